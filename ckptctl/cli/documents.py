@@ -195,6 +195,11 @@ DOCUMENTS: Mapping[str, Kind] = {
         "LeaseDocument",
         "supervision",
     ),
+    "launcher": _own_file(
+        "One of several launchers of a run: .ckptctl/supervisor/launchers/N.json of a root",
+        "LauncherDocument",
+        "supervision",
+    ),
     "resume": Kind(
         "A resume report: .ckptctl/attempts/ATTEMPT.resume.json of a root",
         ("formats.own.documents:ResumeDocument",),

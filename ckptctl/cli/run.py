@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -11,11 +12,13 @@ from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, only, opti
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import Line, Span, line, next_line
 from ckptctl.cli.values import parse_duration, parts
+from ckptctl.distributed.launcher import launched_nodes
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formatting import duration
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
+from ckptctl.supervisor.launchers import LauncherOptions
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
 from ckptctl.supervisor.phases import read_job, run_phases
@@ -234,6 +237,37 @@ def run(
         ),
     ] = 1,
     hosts_file: HostsFileOpt = None,
+    nnodes: Annotated[
+        int | None,
+        option(
+            "--nnodes",
+            metavar="N",
+            min=1,
+            help="How many `ckptctl run` start the job together, one on each node; they agree on "
+            "each attempt, and all end with the same exit code. By default as srun, mpirun or "
+            "PET_NNODES say, else 1.",
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        option(
+            "--node-rank",
+            metavar="N",
+            min=0,
+            help="Which of them this is, from 0; by default as srun, mpirun, PET_NODE_RANK or "
+            "JOB_COMPLETION_INDEX say.",
+        ),
+    ] = None,
+    wait_nodes: Annotated[
+        str,
+        option(
+            "--wait-nodes",
+            metavar="TIME",
+            help="How long the others of --nnodes are waited for, before each attempt. After that "
+            "the job runs with fewer nodes if --world-sizes allows it, and else waits for "
+            "capacity (94).",
+        ),
+    ] = "10m",
     allow_missing_state: Annotated[
         bool,
         option(
@@ -294,6 +328,7 @@ def run(
             min_world_size=min_world_size,
             hosts_file=hosts_file,
         ),
+        launchers=_launchers(nnodes, node_rank, wait_nodes),
         policy=PickPolicy(level=progress_level, allow_missing_state=allow_missing_state),
         requirements=requirements,
         storage=storage,
@@ -349,6 +384,22 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
     if outside is not None:
         limits["outside"] = parse_duration(outside, "--out-of-section-timeout") or 0.0
     return limits
+
+
+def _launchers(nnodes: int | None, node_rank: int | None, wait_nodes: str) -> LauncherOptions:
+    """The options of several launchers; what is not given is read from the environment."""
+    found_count, found_place = launched_nodes(os.environ)
+    count = found_count or 1 if nnodes is None else nnodes
+    place = found_place if node_rank is None else node_rank
+    if count == 1 and node_rank is None:
+        place = 0
+    if place is None:
+        raise UsageError(
+            f"there are {count} launchers, and --node-rank does not say which this is",
+            instead=f"--nnodes {count} --node-rank 0",
+        )
+    wait_s = parse_duration(wait_nodes, "--wait-nodes") or 0.0
+    return LauncherOptions(count=count, place=place, wait_s=wait_s)
 
 
 def sizes(given: str | None) -> tuple[int, ...]:

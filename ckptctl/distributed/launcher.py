@@ -204,6 +204,28 @@ def launched_size(environment: Mapping[str, str]) -> int:
     return read.number("WORLD_SIZE") or 1
 
 
+def launched_nodes(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """How many `ckptctl run` were started together, and which this is, as far as they are set.
+
+    `srun` and `mpirun` set both for each process that they start; a batch script is one process,
+    whatever its job has. The trainer of Kubeflow sets what torchrun reads (`PET_NNODES`, which
+    can be `MIN:MAX`); a Job of Kubernetes sets only the number of the pod.
+
+    Source: `srun` of SLURM 24.05; `torch/distributed/run.py` of torch 2.13; Kubernetes 1.31.
+    """
+    read = _Variables(environment)
+    for sizes, ranks in (
+        (("SLURM_STEP_NUM_TASKS",), ("SLURM_PROCID",)),
+        (("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "PMI_RANK")),
+    ):
+        size = read.number(*sizes)
+        if size is not None and size > 1:
+            return size, read.number(*ranks)
+    nodes = (read.text("PET_NNODES") or "").rpartition(":")[2]
+    rank = read.number("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID")
+    return (int(nodes) if _NUMBER.fullmatch(nodes) else None), rank
+
+
 def _is_set_in_parent(name: str) -> bool:
     """Whether the process that started this one was itself started with a variable."""
     try:

@@ -9,16 +9,13 @@ from contextlib import contextmanager
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.formats.own.files import MAX_STRING, utc_now
 from ckptctl.formats.own.supervision import AttemptDocument
-from ckptctl.supervisor.causes import LogFolder, Logs
+from ckptctl.supervisor.causes import MOST_NAMES, LogFolder, Logs
 from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.nodes import Plan
 from ckptctl.supervisor.options import OutputOptions
 from ckptctl.supervisor.policy import NOT_INSPECTED, Ended, Seen, Verdict
 from ckptctl.supervisor.results import Attempt
-from ckptctl.supervisor.watching import Hang, Running, Watcher
-
-_MOST_NAMES = 64
-"""Ranks and nodes of one attempt that the state keeps."""
+from ckptctl.supervisor.watching import EndedElsewhere, Running, Stop, Watcher
 
 
 class AttemptRunner:
@@ -49,18 +46,21 @@ class AttemptRunner:
             for watcher in self._watchers:
                 variables |= watcher.prepare(number, paths)
             logs = Logs(paths)
-            code, hang = self._signals.run(plan.command, output, variables, self._poll)
+            code, stop = self._signals.run(plan.command, output, variables, self._poll)
         seconds = time.monotonic() - began_s
         for watcher in self._watchers:
             watcher.finish()
-        if hang is not None:
-            self._tell(f"ended the job: {hang.message}")
-        asked = self._signals.asked is not None and hang is None
-        return Ended(code, seconds, logs.cause(code) if code else None, hang, asked)
+        if stop is not None:
+            self._tell(f"ended the job: {stop.message}")
+        if isinstance(stop, EndedElsewhere):
+            return Ended(code, seconds, None, None, asked=False, ordered=True)
+        asked = self._signals.asked is not None and stop is None
+        return Ended(code, seconds, logs.cause(code) if code else None, stop, asked)
 
-    def _poll(self, running: Running) -> Hang | None:
+    def _poll(self, running: Running) -> Stop | None:
         now_s = time.monotonic()
-        return next(filter(None, (each.poll(running, now_s) for each in self._watchers)), None)
+        stops = (each.poll(running, now_s) for each in self._watchers)
+        return next((stop for stop in stops if stop is not None), None)
 
     @contextmanager
     def _output(
@@ -122,12 +122,12 @@ def closed(
     if ended.hang is not None:
         attempt["cause"] = "hang"
         attempt["section"] = ended.hang.section
-        attempt["ranks"] = [*ended.hang.ranks[:_MOST_NAMES]]
-        attempt["nodes"] = [*ended.hang.nodes[:_MOST_NAMES]]
+        attempt["ranks"] = [*ended.hang.ranks[:MOST_NAMES]]
+        attempt["nodes"] = [*ended.hang.nodes[:MOST_NAMES]]
     elif ended.cause is not None:
-        attempt["cause"] = ended.cause.failure
-        attempt["ranks"] = [] if ended.cause.rank is None else [ended.cause.rank]
-        attempt["nodes"] = [*ended.cause.nodes[:_MOST_NAMES]]
+        attempt["cause"] = ended.cause["failure"]
+        attempt["ranks"] = [] if ended.cause["rank"] is None else [ended.cause["rank"]]
+        attempt["nodes"] = [*ended.cause["nodes"]]
     return attempt
 
 

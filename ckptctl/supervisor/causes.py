@@ -14,8 +14,11 @@ from contextlib import contextmanager, suppress
 
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.classifying import classify
-from ckptctl.failures.results import Classification
-from ckptctl.formats.own.files import time_now
+from ckptctl.formats.own.files import MAX_STRING, time_now
+from ckptctl.formats.own.supervision import CauseDocument
+
+MOST_NAMES = 64
+"""Ranks and nodes of one attempt that the state keeps."""
 
 _UNKNOWN = "unknown"
 _DEADLINE_S = 30.0
@@ -33,7 +36,7 @@ class Logs:
     def __init__(self, paths: Iterable[str]) -> None:
         self._sizes = {path: _size(path) for path in paths}
 
-    def cause(self, exit_code: int) -> Classification | None:
+    def cause(self, exit_code: int) -> CauseDocument | None:
         """Why the attempt with this exit code failed; None if its logs do not show it."""
         with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
             added = []
@@ -50,7 +53,18 @@ class Logs:
                 found = classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
             except CkptctlError:
                 return None
-        return None if found.failure == _UNKNOWN else found
+        if found.failure == _UNKNOWN:
+            return None
+        return {
+            "failure": found.failure,
+            "domain": found.domain.value,
+            "restart": found.restart.value,
+            "confidence": found.confidence,
+            "rule": found.evidence[0].rule if found.evidence else "",
+            "message": found.message[:MAX_STRING],
+            "rank": found.rank,
+            "nodes": [*found.nodes[:MOST_NAMES]],
+        }
 
 
 def _size(path: str) -> int:
@@ -71,18 +85,20 @@ class LogFolder:
     """The logs of a job: a folder for each attempt, and `run.log` with the decisions.
 
     A folder that cannot be written must not prevent an attempt: its output goes where that of
-    `run` goes, then.
+    `run` goes, then. `launcher` is the number of this one where there are several: each writes
+    files of its own.
     """
 
-    def __init__(self, folder: str, phase: str) -> None:
+    def __init__(self, folder: str, phase: str, launcher: int | None = None) -> None:
         self._folder = folder
+        self._suffix = ".log" if launcher is None else f"-{launcher}.log"
         self._attempts = os.path.join(folder, phase) if phase else folder
         self._prefix = f"{phase}: " if phase else ""
 
     @contextmanager
     def output(self, attempt: int) -> Iterator[tuple[int, str] | None]:
         """A descriptor for the output of an attempt and its path; None where there is none."""
-        path = os.path.join(self._attempts, str(attempt), "output.log")
+        path = os.path.join(self._attempts, str(attempt), f"output{self._suffix}")
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -98,5 +114,7 @@ class LogFolder:
         """Add a line to `run.log`, as far as that is possible."""
         with suppress(OSError):
             os.makedirs(self._folder, exist_ok=True)
-            with open(os.path.join(self._folder, "run.log"), "a", encoding="utf-8") as file:
+            with open(
+                os.path.join(self._folder, f"run{self._suffix}"), "a", encoding="utf-8"
+            ) as file:
                 file.write(f"{time_now()} {self._prefix}{message}\n")

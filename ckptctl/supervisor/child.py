@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptctl.errors import UsageError
 from ckptctl.supervisor.processes import GRACE_S, MARKER, Job, adopting_orphans, children
-from ckptctl.supervisor.watching import Hang, Running
+from ckptctl.supervisor.watching import Running, Stop
 
 PASSED_ON = (
     signal.SIGTERM,
@@ -47,6 +47,11 @@ class Signals:
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)
 
+    def pass_on(self, number: int) -> None:
+        """Do as if this process had received a signal that another launcher has received."""
+        if number in PASSED_ON and self.asked is None:
+            self._receive(number, None)
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Receive signals and adopt orphans; what was before is restored at the end."""
@@ -68,13 +73,13 @@ class Signals:
         command: Sequence[str],
         output: tuple[int | None, int | None],
         variables: Mapping[str, str],
-        poll: Callable[[Running], Hang | None],
-    ) -> tuple[int, Hang | None]:
+        poll: Callable[[Running], Stop | None],
+    ) -> tuple[int, Stop | None]:
         """Run the command to its end; its exit code, 128 + N if signal N ended it.
 
         `output` are the descriptors for its output and errors; None are those of this process.
         `variables` are added to its environment; they hold the job's marker. `poll` is called
-        about once a second; the job is ended if it returns a hang, or raises. Raises
+        about once a second; the job is ended if it returns why, or raises. Raises
         `UsageError` if the command cannot be started.
         """
         bystanders = children()
@@ -94,15 +99,15 @@ class Signals:
             child.send_signal(self.asked)
         job = Job(variables[MARKER], child.pid, bystanders)
         running = Running(job.leader, job.processes)
-        hang = None
+        stop = None
         try:
-            while _code_of(child) is None and hang is None:
-                hang = poll(running)
+            while _code_of(child) is None and stop is None:
+                stop = poll(running)
         finally:
             job.end(GRACE_S if child.poll() is None else 0.0)
             self._child = None
         code = child.wait()
-        return 128 - code if code < 0 else code, hang
+        return 128 - code if code < 0 else code, stop
 
     def pause(self, seconds: float) -> None:
         """Wait; a signal that asks the job to end also ends the wait."""

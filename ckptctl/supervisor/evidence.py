@@ -34,6 +34,9 @@ _WORKING = 0.05
 _KEPT = ("stacks-rank-", "flight-recorder-rank-")
 _ANSWER_S = 5.0
 """How long stacks are waited for; faulthandler writes them in milliseconds."""
+_STARVED_S = 30.0
+"""How long they are waited for while the process waits for a processor: its silence shows that the
+node is busy, and nothing about the rank."""
 _PY_SPY_S = 15.0
 _POLL_S = 0.1
 _MAX_STACKS_BYTES = 1 << 20
@@ -112,7 +115,7 @@ def collect(
     heartbeat names. `folder` holds the heartbeats and the stacks. Dumps of the flight recorder
     that are older than `since_s` (seconds since 1970) belong to earlier attempts. With `of_save`
     the stacks are those of the thread of an asynchronous save. Takes some seconds, and at most
-    about forty.
+    about forty; up to two minutes on a node without a free processor.
     """
     found = set(processes())
     own = {rank: Process(beat["pid"], beat["started"]) for rank, beat in beats.items()}
@@ -259,8 +262,10 @@ def _by_signal(number: int, process: Process, path: str) -> str:
                 signal.pidfd_send_signal(fd, number)
         finally:
             os.close(fd)
-        size, until_s = begin, time.monotonic() + _ANSWER_S
-        while time.monotonic() < until_s:
+        size, asked_s = begin, time.monotonic()
+        while (waited_s := time.monotonic() - asked_s) < _STARVED_S:
+            if waited_s >= _ANSWER_S and state_of(process) != "R":
+                break
             time.sleep(_POLL_S)
             before, size = size, os.path.getsize(path)
             if size == before > begin:

@@ -29,7 +29,12 @@ from ckptctl.errors import (
     StorageError,
 )
 from ckptctl.formats.own.files import MAX_STRING, time_now
-from ckptctl.formats.own.supervision import OwnerDocument, ResetDocument, SupervisorDocument
+from ckptctl.formats.own.supervision import (
+    LaunchDocument,
+    OwnerDocument,
+    ResetDocument,
+    SupervisorDocument,
+)
 from ckptctl.selection.marking import user_name
 from ckptctl.storage.opening import absolute_url
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
@@ -117,11 +122,21 @@ class HeldState:
         self._thread.join(_WRITTEN_S)
         _held.discard(self._owner)
 
+    @property
+    def number(self) -> int:
+        """The number of the last revision that this process wrote."""
+        return self._number
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the store has the state."""
+        return self._written is self.state
+
     def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
         """See `Watcher.prepare`."""
         return {}
 
-    def poll(self, _running: Running, _now_s: float) -> Hang | None:
+    def poll(self, _running: Running | None = None, _now_s: float = 0.0) -> Hang | None:
         """Raise `Fenced` where another process has taken the state over."""
         self._report()
         return None
@@ -188,9 +203,13 @@ class HeldState:
         return None
 
 
-def marker_of(state: SupervisorDocument, root: str) -> str:
-    """The value that marks the processes of a job: its run, and the root that it trains in."""
-    return f"{state['run']}@{absolute_url(root)}"
+def marker_of(state: SupervisorDocument, root: str, place: int | None = None) -> str:
+    """The value that marks the processes of a job: its run, and the root that it trains in.
+
+    Those of one of several launchers have its `place` in it.
+    """
+    part = "" if place is None else f"/{place}"
+    return f"{state['run']}{part}@{absolute_url(root)}"
 
 
 def take_over(
@@ -212,20 +231,10 @@ def take_over(
     while True:
         number, state = _read(revisions, copy, root, tell, reset)
         owner = state["owner"]
-        if owner is not None and not _is_over(owner, revisions, root, signals, tell):
+        if owner is not None and not is_over(owner, revisions, root, signals, tell):
             return None
-        n_ended = _end_left_behind(state, root, tell)
-        mine: OwnerDocument = {
-            "id": os.urandom(16).hex(),
-            "host": socket.gethostname(),
-            "machine": machine(),
-            "pid": os.getpid(),
-            "started": own_process().started,
-            "root": absolute_url(root),
-        }
-        state = {**_closed(state, n_ended), "owner": mine, "root": absolute_url(root)}
-        if reset is not None:
-            state = _with_reset(state, reset)
+        n_ended = end_left_behind(marker_of(state, root), tell)
+        state = _owned(_closed(state, n_ended), os.urandom(16).hex(), root, reset)
         try:
             revisions.write(number + 1, state)
         except AlreadyExists:
@@ -239,14 +248,66 @@ def take_over(
         return HeldState(revisions, copy, state, number + 1, tell)
 
 
+def lead(
+    revisions: Revisions,
+    copy: LocalCopy,
+    root: str,
+    tell: Callable[[str], None],
+    launch: LaunchDocument,
+    *,
+    name: str,
+    gone: str | None,
+    reset: str | None = None,
+) -> HeldState | None:
+    """Hold the state as the leader `name` of several launchers; None where another came first.
+
+    `gone` is the leader whose lease has run out; None where nobody led. Unlike one launcher
+    alone, a leader holds nothing that is not written: the others read its decisions there.
+    Raises as `take_over` does.
+    """
+    number, state = _read(revisions, copy, root, tell, reset, alone=False)
+    owner = state["owner"]
+    if owner is not None and owner["id"] != gone:
+        return None
+    state = {**_owned(_closed(state, 0), name, root, reset), "launch": launch}
+    try:
+        revisions.write(number + 1, state)
+    except AlreadyExists:
+        return None
+    copy.write(state)
+    return HeldState(revisions, copy, state, number + 1, tell)
+
+
+def _owned(
+    state: SupervisorDocument, name: str, root: str, reset: str | None
+) -> SupervisorDocument:
+    """The state held by this process under a name; with a full budget if there is a reason."""
+    owner: OwnerDocument = {
+        "id": name,
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "pid": os.getpid(),
+        "started": own_process().started,
+        "root": absolute_url(root),
+    }
+    state = {**state, "owner": owner, "root": absolute_url(root)}
+    state.pop("launch", None)
+    return state if reset is None else _with_reset(state, reset)
+
+
 def _read(
     revisions: Revisions,
     copy: LocalCopy,
     root: str,
     tell: Callable[[str], None],
     reset: str | None,
+    *,
+    alone: bool = True,
 ) -> tuple[int, SupervisorDocument]:
-    """The number of the newest revision, 0 without one, and the state to go on with."""
+    """The number of the newest revision, 0 without one, and the state to go on with.
+
+    The local copy of one of several launchers is at most as new as what the leader has written.
+    """
     number = max(revisions.numbers(), default=0)
     try:
         stored = revisions.newest()
@@ -259,7 +320,7 @@ def _read(
             raise
         tell(f"warning: {error.message}; the state is replaced")
     local = copy.read()
-    if local is not None and newer(stored, local):
+    if local is not None and (alone or stored is None) and newer(stored, local):
         if reset is None:
             tell(
                 f"warning: {revisions.url} lacks what {copy.path} holds of this run, up to attempt "
@@ -270,7 +331,7 @@ def _read(
     return number, stored or new_state(root)
 
 
-def _is_over(
+def is_over(
     owner: OwnerDocument,
     revisions: Revisions,
     root: str,
@@ -309,9 +370,8 @@ def _is_over(
     return True
 
 
-def _end_left_behind(state: SupervisorDocument, root: str, tell: Callable[[str], None]) -> int:
+def end_left_behind(marker: str, tell: Callable[[str], None]) -> int:
     """End what a killed holder left on this machine; how many processes that were."""
-    marker = marker_of(state, root)
     left = marked(marker)
     if left:
         tell(f"ending {len(left)} processes of this job that a killed `ckptctl run` left behind")

@@ -18,10 +18,11 @@ from typing import NamedTuple
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import UsageError
-from ckptctl.failures.results import CLASSES, Classification, Domain
+from ckptctl.failures.results import CLASSES, Domain
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.supervision import (
     AttemptDocument,
+    CauseDocument,
     ExcludedDocument,
     SupervisorDocument,
 )
@@ -121,7 +122,7 @@ def _numbers(ranges: str) -> tuple[str, ...]:
 
 
 def blamed(
-    hang: Hang | None, cause: Classification | None, attempts: Sequence[AttemptDocument]
+    hang: Hang | None, cause: CauseDocument | None, attempts: Sequence[AttemptDocument]
 ) -> list[tuple[str, str]]:
     """The nodes that may be excluded after the last of `attempts`, each with its cause.
 
@@ -132,9 +133,10 @@ def blamed(
     """
     if hang is not None:
         return [(node, "hang") for node in hang.nodes]
-    certain = cause is not None and cause.confidence == "high"
-    if cause is not None and certain and cause.domain is Domain.INFRASTRUCTURE and cause.nodes:
-        return [(node, cause.failure) for node in cause.nodes]
+    certain = cause is not None and cause["confidence"] == "high"
+    infrastructure = cause is not None and cause["domain"] == Domain.INFRASTRUCTURE.value
+    if cause is not None and certain and infrastructure and cause["nodes"]:
+        return [(node, cause["failure"]) for node in cause["nodes"]]
     last = attempts[-_N_SHORT:]
     if len(last) < _N_SHORT or any(
         not each["exit_code"] or each["milliseconds"] >= _SHORT_S * 1000 for each in last
@@ -170,13 +172,55 @@ def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], No
 class Plan(NamedTuple):
     """One attempt: its command and variables, the nodes of the job, and its ranks.
 
-    `world_size` is None where the command decides how many ranks it has.
+    `world_size` is None where the command decides how many ranks it has. `runs_on` are the
+    nodes that are not excluded and that the size needs.
     """
 
     command: list[str]
     variables: dict[str, str]
     allocation: str
     world_size: int | None
+    runs_on: tuple[str, ...]
+
+
+class Place(NamedTuple):
+    """The place of this launcher among those that run an attempt together."""
+
+    node_rank: int
+    head: str
+    """The node of the first."""
+    step: int | None
+    """The step that all resume from; None in a fresh run."""
+
+
+def fill(
+    command: Sequence[str],
+    excluded: Sequence[str],
+    sizes: tuple[int, int] | None,
+    place: Place | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """The command with its placeholders filled in, and the variables of its environment.
+
+    `sizes` are the numbers of ranks and nodes, where ckptctl chooses them. An argument with a
+    placeholder that has no value is left out.
+    """
+    values: dict[str, str | None] = {"{excluded}": ",".join(excluded) or None}
+    variables = {EXCLUDED: ",".join(excluded)}
+    if sizes is not None:
+        world_size, n_nodes = sizes
+        values["{nodes}"] = str(n_nodes)
+        if world_size:
+            values["{world_size}"] = variables[WORLD_SIZE] = str(world_size)
+    if place is not None:
+        values["{node_rank}"], values["{head}"] = str(place.node_rank), place.head
+        values["{resume_step}"] = None if place.step is None else str(place.step)
+    words = [*command]
+    for placeholder, value in values.items():
+        if value is None:
+            words = [word for word in words if placeholder not in word]
+        else:
+            words = [word.replace(placeholder, value) for word in words]
+    return words, variables
 
 
 class Nodes:
@@ -192,6 +236,13 @@ class Nodes:
         self._allocation = ",".join(options.nodes) or place.node_list or place.node
         self._nodes = expand(self._allocation)
         self._gpus_per_node = place.gpus_per_node
+        self._n_launchers = 0
+
+    def meet(self, nodes: Sequence[str], n_launchers: int) -> None:
+        """The nodes are those of the launchers that are there, of so many in all."""
+        self._nodes = tuple(nodes)
+        self._allocation = ",".join(nodes)
+        self._n_launchers = n_launchers
 
     def plan(self, state: SupervisorDocument, loads: Callable[[int], bool]) -> Plan | None:
         """The next attempt; None where the nodes that are left can run no world size.
@@ -199,27 +250,25 @@ class Nodes:
         `loads` is whether the step to resume from loads with so many ranks and loses nothing
         that is required; it is not asked about the largest size.
         """
-        excluded = self._excluded(state)
+        excluded = self.excluded(state)
         left = [node for node in self._nodes if node not in excluded]
-        filling = {"{excluded}": ",".join(excluded)}
-        variables = {EXCLUDED: ",".join(excluded)}
-        size = None
+        sizes = None
         if self._options.world_sizes:
             largest = max(self._options.world_sizes)
-            per_node = self._gpus_per_node or -(-largest // max(len(self._nodes), 1))
-            most = per_node * len(left)
-            size = self._size(most, loads)
+            n_nodes = self._n_launchers or max(len(self._nodes), 1)
+            per_node = self._gpus_per_node or -(-largest // n_nodes)
+            size = self._size(per_node * len(left), loads)
             if size is None:
                 return None
             left = left[: -(-size // per_node)]
-            filling |= {"{world_size}": str(size), "{nodes}": str(len(left))}
-            variables[WORLD_SIZE] = str(size)
+            sizes = size, len(left)
+        elif len(left) < self._n_launchers:
+            return None
         if self._options.hosts_file is not None:
             self._write_hosts(self._options.hosts_file, left)
-        words = [word for word in self._command if excluded or "{excluded}" not in word]
-        for placeholder, value in filling.items():
-            words = [word.replace(placeholder, value) for word in words]
-        return Plan(words, variables, self._allocation, size)
+        words, variables = fill(self._command, excluded, sizes)
+        world_size = sizes[0] if sizes else None
+        return Plan(words, variables, self._allocation, world_size, tuple(left))
 
     def _size(self, most: int, loads: Callable[[int], bool]) -> int | None:
         sizes = sorted(set(self._options.world_sizes), reverse=True)
@@ -229,17 +278,18 @@ class Nodes:
                 return size
         return None
 
-    def _excluded(self, state: SupervisorDocument) -> list[str]:
+    def excluded(self, state: SupervisorDocument) -> list[str]:
+        """The nodes of the job that were taken out of it."""
         gone = {each["node"] for each in state["excluded"]}
         return [node for node in self._nodes if node in gone]
 
     def exclude(
-        self, state: SupervisorDocument, hang: Hang | None, cause: Classification | None
+        self, state: SupervisorDocument, hang: Hang | None, cause: CauseDocument | None
     ) -> SupervisorDocument:
         """The state with the nodes excluded that the last attempt shows to be at fault."""
         last = state["attempts"][-1]
         for node, why in blamed(hang, cause, state["attempts"]):
-            if node in self._excluded(state) or node not in self._nodes:
+            if node in self.excluded(state) or node not in self._nodes:
                 continue
             if self._options.exclude_command is None and not self._launcher_excludes():
                 self._tell(f"warning: {node} is at fault ({why}); ckptctl has no way to exclude it")
@@ -273,6 +323,5 @@ class Nodes:
             raise UsageError(f"--hosts-file {path}: {error.strerror}") from error
 
     def _launcher_excludes(self) -> bool:
-        return self._options.hosts_file is not None or any(
-            "{excluded}" in word for word in self._command
-        )
+        by_place = self._options.hosts_file is not None or self._n_launchers
+        return bool(by_place) or any("{excluded}" in word for word in self._command)

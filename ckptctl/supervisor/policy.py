@@ -12,9 +12,14 @@ from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.failures.results import Classification, Domain, Restart
+from ckptctl.failures.results import Domain, Restart
 from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
-from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
+from ckptctl.formats.own.supervision import (
+    MAX_ATTEMPTS,
+    AttemptDocument,
+    CauseDocument,
+    SupervisorDocument,
+)
 from ckptctl.options import not_negative
 from ckptctl.supervisor.results import Decision
 from ckptctl.supervisor.watching import Hang
@@ -98,14 +103,15 @@ class Ended(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
     `cause` is what its logs show. It was ended for the `hang`, whatever its code. A signal
-    `asked` the job to end.
+    `asked` the job to end. Its end was `ordered` where another node's part had ended first.
     """
 
     code: int
     seconds: float
-    cause: Classification | None
+    cause: CauseDocument | None
     hang: Hang | None
     asked: bool
+    ordered: bool = False
 
 
 class Verdict(NamedTuple):
@@ -193,7 +199,7 @@ def decide(
         reason = f"no {which} is left, and no newer step was saved"
         return Verdict(Decision.GIVEN_UP, reason, GIVEN_UP, free)
     if ended.hang is None and ended.cause is not None and _comes_again(ended.cause, past):
-        reason = f"{ended.cause.failure}: {ended.cause.message}"
+        reason = f"{ended.cause['failure']}: {ended.cause['message']}"
         return Verdict(Decision.NEVER, reason, code)
     if free:
         reason = f"it cost nothing; {after.left(options)} of {options.max_restarts} restarts left"
@@ -212,24 +218,26 @@ def _reason_of(code: int) -> str:
     return reasons.get(code, f"exit code {code}: a restart would fail in the same way")
 
 
-def _is_free(code: int, cause: Classification | None) -> bool:
+def _is_free(code: int, cause: CauseDocument | None) -> bool:
     """Whether the end has a cause outside the job, which costs nothing of the budget."""
     if code in (RERUN, NO_ANSWER):
         return True
-    return cause is not None and cause.restart is Restart.FREE and cause.confidence != "low"
+    return (
+        cause is not None
+        and cause["restart"] == Restart.FREE.value
+        and cause["confidence"] != "low"
+    )
 
 
-def _comes_again(cause: Classification, past: Sequence[AttemptDocument]) -> bool:
+def _comes_again(cause: CauseDocument, past: Sequence[AttemptDocument]) -> bool:
     """Whether a restart would meet this failure again.
 
     A failure that a restart cannot remove stops at once where its class is certain. One of
     the job, and one that is less certain, stops when it came before without a newer step
     since: the reader of a log can be wrong, and a false stop costs more than a restart.
     """
-    lasting = cause.restart is Restart.NO or any(
-        each.rule in _AT_ONCE for each in cause.evidence[:1]
-    )
-    if lasting and (cause.confidence == "high" or cause.domain is Domain.STOPPED):
+    lasting = cause["restart"] == Restart.NO.value or cause["rule"] in _AT_ONCE
+    if lasting and (cause["confidence"] == "high" or cause["domain"] == Domain.STOPPED.value):
         return True
-    of_job = lasting or (cause.domain is Domain.JOB and cause.restart is Restart.ONCE)
-    return of_job and any(each["cause"] == cause.failure for each in past)
+    may_be_job = cause["domain"] == Domain.JOB.value and cause["restart"] == Restart.ONCE.value
+    return (lasting or may_be_job) and any(each["cause"] == cause["failure"] for each in past)

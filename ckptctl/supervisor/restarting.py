@@ -9,25 +9,32 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
-from ckptctl.errors import UsageError
+from ckptctl.errors import Fenced, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
-from ckptctl.formats.own.supervision import AttemptDocument
+from ckptctl.formats.own.supervision import (
+    AttemptDocument,
+    LauncherDocument,
+    SupervisorDocument,
+)
 from ckptctl.selection.picking import pick
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.attempts import AttemptRunner, begun, closed, reported
 from ckptctl.supervisor.causes import LogFolder
 from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.coordination import Coordination, Outcome, Part, Turn, members_of
 from ckptctl.supervisor.hangs import HangWatcher
-from ckptctl.supervisor.holding import HeldState, take_over
+from ckptctl.supervisor.holding import HeldState, is_over, lead, marker_of, take_over
+from ckptctl.supervisor.launchers import POLL_S, Launchers
 from ckptctl.supervisor.limits import SectionLimits
-from ckptctl.supervisor.nodes import Nodes, Plan
+from ckptctl.supervisor.nodes import Nodes, Plan, fill
 from ckptctl.supervisor.options import RunKeywords, RunOptions
 from ckptctl.supervisor.policy import (
     GIVEN_UP,
@@ -49,6 +56,7 @@ from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.roots import WatchedRoots
 from ckptctl.supervisor.state import STATE_FOLDER, LocalCopy, Revisions
 from ckptctl.supervisor.step_times import StepTimes
+from ckptctl.supervisor.watching import Watcher
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,6 +108,9 @@ class _NotStarted(Exception):
         self.next_command = next_command
 
 
+_TOO_FEW = Verdict(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
+
+
 class _Supervisor:
     """Runs the attempts of one job, one after the other."""
 
@@ -110,7 +121,8 @@ class _Supervisor:
         self._options = options
         self._revisions = revisions
         log_dir, phase = options.output.log_dir, options.output.phase
-        self._log_folder = None if log_dir is None else LogFolder(log_dir, phase)
+        place = options.launchers.place if options.launchers.count > 1 else None
+        self._log_folder = None if log_dir is None else LogFolder(log_dir, phase, place)
         self._nodes = Nodes(options.nodes, command, self._tell)
         self._roots = WatchedRoots(
             roots,
@@ -143,40 +155,194 @@ class _Supervisor:
     def run(self) -> Supervised:
         """Inspect the roots, take the state, then run attempts until none follows."""
         with self._signals.listening(), ExitStack() as stack:
+            evidence_dir = self._options.output.evidence_dir
+            hangs = HangWatcher(
+                self._sections, self._tell, evidence_dir, step_times=self._step_times
+            )
+            stack.callback(hangs.close)
             try:
-                held = self._hold(self._prepare())
+                seen = self._prepare()
+                if self._options.launchers.count > 1:
+                    return self._summary(self._run_together(hangs, stack))
+                held = self._hold(seen)
             except _NotStarted as stop:
                 message = f"not started: {stop.why}"
                 about = (self._command, self._roots.url, (), (), message)
                 return Supervised(*about, stop.code, stop.next_command)
             stack.callback(held.release)
-            self._sections.recall(held.state["sections"])
-            hangs = HangWatcher(
-                self._sections,
-                self._tell,
-                self._options.output.evidence_dir,
-                step_times=self._step_times,
-            )
-            stack.callback(hangs.close)
-            runner = AttemptRunner(
-                self._options.output, self._log_folder, (held, hangs), self._signals, self._tell
-            )
-            verdict = Verdict(Decision.RESTART, "", 0)
-            while verdict.decision is Decision.RESTART:
-                if self._attempts:
-                    used = budget_of(since_progress(held.state))
-                    self._signals.pause(self._options.budget.pause_s(used))
-                if self._signals.asked is not None:
-                    reason = "a signal asked for it"
-                    verdict = Verdict(Decision.RESTART, reason, 128 + self._signals.asked)
-                    break
-                plan = self._nodes.plan(held.state, self._roots.loads)
-                if plan is None:
-                    verdict = Verdict(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
-                    break
-                verdict = self._run_attempt(held, plan, runner)
-                self._options.on_attempt(self._attempts[-1])
+            verdict = self._run_alone(held, self._runner(held, hangs))
         return self._summary(verdict)
+
+    def _runner(self, *watchers: Watcher) -> AttemptRunner:
+        output = self._options.output
+        return AttemptRunner(output, self._log_folder, watchers, self._signals, self._tell)
+
+    def _run_alone(self, held: HeldState, runner: AttemptRunner) -> Verdict:
+        """Run attempts until none follows."""
+        self._sections.recall(held.state["sections"])
+        while True:
+            if self._attempts:
+                self._signals.pause(self._pause_s(held))
+            if self._signals.asked is not None:
+                return self._asked(self._signals.asked)
+            plan = self._nodes.plan(held.state, self._roots.loads)
+            if plan is None:
+                return _TOO_FEW
+            before = held.state
+            state, restarts = self._begun(before, plan)
+            held.save(state)
+            try:
+                ended = self._run(state, plan, restarts, held.marker(), runner)
+            except UsageError:
+                held.save(before)  # nothing was started
+                raise
+            verdict = self._conclude(held, ended)
+            if verdict.decision is not Decision.RESTART:
+                return verdict
+
+    def _pause_s(self, held: HeldState) -> float:
+        return self._options.budget.pause_s(budget_of(since_progress(held.state)))
+
+    @staticmethod
+    def _asked(number: int) -> Verdict:
+        return Verdict(Decision.RESTART, "a signal asked for it", 128 + number)
+
+    # One of several launchers
+
+    def _run_together(self, hangs: HangWatcher, stack: ExitStack) -> Verdict:
+        """Lead the launchers of all nodes, or follow the one that leads, until the job ends."""
+        launchers = Launchers(self._revisions, self._options.launchers)
+        stack.callback(launchers.close)
+        url, wait_s = self._roots.url, self._options.wait_s
+        together = Coordination(launchers, self._signals, self._tell, wait_s, url)
+        stack.callback(together.end_to_lead)
+        runner = self._runner(together, hangs)
+        while True:
+            try:
+                turn = together.next(reset=self._options.budget.reset_budget is not None)
+            except StorageUnavailable as error:
+                raise _NotStarted(NO_ANSWER, error.message) from error
+            if isinstance(turn, Outcome):
+                self._report_followed(together, launchers.state)
+                return Verdict(Decision(turn.decision), turn.reason, turn.exit_code)
+            if isinstance(turn, Part):
+                self._sections.recall(turn.state["sections"])
+                self._run_part(together, turn, runner)
+                continue
+            try:
+                if self._take_lead(together, turn):
+                    verdict = self._lead(together, runner)
+                    together.conclude(verdict)
+                    return verdict
+            except Fenced:
+                launchers.check()
+                self._tell("another `ckptctl run` leads now")
+            finally:
+                together.end_to_lead()
+
+    def _take_lead(self, together: Coordination, turn: Turn) -> bool:
+        """Hold the state as the leader; False where another one came first."""
+        url, reset = self._roots.url, self._options.budget.reset_budget
+        if turn.alone is not None and not is_over(
+            turn.alone, self._revisions, url, self._signals, self._tell
+        ):
+            return False
+        held = None
+        with suppress(StorageError):  # it is the turn of whoever writes first
+            held = lead(
+                self._revisions,
+                self._copy,
+                url,
+                self._tell,
+                together.launch(),
+                name=together.id,
+                gone=turn.gone,
+                reset=reset if together.is_new else None,
+            )
+        if held is None:
+            time.sleep(POLL_S)
+            return False
+        self._tell("this `ckptctl run` leads those of the other nodes")
+        together.begin_to_lead(held)
+        self._sections.recall(held.state["sections"])
+        return True
+
+    def _lead(self, together: Coordination, runner: AttemptRunner) -> Verdict:
+        """Run attempts on all nodes until none follows; raises `Fenced` where another leads."""
+        held = together.leading
+        pause_s = 0.0
+        while True:
+            together.pause(pause_s)
+            idle = together.gather([each["node"] for each in held.state["excluded"]])
+            asked = together.signal()
+            if asked is not None:
+                return self._asked(asked)
+            # No process of the job is left, also none of a leader that was killed.
+            seen = self._roots.await_answer(self._signals, self._tell)
+            if seen.code not in (0, EXIT_FRESH, WRONG_PATH):
+                return Verdict(Decision.NEVER, seen.message, seen.code)
+            try:
+                self._take_in(held, seen)
+            except _NotStarted as stop:
+                return Verdict(Decision.GIVEN_UP, stop.why, stop.code)
+            self._nodes.meet([each["node"] for each in idle.values()], together.count)
+            plan = self._nodes.plan(held.state, self._roots.loads)
+            if plan is None:
+                return _TOO_FEW
+            verdict = self._lead_attempt(together, plan, idle, seen.step, runner)
+            if verdict.decision is not Decision.RESTART:
+                return verdict
+            pause_s = self._pause_s(held)
+
+    def _lead_attempt(
+        self,
+        together: Coordination,
+        plan: Plan,
+        idle: Mapping[int, LauncherDocument],
+        step: int | None,
+        runner: AttemptRunner,
+    ) -> Verdict:
+        """Begin an attempt on all nodes, run the own part, and decide when all have ended."""
+        held = together.leading
+        members = members_of(plan.runs_on, idle)
+        state, restarts = self._begun(held.state, plan)
+        changes = {"members": members, "restarts": restarts, "step": step}
+        if not together.write(state, **changes, ending=False, signal=None):
+            return Verdict(Decision.NEVER, "the state cannot be written", NO_ANSWER)
+        number, began_s = state["attempts"][-1]["number"], time.monotonic()
+        part = together.part(held.state)
+        ended = None if part is None else self._run_part(together, part, runner)
+        return self._conclude(held, together.end_together(number, ended, began_s))
+
+    def _run_part(self, together: Coordination, part: Part, runner: AttemptRunner) -> Ended:
+        """Run the part of this launcher in an attempt to its end."""
+        state, number = part.state, part.number
+        excluded = [each["node"] for each in state["excluded"]]
+        world_size = state["attempts"][-1]["world_size"]
+        words, variables = fill(
+            self._command, excluded, (world_size or 0, part.n_nodes), part.place
+        )
+        plan = Plan(words, variables, "", world_size, ())
+        marker = marker_of(state, self._roots.url, self._options.launchers.place)
+        run = partial(self._run, state, plan, part.launch["restarts"], marker, runner)
+        try:
+            return together.run_part(number, run)
+        except UsageError as error:
+            self._tell(f"warning: {error.message}")
+            return together.run_part(
+                number, lambda: Ended(UsageError.exit_code, 0.0, None, None, asked=False)
+            )
+
+    def _report_followed(self, together: Coordination, state: SupervisorDocument | None) -> None:
+        """Report the attempts that this launcher followed, as the leader has decided."""
+        for attempt in () if state is None else state["attempts"]:
+            if attempt["number"] in together.followed and attempt["decision"] is not None:
+                verdict = Verdict(Decision(attempt["decision"]), attempt["reason"], 0)
+                self._attempts.append(
+                    reported(attempt, verdict, 0, self._options.output.phase or None)
+                )
+
+    # Before, between and after attempts
 
     def _prepare(self) -> Seen:
         """Inspect the roots before the first attempt; raises `_NotStarted`."""
@@ -218,42 +384,57 @@ class _Supervisor:
         if held is None:
             asked = self._signals.asked or 0
             raise _NotStarted(128 + asked, "a signal asked to end")
+        try:
+            self._take_in(held, seen)
+        except _NotStarted:
+            held.release()
+            raise
+        return held
+
+    def _take_in(self, held: HeldState, seen: Seen) -> None:
+        """Record the progress of an attempt whose supervisor was killed.
+
+        Raises `_NotStarted` where the budget is spent.
+        """
         state = held.state
         if seen.step is not None and (state["best"] is None or seen.step > state["best"]):
-            # A step of the attempt whose supervisor was killed is progress, too.
             attempts = state["attempts"]
-            if attempts and reset is None:
+            if attempts and self._options.budget.reset_budget is None:
                 last: AttemptDocument = {**attempts[-1], "step": seen.step, "progress": True}
                 attempts = [*attempts[:-1], last]
             held.save({**state, "best": seen.step, "attempts": attempts})
+            self._roots.use(seen)
         budget = budget_of(since_progress(held.state))
         if budget.exhausted(self._options.budget):
-            held.release()
             raise _NotStarted(
                 GIVEN_UP,
                 f"no restart is left since attempt {held.state['attempts'][-1]['number']}, and no "
                 "newer step was saved (--reset-budget REASON begins a new budget)",
                 f"ckptctl scan {self._roots.words}",
             )
-        return held
 
-    def _run_attempt(self, held: HeldState, plan: Plan, runner: AttemptRunner) -> Verdict:
-        """Run one attempt to its end, inspect the roots, and decide what follows."""
-        state = held.state
+    def _begun(self, state: SupervisorDocument, plan: Plan) -> tuple[SupervisorDocument, int]:
+        """The state with an attempt that begins, and the number of restarts before it."""
         number = state["attempts"][-1]["number"] + 1 if state["attempts"] else 1
         restarts = self._earlier + len(series(state))
-        attempt = begun(number, plan)
-        held.save({**state, "attempts": [*state["attempts"], attempt]})
-        try:
-            variables = {
-                RESTART_COUNT: str(restarts),
-                ATTEMPT: f"{state['run']}/{number}",
-                MARKER: held.marker(),
-            }
-            ended = runner.run(number, plan, variables)
-        except UsageError:
-            held.save(state)  # nothing was started
-            raise
+        return {**state, "attempts": [*state["attempts"], begun(number, plan)]}, restarts
+
+    @staticmethod
+    def _run(
+        state: SupervisorDocument, plan: Plan, restarts: int, marker: str, runner: AttemptRunner
+    ) -> Ended:
+        """Run the last attempt of a state, or the part of this launcher in it, to its end."""
+        number = state["attempts"][-1]["number"]
+        name = f"{state['run']}/{number}"
+        return runner.run(
+            number, plan, {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
+        )
+
+    def _conclude(self, held: HeldState, ended: Ended) -> Verdict:
+        """Inspect the roots after an attempt, decide what follows, and record both."""
+        *earlier, attempt = held.state["attempts"]
+        number = attempt["number"]
+        state: SupervisorDocument = {**held.state, "attempts": earlier}
         seen = self._seen_after(ended)
         best, before = state["best"], since_progress(state)
         progress = seen.step is not None and (best is None or seen.step > best)
@@ -265,9 +446,9 @@ class _Supervisor:
         if slow := self._step_times.documents():
             attempt["slow"] = slow
         state = {
-            **held.state,
+            **state,
             "best": seen.step if progress else best,
-            "attempts": [*state["attempts"], attempt],
+            "attempts": [*earlier, attempt],
             "sections": self._sections.documents(),
         }
         if verdict.decision is Decision.RESTART:
@@ -284,6 +465,7 @@ class _Supervisor:
                 f"attempt {number} ended with {ended.code} after {ended.seconds:.0f} s, newest "
                 f"usable step {seen.step}: {verdict.decision.value}, {verdict.reason}"
             )
+        self._options.on_attempt(self._attempts[-1])
         return verdict
 
     def _seen_after(self, ended: Ended) -> Seen:

@@ -27,11 +27,15 @@ from ckptctl.errors import (
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.supervision import (
     MAX_ATTEMPTS,
+    MAX_LAUNCHER_BYTES,
     MAX_LEASE_BYTES,
     MAX_STATE_BYTES,
+    LauncherDocument,
     LeaseDocument,
     SupervisorDocument,
+    launcher_bytes,
     lease_bytes,
+    read_launcher,
     read_state,
     state_bytes,
 )
@@ -121,6 +125,27 @@ class Revisions:
         except (PathNotFound, TooLarge):
             lease = b""
         return self.numbers()[:1], lease
+
+    def launcher(self, place: int) -> LauncherDocument | None:
+        """The report of the launcher at a place; None where there is none that can be read."""
+        try:
+            return read_launcher(
+                self._store.read(self._of_launcher(place), limit=MAX_LAUNCHER_BYTES)
+            )
+        except (PathNotFound, TooLarge, OwnFileUnreadable):
+            return None
+
+    def report(self, place: int, launcher: LauncherDocument) -> None:
+        """Replace the report of the launcher at a place."""
+        self._check_root()
+        self._store.put(self._of_launcher(place), launcher_bytes(launcher), replace=True)
+
+    def leave(self, place: int) -> None:
+        """Remove the report of the launcher at a place."""
+        self._store.remove(self._of_launcher(place))
+
+    def _of_launcher(self, place: int) -> str:
+        return f"{self._start}launchers/{place}.json"
 
     def _path(self, number: int) -> str:
         return f"{self._start}{number:010}.json"

@@ -39,6 +39,17 @@ class Hang:
     """Paths of the files that were collected: stacks, dumps of the flight recorder."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndedElsewhere:
+    """An attempt that must be ended because it goes on no longer on another node."""
+
+    message: str
+    """What happened there, in one line."""
+
+
+Stop = Hang | EndedElsewhere
+
+
 class Watcher(Protocol):
     """Watches one attempt after the other; called in the main thread only."""
 
@@ -50,8 +61,8 @@ class Watcher(Protocol):
         """
         ...
 
-    def poll(self, running: Running, now_s: float) -> Hang | None:
-        """Return a hang, or None; `now_s` is the monotonic clock.
+    def poll(self, running: Running, now_s: float) -> Stop | None:
+        """Return why the attempt must be ended, or None; `now_s` is the monotonic clock.
 
         Must return within a few seconds, except when it collects evidence of a hang.
         Exceptions end the job.

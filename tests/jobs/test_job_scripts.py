@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,14 +16,40 @@ import pytest
 import yaml
 from command_line import clean_environment
 
+from ckptctl.cli.commands import load
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.parsing import parameters_of, parse
+from ckptctl.supervisor.policy import NO_RESTART, RERUN, WAIT_FOR_CAPACITY
+
 JOBS = Path(__file__).resolve().parents[2] / "examples" / "jobs"
 # It is installed beside the Python that runs the tests, which need not be on the path.
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.defpath}")
+MANIFESTS = sorted(path.name for path in JOBS.glob("*.yaml"))
 SHELL = sorted([*JOBS.glob("*.sbatch"), *JOBS.glob("*.sh")])
 
 # What `srun`, `scontrol` and the launchers are given is written down; a launcher that is there
 # runs its train.py as they all do.
 RECORD = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0") $*" >> "$CALLS"\n'
+# As srun does, the stand-in starts one task on each node, with its number and the nodes of the
+# step, passes SIGTERM on to them, and ends with the highest code.
+SRUN = (
+    RECORD
+    + """\
+while [[ $1 == -* ]]; do shift; done
+export SLURM_STEP_NODELIST=node001 SLURM_STEP_NUM_NODES=${TASKS:-1} SLURM_STEP_NUM_TASKS=${TASKS:-1}
+for ((n = 0; n < SLURM_STEP_NUM_TASKS; n++)); do
+    SLURM_PROCID=$n SLURM_NODEID=$n SLURMD_NODENAME=node00$((n + 1)) "$@" &
+    tasks+=($!)
+done
+trap 'kill -TERM "${tasks[@]}"' TERM
+highest=0
+for task in "${tasks[@]}"; do
+    while wait "$task"; code=$?; kill -0 "$task" 2> /dev/null; do :; done
+    ((code > highest)) && highest=$code
+done
+exit "$highest"
+"""
+)
 TRAIN = """\
 import pathlib, signal, sys, time
 told = []
@@ -83,6 +110,12 @@ def calls(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def trainings(folder: Path) -> list[str]:
+    """What started a training; `ckptctl run` inspects the root before it does."""
+    lines = calls(folder).splitlines()
+    return [line for line in lines if "train.py" in line and "ckptctl run" not in line]
+
+
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.02)
@@ -133,27 +166,30 @@ def test_a_restart_is_a_new_run_only_where_the_first_start_left_its_sentinel(fol
 
 @pytest.mark.parametrize("script", [path.name for path in SHELL])
 def test_no_training_starts_over_steps_that_are_gone(script, folder):
-    for name in ("srun", "torchrun"):
+    command(folder, "srun", SRUN)
+    for name in ("torchrun", "ft_launcher"):
         command(folder, name, RECORD)
     picked = ["ckptctl", "pick", "--allow-fresh", "--create", str(folder / "ckpt")]
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     subprocess.run(picked, env=clean_environment(PATH=path), check=True, capture_output=True)
     for name in ("step_10", "step_20"):
         shutil.rmtree(folder / "ckpt" / name)
-    job = start(folder, script, HEAD="node001:29400")
+    job = start(folder, script, HEAD="node001:29400", NNODES="1", NODE_RANK="0")
     # `run` does not start: the storage may have been replaced.
-    assert job.wait() == (75 if script == "slurm_run.sbatch" else 11)
-    assert "train.py" not in calls(folder)
+    assert job.wait() == (75 if "_run." in script else 11)
+    assert not trainings(folder)
     assert not (folder / "started").exists()
 
 
 @pytest.mark.parametrize("script", [path.name for path in SHELL])
 def test_no_training_starts_without_a_root_that_answers(script, folder):
-    for name in ("srun", "torchrun"):
+    command(folder, "srun", SRUN)
+    for name in ("torchrun", "ft_launcher"):
         command(folder, name, RECORD)
-    job = start(folder, script, ROOT=str(folder / "gone" / "ckpt"), HEAD="node001:29400")
+    given = {"HEAD": "node001:29400", "NNODES": "1", "NODE_RANK": "0"}
+    job = start(folder, script, ROOT=str(folder / "gone" / "ckpt"), **given)
     assert job.wait() != 0
-    assert "train.py" not in calls(folder)
+    assert not trainings(folder)
     assert not (folder / "started").exists()
 
 
@@ -173,15 +209,6 @@ def test_a_job_that_was_stopped_is_requeued_and_one_that_failed_is_not(said, req
     assert ("scontrol requeue 88123" in calls(folder)) is requeued
 
 
-# As srun does, the stand-in starts its command, takes nodes for the step, and ends with the code.
-SRUN = (
-    RECORD
-    + """\
-until [[ $1 == bash ]]; do shift; done
-export SLURM_STEP_NODELIST=node001 SLURM_STEP_NUM_NODES=1
-exec "$@"
-"""
-)
 XID = "node002 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 
@@ -242,8 +269,122 @@ def test_shellcheck_finds_nothing(path):
     assert ran.stdout == ""
 
 
+# Several launchers
+
+
+def launchers(folder: Path, script: str, n: int, ends: str, **environment: str) -> list[int]:
+    """The exit codes of a script of which one is started on each node; launchers do `ends`."""
+    for name in ("torchrun", "ft_launcher"):
+        command(folder, name, RECORD + ends + "\n")
+    root = str(folder / "new")
+    started = [
+        start(
+            folder,
+            script,
+            ROOT=root,
+            NNODES=str(n),
+            NODE_RANK=str(place),
+            GPUS="1",
+            **{"NODE_NAME": f"node00{place + 1}", "CKPTCTL_BACKOFF": "0", **environment},
+        )
+        for place in range(n)
+    ]
+    return [each.wait() for each in started]
+
+
+FAILS_ONCE = (
+    '[[ $CKPTCTL_RESTART_COUNT == 1 ]] && exit 0; [[ "$*" == *node-rank=1* ]] && exit 1; '
+    "exec sleep 3600"
+)
+
+
+def test_torchrun_is_started_again_on_all_nodes_where_it_failed_on_one(folder):
+    assert launchers(folder, "torchrun_run.sh", 2, FAILS_ONCE) == [0, 0]
+    started = sorted(lines_of(folder, "torchrun "))
+    endpoint = "--rdzv-backend=c10d --rdzv-endpoint=node001:29400 --rdzv-id=train"
+    assert started == [
+        f"torchrun --nnodes=2 --node-rank={rank} --nproc-per-node=1 {endpoint} train.py --root "
+        f"{folder}/new --resume-from auto"
+        for rank in (0, 0, 1, 1)
+    ]
+
+
+def test_torchrun_goes_on_with_fewer_nodes_and_waits_for_capacity_below_that(folder):
+    waits = {"CKPTCTL_WAIT_NODES": "1s"}
+    assert launchers(folder, "torchrun_run.sh", 1, "exit 0", NNODES="2", **waits) == [0]
+    assert "torchrun --nnodes=1 --node-rank=0 " in calls(folder)
+    assert launchers(
+        folder, "torchrun_run.sh", 1, "exit 0", NNODES="3", MIN_NODES="2", **waits
+    ) == [94]
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(94, True), (17, False), (93, False)])
+def test_ft_launcher_ends_on_all_nodes_with_one_code(code, requeued, folder):
+    command(folder, "srun", SRUN)
+    ends = f"[[ $SLURM_PROCID == 1 ]] && exit {code}; exec sleep 3600"
+    assert launchers(folder, "ft_launcher_run.sbatch", 1, ends, TASKS="2") == [code]
+    assert {line.split()[1] for line in lines_of(folder, "ft_launcher ")} <= {"--nnodes=2"}
+    assert "--rdzv_endpoint=node001:29400" in calls(folder)
+    assert bool(lines_of(folder, "scontrol requeue 88123")) is requeued
+
+
+def test_the_end_of_the_time_reaches_every_ft_launcher_and_the_job_is_requeued(folder):
+    for name, text in (("srun", SRUN), ("ft_launcher", RECORD + "exec python train.py\n")):
+        command(folder, name, text)
+    job = start(folder, "ft_launcher_run.sbatch", TASKS="2", ROOT=str(folder / "new"))
+    wait_for(folder / "started")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait() == 143
+    assert (folder / "saved").exists()
+    assert lines_of(folder, "scontrol requeue 88123")
+
+
+RUNS = [path.name for path in sorted(JOBS.iterdir()) if "_run." in path.name]
+
+
+def words_of_run(name: str) -> list[str]:
+    """The words of `ckptctl run` in a script or manifest, up to the command that it starts."""
+    text = (JOBS / name).read_text().replace("\\\n", " ")
+    (line,) = [each for each in text.splitlines() if re.match(r"[^#]*ckptctl run --root", each)]
+    words = shlex.split(line.partition("ckptctl run ")[2])
+    return words[: words.index("--")]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_options_of_run_are_those_of_the_command(name):
+    words = ["32,24" if word == "$sizes" else word for word in words_of_run(name)]
+    found = parse([*parameters_of(load("run").function).values()], [*words, "true"], {})
+    assert found is not None, words
+    assert found["root"] == ["$ROOT"]
+    assert found["create"] is True
+
+
+@pytest.mark.parametrize("name", ["kubernetes_run.yaml", "kubernetes_run_jobset.yaml"])
+def test_a_manifest_ends_the_job_for_the_codes_of_run_that_a_new_pod_would_end_with(name):
+    _, spec = rules(name)
+    codes = {
+        action: {
+            code
+            for rule in spec["podFailurePolicy"]["rules"]
+            if rule["action"] == action
+            for code in rule.get("onExitCodes", {}).get("values", ())
+        }
+        for action in ("FailJob", "Ignore")
+    }
+    again = {code for code, each in EXIT_CODES.items() if each.retry in ("yes", "later")}
+    of_run = {*load("run").exit_codes, *NO_RESTART, RERUN} - {0}
+    assert codes["FailJob"] == of_run - again - {WAIT_FOR_CAPACITY}
+    assert codes["Ignore"] == {WAIT_FOR_CAPACITY, 128 + signal.SIGTERM}
+    words = words_of_run(name)
+    assert words[words.index("--nnodes") + 1] == str(spec["completions"])
+    (train,) = spec["template"]["spec"]["containers"]
+    script = train["command"][2].replace("exec ckptctl", "exec printf '%s\\n' ckptctl")
+    shown = subprocess.run(["/bin/sh", "-ec", script], env={"ROOT": "r"}, capture_output=True)
+    assert b"--rdzv-endpoint={head}.train:29400\n" in shown.stdout
+
+
 def rules(name: str) -> tuple[dict, dict]:
-    document = yaml.safe_load((JOBS / name).read_text())
+    *_, document = yaml.safe_load_all((JOBS / name).read_text())
     job = document
     if document["kind"] == "JobSet":
         (replicated,) = document["spec"]["replicatedJobs"]
@@ -251,15 +392,15 @@ def rules(name: str) -> tuple[dict, dict]:
     return document, job["spec"]
 
 
-@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "kubernetes_jobset.yaml"])
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_a_job_is_as_the_batch_api_asks(name):
     _, spec = rules(name)
     pod = spec["template"]["spec"]
     # podFailurePolicy is refused without it.
     assert pod["restartPolicy"] == "Never"
-    named = {each["name"] for each in (*pod["initContainers"], *pod["containers"])}
+    named = {each["name"] for each in (*pod.get("initContainers", ()), *pod["containers"])}
     volumes = {each["name"] for each in pod["volumes"]}
-    for container in (*pod["initContainers"], *pod["containers"]):
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
         assert {each["name"] for each in container["volumeMounts"]} <= volumes
     for rule in spec["podFailurePolicy"]["rules"]:
         assert rule["action"] in ("Ignore", "FailJob", "Count", "FailIndex")
@@ -275,11 +416,11 @@ def test_a_job_is_as_the_batch_api_asks(name):
     assert spec["completions"] == spec["parallelism"]
 
 
-@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "kubernetes_jobset.yaml"])
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_the_shell_of_a_container_is_sound_and_ends_in_exec(name, folder):
     _, spec = rules(name)
     pod = spec["template"]["spec"]
-    for container in (*pod["initContainers"], *pod["containers"]):
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
         shell, flags, text = container["command"]
         assert (shell, flags) == ("/bin/sh", "-ec")
         checked = subprocess.run(
@@ -290,7 +431,7 @@ def test_the_shell_of_a_container_is_sound_and_ends_in_exec(name, folder):
         )
         assert checked.stdout == ""
     (train,) = pod["containers"]
-    assert "exec torchrun" in train["command"][2]
+    assert re.search(r"^exec (torchrun|ckptctl run) ", train["command"][2], re.MULTILINE)
 
 
 def test_the_init_container_writes_the_step_and_an_empty_file_for_a_fresh_run(folder):
@@ -307,8 +448,9 @@ def test_the_init_container_writes_the_step_and_an_empty_file_for_a_fresh_run(fo
         assert (folder / "step").read_text().strip() == wanted
 
 
-def test_a_jobset_ends_for_what_is_final_and_restarts_for_all_else():
-    document, _ = rules("kubernetes_jobset.yaml")
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if "jobset" in name])
+def test_a_jobset_ends_for_what_is_final_and_restarts_for_all_else(name):
+    document, _ = rules(name)
     assert document["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     policy = document["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0

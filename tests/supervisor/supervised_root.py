@@ -1,4 +1,4 @@
-"""Start `ckptctl run` in a process of its own, which can be killed at any of its writes."""
+"""Start `ckptctl run` in a process of its own, killed at a write or with a short lease."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 KILL_AT = "TEST_KILL_AT"
 """`N` kills before write N of the state, `N+` after it."""
+LEASE = "TEST_LEASE_S"
+"""How long a launcher that does not renew its report is waited for; and the times that follow."""
 
 
 def states(root: Path) -> list[dict]:
@@ -37,8 +39,13 @@ def processes_with(word: str) -> list[int]:
 def main() -> None:
     """Run the command line, and kill this process at the write that the environment names."""
     from ckptctl.cli.main import main as run
+    from ckptctl.supervisor import coordination, holding, launchers
     from ckptctl.supervisor.state import LocalCopy, Revisions
 
+    if LEASE in os.environ:
+        holding.LEASE_S = float(os.environ.pop(LEASE))
+        holding.RENEW_S = launchers.RENEW_S = holding.LEASE_S / 12
+        launchers.POLL_S = coordination.POLL_S = 0.2
     wanted = os.environ.pop(KILL_AT, "")
     n_writes = 0
 

@@ -128,8 +128,9 @@ def test_a_rank_that_does_not_write_its_stacks_is_named(watch):
     one = watch(GIVEN)
     one.ranks.start(0)
     one.ranks.start(1)
-    everything = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nsys.stdin.read()"
-    one.ranks.start(2, everything)
+    everything = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))"
+    one.ranks.start(2, f"{everything}\nsys.stdin.readline(); print(flush=True)\nsys.stdin.read()")
+    one.ranks.tell(2)  # until then it would still answer
     found = one.wait(40)
     assert found.ranks == (2,)
     assert "does not write its stacks when asked" in found.message
