@@ -16,9 +16,11 @@ import pytest
 import yaml
 from command_line import clean_environment
 
+from ckptctl.cli.binding import with_common
 from ckptctl.cli.commands import load
 from ckptctl.cli.exit_codes import EXIT_CODES
-from ckptctl.cli.parsing import parameters_of, parse
+from ckptctl.cli.output import Output
+from ckptctl.cli.parsing import parse
 from ckptctl.supervisor.policy import NO_RESTART, RERUN, WAIT_FOR_CAPACITY
 
 JOBS = Path(__file__).resolve().parents[2] / "examples" / "jobs"
@@ -276,16 +278,12 @@ def launchers(folder: Path, script: str, n: int, ends: str, **environment: str) 
     """The exit codes of a script of which one is started on each node; launchers do `ends`."""
     for name in ("torchrun", "ft_launcher"):
         command(folder, name, RECORD + ends + "\n")
-    root = str(folder / "new")
+    given = {"ROOT": str(folder / "new"), "NNODES": str(n), "GPUS": "1", "CKPTCTL_BACKOFF": "0"}
     started = [
         start(
             folder,
             script,
-            ROOT=root,
-            NNODES=str(n),
-            NODE_RANK=str(place),
-            GPUS="1",
-            **{"NODE_NAME": f"node00{place + 1}", "CKPTCTL_BACKOFF": "0", **environment},
+            **{**given, "NODE_RANK": str(place), "NODE_NAME": f"node00{place + 1}", **environment},
         )
         for place in range(n)
     ]
@@ -353,7 +351,8 @@ def words_of_run(name: str) -> list[str]:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_options_of_run_are_those_of_the_command(name):
     words = ["32,24" if word == "$sizes" else word for word in words_of_run(name)]
-    found = parse([*parameters_of(load("run").function).values()], [*words, "true"], {})
+    command_of_run = with_common(load("run").function, Output("run"))
+    found = parse(command_of_run.parameters, [*words, "--", "true"], {})
     assert found is not None, words
     assert found["root"] == ["$ROOT"]
     assert found["create"] is True
