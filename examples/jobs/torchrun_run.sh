@@ -14,8 +14,7 @@ sizes=$(seq -s , "$((NNODES * GPUS))" "-$GPUS" "$((${MIN_NODES:-1} * GPUS))")
 # exec: what ends this script must reach ckptctl. The time for a save after SIGTERM is torchrun's.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
 exec ckptctl run --root "$ROOT" --create --log-dir "logs-${RUN:-train}" \
-    --nnodes "$NNODES" --node-rank "$NODE_RANK" --wait-nodes 10m \
-    --world-sizes "$sizes" -- \
+    --nnodes "$NNODES" --node-rank "$NODE_RANK" --world-sizes "$sizes" -- \
     torchrun '--nnodes={nodes}' '--node-rank={node_rank}' --nproc-per-node="$GPUS" \
     --rdzv-backend=c10d '--rdzv-endpoint={head}:29400' --rdzv-id="${RUN:-train}" \
     train.py --root "$ROOT" --resume-from auto
