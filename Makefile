@@ -38,6 +38,10 @@ test-long: $(READY) ## The tests that `make test` leaves out because they are sl
 frameworks: $(READY) ## Install transformers, accelerate, Lightning and torchtitan for the tests of the integrations
 	@$(BIN)/python tools/install_frameworks.py
 
+.PHONY: compatibility
+compatibility: $(READY) ## Print what the tests of the integrations have shown, as a table
+	@$(BIN)/python tools/compatibility.py
+
 lint: $(READY) ## Check style and types
 	@echo "== ruff"
 	@$(BIN)/ruff check -q .
