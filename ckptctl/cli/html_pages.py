@@ -1,7 +1,6 @@
 """Write the answer of `scan`, `loss` and `history` as one HTML page: `--html`.
 
-A page references nothing outside itself, and is readable without scripts, in light and dark, on
-a phone and on paper. What the terminal says in colour has a word beside it here as well.
+What the terminal says in colour has a word beside it here as well.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.findings import EXIT_FRESH, Verdict
 from ckptctl.formatting import counted, duration, size, utc
+from ckptctl.html_page import page, table
 
 if TYPE_CHECKING:
     from ckptctl.goodput.history import RunHistory
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 def write_page(path: str, title: str, headline: str, style: Style, parts: Iterable[str]) -> None:
     """Write a page, whole; `parts` are HTML below the headline."""
-    body = "\n".join((f"<h1 class={style or 'strong'}>{escape(headline)}</h1>", *parts))
-    replace_file(path, _PAGE.format(title=escape(title), style=_STYLE, body=body), "the page")
+    headline = f"<h1 class={style or 'strong'}>{escape(safe(headline))}</h1>"
+    replace_file(path, page(title, (headline, *parts)), "the page")
 
 
 def write_scan(path: str, found: Scan) -> None:
@@ -80,7 +80,7 @@ def write_scan(path: str, found: Scan) -> None:
             f"<p><code>{escape(found.chosen or found.root)}</code></p>",
             *([f"<figure>{picture}</figure>"] if picture else []),
             f"<h2>{counted(len(found.reports), 'step')}, newest first{n_more}</h2>",
-            table(columns, rows),
+            _table(columns, rows),
             *as_html(finding_lines(found.findings)),
             *as_html(next_line(found.next_command)),
         ),
@@ -133,7 +133,7 @@ def _history(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iterator[str]
                 f"{escape(mark.glyph) if share > 2 else ''}</span>"
             )
     yield "</div>"
-    yield table(
+    yield _table(
         ("", "time", "duration", "share", "bucket"),
         [
             (
@@ -148,7 +148,7 @@ def _history(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iterator[str]
     )
     yield from as_html(mtbf_lines(goodput))
     yield f"<h2>{counted(len(attempts), 'attempt')}</h2>"
-    yield table(
+    yield _table(
         COLUMNS, [(*attempt_cells(each), Cell(tuple(attempt_end(each)))) for each in attempts]
     )
 
@@ -159,14 +159,8 @@ class Cell(NamedTuple):
     spans: Sequence[Span]
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str | Cell]]) -> str:
-    """A table with a header; it scrolls sideways where it is wider than the page."""
-    head = "".join(f"<th scope=col>{escape(each)}</th>" for each in columns)
-    body = "".join(
-        f"<tr>{''.join(f'<td><div>{_cell(each)}</div></td>' for each in row)}</tr>\n"
-        for row in rows
-    )
-    return f"<div class=wide tabindex=0><table><thead><tr>{head}</tr></thead>\n{body}</table></div>"
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Cell]]) -> str:
+    return table(columns, [[*map(_cell, row)] for row in rows])
 
 
 def _cell(cell: str | Cell) -> str:
@@ -186,38 +180,3 @@ def as_html(lines: Iterable[Line]) -> Iterator[str]:
 def _span(span: Span) -> str:
     text = escape(safe(span.text))
     return f"<span class={span.style}>{text}</span>" if span.style else text
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{style}</style></head>
-<body><main>
-{body}
-</main></body></html>
-"""
-
-_STYLE = """
-:root { color-scheme: light dark; --good: #1a7f37; --warn: #9a5b00; --bad: #b3261e; --line: #8884; }
-@media (prefers-color-scheme: dark) {
-  :root { --good: #4ac26b; --warn: #e0a03a; --bad: #ff8a80; }
-}
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
-main { max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.35rem; line-height: 1.3; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-code, pre { font: .9em/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-pre, .wide, figure { overflow-x: auto; }
-pre { padding: .6rem .8rem; border-radius: 6px; background: #8881; }
-figure { margin: 1rem 0; } svg { max-width: 100%; min-width: 36rem; height: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; }
-td { border-top: 1px solid var(--line); }
-td div { width: max-content; max-width: 24rem; }
-.good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
-.strong, .name, .command { font-weight: 600; }
-.bar { display: flex; height: 1.8rem; border: 1px solid var(--line); overflow: hidden; }
-.bar span { text-align: center; color: Canvas; background: #808890; min-width: 1px; }
-.bar .good { background: var(--good); } .bar .warn { background: var(--warn); }
-.bar .bad { background: var(--bad); }
-"""

@@ -11,17 +11,12 @@ from pathlib import Path
 
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.formatting import duration
+from ckptctl.html_page import page, table
 
 COLUMNS = (
     *("fault", "grade", "detected in", "restarted in", "resumed from", "resumed with"),
     *("lost steps", "loss"),
 )
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse } th, td { padding: .3em .8em; border: 1px solid #999 }
-th { text-align: left } .survived { color: #070 } .failed { color: #b00; font-weight: bold }
-"""
 
 
 def write_reports(found: Drilled, folder: Path) -> None:
@@ -100,26 +95,17 @@ def _line(cells: Sequence[str]) -> str:
 
 def as_html(found: Drilled) -> str:
     """The report as one HTML page without scripts and other files."""
-    title = html.escape(f"Drill: {found.message}")
-    about = "".join(
-        f"<li>{name}: <code>{html.escape(text)}</code></li>" for name, text in facts(found)
-    )
-    head = "".join(f"<th>{column}</th>" for column in COLUMNS)
-    rows = "".join(
-        f'<tr class="{cells[1]}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        for cells in map(row, found.trials)
-    )
-    parts = "".join(
+    title = f"Drill: {found.message}"
+    about = (f"<li>{name}: <code>{html.escape(text)}</code></li>" for name, text in facts(found))
+    rows = [[html.escape(cell) for cell in row(trial)] for trial in found.trials]
+    parts = (
         f'<h2 class="{grade(trial)}">{trial.fault}: {grade(trial)}</h2><ul>'
         + "".join(f"<li>{_with_code(each)}</li>" for each in details(trial))
         + "</ul>"
         for trial in found.trials
     )
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style><h1>{title}</h1><ul>{about}</ul>"
-        f"<table><tr>{head}</tr>{rows}</table>{parts}</html>\n"
-    )
+    headline = f"<h1>{html.escape(title)}</h1>"
+    return page(title, (headline, f"<ul>{''.join(about)}</ul>", table(COLUMNS, rows), *parts))
 
 
 def _with_code(text: str) -> str:

@@ -26,6 +26,7 @@ from ckptctl.formats.own.run_events import (
     ResumedEvent,
 )
 from ckptctl.formatting import duration
+from ckptctl.html_page import page
 from ckptctl.runbook.document import shown
 from ckptctl.runbook.pictures import (
     bars_of_time,
@@ -215,7 +216,7 @@ def as_html(events: Sequence[Event], step: str | None) -> str:
         "</table>",
         *(_section(done) for done in steps_of(events)),
     ]
-    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(parts))
+    return page(title, parts)
 
 
 def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
@@ -259,25 +260,3 @@ def _section(done: Done) -> str:
 def _between(first: str, last: str) -> float:
     start, end = (datetime.fromisoformat(each.replace("Z", "+00:00")) for each in (first, last))
     return (end - start).total_seconds()
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{style}</style></head>
-<body><main>
-{body}
-</main></body></html>
-"""
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
-main { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-pre { overflow-x: auto; padding: .6rem .8rem; border-radius: 6px; background: #8881; }
-pre.command { border-left: 4px solid #3b6ea5; }
-figure { margin: 0; overflow-x: auto; }
-h2 { margin: 2rem 0 .5rem; font-size: 1.15rem; }
-th { text-align: left; padding-right: 1.5rem; vertical-align: top; }
-img { max-width: 100%; background: #fff; }
-"""

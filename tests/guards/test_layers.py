@@ -21,6 +21,7 @@ LAYERS = {
     "findings": 0,
     "formatting": 0,
     "data_classes": 0,
+    "html_page": 0,
     "storage": 1,
     "distributed": 1,
     "formats": 2,

@@ -1,0 +1,59 @@
+"""Make an HTML page that references nothing outside itself.
+
+It is readable without scripts, in light and dark, on a phone and on paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """A whole page; `parts` are HTML, `title` is text."""
+    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(parts))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells of HTML; it scrolls sideways where it is wider than the page."""
+    head = "".join(f"<th scope=col>{escape(each)}</th>" for each in columns)
+    cells = ("".join(f"<td><div>{each}</div></td>" for each in row) for row in rows)
+    body = "".join(f"<tr>{row}</tr>\n" for row in cells)
+    return f"<div class=wide tabindex=0><table><thead><tr>{head}</tr></thead>\n{body}</table></div>"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{style}</style></head>
+<body><main>
+{body}
+</main></body></html>
+"""
+
+_STYLE = """
+:root { color-scheme: light dark; --good: #1a7f37; --warn: #9a5b00; --bad: #b3261e; --line: #8884; }
+@media (prefers-color-scheme: dark) {
+  :root { --good: #4ac26b; --warn: #e0a03a; --bad: #ff8a80; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
+main { max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.35rem; line-height: 1.3; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+code, pre { font: .9em/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+pre, .wide, figure { overflow-x: auto; }
+pre { padding: .6rem .8rem; border-radius: 6px; background: #8881; }
+figure { margin: 1rem 0; } svg { max-width: 100%; min-width: 36rem; height: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; }
+td { border-top: 1px solid var(--line); }
+td div { width: max-content; max-width: 24rem; }
+.good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
+.survived { color: var(--good); } .failed { color: var(--bad); }
+pre.command { border-left: 4px solid #3b6ea5; } img { max-width: 100%; background: #fff; }
+.strong, .name, .command { font-weight: 600; }
+.bar { display: flex; height: 1.8rem; border: 1px solid var(--line); overflow: hidden; }
+.bar span { text-align: center; color: Canvas; background: #808890; min-width: 1px; }
+.bar .good { background: var(--good); } .bar .warn { background: var(--warn); }
+.bar .bad { background: var(--bad); }
+"""
