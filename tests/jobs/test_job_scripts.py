@@ -350,7 +350,8 @@ def words_of_run(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_options_of_run_are_those_of_the_command(name):
-    words = ["32,24" if word == "$sizes" else word for word in words_of_run(name)]
+    values = {"$sizes": "32,24", "$NNODES": "4", "$NODE_RANK": "0"}
+    words = [values.get(word, word) for word in words_of_run(name)]
     command_of_run = with_common(load("run").function, Output("run"))
     found = parse(command_of_run.parameters, [*words, "--", "true"], {})
     assert found is not None, words
