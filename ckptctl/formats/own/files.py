@@ -256,13 +256,14 @@ def _check_word(words: Sequence[object], value: object) -> object:
 
 
 def _check_text(limit: int = MAX_STRING, pattern: str | None = None) -> _Check:
-    fits = re.compile(pattern).fullmatch if pattern else None
+    fits = re.compile(pattern) if pattern else None
 
     def check(value: object) -> object:
         if not isinstance(value, str) or len(value) > limit:
             raise _Misfit(f"is not a string of at most {limit:,} characters")
-        if fits and not fits(value):
-            raise _Misfit(f"does not match {pattern}")
+        if fits and not fits.fullmatch(value):
+            form = "is not hexadecimal digits:" if "[0-9a-f]" in fits.pattern else "does not match"
+            raise _Misfit(f"{form} {fits.pattern}")
         return value
 
     return check
