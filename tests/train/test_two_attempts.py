@@ -25,6 +25,7 @@ from one_process import Job, run  # noqa: E402
 import ckptctl  # noqa: E402
 from ckptctl.errors import CkptctlError, Fenced, ModelDiffers, StateRefused  # noqa: E402
 from ckptctl.findings import Verdict  # noqa: E402
+from ckptctl.formats.own.ledger import StartedLine  # noqa: E402
 from ckptctl.selection.fencing import check_token, take_token  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train import LossGuard, abandoning, resuming  # noqa: E402
@@ -308,7 +309,10 @@ def test_where_a_store_ignores_conditions_one_attempt_alone_holds_a_number(
 def test_attempts_are_in_the_order_of_their_numbers_whatever_the_clocks_say(root):
     with open_store(root.url, **root.options) as store:
         ahead = take_token(store, lambda _: "20991231T235959.999999Z-00000000")
-        Ledger(store, ahead.attempt).add("started", token=ahead.number)
+        started = StartedLine(
+            token=ahead.number, resume_from=None, world_size=1, cluster=None, supervised=None
+        )
+        Ledger(store, ahead.attempt).add(started)
     job = root.job()
     start = job.resume()
     assert start.report["previous_attempt"] == ahead.attempt
