@@ -290,9 +290,11 @@ def launchers(folder: Path, script: str, n: int, ends: str, **environment: str) 
     return [each.wait() for each in started]
 
 
+# It fails when both have begun: else the other may never start, which is right, too.
 FAILS_ONCE = (
-    '[[ $CKPTCTL_RESTART_COUNT == 1 ]] && exit 0; [[ "$*" == *node-rank=1* ]] && exit 1; '
-    "exec sleep 3600"
+    "[[ $CKPTCTL_RESTART_COUNT == 1 ]] && exit 0; "
+    'until (($(grep -c "^torchrun " "$CALLS") >= 2)); do sleep 0.1; done; '
+    '[[ "$*" == *node-rank=1* ]] && exit 1; exec sleep 3600'
 )
 
 
