@@ -98,8 +98,10 @@ def train(root: str, seed: int, speed: float, seconds: float) -> None:
                 seconds = longer_than("step")
                 if place == rank:
                     work(seconds)
-            elif event == "beside" and place == rank:  # as a worker of a data loader
-                _beside(longer_than("step"))
+            elif event == "beside":  # as a worker of a data loader
+                seconds = longer_than("step")
+                if place == rank:
+                    _beside(seconds)
             elif event == "evaluation":
                 heartbeat("evaluation")
                 seconds = longer_than("evaluation")
