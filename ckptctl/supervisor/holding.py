@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from ckptctl.errors import (
     AlreadyExists,
@@ -212,14 +213,16 @@ def marker_of(state: SupervisorDocument, root: str, place: int | None = None) ->
     return f"{state['run']}{part}@{absolute_url(root)}"
 
 
-def take_over(
-    revisions: Revisions,
-    copy: LocalCopy,
-    root: str,
-    signals: Signals,
-    tell: Callable[[str], None],
-    reset: str | None = None,
-) -> HeldState | None:
+class StatePlace(NamedTuple):
+    """Where the state of a run is kept, and to whom its warnings are told."""
+
+    revisions: Revisions
+    copy: LocalCopy
+    root: str
+    tell: Callable[[str], None]
+
+
+def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> HeldState | None:
     """Hold the state of a run; None where a signal asked to end meanwhile.
 
     Ends the job that a killed holder left behind on this machine. `reset` is the reason why
@@ -228,8 +231,9 @@ def take_over(
     `OwnFileUnsupported` for one of another major version, `StorageError` where the store does
     not answer.
     """
+    revisions, copy, root, tell = place
     while True:
-        number, state = _read(revisions, copy, root, tell, reset)
+        number, state = _read(place, reset)
         owner = state["owner"]
         if owner is not None and not is_over(owner, revisions, root, signals, tell):
             return None
@@ -249,10 +253,7 @@ def take_over(
 
 
 def lead(
-    revisions: Revisions,
-    copy: LocalCopy,
-    root: str,
-    tell: Callable[[str], None],
+    place: StatePlace,
     launch: LaunchDocument,
     *,
     name: str,
@@ -265,7 +266,8 @@ def lead(
     alone, a leader holds nothing that is not written: the others read its decisions there.
     Raises as `take_over` does.
     """
-    number, state = _read(revisions, copy, root, tell, reset, alone=False)
+    revisions, copy, root, tell = place
+    number, state = _read(place, reset, alone=False)
     owner = state["owner"]
     if owner is not None and owner["id"] != gone:
         return None
@@ -296,18 +298,13 @@ def _owned(
 
 
 def _read(
-    revisions: Revisions,
-    copy: LocalCopy,
-    root: str,
-    tell: Callable[[str], None],
-    reset: str | None,
-    *,
-    alone: bool = True,
+    place: StatePlace, reset: str | None, *, alone: bool = True
 ) -> tuple[int, SupervisorDocument]:
     """The number of the newest revision, 0 without one, and the state to go on with.
 
     The local copy of one of several launchers is at most as new as what the leader has written.
     """
+    revisions, copy, root, tell = place
     number = max(revisions.numbers(), default=0)
     try:
         stored = revisions.newest()

@@ -31,7 +31,7 @@ from ckptctl.supervisor.causes import LogFolder
 from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.coordination import Coordination, Outcome, Part, Turn, members_of
 from ckptctl.supervisor.hangs import HangWatcher
-from ckptctl.supervisor.holding import HeldState, is_over, lead, marker_of, take_over
+from ckptctl.supervisor.holding import HeldState, StatePlace, is_over, lead, marker_of, take_over
 from ckptctl.supervisor.launchers import POLL_S, Launchers
 from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.nodes import Nodes, Plan, fill
@@ -250,10 +250,7 @@ class _Supervisor:
         held = None
         with suppress(StorageError):  # it is the turn of whoever writes first
             held = lead(
-                self._revisions,
-                self._copy,
-                url,
-                self._tell,
+                StatePlace(self._revisions, self._copy, url, self._tell),
                 together.launch(),
                 name=together.id,
                 gone=turn.gone,
@@ -380,7 +377,8 @@ class _Supervisor:
     def _hold(self, seen: Seen) -> HeldState:
         """Take the state over; raises `_NotStarted` where its budget is spent."""
         url, reset = self._roots.url, self._options.budget.reset_budget
-        held = take_over(self._revisions, self._copy, url, self._signals, self._tell, reset)
+        place = StatePlace(self._revisions, self._copy, url, self._tell)
+        held = take_over(place, self._signals, reset)
         if held is None:
             asked = self._signals.asked or 0
             raise _NotStarted(128 + asked, "a signal asked to end")
