@@ -6,6 +6,7 @@ stock_job.py --root DIR [--resume-from STEP] [--steps N] [--forgets]
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 
@@ -35,7 +36,7 @@ def state(step: int) -> dict[str, object]:
 
 start = 0
 if options.resume_from:
-    loaded = state(0)
+    loaded = copy.deepcopy(state(0))  # loading writes into the tensors of what it gets
     dcp.load(loaded, checkpoint_id=options.resume_from)
     if not options.forgets:
         set_state_dict(
