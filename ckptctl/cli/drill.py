@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import argument, option
+from ckptctl.cli.options import RootEnvOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
@@ -43,14 +43,7 @@ def drill(
             "{step} the step to resume from.",
         ),
     ] = None,
-    root_env: Annotated[
-        str | None,
-        option(
-            "--root-env",
-            metavar="NAME",
-            help="The environment variable in which the job finds its root, instead of {root}.",
-        ),
-    ] = None,
+    root_env: RootEnvOpt = None,
     fault: Annotated[
         list[str] | None,
         option(

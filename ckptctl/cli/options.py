@@ -178,6 +178,14 @@ AcceptAsItIsOpt = Annotated[
         help="Accept a step that cannot be proven good.",
     ),
 ]
+RootEnvOpt = Annotated[
+    str | None,
+    option(
+        "--root-env",
+        metavar="NAME",
+        help="The environment variable in which the job finds its root, instead of {root}.",
+    ),
+]
 HtmlOpt = Annotated[
     str | None,
     option(

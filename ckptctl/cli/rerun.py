@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import argument, option
+from ckptctl.cli.options import RootEnvOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt
@@ -95,14 +95,7 @@ def rerun(
             "in, and no shell runs it.",
         ),
     ] = None,
-    root_env: Annotated[
-        str | None,
-        option(
-            "--root-env",
-            metavar="NAME",
-            help="The environment variable in which the job finds its root, instead of {root}.",
-        ),
-    ] = None,
+    root_env: RootEnvOpt = None,
     work: Annotated[
         str,
         option(

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
 from ckptctl.supervisor.processes import (
     GRACE_S,
     Process,
-    adopting_orphans,
     children,
     descendants,
     end_processes,
+    receiving,
     signal_all,
 )
 
@@ -37,21 +36,9 @@ class Ending:
         self._bystanders = children()
         self._interrupts = False
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Receive signals and adopt orphans; what was before is restored at the end."""
-        before: dict[signal.Signals, Any] = {
-            each: signal.signal(each, self._receive)
-            for each in _ENDS
-            # A signal that was ignored at the start (`nohup`) stays ignored.
-            if signal.getsignal(each) is not signal.SIG_IGN
-        }
-        try:
-            with adopting_orphans():
-                yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+        return receiving(_ENDS, self._receive)
 
     def _receive(self, number: int, _frame: object) -> None:
         self.asked = self.asked or signal.Signals(number)

@@ -11,12 +11,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 
 from ckptctl.errors import UsageError
-from ckptctl.supervisor.processes import GRACE_S, MARKER, Job, adopting_orphans, children
+from ckptctl.supervisor.processes import GRACE_S, MARKER, Job, children, receiving
 from ckptctl.supervisor.watching import Running, Stop
 
 PASSED_ON = (
@@ -52,21 +51,9 @@ class Signals:
         if number in PASSED_ON and self.asked is None:
             self._receive(number, None)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Receive signals and adopt orphans; what was before is restored at the end."""
-        before: dict[signal.Signals, Any] = {
-            each: signal.signal(each, self._receive)
-            for each in PASSED_ON
-            # A signal that was ignored at the start (`nohup`) stays ignored.
-            if signal.getsignal(each) is not signal.SIG_IGN
-        }
-        try:
-            with adopting_orphans():
-                yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+        return receiving(PASSED_ON, self._receive)
 
     def run(
         self,

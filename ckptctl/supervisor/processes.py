@@ -20,9 +20,10 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import NamedTuple
 
 MARKER = "CKPTCTL_SUPERVISED"
@@ -192,6 +193,25 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+@contextmanager
+def receiving(
+    signals: Iterable[signal.Signals], receive: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Receive signals and adopt orphans; what was before is restored at the end."""
+    before = {
+        each: signal.signal(each, receive)
+        for each in signals
+        # A signal that was ignored at the start (`nohup`) stays ignored.
+        if signal.getsignal(each) is not signal.SIG_IGN
+    }
+    try:
+        with adopting_orphans():
+            yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _of_job(table: Mapping[int, _Entry], is_first: Callable[[_Entry], bool]) -> Iterator[_Entry]:
