@@ -7,7 +7,7 @@ BASE := .venv/.base
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long platforms lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
+.PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
 # The second step of CI leaves out `long`.
 SLOW := slow or long
 TESTS := $(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -33,9 +33,6 @@ test: lint ## Lint, types and the tests that take no more than a second or two e
 
 test-long: $(READY) ## The tests that `make test` leaves out because they are slow
 	@$(TESTS) -m '$(SLOW)'
-
-platforms: $(READY) ## Run tests on every Python and torch that is claimed and at hand
-	@$(BIN)/python tools/platforms.py
 
 .PHONY: frameworks
 frameworks: $(READY) ## Install transformers, accelerate, Lightning and torchtitan for the tests of the integrations
