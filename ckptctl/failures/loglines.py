@@ -43,7 +43,9 @@ _LEVELS: Mapping[str, int] = {
     **dict.fromkeys(("TRACE", "DEBUG", "D"), DEBUG),
     **dict.fromkeys(("INFO", "NOTICE", "I"), INFO),
     **dict.fromkeys(("WARN", "WARNING", "W"), WARNING),
-    **dict.fromkeys(("ERROR", "ERR", "CRITICAL", "FATAL", "EXCEPTION", "E", "F", "CRIT"), ERROR),
+    **dict.fromkeys(
+        ("ERROR", "ERR", "CRITICAL", "FATAL", "EXCEPTION", "E", "F", "C", "CRIT"), ERROR
+    ),
 }
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _MONTH = "(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
@@ -60,6 +62,8 @@ _PREFIXES = tuple(
         # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
         r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _]" + _CLOCK + r"(?P<z>Z| ?UTC|"
         r"[+-]\d\d:?\d\d)?[\])]?(?:\s*[|,:-]+\s+|:|\s+|$)",
+        # [2026-11-20 03:12:44,123 E 900 901] of Ray's processes
+        r"\[(?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d) " + _CLOCK + r" (?P<level>[DIWEC]) \d+ \d+\] ",
         # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
         r"\[[A-Z][a-z]{2} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
         _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?:)",
@@ -78,7 +82,7 @@ _PREFIXES = tuple(
         r"\[(?P<rank>\d+)\](?:<std(?:err|out)>)?: ?",
         r"\s{0,4}(?P<rank>\d{1,6}): (?=\D)",
         r"[Rr]ank (?P<rank>\d+)\s*[:|-]\s+",
-        r"\((?:\w+ )?pid=\d+(?:, ip=(?P<host>[\d.]+))?\)\s*",
+        r"\((?:raylet|(?:\w+ )?pid=\d+)(?:, ip=(?P<host>[\d.]+))?\)\s*",
         # kubectl logs --prefix, docker compose
         r"\[?pod/(?P<pod>[\w.-]+)(?:/[\w.-]+)?\]?:? +",
         # node017:1234:1300 [3] NCCL WARN, with or without file:line
@@ -87,7 +91,7 @@ _PREFIXES = tuple(
         # pdsh and clush: node017: text
         r"(?=[a-z.-]{1,200}\d)(?P<host>[a-z][a-z0-9.-]{1,252}): (?=\S)",
         # levels and loggers
-        rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
+        rf"(?:\| )?[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
         r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
         r"[\w.]+ (?:- |\| )(?=[\[(]?(?:" + _LEVEL_WORDS + r")\b)",
         r"\[?[\w./<>-]+\.(?:py|cc|cpp|cu|go|rs|c):\d+(?::[\w<>]+)?\]?(?::\d+)?(?:\s*[:|-])?\s+",

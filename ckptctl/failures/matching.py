@@ -339,7 +339,7 @@ def _is_quoted(before: str, after: str) -> bool:
 def _role(rule: Rule, line: LogLine, message: str, *, in_traceback: bool) -> Role:
     if rule.role in (Role.CAUSE, Role.CASCADE, Role.NOTE):
         return rule.role
-    if _RETRIED.search(message) and not _GAVE_UP.search(message):
+    if not rule.quotable and _RETRIED.search(message) and not _GAVE_UP.search(message):
         return Role.NOTE
     if rule.name == "python.exception" and not in_traceback and line.level is None:
         return Role.SUSPECT

@@ -31,10 +31,11 @@ class Rule:
     rank prefixes and logger names. Groups `host`, `device` and `rank` name what failed.
     `literals` are texts in lower case; the patterns are tried only on a line that contains
     one of them. `quotable`: the form itself is proof, so it also counts inside quotes and
-    advice. `level` is the lowest level of a logging line that counts: 10 debug, 20 info, 30
-    warning, 40 error. `reporter`: the process that prints it waited for another, so its
-    rank and host are not those that failed. `check` names a further condition in
-    `matching`. `restart` and `action` are set if they differ from those of the class.
+    advice, and beside words such as `skipping`. `level` is the lowest level of a logging line
+    that counts: 10 debug, 20 info, 30 warning, 40 error. `reporter`: the process that prints
+    it waited for another, so its rank and host are not those that failed. `check` names a
+    further condition in `matching`. `restart` and `action` are set if they differ from those
+    of the class.
     """
 
     name: str

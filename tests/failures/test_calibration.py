@@ -56,6 +56,29 @@ FORMS = (
         "[ERROR] RuntimeError: The node is a straggler and leaves the job.",
         ("infra-node", "medium"),
     ),
+    (
+        "a driver of Ray that lists why a worker may have died",
+        (
+            "ray.exceptions.ActorDiedError: The actor died unexpectedly before it finished.\n"
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+            "Worker exit detail: End of file. (1) The process is killed by the OOM killer."
+        ),
+        ("unknown", "low"),
+    ),
+    (
+        "a node that Ray lost because it was preempted",
+        (
+            "The actor died because its node has died. Node Id: b157\n"
+            "\tthe actor's node was preempted: the zone has no capacity"
+        ),
+        ("preemption", "medium"),
+    ),
+    (
+        "a pod that was evicted because it used the memory of its node",
+        "Reason:   Evicted\nMessage:  The node was low on resource: memory. Container train.",
+        ("job-oom", "high"),
+    ),
+    ("a pod that was evicted for an unknown reason", "Reason:   Evicted", ("infra-node", "low")),
     ("a failed network check", "RuntimeError: Node network check failed", ("infra-node", "medium")),
     (
         "an I/O error of safetensors",
