@@ -13,9 +13,8 @@ from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
-from ckptctl.drill.faults import FAULTS
-from ckptctl.drill.report import COLUMNS, facts, row, write_reports
-from ckptctl.drill.results import Drilled
+from ckptctl.drill.results import COLUMNS, Drilled, facts, row, write_reports
+from ckptctl.drill.trial import FAULTS
 from ckptctl.options import StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
 

@@ -66,9 +66,7 @@ def history(
 
         write_metrics(metrics, history_samples(found))
     if html is not None:
-        from ckptctl.cli.html_pages import write_history
-
-        write_history(html, found)
+        _write_html(html, found)
     share = found.goodput.goodput
     out.answer(
         lambda: document("history", found),
@@ -279,3 +277,57 @@ def attempt_end(attempt: PastAttempt) -> Iterator[Span]:
         yield Span(f", {attempt.decision}")
     if attempt.slow:
         yield Span(f", {counted(len(attempt.slow), 'slow rank')}", "warn")
+
+
+def _write_html(path: str, found: RunHistory) -> None:
+    """The attempts of runs, and what became of their time."""
+    from html import escape
+
+    from ckptctl.cli.html_pages import as_html, write_page
+
+    parts: list[str] = []
+    for each in found.roots:
+        own = [attempt for attempt in found.attempts if attempt.root == each.root]
+        parts.append(f"<h2><code>{escape(each.root)}</code></h2>")
+        parts += [f"<p class=warn>warning: {escape(warning)}</p>" for warning in each.warnings]
+        if each.goodput is not None and own:
+            parts += _html_of_attempts(own, each.goodput)
+    parts += as_html(finding_lines(found.findings))
+    write_page(path, "History of runs", found.message, "strong", parts)
+
+
+def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iterator[str]:
+    from html import escape
+
+    from ckptctl.cli.html_pages import Cell, as_html, html_table
+
+    rows = list(time_rows(attempts))
+    whole = sum(seconds for _, seconds, _ in rows if seconds) or 1.0
+    yield '<div class=bar role=img aria-label="The shares of the table below">'
+    for mark, seconds, _ in rows:
+        if seconds:
+            share = 100 * seconds / whole
+            yield (
+                f'<span class="{mark.style or "other"}" style="width:{share:.3f}%" '
+                f'title="{escape(mark.word)}: {duration(seconds, digits=3)}, {share:.1f} %">'
+                f"{escape(mark.glyph) if share > 2 else ''}</span>"
+            )
+    yield "</div>"
+    yield html_table(
+        ("", "time", "duration", "share", "bucket"),
+        [
+            (
+                mark.glyph,
+                Cell((Span(mark.word, mark.style),)),
+                "unknown" if seconds is None else duration(seconds, digits=3),
+                "" if seconds is None else f"{seconds / whole:.1%}",
+                bucket,
+            )
+            for mark, seconds, bucket in rows
+        ],
+    )
+    yield from as_html(mtbf_lines(goodput))
+    yield f"<h2>{counted(len(attempts), 'attempt')}</h2>"
+    yield html_table(
+        COLUMNS, [(*attempt_cells(each), Cell(tuple(attempt_end(each)))) for each in attempts]
+    )

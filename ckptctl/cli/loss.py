@@ -7,7 +7,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.loss_rendering import canary_lines, loss_lines
+from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
 from ckptctl.cli.options import HtmlOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import line
@@ -243,9 +243,7 @@ def loss(
             storage=storage,
         )
     if html is not None:
-        from ckptctl.cli.html_pages import write_loss
-
-        write_loss(html, report)
+        write_html(html, report)
     if plot is not None and not write_plot(report, plot) and out.talks:
         out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
     if follow and out.as_json:

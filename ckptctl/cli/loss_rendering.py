@@ -344,3 +344,21 @@ def _legend(grid: Grid, unicode: bool) -> Line:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def write_html(path: str, report: LossReport) -> None:
+    """The verdict on a resume, the curve, and what it follows from."""
+    from ckptctl.cli.html_pages import as_html, write_page
+    from ckptctl.loss.plots import svg_of
+
+    picture = svg_of(report)
+    write_page(
+        path,
+        f"Loss: {report.verdict.value}",
+        f"{report.verdict.value}: {report.message}",
+        STYLES[report.verdict],
+        (
+            *([f"<figure>{picture}</figure>"] if picture else []),
+            *as_html(loss_lines(report, width=None, unicode=True)[2:]),
+        ),
+    )

@@ -27,11 +27,11 @@ from ckptctl.runbook.document import (
     Runbook,
     State,
     Value,
+    problems,
     shown,
 )
 from ckptctl.runbook.engine import NoTerminal
 from ckptctl.runbook.executing import Ended
-from ckptctl.runbook.linting import problems
 from ckptctl.runbook.reading import find_runbook, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import write_transcript

@@ -85,9 +85,7 @@ def scan(
 
         write_metrics(metrics, root_samples(found))
     if html is not None:
-        from ckptctl.cli.html_pages import write_scan
-
-        write_scan(html, found)
+        _write_html(html, found)
     shown.finish(found)
     return found.exit_code
 
@@ -318,3 +316,52 @@ def state_words(state: TrainState) -> str:
     if held == ("model",):
         return "weights only"
     return f"lacks {', '.join(missing)}"
+
+
+def _write_html(path: str, found: Scan) -> None:
+    """The steps of a root, and which of them `pick` takes."""
+    from html import escape
+
+    from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page
+    from ckptctl.runbook.pictures import timeline_of_steps
+
+    chosen = next((each for each in found.reports if each.url == found.chosen), None)
+    headline = chosen_lines(chosen)[0].text if chosen else found.message
+    good = chosen is not None or found.exit_code == EXIT_FRESH
+    refused = dict(found.refused)
+    rows = []
+    for report in found.reports:
+        passed_over = refused.get(report.url)
+        state = step_state(report, passed_over=passed_over is not None)
+        mark = STEP_MARKS[state]
+        word = mark.word if state == LACKING else report.verdict.value
+        complete = report.verdict is Verdict.COMPLETE
+        rows.append(
+            (
+                step_name(report) + (" ← pick" if report is chosen else ""),
+                Cell((Span(f"{mark.glyph} {word}", mark.style),)),
+                passed_over if passed_over and complete else reason_of(report),
+                "-" if report.verdict is Verdict.UNKNOWN else report.level.value,
+                size(report.n_bytes),
+                ranks_word(report.world_size),
+                "-" if report.written_s is None else utc(report.written_s),
+                state_words(report.state),
+            )
+        )
+    columns = ("step", "verdict", "reason", "checked", "size", "ranks", "written", "train state")
+    n_more = f"; {counted(found.n_older, 'older step')} not shown" if found.n_older else ""
+    picture = timeline_of_steps(document("scan", found), found.chosen)
+    write_page(
+        path,
+        f"Steps of {found.root}",
+        headline,
+        "good" if good else "bad",
+        (
+            f"<p><code>{escape(found.chosen or found.root)}</code></p>",
+            *([f"<figure>{picture}</figure>"] if picture else []),
+            f"<h2>{counted(len(found.reports), 'step')}, newest first{n_more}</h2>",
+            html_table(columns, rows),
+            *as_html(finding_lines(found.findings)),
+            *as_html(next_line(found.next_command)),
+        ),
+    )

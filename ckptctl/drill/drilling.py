@@ -14,11 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
-from ckptctl.drill.ending import Ending
-from ckptctl.drill.faults import FAULTS, STALL_S
-from ckptctl.drill.job import Job, JobOptions, TrialFailed, new_work_folder
+from ckptctl.drill.job import Ending, Job, JobOptions, TrialFailed, new_work_folder
 from ckptctl.drill.results import Drilled, Trial
-from ckptctl.drill.trial import SAVES_BEFORE, run_trial
+from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
 from ckptctl.errors import UsageError
 from ckptctl.options import StorageOptions
 from ckptctl.selection.picking import pick

@@ -1,13 +1,20 @@
-"""The user's job in one trial: started by `ckptctl run`, on a copy of the root."""
+"""The user's job in one trial: started by `ckptctl run`, on a copy of the root.
+
+`ckptctl run`, RB-7, the launcher and its ranks are in sessions of their own. While a drill
+runs, this process adopts orphans, so that all of them remain below it and are found there.
+`Ending` ends them all, also after a signal.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -23,7 +30,17 @@ from ckptctl.storage.opening import absolute_url, is_local, open_store
 from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
 from ckptctl.supervisor.holding import marker_of
 from ckptctl.supervisor.nodes import NodeOptions
-from ckptctl.supervisor.processes import Process, is_alive, marked
+from ckptctl.supervisor.processes import (
+    GRACE_S,
+    Process,
+    children,
+    descendants,
+    end_processes,
+    is_alive,
+    marked,
+    receiving,
+    signal_all,
+)
 from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 
 CKPTCTL = (sys.executable, "-m", "ckptctl")
@@ -242,3 +259,53 @@ class Job:
         state = self.state()
         owner = state["owner"] if state else None
         return owner is None or not is_alive(Process(owner["pid"], owner["started"]))
+
+
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class _Interrupted(BaseException):
+    """A signal asks to end; no handler of errors may catch it."""
+
+
+class Ending:
+    """What this process has started since, and the signal that asked it to end, if one did."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._bystanders = children()
+        self._interrupts = False
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Receive signals and adopt orphans; what was before is restored at the end."""
+        return receiving(_ENDS, self._receive)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        self.asked = self.asked or signal.Signals(number)
+        if self._interrupts:
+            # A second signal must not interrupt what ends the processes.
+            self._interrupts = False
+            raise _Interrupted
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Call a function that a signal interrupts; `asked` holds the signal afterwards."""
+        try:
+            try:
+                self._interrupts = True
+                if self.asked is None:
+                    work()
+            finally:
+                self._interrupts = False
+        except _Interrupted:
+            pass
+
+    def end(self) -> None:
+        """End every process that was started, and wait for it."""
+        signal_all(self._started(), signal.SIGCONT)  # a stopped process ignores SIGTERM
+        end_processes(self._started, GRACE_S)
+        for pid in children() - self._bystanders:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _started(self) -> list[Process]:
+        return descendants(self._bystanders)

@@ -14,11 +14,10 @@ from typing import Protocol
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.findings import Finding
+from ckptctl.loss.formats.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
 from ckptctl.loss.formats.console import pattern_format
 from ckptctl.loss.formats.fields import check_keys
 from ckptctl.loss.formats.records import TrainerState, is_document
-from ckptctl.loss.formats.tensorboard import EventFile, is_event_file
-from ckptctl.loss.formats.wandb_offline import MAGIC, WandbFile
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.sources import STDIN, expanded, natural, read_pieces
 from ckptctl.loss.text_logs import TEXT_FORMATS, TextLog
@@ -155,7 +154,7 @@ class LogReader:
         if name is None and pattern is None:
             if is_event_file(head):
                 return EventFile(self.name, keys)
-            if head.startswith(MAGIC):
+            if head.startswith(WANDB_MAGIC):
                 return WandbFile(self.name, keys)
             if is_document(self.name, head):
                 return TrainerState(self.name, keys)

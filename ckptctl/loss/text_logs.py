@@ -15,7 +15,6 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format
-from ckptctl.loss.formats.line_shapes import LineShapes
 from ckptctl.loss.formats.multi_line import (
     BLOCK_FORMATS,
     BlockReader,
@@ -23,7 +22,7 @@ from ckptctl.loss.formats.multi_line import (
     KerasReader,
 )
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
-from ckptctl.loss.line_splitter import LineSplitter, split_prefix
+from ckptctl.loss.formats.text_lines import LineShapes, LineSplitter, split_prefix
 from ckptctl.loss.rows import LogPosition, Marker, Row, set_interval
 from ckptctl.storage.log_lines import MAX_MATCHED
 

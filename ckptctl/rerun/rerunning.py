@@ -16,8 +16,7 @@ from pathlib import Path
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
-from ckptctl.drill.ending import Ending
-from ckptctl.drill.job import Job, JobOptions, TrialFailed, new_work_folder
+from ckptctl.drill.job import Ending, Job, JobOptions, TrialFailed, new_work_folder
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.model import ExitCode, NonNegative

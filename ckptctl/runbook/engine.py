@@ -26,9 +26,8 @@ from ckptctl.formats.own.run_events import (
 )
 from ckptctl.runbook.document import DONE, STOP, Block, Input, Outcome, Runbook, State, Value
 from ckptctl.runbook.executing import Ended, execute
-from ckptctl.runbook.holding import myself
 from ckptctl.runbook.position import Position, position_of
-from ckptctl.runbook.record import Record
+from ckptctl.runbook.record import Record, myself
 
 _ASSUMED = "dry run"
 _LEFT = "left"

@@ -19,9 +19,8 @@ from ckptctl.options import TIMEOUT_S, StorageOptions
 from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
 from ckptctl.runbook.executing import dropped_variables
-from ckptctl.runbook.holding import held
 from ckptctl.runbook.position import position_of
-from ckptctl.runbook.record import Record, Unwritten, begun, newest
+from ckptctl.runbook.record import Record, Unwritten, begun, held, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store, parent_url

@@ -14,7 +14,7 @@ from services.plugin import S3Server
 from supervisor.supervised_root import processes_with
 
 from ckptctl.drill.copying import copy_step, fingerprint
-from ckptctl.drill.faults import FAULTS
+from ckptctl.drill.trial import FAULTS
 from ckptctl.options import StorageOptions
 
 STOCK = Path(__file__).with_name("stock_job.py")

@@ -253,8 +253,7 @@ def runbook_record(root: Path, data: bytes) -> None:
 
 
 def runbook_holder(root: Path, data: bytes) -> None:
-    from ckptctl.runbook.holding import holder_of
-    from ckptctl.runbook.record import Record
+    from ckptctl.runbook.record import Record, holder_of
 
     folder = ".ckptctl/runbooks/rb-7/20260101T000000Z-000000"
     put(root / folder / "holder.json", data[:4000])
@@ -290,7 +289,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
     "resharding/writing.py": (journal,),
     "runbook/executing.py": (runbook_report,),
-    "runbook/holding.py": (runbook_holder,),
+    "runbook/record.py": (runbook_holder,),
 }
 """The modules that read JSON from outside, each with what proves that it is bounded."""
 

@@ -20,7 +20,7 @@ from made_logs import (
 )
 
 from ckptctl.errors import LogUnreadable
-from ckptctl.loss.formats.tensorboard import crc32c
+from ckptctl.loss.formats.binary_logs import crc32c
 from ckptctl.loss.reading import LogReader, read_logs
 from ckptctl.loss.rows import Marker, Number, Row
 

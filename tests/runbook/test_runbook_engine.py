@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import PathNotFound, UsageError
-from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State
+from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, problems
 from ckptctl.runbook.executing import Ended
-from ckptctl.runbook.holding import RunHeld, held, myself
-from ckptctl.runbook.linting import problems
 from ckptctl.runbook.reading import parse
-from ckptctl.runbook.record import TakenOver, newest
+from ckptctl.runbook.record import RunHeld, TakenOver, held, myself, newest
 from ckptctl.runbook.running import Ran, run_runbook
 from ckptctl.storage.opening import open_store
 

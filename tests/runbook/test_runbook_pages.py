@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.runbook.document import Runbook
-from ckptctl.runbook.linting import problems, unquoted
+from ckptctl.runbook.document import Runbook, problems, unquoted
 from ckptctl.runbook.reading import find_runbook, parse, runbook_names
 
 RB_7 = find_runbook("rb-7").text

@@ -1,0 +1,413 @@
+"""Read logs of framed protobuf messages: TensorBoard event files, Weights & Biases histories.
+
+Each event file is read by itself. TensorBoard's own merged view drops the rows that an
+earlier process logged after the step at which a later one resumed; these are the rows that
+show whether the resume was correct. The server of Weights & Biases drops steps that were
+logged twice; `run-ID.wandb` keeps them, and only its history is read.
+
+An event file is a sequence of records, each with its length, a CRC-32C of the length, an
+event and a CRC-32C of the event. A `.wandb` file is a log of records in blocks of 32 KiB, each
+part of a record with a CRC-32, a length and a kind. The records of a log need few fields of
+protobuf, so no compiled schema is used.
+
+Source: TensorFlow 2.16 `tsl/lib/io/record_writer.cc`, `core/util/event.proto`,
+`core/framework/summary.proto`; wandb 0.16 `sdk/internal/datastore.py`, wandb 0.31
+`wandb_internal.proto`; https://protobuf.dev/programming-guides/encoding/
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+
+from ckptctl.loss.formats.fields import RowMaker
+from ckptctl.loss.formats.records import StepMerger, decode_record, flat_pairs
+from ckptctl.loss.rows import LogPosition, Marker, Row
+
+Value = int | bytes
+
+_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
+
+
+class NotAMessage(ValueError):
+    """The bytes do not follow the wire format."""
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Value]]:
+    """Yield the number and the value of each field: an integer, or bytes.
+
+    Doubles, floats and nested messages are bytes; `double`, `single` and `fields` decode
+    them. Raises `NotAMessage`.
+    """
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        if kind == _BYTES:
+            length, at = _varint(message, at)
+        elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
+            length = 8 if kind == _EIGHT_BYTES else 4
+        else:
+            raise NotAMessage(f"unknown wire type {kind}")
+        if at + length > end or not number:
+            raise NotAMessage(f"field {number} ends after the message")
+        yield number, message[at : at + length]
+        at += length
+
+
+def double(value: Value) -> float:
+    """A field that is a double."""
+    return _float(value, "<d", 8)
+
+
+def single(value: Value) -> float:
+    """A field that is a float of 4 bytes."""
+    return _float(value, "<f", 4)
+
+
+def signed(value: Value) -> int:
+    """A field that is an int64; negative values are encoded in two's complement."""
+    if not isinstance(value, int):
+        raise NotAMessage("bytes where an integer is expected")
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def zigzag(value: Value) -> int:
+    """A field that is a sint64."""
+    if not isinstance(value, int):
+        raise NotAMessage("bytes where an integer is expected")
+    return (value >> 1) ^ -(value & 1)
+
+
+def packed(value: Value) -> bytes:
+    """A field that is a string, bytes or a message."""
+    if not isinstance(value, bytes):
+        raise NotAMessage("an integer where bytes are expected")
+    return value
+
+
+def text(value: Value) -> str:
+    """A field that is a string."""
+    return packed(value).decode("utf-8", "replace")
+
+
+def _float(value: Value, form: str, size: int) -> float:
+    if not isinstance(value, bytes) or len(value) != size:
+        raise NotAMessage(f"not a float of {size} bytes")
+    (number,) = struct.unpack(form, value)
+    return float(number)
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for n in range(_MAX_VARINT_BYTES):
+        if at + n >= len(message):
+            raise NotAMessage("an integer ends after the message")
+        byte = message[at + n]
+        value |= (byte & 0x7F) << (7 * n)
+        if byte < 0x80:
+            return value & ((1 << 64) - 1), at + n + 1
+    raise NotAMessage("an integer has more than 10 bytes")
+
+
+_HEADER = struct.Struct("<QI")
+_CRC = struct.Struct("<I")
+_MASK_DELTA = 0xA282EAD8
+_POLYNOMIAL = 0x82F63B78
+
+# Images and graphs are larger than this, scalars are not; larger events are skipped.
+_MAX_EVENT = 1 << 16
+
+_FLOAT, _DOUBLE = 1, 2  # DataType of a tensor
+_START = 1  # SessionLog.SessionStatus
+
+
+def _table() -> tuple[int, ...]:
+    entries = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (_POLYNOMIAL if byte & 1 else 0)
+        entries.append(byte)
+    return tuple(entries)
+
+
+_TABLE = _table()
+
+
+def crc32c(data: bytes) -> int:
+    """The CRC-32C of `data`; an event with scalars has about a hundred bytes."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+def masked_crc32c(data: bytes) -> int:
+    """The CRC-32C as the file stores it: rotated, since data may contain CRCs itself."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def is_event_file(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is an event file: the first CRC matches."""
+    if len(head) < _HEADER.size:
+        return False
+    _, crc = _HEADER.unpack_from(head)
+    return masked_crc32c(head[:8]) == int(crc)
+
+
+class EventFile:
+    """One event file, fed in pieces of any length.
+
+    Reading stops at the first record with a wrong CRC, since the start of the next record
+    is then unknown; `damage` is set.
+    """
+
+    format = "tensorboard"
+    n_without_step = 0
+
+    def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
+        self._name = name
+        self._maker = RowMaker(keys)
+        self._merger = StepMerger()
+        self._buffer = bytearray()
+        self._skip = 0
+        self._n_records = 0
+        self.damage: str | None = None
+
+    def feed(self, data: bytes) -> Iterator[Row | Marker]:
+        """The rows and markers that these bytes complete."""
+        self._buffer += data
+        while self.damage is None:
+            event = self._next()
+            if event is None:
+                return
+            if event:
+                try:
+                    yield from self._event(event)
+                except NotAMessage as error:
+                    self.damage = f"record {self._n_records:,} is not an event: {error}"
+
+    def end(self) -> Iterator[Row | Marker]:
+        """The last row."""
+        yield from self._merger.end()
+
+    def _next(self) -> bytes | None:
+        """The next event; empty where it is too large for a scalar, None without enough bytes."""
+        if self._skip:
+            n_bytes = min(self._skip, len(self._buffer))
+            del self._buffer[:n_bytes]
+            self._skip -= n_bytes
+            if self._skip:
+                return None
+        if len(self._buffer) < _HEADER.size:
+            return None
+        length, crc = _HEADER.unpack_from(self._buffer)
+        if not length and not crc:
+            # Zeros: a crash persisted the size of the file, but not its bytes.
+            self._buffer.clear()
+            return None
+        if masked_crc32c(bytes(self._buffer[:8])) != crc:
+            self.damage = f"the length of record {self._n_records + 1:,} has a wrong CRC-32C"
+            return None
+        if length > _MAX_EVENT:
+            self._n_records += 1
+            self._skip = _HEADER.size + length + _CRC.size
+            return b""
+        end = _HEADER.size + length
+        if len(self._buffer) < end + _CRC.size:
+            return None
+        self._n_records += 1
+        event = bytes(self._buffer[_HEADER.size : end])
+        (crc,) = _CRC.unpack_from(self._buffer, end)
+        del self._buffer[: end + _CRC.size]
+        if masked_crc32c(event) != crc:
+            self.damage = f"record {self._n_records:,} has a wrong CRC-32C"
+            return None
+        return event
+
+    def _event(self, event: bytes) -> Iterator[Row | Marker]:
+        at, step, pairs, session = 0.0, 0, [], False
+        for number, value in fields(event):
+            if number == 1:
+                at = double(value)
+            elif number == 2:
+                step = signed(value)
+            elif number == 5:
+                pairs = [*_scalars(packed(value))]
+            elif number == 7:
+                session = (1, _START) in fields(packed(value))
+        position = LogPosition(self._name, self._n_records)
+        if session:
+            yield from self._merger.end()
+            # The log restarts at this step, so the checkpoint holds the step before it.
+            held = step - 1 if step > 0 else None
+            yield Marker(position, f"SessionLog START at step {step}", held, fresh=held is None)
+        if pairs:
+            row = self._maker.row(pairs, position, step=step, at=at)
+            if row is not None:
+                yield from self._merger.add(row)
+
+
+def _scalars(summary: bytes) -> Iterator[tuple[str, str]]:
+    for number, value in fields(summary):
+        if number != 1:
+            continue
+        tag, scalar = "", None
+        for inner, part in fields(packed(value)):
+            if inner == 1:
+                tag = text(part)
+            elif inner == 2:
+                scalar = _exactly(part)
+            elif inner == 8:
+                scalar = _of_tensor(packed(part))
+        if tag and scalar is not None:
+            yield tag, scalar
+
+
+def _of_tensor(tensor: bytes) -> str | None:
+    kind, content, floats, doubles = 0, b"", b"", b""
+    for number, value in fields(tensor):
+        if number == 1:
+            kind = signed(value)
+        elif number == 4:
+            content = packed(value)
+        elif number == 5:
+            floats = packed(value)
+        elif number == 6:
+            doubles = packed(value)
+    if kind == _FLOAT and len(floats or content) == 4:
+        return _exactly(floats or content)
+    if kind == _DOUBLE and len(doubles or content) == 8:
+        return repr(double(doubles or content))
+    return None
+
+
+def _exactly(value: int | bytes) -> str:
+    # 17 digits: the whole float, with a quantum of 0.
+    return f"{single(value):.17e}"
+
+
+WANDB_MAGIC = b":W&B"
+
+_BLOCK = 32 << 10
+_FILE_HEADER = 7
+_PART = struct.Struct("<IHB")
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_MAX_RECORD = 1 << 20
+
+_HISTORY = 2  # field of Record
+_ITEM, _STEP = 1, 2  # fields of HistoryRecord
+
+
+class WandbFile:
+    """The file of one run, fed in pieces of any length; `damage` is why reading stopped."""
+
+    format = "wandb"
+    n_without_step = 0
+
+    def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
+        self._name = name
+        self._maker = RowMaker(keys, trimmed=True)
+        self._merger = StepMerger()
+        self._buffer = bytearray()
+        self._offset = 0
+        self._record = bytearray()
+        self._whole: bytes | None = None
+        self._n_records = 0
+        self.damage: str | None = None
+
+    def feed(self, data: bytes) -> Iterator[Row | Marker]:
+        """The rows and markers that these bytes complete."""
+        self._buffer += data
+        if self._offset == 0:
+            if len(self._buffer) < _FILE_HEADER:
+                return
+            self._take(_FILE_HEADER)
+        while self.damage is None and self._part():
+            record, self._whole = self._whole, None
+            if record is None:
+                continue
+            try:
+                yield from self._history(record)
+            except NotAMessage as error:
+                self.damage = f"record {self._n_records:,} cannot be read: {error}"
+
+    def end(self) -> Iterator[Row | Marker]:
+        """The last row."""
+        yield from self._merger.end()
+
+    def _part(self) -> bool:
+        """Take the next part of a record; False where bytes are missing or damaged."""
+        left = _BLOCK - self._offset % _BLOCK
+        if left < _PART.size:
+            # Too short for a part: the rest of the block is padding.
+            if len(self._buffer) < left:
+                return False
+            self._take(left)
+        if len(self._buffer) < _PART.size:
+            return False
+        crc, length, kind = _PART.unpack_from(self._buffer)
+        if len(self._buffer) < _PART.size + length:
+            return False
+        part = self._take(_PART.size + length)[_PART.size :]
+        if not (crc or length or kind):
+            # Zeros: a crash persisted the size of the file, but not its bytes.
+            return True
+        if zlib.crc32(part, zlib.crc32(bytes([kind]))) != crc:
+            self.damage = f"a part of record {self._n_records + 1:,} has a wrong CRC-32"
+            return False
+        if kind in (_FULL, _FIRST):
+            self._record.clear()
+        if len(self._record) <= _MAX_RECORD:
+            self._record += part
+        if kind in (_FULL, _LAST):
+            self._n_records += 1
+            if len(self._record) <= _MAX_RECORD:
+                self._whole = bytes(self._record)
+        return True
+
+    def _take(self, n_bytes: int) -> bytes:
+        taken = bytes(self._buffer[:n_bytes])
+        del self._buffer[:n_bytes]
+        self._offset += n_bytes
+        return taken
+
+    def _history(self, record: bytes) -> Iterator[Row | Marker]:
+        for number, value in fields(record):
+            if number != _HISTORY:
+                continue
+            step: int | None = None
+            pairs: list[tuple[str, str]] = []
+            for inner, part in fields(packed(value)):
+                if inner == _ITEM:
+                    pairs += _item(packed(part))
+                elif inner == _STEP:
+                    step = next((signed(v) for n, v in fields(packed(part)) if n == 1), 0)
+            row = self._maker.row(pairs, LogPosition(self._name, self._n_records), step=step)
+            if row is not None:
+                yield from self._merger.add(row)
+
+
+def _item(item: bytes) -> Iterator[tuple[str, str]]:
+    key, nested = "", []
+    for number, value in fields(item):
+        if number == 1:
+            key = text(value)
+        elif number == 2:
+            nested.append(text(value))
+        elif number == 5:
+            yield key or "/".join(nested), str(zigzag(value))
+        elif number == 6:
+            yield key or "/".join(nested), f"{double(value):.17e}"
+        elif number in (8, 16):
+            # JSON: a number, or a record of them.
+            record = decode_record(f'{{"": {text(value)}}}') or {}
+            for below, value_text in flat_pairs(record):
+                yield (key or "/".join(nested)) + below, value_text
