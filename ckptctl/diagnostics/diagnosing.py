@@ -24,7 +24,7 @@ from ckptctl.diagnostics.storage_traits import check_storage
 from ckptctl.errors import UsageError
 from ckptctl.findings import Severity
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.storage.log_lines import read_text
+from ckptctl.storage.logs import read_bytes
 from ckptctl.storage.opening import absolute_url
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def doctor(
         advice, facts = check_environment(os.environ, known)
         return diagnosis(what, "this process", advice, facts)
     if what == "slurm":
-        script = read_script(read_text(target, limit=_MAX_SCRIPT))
+        data = read_bytes(target, limit=_MAX_SCRIPT)
+        script = read_script(data.decode("utf-8", "backslashreplace"))
         found = check_script(os.path.basename(target), script)
         n_trainings = str(len(script.trainings))
         return diagnosis(what, target, found, (("commands that train", n_trainings),))

@@ -40,7 +40,7 @@ def check_storage(
     """
     with open_store(url, storage) as store:
         begun = time.monotonic()
-        check_root_there(store.url, list_root(store))
+        check_root_there(store, list_root(store))
         answered = time.monotonic() - begun
         folder = f"{OWN_FOLDER}/doctor-{secrets.token_hex(6)}"
         facts = [("kind", store.kind.value), ("a listing takes", f"{answered * 1000:.0f} ms")]

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.storage.log_lines import MAX_MATCHED
+from ckptctl.storage.logs import MAX_MATCHED
 
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _MAX_PREFIXES = 10

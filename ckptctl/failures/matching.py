@@ -21,7 +21,7 @@ from ckptctl.failures.loglines import WARNING, LogLine, clock_of, take_apart
 from ckptctl.failures.rank_dumps import StackReader
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import RULES, Rule, find_literals
-from ckptctl.storage.log_lines import MAX_MATCHED
+from ckptctl.storage.logs import MAX_MATCHED
 
 _MAX_TEXT = 400
 _MAX_RANKS = 4096

@@ -27,8 +27,8 @@ from ckptctl.failures.rank_dumps import (
 )
 from ckptctl.failures.results import Evidence
 from ckptctl.options import StorageOptions
-from ckptctl.storage.log_lines import logs_below, read_blocks, read_bytes, read_head
-from ckptctl.storage.opening import is_local
+from ckptctl.storage.logs import STDIN, logs_below, read_blocks, read_bytes, read_head
+from ckptctl.storage.opening import local_path
 
 _SAME_JOB_S = 3600.0
 """A log and a dump beside it belong to one job if written within this time."""
@@ -100,9 +100,10 @@ class _Reading:
 
     def _is_dump(self, file: str) -> bool:
         """Whether a file of a folder is a dump; if so, it is read."""
-        if not (is_local(file) and re.search(r"\d(?:\.\w+)?$", file)):
+        path = local_path(file)
+        if path is None or not re.search(r"\d(?:\.\w+)?$", file):
             return False
-        if may_be_dump(file, read_head(file)):
+        if may_be_dump(file, read_head(path)):
             with suppress(NotADump):
                 self.dumps[file] = read_dump(file, read_bytes(file, limit=MAX_BYTES))
                 return True
@@ -110,7 +111,8 @@ class _Reading:
 
     def take_dumps_beside(self, logs: Iterable[str]) -> None:
         """Read the dumps in the folders of the logs, and those that the variables name."""
-        folders = {os.path.dirname(log) or "." for log in logs if log != "-" and is_local(log)}
+        paths = [local_path(log) for log in logs if log != STDIN]
+        folders = {os.path.dirname(path) or "." for path in paths if path is not None}
         files = [*_files_in(folders, _DUMP_NAME)]
         for variable in PREFIX_VARIABLES:
             if prefix := os.environ.get(variable):

@@ -19,7 +19,7 @@ from ckptctl.findings import Finding
 from ckptctl.formatting import listed
 from ckptctl.model import Fraction
 from ckptctl.options import StorageOptions
-from ckptctl.storage.log_lines import MAX_MATCHED, logs_below, read_blocks
+from ckptctl.storage.logs import MAX_MATCHED, logs_below, read_blocks
 
 THRESHOLD = 0.7
 MAX_RANKS = 1 << 20

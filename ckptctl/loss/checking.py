@@ -30,12 +30,12 @@ from ckptctl.loss.resumes import (
 )
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, split
-from ckptctl.loss.sources import STDIN
 from ckptctl.loss.speed import check_cadence, check_clock
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
 from ckptctl.model import ExitCode
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.storage.opening import is_local
+from ckptctl.storage.logs import STDIN
+from ckptctl.storage.opening import local_path
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -162,8 +162,10 @@ def check_loss(
 
 def each_once(logs: Sequence[str]) -> list[str]:
     """The logs without those that are named again, which would repeat their rows."""
-    own = {log: log == STDIN or not is_local(log) for log in logs}
-    seen = {log if own[log] else os.path.realpath(log): log for log in reversed(logs)}
+    seen: dict[str, str] = {}
+    for log in reversed(logs):
+        path = None if log == STDIN else local_path(log)
+        seen[log if path is None else os.path.realpath(path)] = log
     return list(reversed(seen.values()))
 
 

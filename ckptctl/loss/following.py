@@ -23,11 +23,11 @@ from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, Splitter
-from ckptctl.loss.sources import STDIN
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
 from ckptctl.options import StorageOptions
-from ckptctl.storage.opening import is_local
+from ckptctl.storage.logs import STDIN
+from ckptctl.storage.opening import local_path
 
 POLL_S = 1.0
 _PIECE_BYTES = 1 << 20
@@ -248,6 +248,7 @@ def _may_divide(parts: Split, resume_point: ResumePoint | None) -> bool:
 def _tail(path: str, log_format: LogFormat | None) -> _Tail:
     if path == STDIN:
         return _InputTail(LogReader(path, log_format))
-    if not is_local(path):
+    file = local_path(path)
+    if file is None:
         raise UsageError(f"{path}: --follow supports files and standard input, not object stores")
-    return _FileTail(path.removeprefix("file://"), lambda: LogReader(path, log_format))
+    return _FileTail(file, lambda: LogReader(path, log_format))

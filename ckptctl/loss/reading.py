@@ -19,9 +19,10 @@ from ckptctl.loss.formats.console import pattern_format
 from ckptctl.loss.formats.fields import check_keys
 from ckptctl.loss.formats.records import TrainerState, is_document
 from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.sources import STDIN, expanded, natural, read_pieces
+from ckptctl.loss.sources import expanded, log_pieces, natural
 from ckptctl.loss.text_logs import TEXT_FORMATS, TextLog
 from ckptctl.options import StorageOptions
+from ckptctl.storage.logs import STDIN
 
 FORMATS: tuple[str, ...] = (
     *dict.fromkeys(form.name for form in TEXT_FORMATS),
@@ -242,7 +243,7 @@ def _read(
 ) -> Iterator[Row | Marker]:
     damage: LogUnreadable | None = None
     try:
-        for piece in read_pieces(reader.name, storage):
+        for piece in log_pieces(reader.name, storage):
             yield from reader.feed(piece)
             if reader.damage is not None:
                 damage = LogUnreadable(f"{reader.name}: {reader.damage}; the rest was not read")

@@ -24,7 +24,7 @@ from ckptctl.loss.formats.multi_line import (
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
 from ckptctl.loss.formats.text_lines import LineShapes, LineSplitter, split_prefix
 from ckptctl.loss.rows import LogPosition, Marker, Row, set_interval
-from ckptctl.storage.log_lines import MAX_MATCHED
+from ckptctl.storage.logs import MAX_MATCHED
 
 # Rows of fallback formats that wait for a better format.
 _UNDECIDED_ROWS = 8

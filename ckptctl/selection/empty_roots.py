@@ -31,7 +31,7 @@ from ckptctl.selection.roots import RootListing, check_listed_again, read_listin
 from ckptctl.selection.targets import Tier, check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Kind, Store, list_if_there
 from ckptctl.storage.in_flight import in_flight
-from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, parent_url
+from ckptctl.storage.opening import base_name, join_url, parent_url
 
 MAX_FOLDERS = 2_000
 MAX_FOLDERS_TRIED = 64
@@ -224,7 +224,7 @@ def check_has_steps(
 
     An existing root without steps is wrong too: see `check_empty`.
     """
-    check_root_there(store.url, listing)
+    check_root_there(store, listing)
     if not listing.steps:
         check_empty(store, listing, pattern)
 
@@ -248,7 +248,7 @@ def check_empty(
     check_listed_again(store, listing, pattern)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
     if not (listing.exists and holds_other):
-        _check_path(store.url, exists=listing.exists)
+        _check_path(store, exists=listing.exists)
     elif _is_step(base_name(store.url)):
         listing = replace(listing, is_step=True)
     if listing.is_step:
@@ -312,16 +312,16 @@ def check_unnumbered(
     )
 
 
-def _check_path(url: str, *, exists: bool) -> None:
+def _check_path(store: Store, *, exists: bool) -> None:
     """Raise if an address without content was meant as something else."""
-    target = parse_target(url) if "@" in url else None
+    target = parse_target(store.url) if "@" in store.url else None
     if target is not None and target.which is not None:
         raise UsageError(
-            f"{url} names a step, but a root is required: the folder that holds the steps",
+            f"{store.url} names a step, but a root is required: the folder that holds the steps",
             next_command=f"ckptctl scan {shlex.quote(target.root)}",
         )
     if not exists:
-        check_is_folder(url)
+        check_is_folder(store)
 
 
 def _is_step(name: str) -> bool:
@@ -346,7 +346,7 @@ def _listed_below(
     found = [
         (name, one)
         for name in listing.links
-        if (one := _behind_link(store.url, name, pattern, open_other)) is not None
+        if (one := _behind_link(store, name, pattern, open_other)) is not None
     ]
     level = _folders_of(listing)
     for _ in range(_MAX_DEPTH):
@@ -400,13 +400,13 @@ def _listed_folders(
 
 
 def _behind_link(
-    url: str, name: str, pattern: re.Pattern[str] | None, open_other: OpenStore | None
+    store: Store, name: str, pattern: re.Pattern[str] | None, open_other: OpenStore | None
 ) -> RootListing | None:
-    """What lies in the folder that a link in a local root leads to; None for any other link."""
-    path = join_url(url, name)
-    if open_other is None or not is_local(url) or not os.path.isdir(absolute_url(path)):
+    """What lies in the folder that a link in a root leads to; None for any other link."""
+    folders = store.folders
+    if open_other is None or folders is None or not os.path.isdir(folders.path_of(name)):
         return None
-    with open_other(path) as other:
+    with open_other(join_url(store.url, name)) as other:
         return read_listing(other.list_dir(""), pattern)
 
 

@@ -28,10 +28,9 @@ from ckptctl.selection.branches import Resume, read_resumes
 from ckptctl.selection.roots import RootListing, check_listed_again, list_root
 from ckptctl.storage.contract import Store, read_range
 from ckptctl.storage.opening import (
-    absolute_url,
     base_name,
-    is_local,
     join_url,
+    local_path,
     open_store,
     parent_url,
 )
@@ -206,30 +205,28 @@ def parse_target(target: str) -> Target:
 
 def _is_there(target: str) -> bool:
     # A local folder with such a name takes precedence.
-    return is_local(target) and os.path.lexists(_local_path(target))
+    path = local_path(target)
+    return path is not None and os.path.lexists(path)
 
 
-def _local_path(target: str) -> str:
-    return os.path.expanduser(target.removeprefix("file://"))
-
-
-def check_root_there(url: str, listing: RootListing) -> None:
+def check_root_there(store: Store, listing: RootListing) -> None:
     """Raise if a question about a root cannot be answered because it does not exist.
 
     `UsageError` and `PathNotFound` for a wrong path, `StorageUnavailable` for a broken
     link. `empty_roots` decides whether a missing root means a fresh run.
     """
     if not listing.exists:
-        check_is_folder(url)
-        raise PathNotFound(
-            f"{url} does not exist", next_command=f"ckptctl scan {shlex.quote(parent_url(url))}"
-        )
+        check_is_folder(store)
+        above = shlex.quote(parent_url(store.url))
+        raise PathNotFound(f"{store.url} does not exist", next_command=f"ckptctl scan {above}")
 
 
-def check_is_folder(url: str) -> None:
-    """Raise if `url` is a file or a broken link instead of a folder."""
-    path = absolute_url(url)
-    if not is_local(url) or not os.path.lexists(path):
+def check_is_folder(store: Store) -> None:
+    """Raise if the address of a missing root is that of a file or a broken link."""
+    if store.folders is None:
+        return
+    url, path = store.url, store.folders.path_of("")
+    if not os.path.lexists(path):
         return
     if os.path.islink(path):
         raise StorageUnavailable(
@@ -256,9 +253,9 @@ def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
 
 def _plain(target: str) -> str:
     # `verify .` and `verify ROOT/latest` mean the folder that is really there.
-    if not is_local(target):
+    path = local_path(target)
+    if path is None:
         return target
-    path = _local_path(target)
     if os.path.islink(path.rstrip("/")):
         return os.path.realpath(path)
     return os.path.abspath(path) if os.path.basename(path.rstrip("/")) in (".", "..", "") else path
@@ -276,7 +273,7 @@ def named_step(
     if target.name is not None:
         return step_name(target.name, pattern) or target.name
     listing = list_root(store, pattern)
-    check_root_there(store.url, listing)
+    check_root_there(store, listing)
     steps = listing.steps
     wanted = [s for s in steps if target.which == "latest" or s.number == target.which]
     if wanted:

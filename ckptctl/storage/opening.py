@@ -277,6 +277,14 @@ def is_local(url: str) -> bool:
     return scheme is None or scheme[1].lower() == "file"
 
 
+def local_path(url: str) -> str | None:
+    """The path that a local address names, as the operating system takes it; else None."""
+    if not is_local(url):
+        return None
+    scheme = _SCHEME.match(url)
+    return url[scheme.end() :] if scheme else os.path.expanduser(url)
+
+
 def absolute_url(url: str) -> str:
     """The address for use from another working folder; `file://` is removed."""
     if not is_local(url):

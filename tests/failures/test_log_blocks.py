@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ckptctl
 from ckptctl.failures.matching import LogReader
 from ckptctl.failures.rules import _ONLY_SEEMS, RULES, find_literals
-from ckptctl.storage.log_lines import read_blocks
+from ckptctl.storage.logs import read_blocks
 
 HERE = Path(__file__).parent
 LINES = (

@@ -12,7 +12,7 @@ from pattern_growth import Search
 
 from ckptctl.failures import loglines, matching, rank_dumps
 from ckptctl.failures.rules import RULES
-from ckptctl.storage.log_lines import MAX_MATCHED
+from ckptctl.storage.logs import MAX_MATCHED
 
 N_CHARS = MAX_MATCHED // 4
 FILLERS = (" ", "a", "7", "x=", "A1b-", "/", ":", "-", ".", "a ", "a.", '"')

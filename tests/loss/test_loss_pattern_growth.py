@@ -16,7 +16,7 @@ from ckptctl.loss.formats.console import LINE_FORMATS
 from ckptctl.loss.formats.markers import _PHRASES
 from ckptctl.loss.formats.multi_line import BLOCK_FORMATS
 from ckptctl.loss.reading import LogReader
-from ckptctl.storage.log_lines import MAX_MATCHED
+from ckptctl.storage.logs import MAX_MATCHED
 
 N_CHARS = MAX_MATCHED // 2
 FILLERS = (" ", "a", "7", "x=", "a: ", "/", ":", "| ", "[", "{", "'", "1,", "a1 ", "━")

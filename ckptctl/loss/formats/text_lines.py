@@ -21,7 +21,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.console import LineReader
 from ckptctl.loss.formats.fields import NUMBERS, Precision, clock_in, clock_span, parse_number
 from ckptctl.loss.rows import LogPosition, Row, unparsed
-from ckptctl.storage.log_lines import MAX_LINE, MAX_MATCHED
+from ckptctl.storage.logs import MAX_LINE, MAX_MATCHED
 
 # Marks a line that ended at a carriage return. NUL bytes of the log are removed before.
 _BAR = b"\0"

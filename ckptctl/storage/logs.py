@@ -1,0 +1,396 @@
+"""Open the logs of a job on any storage, decompress them, and split them into lines.
+
+Logs are larger than memory: they are read once, in pieces. A log may also come from a pipe,
+which stores refuse: `-` is standard input, and `<(dmesg)` of a shell is a path.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from ckptctl.errors import (
+    AccessDenied,
+    BinaryData,
+    CkptctlError,
+    MissingExtra,
+    PathNotFound,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.model import FileInfo
+from ckptctl.options import StorageOptions
+from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
+from ckptctl.storage.waiting import busy
+
+STDIN = "-"
+MAX_LINE = 1 << 20
+"""Bytes of a line that are kept; the rest of a longer one is skipped."""
+MAX_MATCHED = 4000
+"""Characters of a line that patterns are matched against; this bounds the time of the slowest."""
+
+Line = tuple[int, str]
+"""The number of a line, counted from 1, and its text."""
+
+_PIECE = 128 << 10  # stays in the processor's cache while it is searched
+_REMOTE_PIECE = 1 << 20
+_BLOCK = 1 << 20
+_MAX_FILES = 10_000
+_HEAD = 1 << 16
+
+
+def files_below(url: str, storage: StorageOptions) -> Sequence[FileInfo] | None:
+    """The files of a folder of logs, at any depth, sorted by path; None for a log itself.
+
+    Cost: for the address of an object, a listing of its folder.
+    """
+    path = local_path(url)
+    if url == STDIN or (path is not None and not os.path.isdir(path)):
+        return None
+    if path is None:
+        with open_store(parent_url(url), storage) as store:
+            if _file_in(store, base_name(url)) is not None:
+                return None
+    with open_store(url, storage) as store:
+        return store.list_tree()
+
+
+def logs_below(name: str, storage: StorageOptions) -> Sequence[str]:
+    """The log itself, or every file of a folder (torchrun's `--log-dir`), sorted by name."""
+    found = files_below(name, storage)
+    if found is None:
+        return (name,)
+    files = [info.path for info in found if info.kind == "file" and info.size]
+    if not files:
+        raise PathNotFound(f"{name}: this folder contains no log")
+    if len(files) > _MAX_FILES:
+        raise UsageError(f"{name} holds {len(files):,} files; the limit is {_MAX_FILES:,}")
+    return tuple(join_url(name.rstrip("/"), path) for path in files)
+
+
+def read_pieces(
+    url: str, storage: StorageOptions, damaged: type[CkptctlError] = UsageError
+) -> Iterator[bytes]:
+    """Yield the bytes of a log in pieces of at most 1 MiB.
+
+    gzip, bzip2, xz and zstd are recognized by their first bytes, whatever the name, and
+    decompressed. Compressed data that only ends too early, as in a log that is still written,
+    is yielded as far as it goes.
+
+    Raises `damaged` for damaged compressed data, `PathNotFound`, `AccessDenied`,
+    `StorageUnavailable`, `UsageError` for a folder, and `MissingExtra` for zstd without its
+    package.
+    """
+    return _unpacked(url, _stored_pieces(url, storage), damaged)
+
+
+def read_blocks(url: str, storage: StorageOptions = StorageOptions()) -> Iterator[Sequence[Line]]:
+    r"""Yield the lines of a log, some thousands at once, without line ends and colours.
+
+    Texts that a progress bar overwrote (`\r`) share one line number. Raises `BinaryData`
+    where the log is not text, and as `read_pieces`.
+    """
+    yield from _blocks(_text_only(_gathered(read_pieces(url, storage)), url))
+
+
+def read_bytes(url: str, *, limit: int, storage: StorageOptions = StorageOptions()) -> bytes:
+    """The content of a small file, as it is stored; raises as `read_pieces` does.
+
+    Also raises `UsageError` if it is larger than `limit` bytes.
+    """
+    data = bytearray()
+    for piece in _stored_pieces(url, storage):
+        data += piece
+        if len(data) > limit:
+            raise UsageError(f"{url} is larger than {limit:,} bytes")
+    return bytes(data)
+
+
+def read_head(path: str) -> bytes:
+    """The first bytes of a local file; raises as `read_pieces` does."""
+    return next(_local_pieces(path, path), b"")
+
+
+@contextmanager
+def errors_of_storage(name: str) -> Iterator[None]:
+    """Raise the errors of the file system as the stores raise theirs."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise PathNotFound(f"{name or repr(name)}: {error.strerror}") from error
+    except PermissionError as error:
+        raise AccessDenied(f"{name}: {error.strerror} (as user {os.geteuid()})") from error
+    except IsADirectoryError as error:
+        raise UsageError(f"{name} is a folder, not a log") from error
+    except OSError as error:
+        what = error.strerror or type(error).__name__
+        raise StorageUnavailable(f"{name}: {what}") from error
+
+
+def _stored_pieces(url: str, storage: StorageOptions) -> Iterator[bytes]:
+    if url == STDIN:
+        return _descriptor_pieces(0, "standard input", watched=False)
+    path = local_path(url)
+    return _object_pieces(url, storage) if path is None else _local_pieces(path, url)
+
+
+def _local_pieces(path: str, name: str) -> Iterator[bytes]:
+    with errors_of_storage(name):
+        with busy(name):
+            is_file = stat.S_ISREG(os.stat(path).st_mode)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # The writer of a pipe may pause for any time; only files are watched.
+        yield from _descriptor_pieces(fd, name, watched=is_file)
+    finally:
+        os.close(fd)
+
+
+def _descriptor_pieces(fd: int, name: str, *, watched: bool) -> Iterator[bytes]:
+    while True:
+        with errors_of_storage(name):
+            if watched:
+                with busy(name):
+                    piece = os.read(fd, _PIECE)
+            else:
+                piece = os.read(fd, _PIECE)
+        if not piece:
+            return
+        yield piece
+
+
+def _object_pieces(url: str, storage: StorageOptions) -> Iterator[bytes]:
+    with open_store(parent_url(url), storage) as store:
+        found = _file_in(store, base_name(url))
+        if found is None:
+            raise PathNotFound(f"{url}: the object does not exist")
+        spans = (
+            Span(found.path, start, min(_REMOTE_PIECE, found.size - start))
+            for start in range(0, found.size, _REMOTE_PIECE)
+        )
+        for _, data in store.read_spans(spans):
+            yield data
+
+
+def _file_in(store: Store, name: str) -> FileInfo | None:
+    return next((i for i in store.list_dir() if i.path == name and i.kind == "file"), None)
+
+
+# Decompressing
+
+_GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
+_MAX_WINDOW = 128 << 20
+# 4 bytes of zstd can decompress to 128 KiB, so only this much is fed at once.
+_ZSTD_SLICE = 1 << 10
+
+
+def _unpacked(name: str, pieces: Iterator[bytes], damaged: type[CkptctlError]) -> Iterator[bytes]:
+    """The pieces, decompressed where the first bytes are those of a compressed stream.
+
+    Several streams may follow each other, as in rotated logs that were joined; zeros after one
+    are padding. Raises `damaged` also for other bytes after a stream.
+    """
+    data = _with_next(b"", pieces)
+    stream = _stream_for(data)
+    if stream is None:
+        if data:
+            yield data
+        yield from pieces
+        return
+    try:
+        while data:
+            if stream is None:
+                stream = _stream_for(data)
+                if stream is None:
+                    raise damaged(f"{name}: bytes follow the end of the compressed data")
+            yield from stream.decompress(data)
+            data = b""
+            if stream.eof:
+                data, stream = stream.unused_data.lstrip(b"\0"), None
+            data = _with_next(data, pieces, padded=stream is None)
+    except (zlib.error, lzma.LZMAError, OSError) as error:
+        raise damaged(
+            f"{name}: the compressed data is damaged ({error}); the rest cannot be read"
+        ) from error
+
+
+def _with_next(data: bytes, pieces: Iterator[bytes], *, padded: bool = False) -> bytes:
+    """The data, and the pieces that are needed to recognize a stream at its begin."""
+    for piece in pieces:
+        data += piece
+        data = data.lstrip(b"\0") if padded else data
+        if len(data) >= len(_XZ):
+            break
+    return data
+
+
+class _Stream(Protocol):
+    """One compressed stream; `eof` once it has ended."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes) -> Iterator[bytes]: ...
+
+
+class _Gzip:
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(wbits=31)
+
+    @property
+    def eof(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._stream.unused_data
+
+    def decompress(self, data: bytes) -> Iterator[bytes]:
+        while out := self._stream.decompress(data, _PIECE):
+            yield out
+            data = self._stream.unconsumed_tail
+            if self._stream.eof:
+                return
+
+
+class _Limited:
+    """bz2 and xz; both keep the input that they have not decompressed yet."""
+
+    def __init__(self, stream: bz2.BZ2Decompressor | lzma.LZMADecompressor) -> None:
+        self._stream = stream
+
+    @property
+    def eof(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._stream.unused_data
+
+    def decompress(self, data: bytes) -> Iterator[bytes]:
+        while out := self._stream.decompress(data, _PIECE):
+            yield out
+            data = b""
+            if self._stream.eof or self._stream.needs_input:
+                return
+
+
+class _Zstd:
+    def __init__(self) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise MissingExtra(
+                "reading logs compressed with zstd needs the package zstandard",
+                next_command="pip install 'ckptctl[zstd]'",
+            ) from error
+        self._error = zstandard.ZstdError
+        self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
+        self.unused_data = b""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._stream.eof)
+
+    def decompress(self, data: bytes) -> Iterator[bytes]:
+        for at in range(0, len(data), _ZSTD_SLICE):
+            piece = data[at : at + _ZSTD_SLICE]
+            try:
+                out = self._stream.decompress(piece)
+            except self._error as error:
+                raise zlib.error(str(error)) from error
+            if out:
+                yield out
+            if self._stream.eof:
+                self.unused_data = self._stream.unused_data + data[at + len(piece) :]
+                return
+
+
+def _stream_for(head: bytes) -> _Stream | None:
+    if head.startswith(_GZIP):
+        return _Gzip()
+    if head.startswith(_BZIP2):
+        return _Limited(bz2.BZ2Decompressor())
+    if head.startswith(_XZ):
+        return _Limited(lzma.LZMADecompressor(memlimit=_MAX_WINDOW))
+    if head.startswith(_ZSTD):
+        return _Zstd()
+    return None
+
+
+# Lines
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces joined to larger ones: pipes and decompressors yield few bytes at a time."""
+    held: list[bytes] = []
+    n_bytes = 0
+    for piece in pieces:
+        held.append(piece)
+        n_bytes += len(piece)
+        if n_bytes >= _BLOCK:
+            yield b"".join(held)
+            held, n_bytes = [], 0
+    if held:
+        yield b"".join(held)
+
+
+def _text_only(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
+    for n, piece in enumerate(pieces):
+        if n == 0 and is_binary(piece):
+            raise BinaryData(f"{name} is binary data, not a log")
+        yield piece
+
+
+# Zero bytes alone prove nothing: a log that was rotated while written begins with them.
+_CONTROL = bytes(code for code in range(32) if code not in b"\0\a\b\t\n\v\f\r\x1b")
+_SAFETENSORS = re.compile(rb"[^\0]{1,5}\0{3,7}\{")
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether the first bytes of a file are binary: more than 1 % are control codes."""
+    head = head[:_HEAD]
+    n_control = len(head) - len(head.translate(None, _CONTROL))
+    return n_control * 100 > len(head) or _SAFETENSORS.match(head) is not None
+
+
+def _blocks(pieces: Iterator[bytes]) -> Iterator[Sequence[Line]]:
+    number, rest = 1, b""
+    for piece in pieces:
+        whole, end, begun = piece.rpartition(b"\n")
+        if not end:
+            # Nothing is kept beyond the limit: a file without line ends must not fill memory.
+            rest = (rest + piece[:MAX_LINE])[:MAX_LINE]
+            continue
+        first, end, more = whole.partition(b"\n")
+        raw = ((rest + first)[:MAX_LINE] + end + more).split(b"\n")
+        rest = begun
+        yield [line for at, each in enumerate(raw, number) for line in _texts(at, each)]
+        number += len(raw)
+    if rest:
+        yield [*_texts(number, rest)]
+
+
+def _texts(number: int, raw: bytes) -> Iterator[tuple[int, str]]:
+    text = raw[:MAX_LINE].decode("utf-8", "backslashreplace")
+    if "\x1b" in text:
+        text = _ESCAPES.sub("", text)
+    if "\r" not in text:
+        yield number, text
+        return
+    for written_over in text.split("\r"):
+        if written_over:
+            yield number, written_over
