@@ -6,10 +6,9 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 
@@ -51,7 +50,12 @@ TORCH_ALLOWED = ("distributed", "train")
 HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema", "PIL")
 """Never at the top of a module: imported inside the function that needs them."""
 
-MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / name).read_text())
 
 
 def layer_of(name: str) -> str:
@@ -68,6 +72,11 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+@cache
+def imports_of(name: str) -> list[tuple[int, str]]:
+    return list(imports(tree_of(name)))
+
+
 def imports_at_start(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """What is imported when the module is: not in functions, not for type checkers."""
     for node in tree.body:
@@ -79,67 +88,78 @@ def imports_at_start(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from imports(node)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_from_its_own_floor_or_a_lower_one(path):
-    own = layer_of(path.relative_to(PACKAGE).as_posix())
-    if own == TOP:
-        return
-    too_high = [
-        f"line {line}: {name}"
-        for line, name in imports(ast.parse(path.read_text()))
-        if name.startswith("ckptctl.")
-        and (floor := name.split(".")[1]) in LAYERS
-        and LAYERS[floor] > LAYERS[own]
+def imported(names: Iterable[str], *, forbidden: Callable[[str, str], bool]) -> list[str]:
+    """Where one of the modules imports what `forbidden(module, imported name)` says it may not."""
+    return [
+        f"{name}:{line}: {found}"
+        for name in names
+        for line, found in imports_of(name)
+        if forbidden(name, found)
     ]
-    assert too_high == []
+
+
+def places(
+    names: Iterable[str], kind: type[ast.AST], condition: Callable[[ast.AST], bool]
+) -> list[str]:
+    """Where one of the modules has a node of that kind for which the condition holds."""
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name in names
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, kind) and condition(node)
+    ]
+
+
+def root_of(name: str) -> str:
+    return name.split(".", maxsplit=1)[0]
+
+
+def test_a_module_imports_from_its_own_floor_or_a_lower_one():
+    def too_high(name: str, found: str) -> bool:
+        if layer_of(name) == TOP or not found.startswith("ckptctl."):
+            return False
+        return LAYERS.get(found.split(".")[1], 0) > LAYERS[layer_of(name)]
+
+    assert imported(MODULES, forbidden=too_high) == []
 
 
 def test_every_module_has_a_floor():
-    there = {layer_of(path.relative_to(PACKAGE).as_posix()) for path in MODULES}
-    assert there - {TOP} <= set(LAYERS)
+    assert {layer_of(name) for name in MODULES} - {TOP} <= set(LAYERS)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_torch_stays_in_its_floors_and_numpy_out_of_the_package(path):
-    own = layer_of(path.relative_to(PACKAGE).as_posix())
-    roots = {name.split(".")[0] for _, name in imports(ast.parse(path.read_text()))}
-    assert "numpy" not in roots or own == "train"
-    assert "torch" not in roots or own in TORCH_ALLOWED
-    assert "rich" not in roots
-    assert "click" not in roots
+def test_torch_stays_in_its_floors_and_numpy_out_of_the_package():
+    allowed = {"torch": TORCH_ALLOWED, "numpy": ("train",), "rich": (), "click": ()}
+
+    def outside(name: str, found: str) -> bool:
+        return layer_of(name) not in allowed.get(root_of(found), (layer_of(name),))
+
+    assert imported(MODULES, forbidden=outside) == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_heavy_is_imported_at_the_start(path):
-    if layer_of(path.relative_to(PACKAGE).as_posix()) in TORCH_ALLOWED:
-        return
-    tree = ast.parse(path.read_text())
-    heavy = [name for _, name in imports_at_start(tree) if name.split(".")[0] in HEAVY]
+def test_nothing_heavy_is_imported_at_the_start():
+    heavy = [
+        f"{name}:{line}: {found}"
+        for name in MODULES
+        if layer_of(name) not in TORCH_ALLOWED
+        for line, found in imports_at_start(tree_of(name))
+        if root_of(found) in HEAVY
+    ]
     assert heavy == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_public_names_of_typer_are_used(path):
-    names = [name for _, name in imports(ast.parse(path.read_text()))]
-    assert not [name for name in names if name.startswith("typer.")]
+def test_only_public_names_of_typer_are_used():
+    assert imported(MODULES, forbidden=lambda _, found: found.startswith("typer.")) == []
 
 
-CHECKS = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] == "checks"]
-
-
-@pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.name)
-def test_a_check_reads_nothing(path):
+def test_a_check_reads_nothing():
     """Checks turn what was read into findings: they import no storage and open no file."""
-    tree = ast.parse(path.read_text())
-    opens = [
-        f"line {node.lineno}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id == "open"
-    ]
-    roots = {name.split(".")[0] for _, name in imports(tree)}
-    assert opens == []
-    assert roots <= {"__future__", "ckptctl", *PURE}
-    code = f"import ckptctl.checks.{path.stem}, sys; print(*sys.modules)"
+    checks = [name for name in MODULES if name.startswith("checks/")]
+    assert places(checks, ast.Name, lambda node: node.id == "open") == []
+    known = {"__future__", "ckptctl", *PURE}
+    assert imported(checks, forbidden=lambda _, found: root_of(found) not in known) == []
+    modules = [name.removesuffix(".py").replace("/", ".") for name in checks]
+    code = "".join(f"import ckptctl.{name}\n" for name in modules) + "import sys\n"
+    code += "print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not [name for name in done.stdout.split() if name.startswith("ckptctl.storage")]
 
@@ -153,50 +173,33 @@ zlib_ng
 MAY_PRINT = ("cli/output.py", "cli/main.py", "train/ledger.py")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_one_module_prints(path):
-    if path.relative_to(PACKAGE).as_posix() in MAY_PRINT:
-        return
-    tree = ast.parse(path.read_text())
-    streams = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr in ("stdout", "stderr", "__stdout__", "__stderr__")
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "sys"
-    ]
-    prints = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "print"
-    ]
-    assert streams + prints == []
+def test_only_one_module_prints():
+    quiet = [name for name in MODULES if name not in MAY_PRINT]
+    streams = {f"sys.{mark}{name}{mark}" for name in ("stdout", "stderr") for mark in ("", "__")}
+    assert places(quiet, ast.Attribute, lambda node: ast.unparse(node) in streams) == []
+    assert places(quiet, ast.Call, lambda node: ast.unparse(node.func) == "print") == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_an_address_in_a_command_is_quoted(path):
+def test_an_address_in_a_command_is_quoted():
     """A root may have any name, and people paste what `next:` prints into a shell."""
-    bare = [
-        f"line {text.lineno}: {ast.unparse(part.value)}"
-        for text in ast.walk(ast.parse(path.read_text()))
-        if isinstance(text, ast.JoinedStr)
-        and isinstance(text.values[0], ast.Constant)
-        and str(text.values[0].value).startswith("ckptctl ")
-        for part in text.values
-        if isinstance(part, ast.FormattedValue)
-        and isinstance(part.value, ast.Attribute)
-        and part.value.attr in ("url", "path", "root", "name")
-    ]
-    assert bare == []
+
+    def bare(text: ast.JoinedStr) -> bool:
+        first, *_ = text.values
+        if not isinstance(first, ast.Constant) or not str(first.value).startswith("ckptctl "):
+            return False
+        return any(
+            isinstance(part, ast.FormattedValue)
+            and isinstance(part.value, ast.Attribute)
+            and part.value.attr in ("url", "path", "root", "name")
+            for part in text.values
+        )
+
+    assert places(MODULES, ast.JoinedStr, bare) == []
 
 
 def test_no_module_is_named_after_a_public_function_and_none_is_called_utils():
-    public = {"scan", "verify", "pick", "show"}
-    library = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] != "cli"]
-    assert not {path.stem for path in library} & (public | {"utils"})
+    library = {Path(name).stem for name in MODULES if layer_of(name) != "cli"}
+    assert not library & {"scan", "verify", "pick", "show", "utils"}
 
 
 def test_no_two_test_modules_share_a_name():
@@ -205,15 +208,8 @@ def test_no_two_test_modules_share_a_name():
     assert [name for name, n in names.items() if n > 1] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_data_classes_are_those_of_the_package(path):
+def test_data_classes_are_those_of_the_package():
     """Those of the standard library take ten times as long to define."""
-    if path.name == "data_classes.py":
-        return
-    found = [
-        alias.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "dataclasses"
-        for alias in node.names
-    ]
-    assert not {"dataclass", "field", "replace"} & {*found}
+    slow = {f"dataclasses.{name}" for name in ("dataclass", "field", "replace")}
+    others = [name for name in MODULES if name != "data_classes.py"]
+    assert imported(others, forbidden=lambda _, found: found in slow) == []

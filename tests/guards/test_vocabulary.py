@@ -7,6 +7,7 @@ import re
 import runpy
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,13 @@ from ckptctl.loss.verdict import LossVerdict
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SHAPE = runpy.run_path(str(REPOSITORY / "tools" / "shape.py"))
-MODULES = SHAPE["modules"]()
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    found: dict[str, ast.Module] = SHAPE["modules"]()
+    return found
+
 
 RETIRED_IN_PROSE = re.compile(
     rf"\b({'|'.join(sorted(SHAPE['retired_words']('prose'), key=len, reverse=True))})\b",
@@ -37,13 +44,13 @@ DOCUMENTS_IN_PROSE = sorted(
     for path in ([found] if found.is_file() else found.rglob("*.md"))
     if path.name != "glossary.md"
 )
-SOURCES = sorted((REPOSITORY / "ckptctl").rglob("*.py"))
+SOURCES = sorted(SHAPE["PACKAGE"].rglob("*.py"))
 A_PATTERN = re.compile(r"\\|\(\?|\[\^")
 """What a regular expression contains and a sentence does not."""
 
 
 def test_no_module_class_function_or_code_has_a_retired_name() -> None:
-    assert SHAPE["retired"](MODULES) == []
+    assert SHAPE["retired"](modules()) == []
 
 
 def test_the_glossary_and_the_guards_share_one_table() -> None:
@@ -80,12 +87,19 @@ def test_no_field_of_a_document_has_a_retired_name(name: str) -> None:
     assert [field for field in fields if retired & SHAPE["words_in"](field)] == []
 
 
-@pytest.mark.parametrize(
-    "path", DOCUMENTS_IN_PROSE, ids=lambda path: str(path.relative_to(REPOSITORY))
-)
-def test_no_document_uses_a_retired_word(path: Path) -> None:
-    text = path.read_text()
-    assert [match[0] for match in RETIRED_IN_PROSE.finditer(" ".join(text.split()))] == []
+def retired_in(path: Path, text: str) -> Iterator[str]:
+    """Each retired word in a text, with what is around it."""
+    for match in RETIRED_IN_PROSE.finditer(text):
+        around = text[max(0, match.start() - 40) : match.end() + 40]
+        yield f"{path.relative_to(REPOSITORY)}: {match[0]!r} in {around!r}"
+
+
+def test_no_document_uses_a_retired_word() -> None:
+    assert [
+        found
+        for path in DOCUMENTS_IN_PROSE
+        for found in retired_in(path, " ".join(path.read_text().split()))
+    ] == []
 
 
 def prose_in(path: Path) -> Iterator[str]:
@@ -100,18 +114,15 @@ def prose_in(path: Path) -> Iterator[str]:
             yield " ".join(text.split())
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_no_docstring_message_or_comment_uses_a_retired_word(path: Path) -> None:
+def test_no_docstring_message_or_comment_uses_a_retired_word() -> None:
     assert [
-        (match[0], text[max(0, match.start() - 40) : match.end() + 40])
-        for text in prose_in(path)
-        for match in RETIRED_IN_PROSE.finditer(text)
+        found for path in SOURCES for text in prose_in(path) for found in retired_in(path, text)
     ] == []
 
 
 def test_no_docstring_begins_with_a_question() -> None:
     asking = []
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         nodes = [tree, *(node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))]
         for node in nodes:
             first = (ast.get_docstring(node) or "").partition("\n")[0]
