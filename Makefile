@@ -6,11 +6,14 @@ BIN := .venv/bin
 BASE := .venv/.base
 READY := .venv/.ready
 
+# Every worker and every process of a test would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
 # The second step of CI leaves out `long`.
 SLOW := slow or long
-TESTS := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
 FAST := tests/checks tests/formats tests/guards/test_layers.py tests/guards/test_vocabulary.py \
 	tests/guards/test_documented.py tests/records tests/failures tests/goodput
 

@@ -30,12 +30,10 @@ def clean_environment(**changes: str) -> dict[str, str]:
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("CKPTCTL_", "_CKPTCTL"))
+        # An installed package is compiled: so is this one.
         and name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM", "PYTHONDONTWRITEBYTECODE")
     }
-    # An installed package is compiled: so is this one, where it cannot lie in the tree.
-    compiled = str(REPOSITORY / ".cache" / "bytecode")
-    paths = {"PYTHONPATH": str(REPOSITORY), "PYTHONPYCACHEPREFIX": compiled}
-    return {**kept, **paths, **changes}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), **changes}
 
 
 def run_ckptctl(

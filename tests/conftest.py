@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
@@ -43,6 +44,18 @@ atexit.register(shutil.rmtree, _STATES, ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Three workers for two processors: many tests wait for processes that they started."""
+    n_processors = len(os.sched_getaffinity(0))
+    return n_processors + n_processors // 2
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests and what they import out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
