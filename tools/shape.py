@@ -138,13 +138,21 @@ def functions(
 
 
 def retired(trees: dict[str, ast.Module]) -> list[str]:
-    """Modules, classes, functions and finding codes that bear a retired word."""
+    """Modules, classes, functions, variables and finding codes with a retired word."""
     in_modules, in_names, in_codes = map(retired_words, ("modules", "names", "codes"))
     found = []
     for module, tree in trees.items():
         found += [module] if in_modules & set(module.split(".")) else []
-        names = [name.rpartition(".")[2] for name, _ in functions(tree)]
-        names += [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        names = {name.rpartition(".")[2] for name, _ in functions(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
         found += [f"{module}.{name}" for name in names if in_names & words_in(name)]
     from ckptctl.findings import CODES
 

@@ -20,7 +20,7 @@ from ckptctl.findings import Finding
 from ckptctl.formatting import at_most_few, counted, inside, verb
 from ckptctl.model import Chunks, Metadata, RangeColumns, TensorEntry
 
-Box = tuple[tuple[int, int], ...]
+Bounds = tuple[tuple[int, int], ...]
 """Begin and end of a box of elements, a pair for each dimension."""
 
 _FREE_VISITS = 250_000
@@ -61,7 +61,7 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
     """
     if _is_a_row(tensor):
         return
-    boxes, n_outside = _slices_of(tensor)
+    slices, n_outside = _slices_of(tensor)
     if n_outside:
         yield Finding(
             "coverage.outside",
@@ -71,23 +71,27 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
             expected=f"offsets and sizes within {_shape(tensor.shape)}",
         )
     if replicas_ok:
-        boxes = list(dict.fromkeys(boxes))
+        slices = list(dict.fromkeys(slices))
     try:
-        filled = _fill(boxes, tensor.shape, _Visits(_FREE_VISITS + _VISITS_TO_DECIDE * len(boxes)))
+        filled = _fill(
+            slices, tensor.shape, _Visits(_FREE_VISITS + _VISITS_TO_DECIDE * len(slices))
+        )
     except _TooMany:
         yield Finding(
             "format.unsupported",
             tensor.fqn,
-            f"its {len(boxes):,} chunks of {len(tensor.shape)} dimensions overlap too "
+            f"its {len(slices):,} chunks of {len(tensor.shape)} dimensions overlap too "
             "irregularly to decide whether they cover it",
         )
         return
     if filled:
         return
     try:
-        yield from _explain(tensor, boxes, _Visits(_FREE_VISITS + _VISITS_TO_EXPLAIN * len(boxes)))
+        yield from _explain(
+            tensor, slices, _Visits(_FREE_VISITS + _VISITS_TO_EXPLAIN * len(slices))
+        )
     except _TooMany:
-        yield _at_least(tensor, boxes)
+        yield _at_least(tensor, slices)
 
 
 class _TooMany(Exception):
@@ -146,7 +150,7 @@ def _is_a_row(tensor: TensorEntry) -> bool:
     return [0, *ends[:-1]] == [begin for begin, _ in in_order] and ends[-1] == n_elements
 
 
-def _slices_of(tensor: TensorEntry) -> tuple[list[Box], int]:
+def _slices_of(tensor: TensorEntry) -> tuple[list[Bounds], int]:
     """The chunks that have elements and lie inside the tensor, and how many lie outside."""
     chunks, n_dims = tensor.chunks, tensor.chunks.n_dims
     if n_dims == 0:
@@ -159,36 +163,36 @@ def _slices_of(tensor: TensorEntry) -> tuple[list[Box], int]:
         columns.append(zip(begins, ends, strict=True))
         lowest = min(min(begins, default=0), min(sizes, default=0))
         all_inside = all_inside and lowest >= 0 and max(ends, default=0) <= n_elements
-    boxes: list[Box] = list(zip(*columns, strict=True))
+    slices: list[Bounds] = list(zip(*columns, strict=True))
     n_outside = 0
     if not all_inside:
-        boxes = [box for box in boxes if _is_inside(box, tensor.shape)]
-        n_outside = len(chunks) - len(boxes)
+        slices = [bounds for bounds in slices if _is_inside(bounds, tensor.shape)]
+        n_outside = len(chunks) - len(slices)
     if 0 in chunks.sizes:
-        boxes = [box for box in boxes if all(begin < end for begin, end in box)]
-    return boxes, n_outside
+        slices = [bounds for bounds in slices if all(begin < end for begin, end in bounds)]
+    return slices, n_outside
 
 
-def _is_inside(box: Box, shape: Sequence[int]) -> bool:
-    return all(0 <= begin <= end <= n for (begin, end), n in zip(box, shape, strict=True))
+def _is_inside(bounds: Bounds, shape: Sequence[int]) -> bool:
+    return all(0 <= begin <= end <= n for (begin, end), n in zip(bounds, shape, strict=True))
 
 
-def _fill(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> bool:
+def _fill(slices: Sequence[Bounds], shape: Sequence[int], visits: _Visits) -> bool:
     """Whether the slices fill `shape` exactly once."""
-    if not boxes:
+    if not slices:
         return prod(shape) == 0
-    columns = list(zip(*boxes, strict=True))
+    columns = list(zip(*slices, strict=True))
     cut = [dim for dim, column in enumerate(columns) if set(column) != {(0, shape[dim])}]
     if not cut:
-        return len(boxes) == 1
-    signed: dict[Box, int] = defaultdict(int)
-    for box in zip(*(columns[dim] for dim in cut), strict=True):
-        signed[box] += 1
+        return len(slices) == 1
+    signed: dict[Bounds, int] = defaultdict(int)
+    for bounds in zip(*(columns[dim] for dim in cut), strict=True):
+        signed[bounds] += 1
     signed[tuple((0, shape[dim]) for dim in cut)] -= 1
     return _cancel(signed, visits)
 
 
-def _cancel(counts: Mapping[Box, int], visits: _Visits) -> bool:
+def _cancel(counts: Mapping[Bounds, int], visits: _Visits) -> bool:
     """Whether slices, each counted as in `counts`, add up to zero at every element.
 
     Along one dimension the sum over an element changes only where slices begin or
@@ -196,16 +200,16 @@ def _cancel(counts: Mapping[Box, int], visits: _Visits) -> bool:
     ends there: the same question, with one dimension less. In a grid of chunks the
     two are the same slices. The last place follows from the others.
     """
-    signed = {box: count for box, count in counts.items() if count}
+    signed = {bounds: count for bounds, count in counts.items() if count}
     if not signed:
         return True
     visits.spend(len(signed))
     if len(signed) == 1:
         return False
-    edges: dict[int, dict[Box, int]] = {}
-    for box, count in signed.items():
-        begin, end = box[0]
-        rest = box[1:]
+    edges: dict[int, dict[Bounds, int]] = {}
+    for bounds, count in signed.items():
+        begin, end = bounds[0]
+        rest = bounds[1:]
         for at, change in ((begin, count), (end, -count)):
             edge = edges.setdefault(at, {})
             edge[rest] = edge.get(rest, 0) + change
@@ -219,22 +223,22 @@ class _Uneven:
 
     missing: int = 0
     repeated: int = 0
-    gap: Box | None = None
-    overlap: Box | None = None
+    gap: Bounds | None = None
+    overlap: Bounds | None = None
 
 
-def _explain(tensor: TensorEntry, boxes: Sequence[Box], visits: _Visits) -> Iterator[Finding]:
+def _explain(tensor: TensorEntry, slices: Sequence[Bounds], visits: _Visits) -> Iterator[Finding]:
     n_elements = prod(tensor.shape)
-    uneven = _count(boxes, tensor.shape, visits)
+    uneven = _count(slices, tensor.shape, visits)
     if uneven.overlap is not None:
         corner = [begin for begin, _ in uneven.overlap]
-        holders = [box for box in boxes if _holds(box, corner)]
+        holders = [bounds for bounds in slices if _holds(bounds, corner)]
         yield Finding(
             "coverage.overlap",
             tensor.fqn,
             f"{uneven.repeated:,} of {n_elements:,} elements are in more than one chunk",
             expected="each element in one chunk",
-            found="chunks at " + " and ".join(_offsets(box) for box in holders[:2]),
+            found="chunks at " + " and ".join(_offsets(bounds) for bounds in holders[:2]),
         )
     if uneven.gap is not None:
         sizes = [end - begin for begin, end in uneven.gap]
@@ -247,10 +251,10 @@ def _explain(tensor: TensorEntry, boxes: Sequence[Box], visits: _Visits) -> Iter
         )
 
 
-def _at_least(tensor: TensorEntry, boxes: Sequence[Box]) -> Finding:
+def _at_least(tensor: TensorEntry, slices: Sequence[Bounds]) -> Finding:
     """What the number of elements alone shows about slices that do not fill the tensor."""
     n_elements = prod(tensor.shape)
-    missing = n_elements - sum(prod(end - begin for begin, end in box) for box in boxes)
+    missing = n_elements - sum(prod(end - begin for begin, end in bounds) for bounds in slices)
     if missing > 0:
         message = f"at least {missing:,} of {n_elements:,} elements are in no chunk"
         return Finding("coverage.gap", tensor.fqn, message)
@@ -258,27 +262,27 @@ def _at_least(tensor: TensorEntry, boxes: Sequence[Box]) -> Finding:
     return Finding("coverage.overlap", tensor.fqn, message)
 
 
-def _count(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> _Uneven:
+def _count(slices: Sequence[Bounds], shape: Sequence[int], visits: _Visits) -> _Uneven:
     """Count slab by slab, each between two neighbouring edges along the first dimension.
 
     Within a slab the slices are the same: what they leave is the same question, with
     one dimension less.
     """
-    visits.spend(len(boxes) + 1)
+    visits.spend(len(slices) + 1)
     if not shape:
         return _Uneven(
-            missing=int(len(boxes) == 0),
-            repeated=int(len(boxes) > 1),
-            gap=None if boxes else (),
-            overlap=() if len(boxes) > 1 else None,
+            missing=int(len(slices) == 0),
+            repeated=int(len(slices) > 1),
+            gap=None if slices else (),
+            overlap=() if len(slices) > 1 else None,
         )
-    beginning: dict[int, list[Box]] = defaultdict(list)
-    ending: dict[int, list[Box]] = defaultdict(list)
-    for box in boxes:
-        beginning[box[0][0]].append(box[1:])
-        ending[box[0][1]].append(box[1:])
+    beginning: dict[int, list[Bounds]] = defaultdict(list)
+    ending: dict[int, list[Bounds]] = defaultdict(list)
+    for bounds in slices:
+        beginning[bounds[0][0]].append(bounds[1:])
+        ending[bounds[0][1]].append(bounds[1:])
     total = _Uneven()
-    across: Counter[Box] = Counter()
+    across: Counter[Bounds] = Counter()
     for begin, end in pairwise(sorted({0, shape[0], *beginning, *ending})):
         across.update(beginning[begin])
         for rest in ending[begin]:
@@ -295,13 +299,13 @@ def _count(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> _Unev
     return total
 
 
-def _holds(box: Box, corner: Sequence[int]) -> bool:
-    return all(begin <= at < end for (begin, end), at in zip(box, corner, strict=True))
+def _holds(bounds: Bounds, corner: Sequence[int]) -> bool:
+    return all(begin <= at < end for (begin, end), at in zip(bounds, corner, strict=True))
 
 
 def _shape(sizes: Sequence[int]) -> str:
     return " x ".join(f"{n:,}" for n in sizes) if sizes else "one element"
 
 
-def _offsets(box: Box) -> str:
-    return str(tuple(begin for begin, _ in box))
+def _offsets(bounds: Bounds) -> str:
+    return str(tuple(begin for begin, _ in bounds))

@@ -125,11 +125,11 @@ def _check_length(
 
 def _check_tensors(headers: Headers) -> Iterator[Finding]:
     """Check that the slices of each tensor, from all files, fill its shape."""
-    boxes: dict[str, list[StoredTensor]] = defaultdict(list)
+    slices: dict[str, list[StoredTensor]] = defaultdict(list)
     for tensors in headers.values():
         for tensor in tensors:
-            boxes[tensor.name].append(tensor)
-    for name, parts in boxes.items():
+            slices[tensor.name].append(tensor)
+    for name, parts in slices.items():
         if len({(part.dtype, len(part.shape)) for part in parts}) > 1:
             message = "its shards differ in dtype or in the number of dimensions"
             yield Finding("record.mismatch", name, message)

@@ -1,4 +1,4 @@
-"""`ckptctl preflight`: the gate in a job script."""
+"""`ckptctl preflight`: check in a job script that the job can start, and choose its step."""
 
 from __future__ import annotations
 

@@ -84,7 +84,9 @@ def prune(
             accept_unverifiable=accept_unverifiable,
             other_roots=tuple(other_root or ()),
             requirements=requirements,
-            on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),
+            on_inspected=lambda done, total: out.progress(
+                f"{done:,} of {total:,} steps", done, total
+            ),
             on_bytes=lambda done, total: out.progress("compared", done, total, unit="B"),
             on_ended=ended,
             storage=storage,

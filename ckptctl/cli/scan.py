@@ -144,9 +144,9 @@ def chosen_lines(chosen: Report) -> list[Line]:
     """The first lines: the step that `pick` takes, and how sure that is."""
     proven = "every byte verified" if every_byte_verified(chosen) else "its bytes were not compared"
     said = f"resume from step {step_name(chosen)}"
-    looked = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
+    inspected = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
     return [
-        line(Span(said + looked, "good"), hang=2),
+        line(Span(said + inspected, "good"), hang=2),
         line("  ", Span(chosen.url, "name"), solid=True),
         EMPTY,
     ]

@@ -117,9 +117,9 @@ class ProcessGroup:
         if self.size > 1:
             import torch.distributed as dist
 
-            box = [outcome]
-            self._communicate(lambda: dist.broadcast_object_list(box, group=self.handle, src=0))
-            outcome = box[0]
+            shared = [outcome]
+            self._communicate(lambda: dist.broadcast_object_list(shared, group=self.handle, src=0))
+            outcome = shared[0]
         return outcome.get()
 
     def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:

@@ -118,7 +118,7 @@ def _answer(
     node = _node(decisive, decision.agreeing)
     action = Action(decisive.action) if decisive and decisive.action else about.action
     if action is Action.DRAIN and decision.confidence == "low":
-        action = Action.LOOK  # A suspicion alone never removes a node from the pool.
+        action = Action.INVESTIGATE  # A suspicion alone never removes a node from the pool.
     return Classification(
         failure=name,
         domain=about.domain,

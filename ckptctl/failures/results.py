@@ -33,7 +33,7 @@ class Action(str, Enum):
     RESUME = "resume"
     RESUME_ELSEWHERE = "resume-elsewhere"
     WAIT = "wait"
-    LOOK = "look"
+    INVESTIGATE = "investigate"
     NOTHING = "nothing"
 
 
@@ -164,7 +164,7 @@ _ALL = (
     FailureClass(
         "hang",
         Domain.UNKNOWN,
-        Action.LOOK,
+        Action.INVESTIGATE,
         Restart.YES,
         "ranks waited for a rank that never joined",
         "Find the rank that never joined: dumps of the flight recorder (`--flight-recorder`), or "
@@ -181,7 +181,7 @@ _ALL = (
     FailureClass(
         "unknown",
         Domain.UNKNOWN,
-        Action.LOOK,
+        Action.INVESTIGATE,
         Restart.ONCE,
         "the logs do not show a cause",
         "Collect the logs of all ranks, the kernel log of each node (`dmesg -T`), the scheduler's "

@@ -175,11 +175,11 @@ def _same_chunk(metadata: Metadata, ranges: Ranges, number: int) -> ByteRange | 
         return None
     if (then.dtype, then.shape) != (now.dtype, now.shape):
         return None
-    box = (now.chunks.offsets_of(owner.chunk), now.chunks.sizes_of(owner.chunk))
+    bounds = (now.chunks.offsets_of(owner.chunk), now.chunks.sizes_of(owner.chunk))
     for chunk in (owner.chunk, *range(len(then.chunks))):
         if chunk >= len(then.chunks):
             continue
-        if (then.chunks.offsets_of(chunk), then.chunks.sizes_of(chunk)) == box:
+        if (then.chunks.offsets_of(chunk), then.chunks.sizes_of(chunk)) == bounds:
             place = then.chunks.byte_range_of(chunk)
             same = place is not None and place.file == ranges.file_names[ranges.files[number]]
             return place if same and place is not None and not place.transforms else None

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_DEEP_LOOK = 20
+_DEEP_STEPS = 20
 
 
 def preflight(
@@ -172,7 +172,7 @@ def preflight(
                 deep = scan(
                     *roots,
                     optional_roots=optional_roots,
-                    last=_DEEP_LOOK,
+                    last=_DEEP_STEPS,
                     policy=PickPolicy(level=Level.LISTING),
                     requirements=requirements,
                     storage=storage,
@@ -254,11 +254,11 @@ def _check_pick(picked: Pick) -> Check:
         outcome = Outcome.WARNING
     if picked.exit_code:
         outcome = Outcome.FAILED
-    looked = f" (checked: {picked.level.value})" if picked.level else ""
+    inspected = f" (checked: {picked.level.value})" if picked.level else ""
     next_command = picked.next_command
     if picked.answer is Answer.FRESH and next_command:
         next_command = f"ckptctl preflight{next_command.removeprefix('ckptctl pick')}"
-    message = "; ".join([picked.message + looked, *(one.message for one in absent)])
+    message = "; ".join([picked.message + inspected, *(one.message for one in absent)])
     return Check("step", outcome, message, picked.exit_code, next_command)
 
 

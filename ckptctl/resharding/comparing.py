@@ -79,8 +79,8 @@ def diff(
     ):
         sides = []
         for found in (found_a, found_b):
-            looked = inspect_step(found, checked, level=Level.LISTING)
-            sides.append(_Side(found, looked))
+            inspected = inspect_step(found, checked, level=Level.LISTING)
+            sides.append(_Side(found, inspected))
         compared = _Compared(*sides)
         found_different = [*compared.by_metadata()]
         if values:
@@ -91,9 +91,9 @@ def diff(
 class _Side:
     """One step: its entries by part and FQN."""
 
-    def __init__(self, found: OpenTarget, looked: Inspection) -> None:
-        check_format(looked)
-        if not any(part.metadata for part in looked.parts):
+    def __init__(self, found: OpenTarget, inspected: Inspection) -> None:
+        check_format(inspected)
+        if not any(part.metadata for part in inspected.parts):
             raise UsageError(
                 f"{found.url} holds no DCP metadata to compare",
                 next_command=f"ckptctl verify {shlex.quote(found.url)}",
@@ -101,7 +101,7 @@ class _Side:
         self.url = found.url
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, SourceFiles] = {}
-        parts = source_of(looked).parts
+        parts = source_of(inspected).parts
         files = source_files(found, parts)
         for part in parts:
             entries: Sequence[Entry] = (*part.tensors, *part.bytes_entries)

@@ -137,17 +137,17 @@ def convert(
     with open_target(source, checked, storage) as found:
         if found.is_file:
             return _from_file(asked, OneFile(found.store, found.files[0]), storage)
-        looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
-        formats = {part.format for part in looked.step.parts}
-        if can_be_read(looked):
-            return _from_step(asked, found, looked, storage)
-        if any(part.safetensors for part in looked.parts) and not formats & SHARDED:
-            return _from_folder(asked, found, looked, checked, storage)
+        inspected = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
+        formats = {part.format for part in inspected.step.parts}
+        if can_be_read(inspected):
+            return _from_step(asked, found, inspected, storage)
+        if any(part.safetensors for part in inspected.parts) and not formats & SHARDED:
+            return _from_folder(asked, found, inspected, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
-            raise _names_no_file(asked, looked)
-        check_format(looked)
+            raise _names_no_file(asked, inspected)
+        check_format(inspected)
         _check_makes_files(asked)
-        return _from_step(asked, found, looked, storage)
+        return _from_step(asked, found, inspected, storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +211,9 @@ def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Convert
         return import_file(file, into) if is_safetensors else import_flat(file, into)
 
 
-def _names_no_file(asked: _Asked, looked: Inspection) -> UsageError:
+def _names_no_file(asked: _Asked, inspected: Inspection) -> UsageError:
     """The error for a folder that holds files of `torch.save`."""
-    held = [file.path for file in looked.step.files if file.path.endswith(FLAT_SUFFIXES)]
+    held = [file.path for file in inspected.step.files if file.path.endswith(FLAT_SUFFIXES)]
     files = counted(len(held), "file")
     return UsageError(
         f"{asked.source} holds {files} of torch.save: one that has the whole state becomes a "
@@ -226,17 +226,17 @@ def _names_no_file(asked: _Asked, looked: Inspection) -> UsageError:
 def _from_folder(
     asked: _Asked,
     found: OpenTarget,
-    looked: Inspection,
+    inspected: Inspection,
     checked: Requirements,
     storage: StorageOptions,
 ) -> Converted:
     """Make a step from a folder of safetensors."""
     _check_makes_step(asked, "a folder of safetensors")
-    if not refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
+    if not refusal(inspected.report, accept_unverifiable=asked.options.accept_unverifiable):
         # Only a seal can verify them, and that takes reading every byte.
-        looked = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
+        inspected = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     with target_place(asked.target, storage) as place:
-        return import_folder(found, looked, _into(asked, place))
+        return import_folder(found, inspected, _into(asked, place))
 
 
 def _check_makes_step(asked: _Asked, what: str) -> None:
@@ -273,34 +273,34 @@ def _into(asked: _Asked, place: Place) -> Into:
 
 
 def _from_step(
-    asked: _Asked, found: OpenTarget, looked: Inspection, storage: StorageOptions
+    asked: _Asked, found: OpenTarget, inspected: Inspection, storage: StorageOptions
 ) -> Converted:
     """Write a step as files of another format; put the shards of ranks together."""
     with target_place(asked.target, storage) as place:
-        if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
-            return not_converted(found.url, place.url, looked.report)
+        if refusal(inspected.report, accept_unverifiable=asked.options.accept_unverifiable):
+            return not_converted(found.url, place.url, inspected.report)
         try:
-            return _made(asked, found, looked, place)
+            return _made(asked, found, inspected, place)
         except Damage as damage:
-            report = looked.report.with_findings(damage.finding)
+            report = inspected.report.with_findings(damage.finding)
             return not_converted(found.url, place.url, report)
 
 
-def _made(asked: _Asked, found: OpenTarget, looked: Inspection, place: Place) -> Converted:
+def _made(asked: _Asked, found: OpenTarget, inspected: Inspection, place: Place) -> Converted:
     """What a step becomes at `place`; raises `Damage`."""
-    if can_be_read(looked):
-        shards = read_shards(looked, found.store)
-        source = Source(found.url, looked.report, tuple(one.part for one in shards), ())
+    if can_be_read(inspected):
+        shards = read_shards(inspected, found.store)
+        source = Source(found.url, inspected.report, tuple(one.part for one in shards), ())
         files = {one.part.path: one.files for one in shards}
         if not asked.is_file:
-            return import_shards(source, found, files, left_beside(looked), _into(asked, place))
+            return import_shards(source, found, files, left_beside(inspected), _into(asked, place))
     else:
-        source = source_of(looked)
+        source = source_of(inspected)
         files = source_files(found, source.parts)
     room = asked.options.budget(found.store, place.store)
     export = _export(asked, source, files)
     write_export(source, export, files, place, room, asked.options.on_progress)
-    return _written(asked, found.url, place.url, export, looked.report)
+    return _written(asked, found.url, place.url, export, inspected.report)
 
 
 def _check_makes_files(asked: _Asked) -> None:

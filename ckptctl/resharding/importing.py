@@ -143,12 +143,12 @@ def import_file(source: OneFile, into: Into) -> Converted:
     return _import(Source(source.url, report, (read.part,), ()), source, {"": read.files}, (), into)
 
 
-def import_folder(found: OpenTarget, looked: Inspection, into: Into) -> Converted:
+def import_folder(found: OpenTarget, inspected: Inspection, into: Into) -> Converted:
     """Write a step from the folders of safetensors in a folder that was inspected."""
-    report = looked.report
+    report = inspected.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
-    held = [held for part in looked.parts for held in part.safetensors]
+    held = [held for part in inspected.parts for held in part.safetensors]
     # If the folder holds a model, folders below hold its shards again, or another model.
     parts = [part for part in held if not part.path] or held
     below = [part.path for part in held if part not in parts]
@@ -159,8 +159,8 @@ def import_folder(found: OpenTarget, looked: Inspection, into: Into) -> Converte
     unnamed = [name for one in read for name in one.unnamed]
     others = [
         file.path
-        for file in looked.step.files
-        if kind_of_file(looked.step.layout, file.path) and not file.path.endswith(SUFFIX)
+        for file in inspected.step.files
+        if kind_of_file(inspected.step.layout, file.path) and not file.path.endswith(SUFFIX)
     ]
     notes = [
         *_left_out(unnamed, "of safetensors that the index does not name"),
@@ -324,14 +324,14 @@ def read_safetensors(
     named = _named(store, folder, url, part)
     held = [file for file in files if named is None or file.path in named]
     unnamed = tuple(file.path for file in files if file not in held)
-    boxes: dict[str, list[tuple[StoredTensor, ByteRange]]] = defaultdict(list)
+    by_name: dict[str, list[tuple[StoredTensor, ByteRange]]] = defaultdict(list)
     digest = hashlib.sha256(url.encode())
     for file, header in read_headers(store, folder, held):
         digest.update(repr((file.path, file.size, file.mtime_s, file.identity)).encode() + header)
         for tensor in parse_header(header[PREFIX:]):
             place = ByteRange(file.path, len(header) + tensor.start, tensor.n_bytes)
-            boxes[tensor.name].append((tensor, place))
-    source = _part(part.path, boxes, under, digest.hexdigest())
+            by_name[tensor.name].append((tensor, place))
+    source = _part(part.path, by_name, under, digest.hexdigest())
     return SafetensorsPart(source, _Files(store, folder, url, part.path, held), unnamed)
 
 
@@ -394,17 +394,17 @@ def _stamp(file: FileInfo) -> tuple[object, ...]:
 
 def _part(
     path: str,
-    boxes: Mapping[str, Sequence[tuple[StoredTensor, ByteRange]]],
+    by_name: Mapping[str, Sequence[tuple[StoredTensor, ByteRange]]],
     under: str,
     digest: str,
 ) -> SourcePart:
     entries = {}
-    for name, held in boxes.items():
+    for name, held in by_name.items():
         first = held[0][0]
         dtype = _DTYPES.get(first.dtype)
         if dtype is None:
             raise UsageError(f"{name} is of dtype {first.dtype}, which torch does not support")
-        ends = [map(sum, zip(box.offsets, box.shape, strict=True)) for box, _ in held]
+        ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in held]
         shape = tuple(max(dim) for dim in zip(*ends, strict=True))
         fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
         chunks = Chunks(len(shape), array("q"), array("q"), RangeColumns.missing(0))
@@ -413,13 +413,13 @@ def _part(
     tensors = []
     for name, entry in entries.items():
         chunks_of = [
-            SourceChunk(TensorSlice(box.offsets, box.shape), place)
-            for box, place in sorted(boxes[name], key=lambda each: each[0].offsets)
-            if 0 not in box.shape or 0 in entry.shape
+            SourceChunk(TensorSlice(piece.offsets, piece.shape), place)
+            for piece, place in sorted(by_name[name], key=lambda each: each[0].offsets)
+            if 0 not in piece.shape or 0 in entry.shape
         ]
         kept = tuple(chunks_of[:1] if 0 in entry.shape else chunks_of)
         kind = kinds[entry.fqn]
-        tensors.append(SourceTensor(entry, kept, kind.names[0], kind.rank, len(boxes[name])))
+        tensors.append(SourceTensor(entry, kept, kind.names[0], kind.rank, len(by_name[name])))
     paths = {entry.fqn: entry.path for entry in entries.values()}
     return SourcePart(path, tuple(tensors), (), paths, (digest,))
 

@@ -67,20 +67,20 @@ _Place = tuple[int, ...]
 _Files = Mapping[str, Mapping[_Place, OpenFlat]]
 
 
-def can_be_read(looked: Inspection) -> bool:
+def can_be_read(inspected: Inspection) -> bool:
     """Whether a step holds shards that `read_shards` puts together."""
-    grids = (grid for part in looked.step.parts for grid in part.grids)
+    grids = (grid for part in inspected.step.parts for grid in part.grids)
     return any(grid.framework in _READERS for grid in grids)
 
 
-def read_shards(looked: Inspection, store: Store) -> tuple[ShardSource, ...]:
+def read_shards(inspected: Inspection, store: Store) -> tuple[ShardSource, ...]:
     """The tensors of each folder of shards in a step.
 
     Raises `Damage` for a damaged file, and `UsageError`, with the framework's own command,
     for shards that are cut in a way that is not read here. Cost: three short reads for each
     file, and two for each storage.
     """
-    step = looked.step
+    step = inspected.step
     folders: dict[tuple[str, str], dict[str, dict[_Place, OpenFlat]]] = {}
     for file in step.files:
         found = rank_file(file.path, step.layout)
@@ -89,7 +89,7 @@ def read_shards(looked: Inspection, store: Store) -> tuple[ShardSource, ...]:
         row, match = found
         place = tuple(n for axis, n in axes_in(match).items() if not axis.startswith("of_"))
         held = folders.setdefault((row.grid, match["folder"]), {}).setdefault(row.what, {})
-        there = replace(file, path=looked.opened.in_store(file.path))
+        there = replace(file, path=inspected.opened.in_store(file.path))
         held[place] = open_flat(store, there, step.url, decode_shards)
     sources = []
     for (grid, folder), files in sorted(folders.items()):
@@ -110,9 +110,9 @@ def read_shards(looked: Inspection, store: Store) -> tuple[ShardSource, ...]:
     return tuple(sources)
 
 
-def left_beside(looked: Inspection) -> tuple[str, ...]:
+def left_beside(inspected: Inspection) -> tuple[str, ...]:
     """The files of train state that a conversion leaves out: RNG, schedulers, data loaders."""
-    step = looked.step
+    step = inspected.step
     found = [(file.path, rank_file(file.path, step.layout)) for file in step.files]
     return tuple(
         path

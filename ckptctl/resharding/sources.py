@@ -149,26 +149,26 @@ class Source:
     files: tuple[RankFile, ...]
 
 
-def source_of(looked: Inspection) -> Source:
+def source_of(inspected: Inspection) -> Source:
     """The source in an inspected step; raises `UsageError` if a tensor cannot be resharded.
 
     Call `check_format` and `refusal` before: the step must be complete, sharded DCP.
     """
-    step = looked.step
-    parts = [look for look in looked.parts if look.part.format in SHARDED]
+    step = inspected.step
+    parts = [each for each in inspected.parts if each.part.format in SHARDED]
     return Source(
         step.url,
-        looked.report,
-        tuple(_part(look.part, look.metadata) for look in parts),
-        tuple(_files(looked)),
+        inspected.report,
+        tuple(_part(each.part, each.metadata) for each in parts),
+        tuple(_files(inspected)),
     )
 
 
-def check_format(looked: Inspection) -> None:
+def check_format(inspected: Inspection) -> None:
     """Raise `UsageError` if the step holds tensors, but none in sharded DCP."""
-    formats = [part.format for part in looked.step.parts]
+    formats = [part.format for part in inspected.step.parts]
     if formats and not any(found in SHARDED for found in formats):
-        url = looked.step.url
+        url = inspected.step.url
         words = ["ckptctl", "show", url]
         if PartFormat.SAFETENSORS in formats:
             words = ["ckptctl", "convert", url, f"{url}-dcp", "--accept-unverifiable"]
@@ -242,9 +242,9 @@ def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> Sour
     return SourceTensor(first, tuple(in_order[:1] if is_empty else in_order), kind, rank, n_cut)
 
 
-def _files(looked: Inspection) -> Iterator[RankFile]:
+def _files(inspected: Inspection) -> Iterator[RankFile]:
     """The sidecars: all files but shards, metadata and ckptctl's own."""
-    step = looked.step
+    step = inspected.step
     dcp = {part.path for part in step.parts if part.format in SHARDED}
     for file in step.files:
         folder, _, name = file.path.rpartition("/")

@@ -197,12 +197,12 @@ def _reshard(
         target_place(target, storage) as place,
     ):
         _same_number(found, place, target, requirements.pattern)
-        looked = inspect_whole(found, requirements, accept_unverifiable=accept_unverifiable)
-        check_format(looked)
-        if refusal(looked.report, accept_unverifiable=accept_unverifiable):
-            return _refused(found.url, place.url, asked, looked.report)
+        inspected = inspect_whole(found, requirements, accept_unverifiable=accept_unverifiable)
+        check_format(inspected)
+        if refusal(inspected.report, accept_unverifiable=accept_unverifiable):
+            return _refused(found.url, place.url, asked, inspected.report)
         wanted = asked.wanted or _like(asked, requirements, storage)
-        source_step = source_of(looked)
+        source_step = source_of(inspected)
         if wanted.like is None:
             check_mesh(wanted.mesh, wanted.rules, _shapes(source_step))
         planned = plan(source_step, wanted)
@@ -212,7 +212,7 @@ def _reshard(
         try:
             written = write(planned, found, place, room, options)
         except Damage as damage:
-            report = looked.report.with_findings(damage.finding)
+            report = inspected.report.with_findings(damage.finding)
             return _refused(found.url, place.url, asked, report)
         if isinstance(written, Report):
             return _refused(found.url, place.url, asked, written)
@@ -271,11 +271,11 @@ def inspect_whole(
     Their checksums are compared while copying, unless there are none: then only a seal
     can verify the step, and that takes reading every byte.
     """
-    looked = inspect_step(found, checked, level=Level.STRUCTURE)
-    whole = not refusal(looked.report, accept_unverifiable=accept_unverifiable)
-    if whole and needs_content(looked.report):
+    inspected = inspect_step(found, checked, level=Level.STRUCTURE)
+    whole = not refusal(inspected.report, accept_unverifiable=accept_unverifiable)
+    if whole and needs_content(inspected.report):
         return inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
-    return looked
+    return inspected
 
 
 @contextmanager
@@ -298,18 +298,18 @@ def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) ->
     """The layout of the step that `--like` names: its slices, and the ranks that wrote them."""
     assert asked.like is not None  # noqa: S101 - asked for where there is no mesh
     with opened_step(asked.like, requirements, storage) as found:
-        looked = inspect_step(found, requirements, level=Level.LISTING)
-        if refusal(looked.report, accept_unverifiable=True):
+        inspected = inspect_step(found, requirements, level=Level.LISTING)
+        if refusal(inspected.report, accept_unverifiable=True):
             raise UsageError(
-                f"--like {found.url}: the step is {looked.report.verdict.value}",
+                f"--like {found.url}: the step is {inspected.report.verdict.value}",
                 next_command=f"ckptctl verify {shlex.quote(found.url)}",
             )
         slices: dict[tuple[str, str], tuple[RankSlice, ...]] = {}
         n_ranks = 0
-        for look_at in looked.parts:
-            ranks = [shard_rank(file.path) for file in look_at.part.files]
+        for opened in inspected.parts:
+            ranks = [shard_rank(file.path) for file in opened.part.files]
             n_ranks = max([n_ranks, *(rank + 1 for rank in ranks if rank is not None)])
-            for metadata in look_at.metadata:
+            for metadata in opened.metadata:
                 for fqn, tensor in metadata.tensors.items():
                     held = [
                         RankSlice(
@@ -320,7 +320,7 @@ def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) ->
                         if chunk.byte_range is not None
                         and (0 not in chunk.sizes or 0 in tensor.shape)
                     ]
-                    key = (look_at.part.path, fqn)
+                    key = (opened.part.path, fqn)
                     known = {one.elements.offsets for one in slices.get(key, ())}
                     more = tuple(one for one in held if one.elements.offsets not in known)
                     slices[key] = (*slices.get(key, ()), *more)

@@ -17,7 +17,7 @@ from ckptctl.formatting import duration
 Document = Mapping[str, object]
 
 _GOOD, _WARN, _BAD, _NEUTRAL = "#2a7f3f", "#b35c00", "#b3261e", "#5b6470"
-_LOOKS: Mapping[str, tuple[str, str]] = {
+_DRAWN: Mapping[str, tuple[str, str]] = {
     "complete": (_GOOD, "◇"),
     "unverifiable": (_WARN, "◌"),
     "in-progress": (_WARN, "⋯"),
@@ -29,7 +29,7 @@ _LOOKS: Mapping[str, tuple[str, str]] = {
     "corrupt": (_BAD, "✗"),
     "unsafe": (_BAD, "⊘"),
 }
-_UNKNOWN_LOOK = (_NEUTRAL, "·")
+_DRAWN_UNKNOWN = (_NEUTRAL, "·")
 _MAX_STEPS = 40
 _MAX_RANKS = 1024
 _CELL = 26
@@ -48,7 +48,7 @@ def timeline_of_steps(scan: Document, chosen: str | None) -> str:
 
 def _step(report: Document, x: int, width: int, chosen: str | None) -> str:
     verdict = str(report.get("verdict"))
-    color, glyph = _LOOKS.get(verdict, _UNKNOWN_LOOK)
+    color, glyph = _DRAWN.get(verdict, _DRAWN_UNKNOWN)
     middle = x + width // 2
     taken = chosen is not None and str(report.get("url")).rstrip("/") == chosen.rstrip("/")
     parts = [

@@ -173,13 +173,13 @@ def _seconds(text: str, form: str = "%Y-%m-%dT%H:%M:%S.%fZ") -> float | None:
         return None
 
 
-def left_behind(looked: Inspection, resumes: Sequence[Resume]) -> Resume | None:
+def left_behind(inspected: Inspection, resumes: Sequence[Resume]) -> Resume | None:
     """The resume that abandoned a step; None for a step of the current branch.
 
     `resumes` are those that other roots record. A step that a resume loaded belongs to the
     current branch, and so does one that a person has accepted.
     """
-    report, notes = looked.report, looked.notes
+    report, notes = inspected.report, inspected.notes
     if report.verdict is Verdict.UNKNOWN or (notes is not None and notes.accepted):
         return None
     metadata = metadata_digest(report.digests)
@@ -191,9 +191,9 @@ def left_behind(looked: Inspection, resumes: Sequence[Resume]) -> Resume | None:
     return None
 
 
-def ruled_out(looked: Inspection, resume: Resume) -> Inspection:
+def ruled_out(inspected: Inspection, resume: Resume) -> Inspection:
     """The inspection of a step, with the finding that a resume has abandoned it."""
-    report = looked.report
+    report = inspected.report
     went_on = (
         "started again from step 0" if resume.step is None else f"continued from step {resume.step}"
     )
@@ -208,4 +208,4 @@ def ruled_out(looked: Inspection, resume: Resume) -> Inspection:
     worse = report.with_findings(finding)
     if worse.verdict is not Verdict.SUPERSEDED:
         worse = replace(worse, exit_code=report.exit_code)
-    return replace(looked, report=worse)
+    return replace(inspected, report=worse)

@@ -16,7 +16,7 @@ from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
 from ckptctl.selection.results import PassedOver
 
-MAX_LOOKED_FURTHER = 10
+MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
 
 MAX_PREDECESSORS = 10
@@ -82,7 +82,7 @@ def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candid
     )
 
 
-def choose(candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy) -> Choice:
+def choose(candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy) -> Choice:
     """Choose the newest candidate that passes; stop if the answer would not be certain.
 
     `candidates` come from `in_order`. Inspects as few as possible: one, if the newest is
@@ -90,7 +90,7 @@ def choose(candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy) -
     """
     choice = Choice()
     for copies, older in by_number(candidates):
-        if take_one_of(copies, older, look, policy, choice):
+        if take_one_of(copies, older, inspect, policy, choice):
             return choice
         if choice.unknown:
             choice.stopped = "unknown"
@@ -100,18 +100,18 @@ def choose(candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy) -
             choice.stopped = "suspect"
             number = copies[0].named.number
             rest = [one for one in candidates if one.named.number < number]
-            _inspect_further(rest, look, policy, choice)
+            _inspect_further(rest, inspect, policy, choice)
             return choice
     return choice
 
 
 def _inspect_further(
-    candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy, choice: Choice
+    candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy, choice: Choice
 ) -> None:
     """Find the newest sound step before too many damaged ones, without choosing it."""
     choice.further = Choice(damaged=[*choice.damaged])
-    for copies, older in islice(by_number(candidates), MAX_LOOKED_FURTHER):
-        if take_one_of(copies, older, look, policy, choice.further):
+    for copies, older in islice(by_number(candidates), MAX_INSPECTED_FURTHER):
+        if take_one_of(copies, older, inspect, policy, choice.further):
             return
 
 
@@ -129,7 +129,7 @@ def by_number(
 def take_one_of(
     copies: Sequence[Candidate],
     older: Sequence[Candidate],
-    look: Inspect,
+    inspect: Inspect,
     policy: PickPolicy,
     choice: Choice,
     beside: Sequence[Candidate] = (),
@@ -144,12 +144,12 @@ def take_one_of(
     # After a damaged step, the next one is inspected at the full level.
     level = Level.STRUCTURE if choice.damaged else Level.LISTING
     for candidate in copies:
-        report = look(candidate, level)
+        report = inspect(candidate, level)
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
             choice.no_steps.append(candidate)
             continue
         others = [one for one in (*copies, *beside) if one.tier != candidate.tier]
-        reason = why_not(report, older, look, policy, others)
+        reason = why_not(report, older, inspect, policy, others)
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
@@ -159,9 +159,9 @@ def take_one_of(
     return False
 
 
-def _marked_elsewhere(report: Report, others: Sequence[Candidate], look: Inspect) -> str | None:
+def _marked_elsewhere(report: Report, others: Sequence[Candidate], inspect: Inspect) -> str | None:
     """Why a step is refused for a mark on the copy of the same save in another root."""
-    for other in (look(one, Level.LISTING) for one in others):
+    for other in (inspect(one, Level.LISTING) for one in others):
         same_save = bool(report.digests) and other.digests == report.digests
         if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
             return f"{other.verdict.value} in {other.url}, which holds the same save"
@@ -171,7 +171,7 @@ def _marked_elsewhere(report: Report, others: Sequence[Candidate], look: Inspect
 def why_not(
     report: Report,
     older: Sequence[Candidate],
-    look: Inspect,
+    inspect: Inspect,
     policy: PickPolicy,
     others: Sequence[Candidate] = (),
 ) -> str | None:
@@ -181,8 +181,8 @@ def why_not(
     """
     return (
         refusal(report, policy)
-        or _marked_elsewhere(report, others, look)
-        or _lacking(report, older, look, policy)
+        or _marked_elsewhere(report, others, inspect)
+        or _lacking(report, older, inspect, policy)
     )
 
 
@@ -205,7 +205,7 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
 
 
 def _lacking(
-    report: Report, older: Sequence[Candidate], look: Inspect, policy: PickPolicy
+    report: Report, older: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
 ) -> str | None:
     missing = absent_kinds(report)
     if policy.allow_missing_state or not (missing or _may_lack_more(report)):
@@ -213,7 +213,7 @@ def _lacking(
     # If it is uncertain that the step lacks anything, inspect one older step, not ten.
     older = older if missing else older[:1]
     # At the same level, because content that was read cannot be compared with names alone.
-    for earlier in _predecessors(older, look, report.level, ask_all="optimizer" in missing):
+    for earlier in _predecessors(older, inspect, report.level, ask_all="optimizer" in missing):
         if earlier.verdict is Verdict.UNKNOWN:
             if not missing:
                 return None
@@ -284,12 +284,12 @@ def _part(path: str) -> str:
 
 
 def _predecessors(
-    older: Sequence[Candidate], look: Inspect, level: Level, *, ask_all: bool
+    older: Sequence[Candidate], inspect: Inspect, level: Level, *, ask_all: bool
 ) -> Iterator[Report]:
     # A damaged predecessor proves nothing; the one before it is used instead.
     says_nothing = (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE, Verdict.IN_PROGRESS)
     for candidate in older:
-        report = look(candidate, level)
+        report = inspect(candidate, level)
         absent = candidate.optional and report.verdict is Verdict.UNKNOWN
         if absent or report.verdict in says_nothing:
             continue

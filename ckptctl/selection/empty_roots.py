@@ -275,7 +275,7 @@ def check_empty(
             next_command=f"ckptctl scan {shlex.quote(join_url(store.url, 'FOLDER'))}",
         )
     if weights:
-        looks = "looks like a checkpoint" if len(weights) == 1 else "look like checkpoints"
+        seem = "looks like a checkpoint" if len(weights) == 1 else "look like checkpoints"
         name = base_name(f"/{weights[0]}")
         kind = saved_weights(FileInfo(name, 0))
         why = (
@@ -284,7 +284,7 @@ def check_empty(
             else "but no name in it gives a step number; use --pattern to show where the number is"
         )
         raise UsageError(
-            f"{store.url} is not empty: {_some(weights)} {looks}{f' ({kind})' if kind else ''}, "
+            f"{store.url} is not empty: {_some(weights)} {seem}{f' ({kind})' if kind else ''}, "
             f"{why}, or give the step itself",
             next_command=f"ckptctl verify {shlex.quote(join_url(store.url, weights[0]))}",
         )
@@ -301,11 +301,11 @@ def check_unnumbered(
     names = [*listing.unnumbered, *(name for name, one in inside if one.is_step or one.unnumbered)]
     if not names:
         return
-    looks = "looks like a checkpoint" if len(names) == 1 else "look like checkpoints"
+    seem = "looks like a checkpoint" if len(names) == 1 else "look like checkpoints"
     yield Finding(
         "root.unnumbered",
         ", ".join(names[:MAX_NAMED]),
-        f"{_some(names)} {looks} without a step number: not listed, and never chosen by pick",
+        f"{_some(names)} {seem} without a step number: not listed, and never chosen by pick",
         expected="a step number in the name, or --pattern",
         found=_some(names),
         next_command=f"ckptctl verify {shlex.quote(join_url(store.url, names[0]))}",

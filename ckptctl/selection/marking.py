@@ -73,14 +73,14 @@ def mark(
     requirements = Requirements(marks=marks, pattern=pattern)
     storage = options_from(keywords, storage)
     with open_target(step, requirements, storage) as found:
-        looked = inspect_step(found, requirements, level=Level.LISTING)
-        check_inspected(looked.report)
+        inspected = inspect_step(found, requirements, level=Level.LISTING)
+        check_inspected(inspected.report)
         # A listing does not read what names the save of a rank-file step.
-        report = replace(looked.report, digests=tuple(found.digests.items()))
-        stand = looked.notes.marks if looked.notes else ()
-        if spoken is MarkKind.UNPINNED and looked.notes:
+        report = replace(inspected.report, digests=tuple(found.digests.items()))
+        stand = inspected.notes.marks if inspected.notes else ()
+        if spoken is MarkKind.UNPINNED and inspected.notes:
             # A pin on an earlier save keeps the folder, so it can be lifted as well.
-            stand += tuple(pin for pin in looked.notes.pins if pin not in stand)
+            stand += tuple(pin for pin in inspected.notes.pins if pin not in stand)
         lifted = tuple(one for one in stand if one.word in spoken.lifts)
         if spoken.lifts and not lifted and not _takes_as_renamed(spoken, report, stand):
             return _nothing_to_lift(report, spoken, stand)

@@ -36,7 +36,7 @@ from ckptctl.selection.history import resumed_from
 from ckptctl.selection.removing import abandoned_uploads, remove_step, write_proof
 from ckptctl.selection.retention import (
     SEALED_UNVERIFIABLE,
-    OnLooked,
+    OnInspected,
     PruneDecision,
     Retained,
     RetentionPlan,
@@ -91,7 +91,7 @@ def prune(
     level: Level | str | None = None,
     accept_unverifiable: bool = False,
     other_roots: Sequence[str] = (),
-    on_looked: OnLooked | None = None,
+    on_inspected: OnInspected | None = None,
     on_bytes: OnBytes | None = None,
     on_ended: Callable[[Pruned], None] | None = None,
     requirements: Requirements = Requirements(),
@@ -108,7 +108,7 @@ def prune(
     inspection is kept.
 
     `other_roots` are other roots of the run: steps that `pick` over all of them would
-    refuse do not count. Nothing is removed in them, and each must answer. `on_looked` gets
+    refuse do not count. Nothing is removed in them, and each must answer. `on_inspected` gets
     the number of inspected steps, `on_bytes` the progress of reading one, `on_ended` the
     result; if an exception such as `KeyboardInterrupt` ends the removal, the result so far,
     and the exception is raised. Each field of the two options objects is also a keyword of
@@ -140,7 +140,7 @@ def prune(
             rules,
             prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
             others=others,
-            on_looked=on_looked,
+            on_inspected=on_inspected,
         )
         options = [
             *(["--unsealed"] if unsealed else []),
@@ -218,25 +218,25 @@ def _proven(
     store: Store,
     on_bytes: OnBytes | None,
     _: Inspection,
-    looker: CachingInspector,
+    inspector: CachingInspector,
     candidate: Candidate,
 ) -> str | None:
     """Compare all bytes of a step, and record it if they are sound."""
     from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import Limits
 
-    looker.content = Asked(Limits(on_progress=on_bytes))
-    report = looker(candidate, Level.CONTENT)
+    inspector.content = Asked(Limits(on_progress=on_bytes))
+    report = inspector(candidate, Level.CONTENT)
     reason = refusal(report, PickPolicy())
     if reason is None:
-        write_proof(store, looker.looked[candidate])
+        write_proof(store, inspector.inspected[candidate])
     return reason
 
 
-def _remove(store: Store, marks: MarksInFile | None, looked: Inspection) -> bool:
+def _remove(store: Store, marks: MarksInFile | None, inspected: Inspection) -> bool:
     if marks is not None and read_marks_file(marks.path) != marks:
         return False
-    return remove_step(store, looked.step.name, seen=looked.step.files)
+    return remove_step(store, inspected.step.name, seen=inspected.step.files)
 
 
 def _resumed_from(store: Store, steps: Sequence[StepName]) -> Mapping[int, str]:

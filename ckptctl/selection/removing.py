@@ -146,27 +146,27 @@ SCHEMA = "ckptctl.proof/1"
 _MAX_BYTES = 64 << 10
 
 
-def has_seal(looked: Inspection) -> bool:
+def has_seal(inspected: Inspection) -> bool:
     """Whether a seal lists all files that the step needs, and applies to this save of it."""
-    notes = looked.notes
+    notes = inspected.notes
     if notes is None or notes.seal is None:
         return False
     return not any(finding.code == "seal.partial" for finding in notes.findings)
 
 
-def is_proven(store: Store, looked: Inspection) -> bool:
+def is_proven(store: Store, inspected: Inspection) -> bool:
     """Whether a seal or a note proves the bytes of the present files.
 
     Storage errors are passed on. Cost: one short read if there is a note.
     """
-    seal = looked.notes.seal if looked.notes and has_seal(looked) else None
-    return (seal is not None and _as_sealed(seal, looked.step)) or _noted(store, looked)
+    seal = inspected.notes.seal if inspected.notes and has_seal(inspected) else None
+    return (seal is not None and _as_sealed(seal, inspected.step)) or _noted(store, inspected)
 
 
-def write_proof(store: Store, looked: Inspection) -> None:
+def write_proof(store: Store, inspected: Inspection) -> None:
     """Leave a note that all bytes of the step have been compared. Cost: one write."""
-    path = looked.opened.in_store(PROOF)
-    store.put(path, as_stored(SCHEMA, _fields(looked)), replace=True)
+    path = inspected.opened.in_store(PROOF)
+    store.put(path, as_stored(SCHEMA, _fields(inspected)), replace=True)
 
 
 def _as_sealed(seal: Seal, step: Step) -> bool:
@@ -181,15 +181,15 @@ def _as_sealed(seal: Seal, step: Step) -> bool:
     )
 
 
-def _noted(store: Store, looked: Inspection) -> bool:
-    if not any(file.path == PROOF and file.kind == "file" for file in looked.step.files):
+def _noted(store: Store, inspected: Inspection) -> bool:
+    if not any(file.path == PROOF and file.kind == "file" for file in inspected.step.files):
         return False
     try:
-        data = store.read(looked.opened.in_store(PROOF), limit=_MAX_BYTES)
+        data = store.read(inspected.opened.in_store(PROOF), limit=_MAX_BYTES)
         noted = read_back(data, SCHEMA, ProofDocument, max_objects=8)
     except (OwnFileUnreadable, PathNotFound, TooLarge):
         return False
-    now = _fields(looked)
+    now = _fields(inspected)
     was = (noted["number"], noted["metadata"], noted["files"])
     return was == (now["number"], now["metadata"], now["files"])
 
@@ -200,12 +200,12 @@ def files_digest(files: Iterable[FileInfo]) -> str:
     return hashlib.sha256(canonical(saved)).hexdigest()
 
 
-def _fields(looked: Inspection) -> ProofDocument:
-    report = looked.report
+def _fields(inspected: Inspection) -> ProofDocument:
+    report = inspected.report
     return {
         "tool": f"ckptctl {__version__}",
         "at": time_now(),
         "number": report.number,
         "metadata": metadata_digest(report.digests),
-        "files": files_digest(looked.step.files),
+        "files": files_digest(inspected.step.files),
     }

@@ -49,7 +49,7 @@ _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 SEALED_UNVERIFIABLE = "sealed, but unverifiable without --accept-unverifiable"
 """Why a sealed step whose format has no checksums does not count."""
 
-OnLooked = Callable[[int, int], None]
+OnInspected = Callable[[int, int], None]
 """Called with the number of inspected steps and their total."""
 
 
@@ -128,21 +128,21 @@ class RetentionPlan:
         prove: Prove,
         others: Sequence[Tier] = (),
         memory: dict[str, Inspection] | None = None,
-        on_looked: OnLooked | None = None,
+        on_inspected: OnInspected | None = None,
     ) -> None:
         self._store = tier.store
         self._rules = rules
         self._tier = tier
         tiers = [tier, *others]
-        self._looker = CachingInspector(tiers, rules.requirements, rules.policy.level)
+        self._inspector = CachingInspector(tiers, rules.requirements, rules.policy.level)
         self._compared = in_order(candidates_of(tiers), rules.policy)
         self._order = [candidate for candidate in self._compared if candidate.tier == 0]
         self._alone = not others
         self._memory = {} if memory is None else memory
-        self._looks = self._inspect_all(on_looked)
+        self._inspections = self._inspect_all(on_inspected)
         self._decisions: dict[str, PruneDecision] = {}
         # Listed before anything is removed: an error here must not hide a removal.
-        self._looks_aside = [
+        self._set_aside = [
             inspect_step(OpenStep(tier.store, named), rules.requirements, level=Level.LISTING)
             for named in moved_aside(tier.store)
         ]
@@ -166,22 +166,26 @@ class RetentionPlan:
 
         Also valid after an exception such as `KeyboardInterrupt` ended `carry_out`.
         """
-        old = [looked for looked in self._looks_aside if self._is_older(looked.report.number or 0)]
+        old = [
+            inspected
+            for inspected in self._set_aside
+            if self._is_older(inspected.report.number or 0)
+        ]
         order = [candidate.named for candidate in self._order]
         self._result.decisions = [
-            *(self._decided(self._looks[named.name], named.number) for named in order),
-            *(self._decided(looked, looked.report.number or 0) for looked in old),
+            *(self._decided(self._inspections[named.name], named.number) for named in order),
+            *(self._decided(inspected, inspected.report.number or 0) for inspected in old),
         ]
         return self._result
 
-    def _decided(self, looked: Inspection, number: int) -> PruneDecision:
-        name = looked.step.name
+    def _decided(self, inspected: Inspection, number: int) -> PruneDecision:
+        name = inspected.step.name
         if name in self._decisions:
             return self._decisions[name]
         reason = "not reached" if self._is_older(number) else "not needed"
         if name == self._being_removed:
             reason = "its removal was interrupted: it may be complete, incomplete or gone"
-        return _decision(self._store, looked, reason, removed=False)
+        return _decision(self._store, inspected, reason, removed=False)
 
     def _is_older(self, number: int) -> bool:
         """Whether a step is older than all counted steps, if enough count."""
@@ -191,19 +195,19 @@ class RetentionPlan:
 
     # Inspecting
 
-    def _inspect_all(self, on_looked: OnLooked | None) -> dict[str, Inspection]:
+    def _inspect_all(self, on_inspected: OnInspected | None) -> dict[str, Inspection]:
         """Inspect every step at `listing`, several at once."""
-        looks: dict[str, Inspection] = {}
-        for candidate, looked in in_flight(self._inspect, self._order):
-            looks[candidate.named.name] = replace(looked, parts=())
-            if on_looked is not None:
-                on_looked(len(looks), len(self._order))
+        inspections: dict[str, Inspection] = {}
+        for candidate, inspected in in_flight(self._inspect, self._order):
+            inspections[candidate.named.name] = replace(inspected, parts=())
+            if on_inspected is not None:
+                on_inspected(len(inspections), len(self._order))
             if self._is_all_that_pick_sees:
-                self._looker.looked[candidate] = looks[candidate.named.name]
-        whole = {name: one for name, one in looks.items() if one.report.usable}
+                self._inspector.inspected[candidate] = inspections[candidate.named.name]
+        whole = {name: one for name, one in inspections.items() if one.report.usable}
         self._memory.clear()
         self._memory.update(whole)
-        return looks
+        return inspections
 
     @property
     def _is_all_that_pick_sees(self) -> bool:
@@ -249,17 +253,17 @@ class RetentionPlan:
 
     def _cannot_count(self, name: str, choice: Choice) -> str | None:
         """Why the listing excludes a step; None if a deeper inspection is useful."""
-        looked = self._looks[name]
-        report = looked.report
-        if not looked.step.parts and report.verdict is not Verdict.UNKNOWN:
+        inspected = self._inspections[name]
+        report = inspected.report
+        if not inspected.step.parts and report.verdict is not Verdict.UNKNOWN:
             return "not recognised as a checkpoint"
         reason = refusal(report, self._rules.policy)
         if reason is not None:
             choice.pass_over(report, reason)
-            if report.verdict is Verdict.UNVERIFIABLE and has_seal(looked):
+            if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
                 return SEALED_UNVERIFIABLE
             return report.verdict.value if report.verdict is not Verdict.COMPLETE else reason
-        if not has_seal(looked):
+        if not has_seal(inspected):
             if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
                 return "without checksums, and not sealed"
             return None if self._rules.unsealed else "complete, but not sealed"
@@ -278,7 +282,7 @@ class RetentionPlan:
 
         def asked(candidate: Candidate, at_least: Level) -> Report:
             consulted.append(candidate)
-            return self._looker(candidate, at_least)
+            return self._inspector(candidate, at_least)
 
         n_before = len(choice.passed_over)
         if not take_one_of([copy], older, asked, self._rules.policy, choice, beside):
@@ -286,16 +290,16 @@ class RetentionPlan:
             # `pick` continues with the options that would accept the step.
             reason = over[0].reason.partition(": a resume from here")[0] if over else ""
             return reason or "not recognised as a checkpoint"
-        looked = self._looks[copy.named.name]
-        report = self._looker.looked[copy].report
+        inspected = self._inspections[copy.named.name]
+        report = self._inspector.inspected[copy].report
         n_to_read = 0
-        if not (report.level is Level.CONTENT or is_proven(self._store, looked)):
-            unproven = prove(looked, self._looker, copy)
+        if not (report.level is Level.CONTENT or is_proven(self._store, inspected)):
+            unproven = prove(inspected, self._inspector, copy)
             if unproven is not None:
                 return unproven
             n_to_read = report.n_bytes
         name = copy.named.name
-        how = "sealed" if has_seal(looked) else "proven"
+        how = "sealed" if has_seal(inspected) else "proven"
         self._decisions[name] = replace(
             self._decision(name, f"kept: complete and {how}"), counts=True
         )
@@ -315,8 +319,8 @@ class RetentionPlan:
             name = candidate.named.name
             if not self._is_older(candidate.named.number):
                 break
-            looked = self._looks[name]
-            stays = self._removed(looked, remove, partial(self._stays, candidate, gone))
+            inspected = self._inspections[name]
+            stays = self._removed(inspected, remove, partial(self._stays, candidate, gone))
             if stays is None:
                 gone.add(name)
             self._decisions[name] = self._decision(
@@ -325,7 +329,7 @@ class RetentionPlan:
         self._remove_aside(f"moved aside, and older than the {what}", remove)
 
     def _removed(
-        self, looked: Inspection, remove: Remove | None, keeps: Callable[[], str | None]
+        self, inspected: Inspection, remove: Remove | None, keeps: Callable[[], str | None]
     ) -> str | None:
         """Remove a step unless `keeps` has a reason, or only plan to; why it stays.
 
@@ -338,8 +342,8 @@ class RetentionPlan:
             changed = self._changed()
             if changed is not None:
                 return f"step {changed}, which counts, changed meanwhile"
-            self._being_removed = looked.step.name
-            return None if remove(looked) else "changed meanwhile"
+            self._being_removed = inspected.step.name
+            return None if remove(inspected) else "changed meanwhile"
         except PathNotFound:
             return None  # another process has removed it
         except CkptctlError as error:
@@ -357,22 +361,22 @@ class RetentionPlan:
                 now = list_step(self._store, named.name)
             except StorageError:
                 return named.number
-            if _but_proof(now) != _but_proof(self._looks[named.name].step.files):
+            if _but_proof(now) != _but_proof(self._inspections[named.name].step.files):
                 return named.number
         return None
 
     def _stays(self, candidate: Candidate, gone: Collection[str]) -> str | None:
         """Why a step is kept although it is old; None if it may be removed."""
-        looked = self._looks[candidate.named.name]
-        report = looked.report
-        marked = _marked(looked)
+        inspected = self._inspections[candidate.named.name]
+        report = inspected.report
+        marked = _marked(inspected)
         if marked is not None:
             return marked
         named = self._rules.protected.get(-1 if report.number is None else report.number)
         if named is not None:
             return named
         being_removed = any(one.where == REMOVING for one in report.findings)
-        if not looked.step.parts and not (_is_left_over(looked) or being_removed):
+        if not inspected.step.parts and not (_is_left_over(inspected) or being_removed):
             return "not recognised as a checkpoint"
         cut_short = report.interrupted or being_removed
         accepted = refusal(report, self._rules.policy) is None
@@ -394,7 +398,7 @@ class RetentionPlan:
             if not one.is_compared or candidate not in (older := self._older(one, gone)):
                 continue
             older = self._older(one, {*gone, name})
-            if why_not(one.report, older, self._looker, self._rules.policy) is not None:
+            if why_not(one.report, older, self._inspector, self._rules.policy) is not None:
                 return f"step {one.candidate.named.number} would be refused without it"
         return None
 
@@ -410,14 +414,14 @@ class RetentionPlan:
 
     def _remove_aside(self, reason: str, remove: Remove | None) -> None:
         """Remove replaced steps, which only a person would use."""
-        for looked in self._looks_aside:
-            if self._is_older(looked.report.number or 0):
-                stays = self._removed(looked, remove, partial(_stays_aside, looked))
-                decision = _decision(self._store, looked, stays or reason, removed=not stays)
-                self._decisions[looked.step.name] = decision
+        for inspected in self._set_aside:
+            if self._is_older(inspected.report.number or 0):
+                stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
+                decision = _decision(self._store, inspected, stays or reason, removed=not stays)
+                self._decisions[inspected.step.name] = decision
 
     def _decision(self, name: str, reason: str, *, removed: bool = False) -> PruneDecision:
-        return _decision(self._store, self._looks[name], reason, removed=removed)
+        return _decision(self._store, self._inspections[name], reason, removed=removed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,28 +451,28 @@ def moved_aside(store: Store) -> tuple[StepName, ...]:
     return tuple(found)
 
 
-def _stays_aside(looked: Inspection) -> str | None:
+def _stays_aside(inspected: Inspection) -> str | None:
     """Why a replaced step is kept."""
-    unknown = looked.report.verdict is Verdict.UNKNOWN
-    return _marked(looked) or ("unknown: left to a person" if unknown else None)
+    unknown = inspected.report.verdict is Verdict.UNKNOWN
+    return _marked(inspected) or ("unknown: left to a person" if unknown else None)
 
 
-def _marked(looked: Inspection) -> str | None:
+def _marked(inspected: Inspection) -> str | None:
     """Why the marks on a step keep it; None where they do not."""
-    if looked.notes is not None and looked.notes.pins:
+    if inspected.notes is not None and inspected.notes.pins:
         return "pinned"
-    if looked.notes is not None and looked.notes.unread and not _is_left_over(looked):
+    if inspected.notes is not None and inspected.notes.unread and not _is_left_over(inspected):
         return "a mark on it cannot be read: it may be pinned"
     return None
 
 
-def _is_left_over(looked: Inspection) -> bool:
+def _is_left_over(inspected: Inspection) -> bool:
     """Whether only files of ckptctl are left of a step, so its removal was interrupted."""
-    return all(is_own(file.path) for file in looked.step.files)
+    return all(is_own(file.path) for file in inspected.step.files)
 
 
-def _decision(store: Store, looked: Inspection, reason: str, *, removed: bool) -> PruneDecision:
-    report = looked.report
+def _decision(store: Store, inspected: Inspection, reason: str, *, removed: bool) -> PruneDecision:
+    report = inspected.report
     number = report.number if report.number is not None else 0
-    url = join_url(store.url, looked.step.name)
+    url = join_url(store.url, inspected.step.name)
     return PruneDecision(number, url, report.verdict, report.n_bytes, removed, reason)

@@ -102,15 +102,15 @@ def seal_found(
     """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes."""
     had_one = _check_place(found, replace=replace)
     first, second = _halves(limits)
-    looked = inspect_step(
+    inspected = inspect_step(
         found,
         requirements,
         level=LEVEL,
         content=Asked(first),
     )
-    unproven = looked.report.verdict is Verdict.UNVERIFIABLE
-    if not (looked.report.usable or (accept_unverifiable and unproven)):
-        return _refused(looked.report)
+    unproven = inspected.report.verdict is Verdict.UNVERIFIABLE
+    if not (inspected.report.usable or (accept_unverifiable and unproven)):
+        return _refused(inspected.report)
     key = requirements.key
     algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
     sealed = [file for file in found.files if is_sealed(file)]
@@ -118,23 +118,23 @@ def seal_found(
         files, unequal = digested(found.store, found.folder, sealed, algorithm, second)
     except (PathNotFound, ShortRead) as error:
         gone = inspection_failed(found, error)
-        return _refused(looked.report.with_findings(gone))
+        return _refused(inspected.report.with_findings(gone))
     # List again: the digested step must be the inspected one, or nothing is sealed.
-    unlike = [*check_unchanged(looked.step, found.list_again())]
+    unlike = [*check_unchanged(inspected.step, found.list_again())]
     contradiction = contradicted(found, unlike)
     changed = unlike if contradiction is None else [contradiction]
     if changed or unequal:
-        return _refused(looked.report.with_findings(*changed, *unequal))
+        return _refused(inspected.report.with_findings(*changed, *unequal))
     made = Seal(
         algorithm,
-        identity_of(looked, requirements.saved_world_size),
+        identity_of(inspected, requirements.saved_world_size),
         files,
         time_now(),
         f"ckptctl {__version__}",
     )
     _write(found, seal_bytes(made, key), replace=had_one)
     path = join_url(found.store.url, found.in_store(SEAL))
-    return _sealed(looked.report, made, path, keyed=key is not None, replaced=had_one)
+    return _sealed(inspected.report, made, path, keyed=key is not None, replaced=had_one)
 
 
 def _check_place(found: OpenTarget, *, replace: bool) -> bool:
@@ -203,13 +203,13 @@ def _read(run: DigestRun) -> Digests:
     return digests
 
 
-def identity_of(looked: Inspection, saved_world_size: int | None) -> Identity:
+def identity_of(inspected: Inspection, saved_world_size: int | None) -> Identity:
     """The identity of an inspected step, as its seal records it."""
-    report = looked.report
-    save_ids = {one.save_id for part in looked.parts for one in part.metadata if one.save_id}
+    report = inspected.report
+    save_ids = {one.save_id for part in inspected.parts for one in part.metadata if one.save_id}
     return Identity(
         number=report.number,
-        name=looked.step.name,
+        name=inspected.step.name,
         layout=report.layout,
         level=report.level.value,
         metadata=tuple(sorted(report.digests)),

@@ -72,8 +72,8 @@ class Search:
     @property
     def opened(self) -> OpenStep | None:
         """The chosen step, open."""
-        looked = self.inspect.looked.values()
-        return next((one.opened for one in looked if one.report is self.choice.chosen), None)
+        inspected = self.inspect.inspected.values()
+        return next((one.opened for one in inspected if one.report is self.choice.chosen), None)
 
     @property
     def n_steps(self) -> int:
@@ -121,11 +121,11 @@ class CachingInspector:
         self.level = level
         self.confirm = True
         self.content: Asked | None = None
-        self.looked: dict[Candidate, Inspection] = {}
+        self.inspected: dict[Candidate, Inspection] = {}
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
         """The report on a candidate, at the requested level and at least at `at_least`."""
-        known = self.looked.get(candidate)
+        known = self.inspected.get(candidate)
         if known is None or known.report.level.depth < at_least.depth:
             tier = self._tiers[candidate.tier]
             known = inspect_step(
@@ -139,7 +139,7 @@ class CachingInspector:
             left = left_behind(known, self._resumes_beside(candidate))
             if left is not None and not self._stands_in(left.root, known.report):
                 known = ruled_out(known, left)
-            self.looked[candidate] = known
+            self.inspected[candidate] = known
         return known.report
 
     def _level(self, at_least: Level) -> Level | None:
@@ -166,7 +166,7 @@ class CachingInspector:
 
     def found(self, candidate: Candidate) -> Report | None:
         """The report on a candidate that was already inspected."""
-        known = self.looked.get(candidate)
+        known = self.inspected.get(candidate)
         return known.report if known else None
 
     def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
@@ -178,7 +178,7 @@ class CachingInspector:
         if self.level is not None:
             return None
         return next(
-            (why_not_deeper(one) for one in self.looked.values() if one.report is report),
+            (why_not_deeper(one) for one in self.inspected.values() if one.report is report),
             None,
         )
 

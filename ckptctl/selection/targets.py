@@ -279,13 +279,13 @@ def named_step(
     if wanted:
         return wanted[0]
     check_listed_again(store, listing, pattern)
-    look = f"ckptctl scan {shlex.quote(store.url)}"
+    scan = f"ckptctl scan {shlex.quote(store.url)}"
     if not steps:
-        raise UsageError(f"{store.url} holds no steps", next_command=look)
+        raise UsageError(f"{store.url} holds no steps", next_command=scan)
     raise UsageError(
         f"{store.url} holds no step {target.which}; its newest is {steps[0].number}, "
         f"its oldest {steps[-1].number}",
-        next_command=look,
+        next_command=scan,
     )
 
 

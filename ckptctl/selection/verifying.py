@@ -220,10 +220,10 @@ def show(
         return _contents(found.inspect(requirements, Level.LISTING))
 
 
-def _contents(looked: Inspection) -> Contents:
-    report = looked.report
-    tensors = tuple(row for part in looked.parts for row in _tensors(part))
-    sharded = [part for part in looked.parts if part.part.format in SHARDED]
+def _contents(inspected: Inspection) -> Contents:
+    report = inspected.report
+    tensors = tuple(row for part in inspected.parts for row in _tensors(part))
+    sharded = [part for part in inspected.parts if part.part.format in SHARDED]
     metadata = [one for part in sharded for one in part.metadata]
     by_kind: Counter[str] = Counter()
     for row in tensors:
@@ -235,7 +235,7 @@ def _contents(looked: Inspection) -> Contents:
         exit_code=report.exit_code,
         tensors=tensors,
         bytes_entries=tuple(fqn for one in metadata for fqn in one.bytes_entries),
-        shards=tuple(row for part in looked.parts for row in _shards(part)),
+        shards=tuple(row for part in inspected.parts for row in _shards(part)),
         state=report.state,
         world_size=report.world_size,
         n_params=sum(prod(row.shape) for row in tensors if row.kind == "model"),

@@ -89,14 +89,14 @@ class Retention:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             self._job.tell(f"older steps were not removed: {failures[0].message}{more}")
 
-    def _remove(self, looked: Inspection) -> bool:
+    def _remove(self, inspected: Inspection) -> bool:
         check_token(self._store, self._attempt.token)
         # Before it goes: a signal may end this process at any moment.
-        name = looked.step.name
-        number = looked.report.number
+        name = inspected.step.name
+        number = inspected.report.number
         self._attempt.record(RemovingLine(step=number, path=join_url(self._store.url, name)))
         self._attempt.ledger.drain(RECORD_TIMEOUT_S)
-        return remove_step(self._store, name, seen=looked.step.files)
+        return remove_step(self._store, name, seen=inspected.step.files)
 
 
 def _listed(store: Store, optional: bool) -> Iterator[Tier]:

@@ -53,9 +53,9 @@ def test_a_file_is_believed_by_its_name_until_someone_has_looked_inside():
     by_name = state("model.w", layout="kempnerforge", files=[file])
     assert by_name.held == ("model", "scheduler", "rng", "dataloader", "step", "tokens")
     content = {"train_state.pt": {"step": 7, "rng": {"torch": 1}, "scheduler": None}}
-    looked = state("model.w", layout="kempnerforge", files=[file], contents=content)
-    assert looked.held == ("model", "rng", "step")
-    assert looked.step.value == 7
+    inspected = state("model.w", layout="kempnerforge", files=[file], contents=content)
+    assert inspected.held == ("model", "rng", "step")
+    assert inspected.step.value == 7
 
 
 def test_the_file_of_one_rank_speaks_for_those_of_the_others():

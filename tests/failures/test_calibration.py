@@ -185,7 +185,7 @@ def test_no_source_of_the_held_part_was_looked_at_for_rules():
 def test_a_suspicion_takes_no_node_out_of_the_pool(tmp_path):
     log = tmp_path / "job.log"
     log.write_text("  what():  CUDA error: unknown error\n")
-    assert ckptctl.classify(str(log)).action.value == "look"
+    assert ckptctl.classify(str(log)).action.value == "investigate"
 
 
 def test_where_nothing_is_known_the_advice_names_what_to_collect(tmp_path):

@@ -49,7 +49,7 @@ A_PATTERN = re.compile(r"\\|\(\?|\[\^")
 """What a regular expression contains and a sentence does not."""
 
 
-def test_no_module_class_function_or_code_has_a_retired_name() -> None:
+def test_no_module_class_function_variable_or_code_has_a_retired_name() -> None:
     assert SHAPE["retired"](modules()) == []
 
 

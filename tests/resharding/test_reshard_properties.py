@@ -65,9 +65,9 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
     """Write a step with blocks so small that every tensor takes several."""
     with open_target(str(source), Requirements(), StorageOptions()) as found:
         checked = Requirements()
-        looked = inspect_step(found, checked, level=Level.STRUCTURE)
-        assert looked.report.exit_code == 0, looked.report.findings
-        planned = plan(source_of(looked), wanted)
+        inspected = inspect_step(found, checked, level=Level.STRUCTURE)
+        assert inspected.report.exit_code == 0, inspected.report.findings
+        planned = plan(source_of(inspected), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)
         budget = Budget(2, Buffers(block, block, 1 << 20))
         written = write(planned, found, place, budget, WriteOptions())

@@ -55,14 +55,14 @@ class Root:
     """Reports by (tier, number), and which were looked at how deep."""
 
     reports: dict[tuple[int, int], Report]
-    looked: list[tuple[int, Level]] = field(default_factory=list)
+    inspected: list[tuple[int, Level]] = field(default_factory=list)
 
     @property
     def candidates(self) -> list[Candidate]:
         return [Candidate(t, StepName(f"step_{n}", n, "dcp")) for t, n in self.reports]
 
     def look(self, candidate: Candidate, level: Level) -> Report:
-        self.looked.append((candidate.named.number, level))
+        self.inspected.append((candidate.named.number, level))
         return self.reports[candidate.tier, candidate.named.number]
 
     def choose(self, policy: PickPolicy | None = None):
@@ -77,7 +77,7 @@ def steps(*reports: Report) -> Root:
 def test_the_newest_whole_step_is_taken_and_no_other_is_looked_at():
     made = steps(report(1), report(10), report(9))
     assert made.choose().chosen.number == 10
-    assert made.looked == [(10, Level.LISTING)]
+    assert made.inspected == [(10, Level.LISTING)]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_the_newest_step_of_all_roots_is_taken():
 def test_before_leaves_out_that_step_and_all_newer_ones():
     made = steps(report(3), report(2), report(1))
     assert made.choose(PickPolicy(before=3)).chosen.number == 2
-    assert [number for number, _ in made.looked] == [2]
+    assert [number for number, _ in made.inspected] == [2]
 
 
 def test_two_damaged_steps_are_passed_over_and_the_third_ends_the_search():
@@ -156,7 +156,7 @@ def test_max_fallback_0_takes_the_newest_or_nothing():
 def test_after_a_damaged_step_the_next_is_looked_at_more_closely():
     made = steps(report(3, "shard.truncated"), report(2))
     assert made.choose().chosen.number == 2
-    assert made.looked == [(3, Level.LISTING), (2, Level.STRUCTURE)]
+    assert made.inspected == [(3, Level.LISTING), (2, Level.STRUCTURE)]
 
 
 def test_a_copy_in_another_root_does_not_make_a_step_damaged_twice():

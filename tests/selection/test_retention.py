@@ -494,7 +494,7 @@ def test_how_many_steps_have_been_looked_at_is_told(templates: Path, root: Path)
     for number in (100, 200, 300):
         put_step(templates, root, number)
     told: list[tuple[int, int]] = []
-    ckptctl.prune(str(root), 1, on_looked=lambda done, total: told.append((done, total)))
+    ckptctl.prune(str(root), 1, on_inspected=lambda done, total: told.append((done, total)))
     assert told == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -556,9 +556,9 @@ def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
         unseal(step)
     marks = str(root.parent / "marks.jsonl")
 
-    def then(store: Store, looked: Inspection) -> None:
+    def then(store: Store, inspected: Inspection) -> None:
         """Reading the bytes takes hours; meanwhile the newest step turns out to be bad."""
-        write_proof(store, looked)
+        write_proof(store, inspected)
         if change == "removed":
             shutil.rmtree(steps[2])
         else:

@@ -21,7 +21,7 @@ def root(framework_roots, copy_of) -> Path:
     return copy_of(framework_roots / "kempnerforge" / "checkpoints")
 
 
-def looked(root: Path | str, **options: object) -> list[tuple[Event, int | None]]:
+def inspected(root: Path | str, **options: object) -> list[tuple[Event, int | None]]:
     """The events of one listing of the root."""
     found = ckptctl.watch(str(root), once=True, **{"grace_s": 0, **options})
     return [(event.event, event.number) for event in found]
@@ -39,48 +39,48 @@ def flip_longest(step: Path) -> None:
 
 
 def test_a_step_is_sealed_after_two_equal_listings_and_reported_once(root):
-    assert looked(root) == []
-    assert looked(root) == SEALED
+    assert inspected(root) == []
+    assert inspected(root) == SEALED
     for number in (10, 20, 30):
         report = ckptctl.verify(f"{root}@{number}", level=Level.CONTENT, require_seal=True)
         assert report.exit_code == 0
-    assert looked(root) == []
+    assert inspected(root) == []
 
 
 def test_a_step_that_changed_between_two_listings_waits_for_a_third(root):
-    looked(root)
+    inspected(root)
     os.utime(root / "step_30" / ".metadata", (1, 1))
-    assert looked(root) == SEALED[1:]
-    assert looked(root) == SEALED[:1]
+    assert inspected(root) == SEALED[1:]
+    assert inspected(root) == SEALED[:1]
 
 
 def test_two_listings_that_are_closer_than_grace_seal_nothing(root):
-    looked(root)
-    assert looked(root, grace_s=3600) == []
+    inspected(root)
+    assert inspected(root, grace_s=3600) == []
 
 
 def test_a_new_watch_without_its_notes_takes_the_seals_as_they_are(root):
-    looked(root)
-    looked(root)
+    inspected(root)
+    inspected(root)
     (root / STATE).write_text("no JSON")
-    assert looked(root) == []
-    assert looked(root) == []
+    assert inspected(root) == []
+    assert inspected(root) == []
 
 
 def test_a_damaged_shard_is_reported_once_and_not_sealed(root):
     flip_longest(root / "step_20")
-    looked(root)
+    inspected(root)
     events = [*ckptctl.watch(str(root), once=True, grace_s=0)]
     assert [(one.event, one.number) for one in events][1] == (Event.DAMAGED, 20)
     assert events[1].exit_code == 21
     assert events[1].next_command == f"ckptctl verify {root}/step_20 --level content"
     assert not (root / "step_20" / ".ckptctl").exists()
-    assert looked(root) == []
+    assert inspected(root) == []
 
 
 def test_a_step_that_lost_what_its_predecessor_holds_is_not_sealed(framework_roots, copy_of):
     root = copy_of(framework_roots / "torchtitan" / "sync" / "checkpoint")
-    looked(root)
+    inspected(root)
     events = [*ckptctl.watch(str(root), once=True, grace_s=0)]
     assert (events[0].event, events[0].number, events[0].exit_code) == (Event.DAMAGED, 30, 23)
     assert "which step 20 holds" in events[0].message
@@ -90,25 +90,25 @@ def test_a_step_that_lost_what_its_predecessor_holds_is_not_sealed(framework_roo
 
 def test_a_rejection_is_not_taken_back(root):
     ckptctl.mark(f"{root}@30", "rejected", reason="loss spike")
-    looked(root)
-    assert looked(root) == SEALED[1:]
+    inspected(root)
+    assert inspected(root) == SEALED[1:]
     assert ckptctl.verify(f"{root}@30").verdict is ckptctl.Verdict.REJECTED
 
 
 def test_an_interrupted_save_is_damaged_once_its_grace_is_over(root):
     (root / "step_30" / ".metadata").unlink()
-    looked(root)
-    assert looked(root) == [(Event.DAMAGED, 30), *SEALED[1:]]
+    inspected(root)
+    assert inspected(root) == [(Event.DAMAGED, 30), *SEALED[1:]]
 
 
 def test_a_step_that_nothing_proves_is_sealed_only_if_asked(rank_files, copy_of):
     root = copy_of(rank_files / "transformers")
-    looked(root)
-    assert looked(root) == [(Event.UNVERIFIABLE, 6), (Event.UNVERIFIABLE, 4)]
+    inspected(root)
+    assert inspected(root) == [(Event.UNVERIFIABLE, 6), (Event.UNVERIFIABLE, 4)]
     assert not (root / "checkpoint-6" / ".ckptctl").exists()
     (root / STATE).unlink()
-    looked(root, accept_unverifiable=True)
-    assert looked(root, accept_unverifiable=True) == [(Event.SEALED, 6), (Event.SEALED, 4)]
+    inspected(root, accept_unverifiable=True)
+    assert inspected(root, accept_unverifiable=True) == [(Event.SEALED, 6), (Event.SEALED, 4)]
 
 
 @pytest.mark.torch
@@ -119,8 +119,8 @@ def test_the_seal_of_an_earlier_save_is_replaced(tmp_path):
     for value in (1.0, 2.0):
         state = {"model": {"weight": torch.full((4,), value)}}
         dcp.save(state, checkpoint_id=str(tmp_path / "step_1"), no_dist=True)
-        assert looked(tmp_path) == []
-        assert looked(tmp_path) == [(Event.SEALED, 1)]
+        assert inspected(tmp_path) == []
+        assert inspected(tmp_path) == [(Event.SEALED, 1)]
         assert ckptctl.verify(f"{tmp_path}/step_1", require_seal=True).exit_code == 0
 
 
@@ -132,9 +132,9 @@ def test_steps_in_a_bucket_are_sealed(s3, root):
             key = f"{prefix}/{path.relative_to(root)}"
             s3.client.put_object(Bucket=s3.bucket, Key=key, Body=path.read_bytes())
     url = f"s3://{s3.bucket}/{prefix}"
-    assert looked(url, storage_options=s3.options) == []
-    assert looked(url, storage_options=s3.options) == SEALED
-    assert looked(url, storage_options=s3.options) == []
+    assert inspected(url, storage_options=s3.options) == []
+    assert inspected(url, storage_options=s3.options) == SEALED
+    assert inspected(url, storage_options=s3.options) == []
 
 
 @pytest.mark.server
@@ -142,7 +142,7 @@ def test_a_store_that_does_not_answer_is_reported_once_and_watched_on(s3_moto, m
     url = f"s3://{s3_moto.bucket}/run"
     away = {**s3_moto.options, "endpoint_url": "http://127.0.0.1:9"}
     with pytest.raises(StorageUnavailable):
-        looked(url, storage_options=away, retries=0)
+        inspected(url, storage_options=away, retries=0)
     pauses: list[float] = []
     monkeypatch.setattr("ckptctl.selection.watching.time.sleep", pauses.append)
     watching = ckptctl.watch(url, storage_options=away, retries=0)

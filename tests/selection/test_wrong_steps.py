@@ -103,7 +103,7 @@ def test_every_step_of_a_run_is_what_it_is_called(framework_roots: Path) -> None
 def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root: Path) -> None:
     shutil.copytree(root / "step_300", root / "step_700")
 
-    def looked(name: str) -> tuple[list[str], int]:
+    def inspected(name: str) -> tuple[list[str], int]:
         store = FaultyStore(LocalStore(str(root)), kind=Kind.OBJECT)
         named, older = step_name(name), step_name("step_400")
         assert named is not None
@@ -112,7 +112,7 @@ def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root: Path)
         found = inspect_step(step, Requirements(), level=Level.LISTING, older=lambda: [older])
         return told(found.report), store.calls["span"]
 
-    assert looked("step_500") == ([], 0)
-    codes, n_spans = looked("step_700")
+    assert inspected("step_500") == ([], 0)
+    codes, n_spans = inspected("step_700")
     assert codes == ["step.wrong-step"]
     assert n_spans < 20

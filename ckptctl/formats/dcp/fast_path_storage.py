@@ -299,10 +299,10 @@ def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
 
 
 def _n_plan_slots(size_reference: bytes, row: Row) -> int:
-    fqn, offset, _, box_offsets, box_sizes, _, dtype, _, _, _, size, _ = row
+    fqn, offset, _, slice_offsets, slice_sizes, _, dtype, _, _, _, size, _ = row
     n_slots = _KEY_SLOTS + is_new_text(fqn)
-    for part in (offset, box_offsets, box_sizes, size):
+    for part in (offset, slice_offsets, slice_sizes, size):
         n_slots += n_size_slots(part, size_reference)
-    for has_object in (size, box_sizes, dtype):
+    for has_object in (size, slice_sizes, dtype):
         n_slots += _OBJECT_SLOTS if has_object else 0
     return n_slots

@@ -297,9 +297,9 @@ def _tensor(fields: Fields) -> _Tensor:
             offsets += chunk.offsets
             sizes += chunk.sizes
             continue
-        box = _fields(chunk, CHUNK)
-        offsets.append(_dims_like(shape, _required(box, "offsets", CHUNK)))
-        sizes.append(_dims_like(shape, _required(box, "sizes", CHUNK)))
+        part = _fields(chunk, CHUNK)
+        offsets.append(_dims_like(shape, _required(part, "offsets", CHUNK)))
+        sizes.append(_dims_like(shape, _required(part, "sizes", CHUNK)))
     dtype, layout, requires_grad, memory_format, pin_memory, strides = _properties(
         _required(fields, "properties", TENSOR)
     )
