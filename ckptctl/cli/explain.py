@@ -7,6 +7,7 @@ the tables that decide them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import resources
 from typing import Annotated
 
@@ -37,8 +38,8 @@ def explain(
 ) -> int:
     """Explain a finding code, a verdict or an exit code, and what to do about it.
 
-    With --quiet the title alone is printed. Of a document of --json (`ckptctl.pick/1`) the
-    JSON Schema is printed.
+    The last line is the page of the documentation. With --quiet the title alone is printed.
+    Of a document of --json (`ckptctl.pick/1`) the JSON Schema is printed.
     """
     if name is not None and name.startswith("ckptctl."):
         from ckptctl.cli.schemas import schema
@@ -48,10 +49,16 @@ def explain(
     pages = [page(name)] if name is not None else list(all_pages())
     out.answer(
         lambda: document("explain", explained=pages),
-        lambda: index_lines(pages) if name is None else page_lines(pages[0].text, out.out.width),
+        lambda: index_lines(pages) if name is None else _lines(pages[0], out.out.width),
         bare=(each.name if name is None else each.title for each in pages),
     )
     return 0
+
+
+def _lines(each: Page, width: int | None) -> Iterator[Line]:
+    yield from page_lines(each.text, width)
+    yield EMPTY
+    yield line("page of the documentation: ", each.address, solid=True)
 
 
 _HEADINGS = {"finding": "finding codes", "verdict": "verdicts", "exit-code": "exit codes"}
@@ -115,6 +122,9 @@ class Page:
     """The meaning in a few words."""
     text: str
     """The page, in Markdown."""
+    address: str
+    """Where the documentation explains it; a path inside the site where no address of the site is
+    known."""
 
 
 def page(name: str) -> Page:
@@ -123,7 +133,8 @@ def page(name: str) -> Page:
     Raises `UsageError` for anything else, with the names that come close.
     """
     if name in CODES:
-        return Page(name, "finding", CODES[name].title, _text_of(name))
+        address = _address(f"ckptctl/pages/{name}.html")
+        return Page(name, "finding", CODES[name].title, _text_of(name), address)
     if name in {verdict.value for verdict in Verdict}:
         return _verdict_page(Verdict(name))
     if name in _LOSS_VERDICTS:
@@ -180,7 +191,8 @@ def _verdict_page(verdict: Verdict) -> Page:
     if codes:
         lines += ["", "Findings with this verdict:", ""]
         lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
-    return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines))
+    address = _address("docs/design.html#verdicts-selection-exit-codes")
+    return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines), address)
 
 
 def _loss_verdict_page(word: str) -> Page:
@@ -195,14 +207,34 @@ def _loss_verdict_page(word: str) -> Page:
     if codes:
         lines += ["", "Findings with this verdict:", ""]
         lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
-    return Page(word, "verdict", _LOSS_VERDICTS[word], "\n".join(lines))
+    address = _address("docs/loss.html#verdicts")
+    return Page(word, "verdict", _LOSS_VERDICTS[word], "\n".join(lines), address)
 
 
 def _exit_code_page(number: int) -> Page:
     code = exit_codes.EXIT_CODES[number]
     lines = [f"# exit code {number}: {code.title}", "", code.advice]
     lines += ["", f"Does trying again help? {code.retry.capitalize()}."]
-    return Page(str(number), "exit-code", code.title, "\n".join(lines))
+    address = _address("docs/reference.html#exit-codes")
+    return Page(str(number), "exit-code", code.title, "\n".join(lines), address)
+
+
+def _address(page: str) -> str:
+    """The page below the address that `project.urls` of `pyproject.toml` names, if it names one."""
+    base = _documentation()
+    return f"{base.rstrip('/')}/{page}" if base else page
+
+
+@cache
+def _documentation() -> str:
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        urls = metadata("ckptctl").get_all("Project-URL", [])
+    except PackageNotFoundError:  # a source tree that is not installed
+        return ""
+    named = (url.partition(", ") for url in urls)
+    return next((url for label, _, url in named if label == "Documentation"), "")
 
 
 def _close_to(name: str) -> str:

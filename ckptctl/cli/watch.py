@@ -28,7 +28,7 @@ EXAMPLES = (
     "ckptctl watch s3://bucket/run-1234 --bandwidth 400M --accept-unverifiable",
     "ckptctl watch /shared/ckpt/run-1234 --once --grace 300 --notify /usr/local/bin/page",
 )
-EXIT_CODES = (0, 2, 20, 21, 22, 23, 25, 75, 77)
+EXIT_CODES = (0, 2, 10, 20, 21, 22, 23, 25, 75, 77)
 
 
 def watch(
@@ -64,8 +64,8 @@ def watch(
     A step is read once two listings, --grace apart, show the same files, and sealed if every byte
     is proven and it holds what the step before it holds. Nothing else is written into a step. A
     damaged step is reported once. Ends with 0 after SIGTERM; with --once with the exit code of
-    the newest damaged step. With --json each event is one line, with --quiet only the addresses
-    of damaged steps are printed.
+    the newest damaged step, or with 10 where the root does not exist. With --json each event is
+    one line, with --quiet only the addresses of damaged steps are printed.
     """
     from ckptctl.cli.main import Stopped
 

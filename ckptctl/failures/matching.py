@@ -90,8 +90,9 @@ _COMMUNICATOR = re.compile(
 
 
 class LogReader:
-    """Reads one log, block by block; `n_progress` counts its lines of training progress.
+    """Reads one log, block by block.
 
+    `n_lines` counts the lines that were classified, `n_progress` those of training progress.
     `hosts` are the nodes of ranks, as far as the log shows them. After `until_s` of the
     monotonic clock no further line is matched, and `stopped` is true.
     """
@@ -100,6 +101,7 @@ class LogReader:
         self.name = name
         self.stopped = False
         self._until_s = until_s
+        self.n_lines = 0
         self.n_progress = 0
         self.first_failed: tuple[str | None, int | None] | None = None
         self.hosts: dict[int, str] = {}
@@ -130,10 +132,12 @@ class LogReader:
             if asked or index in hits.frames or self._within(asked):
                 if time.monotonic() > self._until_s:
                     self.stopped = True
+                    self.n_lines += index
                     return
                 found = self._evidence_in(number, raw, asked)
                 if found is not None:
                     yield found
+        self.n_lines += len(block)
 
     def _within(self, asked: Collection[int] | None) -> bool:
         """Whether a line may continue or end a traceback, a report or a stack."""

@@ -67,7 +67,6 @@ class _Reading:
         self.dumps: dict[str, Dump] = {}
         self.beside_binary: set[str] = set()
         self.n_binary = 0
-        self.n_lines = 0
         self.deadline_reached = False
 
     def evidence_in(self, name: str) -> Iterator[tuple[LogReader, Evidence]]:
@@ -91,7 +90,6 @@ class _Reading:
         reader = LogReader(file, self.until_s)
         self.readers.append(reader)
         for block in read_blocks(file, self.storage):
-            self.n_lines += len(block)
             for found in reader.take(block):
                 yield reader, found
             if reader.stopped or time.monotonic() > self.until_s:
@@ -165,7 +163,7 @@ def read_logs(
         dumps=tuple(reading.dumps.values()),
         not_dumps=not_dumps,
         n_files=len(logs),
-        n_lines=reading.n_lines,
+        n_lines=sum(each.n_lines for each in logs),
         deadline_reached=reading.deadline_reached,
     )
 

@@ -344,7 +344,7 @@ class Classification:
     n_dumps: int
     """Dumps of the flight recorder that were read."""
     n_lines: int
-    """Lines that were read."""
+    """Lines that were classified."""
     not_dumps: tuple[str, ...]
     """Why files that were named as dumps were not read."""
     deadline_reached: bool

@@ -37,7 +37,7 @@ from ckptctl.selection.results import Contents, ShardRow, TensorRow
 from ckptctl.selection.roots import list_root, older_steps
 from ckptctl.selection.targets import check_is_step, check_no_lone_file, named_step, parse_target
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import open_store
+from ckptctl.storage.opening import base_name, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -192,9 +192,12 @@ def open_target(
         try:
             files = found.files
         except PathNotFound as error:
-            hint = "; after an @ comes a step number, latest or auto" if "@" in step else ""
+            root, hint = store.url, ""
+            if "@" in base_name(step):
+                root, _, _ = step.rpartition("@")
+                hint = "; after an @ comes a step number, latest or auto"
             message = f"{found.url} does not exist{hint}"
-            scan = f"ckptctl scan {shlex.quote(store.url)}"
+            scan = f"ckptctl scan {shlex.quote(root)}"
             raise PathNotFound(message, next_command=scan) from error
         if isinstance(found.named, str):
             check_no_lone_file(found.store, found.named, files)

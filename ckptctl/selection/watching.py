@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckptctl import __version__
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, StorageError
-from ckptctl.findings import EXIT_STATE_MISSING, Report, Verdict
+from ckptctl.findings import EXIT_FRESH, EXIT_STATE_MISSING, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.formats.own.documents import WatchDocument, WatchedStep
 from ckptctl.formats.own.files import as_stored, read_back, time_now
@@ -31,7 +31,7 @@ from ckptctl.selection.removing import files_digest
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.searching import CachingInspector, candidates_of
-from ckptctl.selection.targets import Tier, open_tiers, roots_in
+from ckptctl.selection.targets import Tier, check_is_folder, open_tiers, roots_in
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, TooLarge
 
@@ -61,6 +61,7 @@ class Event(str, Enum):
     DAMAGED = "damaged"
     UNVERIFIABLE = "unverifiable"
     NO_ANSWER = "no-answer"
+    NO_ROOT = "no-root"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ class Watched:
     report: Report | None
     """The report of the step; null for an event of the root."""
     exit_code: ExitCode
-    """0 for a step that was sealed; else that of the step or of the storage."""
+    """0 for a step that was sealed, 10 for a root that does not exist; else that of the step or
+    of the storage."""
     next_command: str | None
     """The command to run next; null where there is nothing to do."""
 
@@ -110,7 +112,8 @@ def watch(
     that it answered and its steps were read; with `once` a single time, which
     finishes what an earlier watch saw. Reads are kept below `bytes_per_s`. A storage that
     does not answer is an event, once until it answers; with `once` it raises
-    `StorageError`. `AccessDenied` is always raised.
+    `StorageError`. A root that does not exist is an event, once until it exists.
+    `AccessDenied` is always raised, and `UsageError` where the root is a file.
 
     Cost: each new step twice, to verify and to digest it; one listing of each other step.
     """
@@ -121,7 +124,7 @@ def watch(
         try:
             yield from watcher.events()
             answers = True
-            if on_listed is not None:
+            if on_listed is not None and watcher.exists:
                 on_listed()
         except AccessDenied:
             raise
@@ -137,7 +140,7 @@ def watch(
 
 
 class _Watcher:
-    """A root, and how its steps are read."""
+    """A root, and how its steps are read; `exists` is false while the root does not exist."""
 
     def __init__(
         self,
@@ -154,6 +157,7 @@ class _Watcher:
         self._limits = Limits(jobs, pace=Pace(bytes_per_s))
         self._policy = PickPolicy(level=Level.STRUCTURE, accept_unverifiable=accept_unverifiable)
         self._pattern = compile_pattern(requirements.pattern)
+        self.exists = True
 
     def events(self) -> Iterator[Watched]:
         """List the root once, and finish the steps that did not change."""
@@ -164,6 +168,12 @@ class _Watcher:
                 lambda store: list_all(store, self._pattern),
                 self._storage,
             )
+            existed, self.exists = self.exists, tier.listing.exists
+            if not self.exists:
+                check_is_folder(self._root)
+                if existed:
+                    yield _no_root(self._root)
+                return
             before = _read_state(tier.store)
             inspector = CachingInspector((tier,), self._requirements, self._policy.level)
             candidates = candidates_of((tier,))[:MAX_STEPS]
@@ -274,6 +284,12 @@ def _no_answer(root: str, error: StorageError) -> Watched:
     message = f"{error.message}; its steps are unknown"
     next_command = error.next_command or f"ckptctl scan {shlex.quote(root)}"
     return Watched(Event.NO_ANSWER, root, None, None, message, None, error.exit_code, next_command)
+
+
+def _no_root(root: str) -> Watched:
+    message = "it does not exist: the job has not saved yet, or the path is wrong"
+    next_command = f"ckptctl scan {shlex.quote(root)}"
+    return Watched(Event.NO_ROOT, root, None, None, message, None, EXIT_FRESH, next_command)
 
 
 def _later(before: dict[str, WatchedStep], seen: dict[str, WatchedStep]) -> Iterator[WatchedStep]:

@@ -1,10 +1,18 @@
 """What `explain` finds and how it lays a page out."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
+from command_line import COMMAND, clean_environment
 
 from ckptctl.cli.explain import all_pages, index_lines, page
 from ckptctl.cli.rendering import page_lines, wrapped
 from ckptctl.errors import UsageError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEADING = re.compile("^#+ (.*)$", re.M)
 
 
 def test_a_code_a_verdict_and_an_exit_code_are_explained():
@@ -43,6 +51,27 @@ def test_a_page_keeps_every_word_when_it_is_laid_out(each):
     written = each.text.replace("```sh", "").replace("```", "").replace("#", "")
     assert " ".join(laid_out).split() == written.split()
     assert all(len(text) <= 80 for text in laid_out if not text.startswith("  "))
+
+
+@pytest.mark.parametrize("each", list(all_pages()), ids=lambda each: each.name)
+def test_the_address_leads_to_a_page_of_the_site_and_a_heading_in_it(each):
+    path, _, heading = each.address.partition("#")
+    source = (REPOSITORY / path).with_suffix(".md").read_text()
+    headings = [re.sub(r"[^a-z -]", "", found.lower()) for found in HEADING.findall(source)]
+    assert not heading or heading in [found.strip().replace(" ", "-") for found in headings]
+
+
+def test_the_address_begins_with_the_one_that_the_package_states(tmp_path):
+    about = tmp_path / "ckptctl-9.dist-info" / "METADATA"
+    about.parent.mkdir()
+    url = "Project-URL: Documentation, https://docs.example/ckptctl/"
+    about.write_text(f"Metadata-Version: 2.4\nName: ckptctl\nVersion: 9\n{url}\n")
+    command = [*COMMAND, "explain", "shard.truncated"]
+    environment = clean_environment(PYTHONPATH=str(tmp_path))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == (
+        "page of the documentation: https://docs.example/ckptctl/ckptctl/pages/shard.truncated.html"
+    )
 
 
 def test_off_a_terminal_a_page_is_as_it_was_written():

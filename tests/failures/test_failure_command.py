@@ -13,6 +13,7 @@ from next_commands import run_and_follow as run_ckptctl
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.failures.classifying import host_names
+from ckptctl.failures.matching import LogReader
 
 LOST_GPU = (
     "Nov 20 03:12:44 node017 kernel: [12345.678901] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, "
@@ -202,6 +203,12 @@ def test_no_line_is_read_after_the_deadline(tmp_path):
     (tmp_path / "job.log").write_text(LOST_GPU)
     answer = ckptctl.classify(str(tmp_path / "job.log"), deadline_s=-1.0)
     assert (answer.deadline_reached, answer.n_lines, answer.failure) == (True, 0, "unknown")
+
+
+def test_only_lines_before_the_deadline_are_counted():
+    reader = LogReader("job.log", until_s=0.0)
+    assert list(reader.take([(1, "step 1 loss 2.5"), (2, LOST_GPU), (3, "step 2 loss 2.4")])) == []
+    assert (reader.stopped, reader.n_lines) == (True, 1)
 
 
 def test_hardware_that_the_kernel_names_decides_over_an_earlier_stop(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,19 @@ def test_a_step_that_changed_between_two_listings_waits_for_a_third(root):
     os.utime(root / "step_30" / ".metadata", (1, 1))
     assert inspected(root) == SEALED[1:]
     assert inspected(root) == SEALED[:1]
+
+
+def test_a_root_that_does_not_exist_is_reported_once_and_watched_when_it_does(root, tmp_path):
+    later = tmp_path / "later"
+    listed = []
+    events = ckptctl.watch(
+        str(later), interval_s=0, grace_s=0, on_listed=lambda: listed.append(len(listed))
+    )
+    first = next(events)
+    assert (first.event, first.exit_code) == (Event.NO_ROOT, 10)
+    assert (listed, later.exists()) == ([], False)
+    root.rename(later)
+    assert [(event.event, event.number) for event in islice(events, 3)] == SEALED
 
 
 def test_two_listings_that_are_closer_than_grace_seal_nothing(root):
