@@ -280,6 +280,7 @@ def test_a_path_that_is_not_text_comes_out_as_it_went_in(ckptctl, tmp_path, soun
 
 
 def test_a_storage_that_does_not_answer_is_asked_again_with_more_patience(ckptctl):
+    pytest.importorskip("s3fs")
     # Port 9 discards what it gets, where anything listens there at all. A busy machine may
     # take longer than a short limit to connect.
     server = ["--endpoint-url", "http://127.0.0.1:9"]

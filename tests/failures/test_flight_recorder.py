@@ -30,6 +30,7 @@ WATCHDOG = (
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory) -> Path:
     """A folder for each case, with a pickle and a JSON dump of each rank."""
+    pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("recorded")
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
     for case in CASES:

@@ -265,6 +265,10 @@ def test_run_passes_the_end_of_the_time_on_and_is_requeued_with_its_budget(folde
     assert sorted(path.name for path in logs.iterdir()) == ["1", "2", "run.log"]
 
 
+needs_shellcheck = pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
+
+
+@needs_shellcheck
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(path):
     ran = subprocess.run([SHELLCHECK, "-S", "style", path], capture_output=True, text=True)
@@ -418,6 +422,7 @@ def test_a_job_is_as_the_batch_api_asks(name):
     assert spec["completions"] == spec["parallelism"]
 
 
+@needs_shellcheck
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_the_shell_of_a_container_is_sound_and_ends_in_exec(name, folder):
     _, spec = rules(name)

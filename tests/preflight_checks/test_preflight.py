@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import COMMAND, clean_environment, validated
 from next_commands import run_and_follow as run_ckptctl
 
@@ -124,6 +123,7 @@ def test_none_usable_is_a_failure_with_no_path(root: Path):
 
 def without(root: Path, kind: str, *numbers: int) -> None:
     """Write the train state of some steps anew, without one kind."""
+    torch = pytest.importorskip("torch")
     for number in numbers:
         file = root / f"step_{number}" / "train_state.pt"
         state = torch.load(file, weights_only=False)

@@ -6,13 +6,13 @@ import itertools
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptctl.model import DTYPE_SIZES
 from ckptctl.records.not_finite import FORMS, MAX_COUNTED, FiniteScan, Values, joined
 
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 DTYPES = sorted(FORMS)

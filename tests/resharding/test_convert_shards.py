@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptctl
 from ckptctl.errors import UsageError
 from ckptctl.resharding.shard_files import slices_of_range
+
+torch = pytest.importorskip("torch")
+format_utils = pytest.importorskip("torch.distributed.checkpoint.format_utils")
+pytestmark = pytest.mark.torch
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "deep": (3, 2, 4), "one": (1,), "scale": ()}
 
 
 def loaded(step: Path) -> Any:
     whole = step.parent / "whole.pt"
-    dcp_to_torch_save(str(step), str(whole))
+    format_utils.dcp_to_torch_save(str(step), str(whole))
     return torch.load(whole, weights_only=False)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl import Level, Report, Severity, Verdict
 from ckptctl.records import byte_pass
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 pytestmark = [
     pytest.mark.torch,

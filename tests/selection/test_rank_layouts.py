@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ckptctl
 from ckptctl.findings import Severity
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
 
 LONG_AGO_S = 1_700_000_000
 

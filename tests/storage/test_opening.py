@@ -247,6 +247,8 @@ def test_without_its_package_a_storage_names_what_to_install():
 
 
 def test_s3fs_is_taken_where_it_is_installed_and_obstore_where_it_is_alone():
+    pytest.importorskip("s3fs")
+    pytest.importorskip("obstore")
     assert opened_without("s3://b/r", "nothing") == "S3fsClient"
     assert opened_without("s3://b/r", "obstore") == "S3fsClient"
     assert opened_without("s3://b/r", "s3fs,fsspec", "region=us-east-1") == "ObstoreClient"

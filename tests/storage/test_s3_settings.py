@@ -9,6 +9,9 @@ from ckptctl.storage.obstore_client import ObstoreClient
 from ckptctl.storage.opening import open_store
 from ckptctl.storage.s3 import checked_settings
 
+pytest.importorskip("s3fs")
+pytest.importorskip("obstore")
+
 KEYS = {"key": "a", "secret": "b"}
 
 
