@@ -170,7 +170,7 @@ class _Watcher:
             )
             existed, self.exists = self.exists, tier.listing.exists
             if not self.exists:
-                check_is_folder(self._root)
+                check_is_folder(tier.store)
                 if existed:
                     yield _no_root(self._root)
                 return
