@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -45,8 +46,8 @@ def run_ckptctl(
     """
     words = list(map(str, args))
     variables = clean_environment(**(env or {}))
-    starts = any(name.startswith(_READ_AT_START) for name in env or ())
-    if not starts and kwargs.keys() <= {"cwd", "input"}:
+    forks = _at_start(variables) == _at_start(_server().variables)
+    if forks and kwargs.keys() <= {"cwd", "input"}:
         return _server().run(["ckptctl", *words], env=variables, **kwargs)
     return subprocess.run(
         [*COMMAND, *words],
@@ -55,6 +56,11 @@ def run_ckptctl(
         errors="surrogateescape",
         **{"capture_output": True, **kwargs},
     )
+
+
+def _at_start(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that Python reads when it starts."""
+    return {name: each for name, each in variables.items() if name.startswith(_READ_AT_START)}
 
 
 @cache
@@ -66,7 +72,8 @@ def _server() -> ForkServer:
         for path in paths
         if path.parts[1] not in _NEEDS_TORCH and path.name != "__main__.py"
     ]
-    return ForkServer([*sorted(modules), "s3fs", "obstore"], clean_environment())
+    clients = ("s3fs", "obstore", "services.botocore_data")
+    return ForkServer([*sorted(modules), *clients], clean_environment())
 
 
 def validated(text: str) -> dict:

@@ -35,7 +35,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._modules = modules
-        self._variables = dict(variables)
+        self.variables = dict(variables)
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -89,7 +89,7 @@ class ForkServer:
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable, __file__, str(theirs.fileno()), *self._modules],
-                    env=self._variables,
+                    env=self.variables,
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )

@@ -118,8 +118,9 @@ def deflated(n_bytes: int) -> Callable[[bytes], bytes]:
         import zlib
 
         packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-        stored = b"".join(packer.compress(bytes(MIB)) for _ in range(n_bytes // MIB))
-        stored += packer.flush()
+        # After a full flush the next megabyte is packed as the first one was.
+        megabyte = packer.compress(bytes(MIB)) + packer.flush(zlib.Z_FULL_FLUSH)
+        stored = megabyte * (n_bytes // MIB) + packer.flush()
         members = members_of(record)
         for member in members:
             if member.name.startswith("data/"):
@@ -133,7 +134,7 @@ def deflated(n_bytes: int) -> Callable[[bytes], bytes]:
 def zstd_bomb(record: bytes) -> bytes:
     import zstandard
 
-    packer = zstandard.ZstdCompressor(level=19).compressobj()
+    packer = zstandard.ZstdCompressor(level=1).compressobj()
     return b"".join(packer.compress(bytes(MIB)) for _ in range(4096)) + packer.flush()
 
 

@@ -12,12 +12,6 @@ from services.plugin import S3Server
 pytestmark = pytest.mark.server
 
 
-@pytest.fixture(params=["s3_moto", "s3_ceph"])
-def s3(request: pytest.FixtureRequest) -> S3Server:
-    server: S3Server = request.getfixturevalue(request.param)
-    return server
-
-
 class Bucket:
     """A bucket of its own with the root `run`: steps 10, 20 and 30."""
 

@@ -60,6 +60,7 @@ class S3Server:
     def client(self) -> Any:
         """botocore's own client: what a test looks with, past ckptctl."""
         import botocore.session
+        import services.botocore_data  # noqa: F401 - fewer seconds for each client
 
         return botocore.session.get_session().create_client(
             "s3",
@@ -111,9 +112,13 @@ def s3_ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         users.write_text(json.dumps(known))
 
 
-@pytest.fixture(params=["s3_moto", "s3_ceph"])
+@pytest.fixture(params=["s3_moto", pytest.param("s3_ceph", marks=pytest.mark.slow)])
 def s3(request: pytest.FixtureRequest) -> S3Server:
-    """moto's server and a Ceph object gateway in turn."""
+    """moto's server and a Ceph object gateway in turn.
+
+    `tests/storage/test_contract.py` runs every call of a store on both; a whole job or command
+    on the second one is slow.
+    """
     server: S3Server = request.getfixturevalue(request.param)
     return server
 
