@@ -103,12 +103,24 @@ def age(written_s: float | None, now_s: float) -> str:
     return "-" if written_s is None else duration(now_s - written_s)
 
 
-def rfc3339(seconds: float) -> str:
+def rfc3339(seconds: float, precision: str = "milliseconds") -> str:
     """Seconds since 1970 as `2026-11-20T03:12:44.120Z`; a time out of bounds as the nearest."""
     import datetime
 
     moment = datetime.datetime.fromtimestamp(min(max(0.0, seconds), _LAST_S), datetime.timezone.utc)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return moment.isoformat(timespec=precision).replace("+00:00", "Z")
+
+
+def seconds_of(time: str) -> float | None:
+    """A time in the form of RFC 3339, in seconds since 1970; None for any other text."""
+    import datetime
+
+    try:
+        # `fromisoformat` of Python 3.10 does not accept the Z.
+        moment = datetime.datetime.fromisoformat(time.replace("Z", "+00:00"))
+        return None if moment.tzinfo is None else moment.timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def utc(seconds: float) -> str:

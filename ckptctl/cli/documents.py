@@ -8,6 +8,7 @@ classes; within a major version fields are only added.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypedDict, cast
@@ -16,6 +17,7 @@ import ckptctl
 from ckptctl.data_classes import fields
 from ckptctl.errors import CkptctlError
 from ckptctl.findings import Report
+from ckptctl.formatting import rfc3339
 from ckptctl.model import ExitCode, Time
 
 if TYPE_CHECKING:
@@ -313,13 +315,10 @@ def field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
 
 
 def _envelope(name: str, exit_code: int) -> Document:
-    import datetime
-
-    now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "schema": f"ckptctl.{name}/1",
         "tool": {"name": "ckptctl", "version": ckptctl.__version__},
-        "generated_at": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "generated_at": rfc3339(time.time(), "seconds"),
         "ok": exit_code in (0, 3),
         "exit_code": exit_code,
     }

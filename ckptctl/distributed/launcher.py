@@ -7,12 +7,12 @@ guess. Only `torch.distributed` knows ranks that a script assigns itself (`mp.sp
 """
 
 # Annotations stay objects, so that reading a ledger evaluates no string as code.
-import datetime
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, fields, replace
+from ckptctl.formatting import rfc3339, seconds_of
 from ckptctl.model import Time
 
 NO_SCHEDULER = "none"
@@ -81,9 +81,8 @@ class Cluster:
     @property
     def ends_s(self) -> int | None:
         """When the scheduler will end the job, in seconds since 1970."""
-        if self.ends_at is None:
-            return None
-        return int(datetime.datetime.fromisoformat(f"{self.ends_at[:-1]}+00:00").timestamp())
+        at_s = None if self.ends_at is None else seconds_of(self.ends_at)
+        return None if at_s is None else int(at_s)
 
     @property
     def restarted(self) -> bool:
@@ -323,10 +322,4 @@ def _pod(read: _Variables, scheduler: str) -> str | None:
 
 
 def _rfc3339(seconds: int | None) -> str | None:
-    if seconds is None:
-        return None
-    try:
-        at = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
-    except (OverflowError, ValueError, OSError):
-        return None
-    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return None if seconds is None else rfc3339(seconds, "seconds")

@@ -7,7 +7,6 @@ names the attempt of `run` that it belongs to; without that name, the time decid
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from ckptctl.formats.own.ledger import (
     StartedLine,
 )
 from ckptctl.formats.own.supervision import AttemptDocument, SlowRankDocument, SupervisorDocument
+from ckptctl.formatting import seconds_of
 from ckptctl.goodput.timeline import Record
 from ckptctl.selection.history import read_attempts
 from ckptctl.storage.contract import Store
@@ -198,11 +198,8 @@ def _points(
 
 def _moment(at: str) -> float | None:
     """A time in seconds since 1970; None for what is none."""
-    try:
-        seconds = datetime.datetime.fromisoformat(at.replace("Z", "+00:00")).timestamp()
-    except (ValueError, OverflowError):
-        return None
-    return seconds if 0 <= seconds < _MOST_S else None
+    seconds = seconds_of(at)
+    return seconds if seconds is not None and 0 <= seconds < _MOST_S else None
 
 
 # Ledgers and states together

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import datetime
-
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formatting import seconds_of
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Store
@@ -138,20 +137,10 @@ def _parsed(url: str, report: object) -> ResumeReport:
     if isinstance(step, int):
         names = ("tokens", "samples", "world_size", "saved_world_size")
         counts = {name: each for name in names if isinstance(each := report.get(name), int)}
-        resume_point = ResumePoint(step, "report", at_s=_seconds(report.get("at")), **counts)
+        resume_point = ResumePoint(step, "report", at_s=seconds_of(str(report.get("at"))), **counts)
     return ResumeReport(
         url=url,
         root=root if isinstance(root, str) else None,
         path=path if isinstance(path, str) else None,
         resume_point=resume_point,
     )
-
-
-def _seconds(at: object) -> float | None:
-    """A time in the form of RFC 3339, in seconds since 1970; None for anything else."""
-    try:
-        # `fromisoformat` of Python 3.10 does not accept the Z.
-        moment = datetime.datetime.fromisoformat(str(at).replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return None if moment.tzinfo is None else moment.timestamp()

@@ -14,11 +14,11 @@ its values may be used for.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -43,6 +43,7 @@ from ckptctl.formats.own.run_events import (
     OpenedEvent,
     read_event,
 )
+from ckptctl.formatting import seconds_of
 from ckptctl.selection.marking import user_name
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.opening import join_url
@@ -236,7 +237,7 @@ class Holder:
         if self.host == socket.gethostname() and not _is_alive(self.pid):
             return False
         # A time far in the future is no heartbeat either.
-        return abs(_age_s(self.at)) < SILENT_S
+        return abs(time.time() - (seconds_of(self.at) or 0.0)) < SILENT_S
 
 
 def myself(*, gone: bool = False) -> Holder:
@@ -278,17 +279,11 @@ def holder_of(record: Record) -> Holder | None:
             and type(found.pid) is int
             and 0 < found.pid < 1 << 31
             and isinstance(found.gone, bool)
-            and math.isfinite(_age_s(found.at))
+            and seconds_of(found.at) is not None
         )
     except (PathNotFound, ValueError, TypeError, AttributeError):
         return None
     return found if is_valid else None
-
-
-def _age_s(at: str) -> float:
-    """Seconds since a time; raises `ValueError` if it is not a time in UTC."""
-    then = datetime.strptime(at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
-    return (datetime.now(timezone.utc) - then).total_seconds()
 
 
 def _beat(record: Record, over: threading.Event) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from html import escape
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from ckptctl.formats.own.run_events import (
     OpenedEvent,
     ResumedEvent,
 )
-from ckptctl.formatting import duration
+from ckptctl.formatting import duration, seconds_of
 from ckptctl.html_page import page
 from ckptctl.runbook.document import shown
 from ckptctl.runbook.pictures import (
@@ -258,5 +257,4 @@ def _section(done: Done) -> str:
 
 
 def _between(first: str, last: str) -> float:
-    start, end = (datetime.fromisoformat(each.replace("Z", "+00:00")) for each in (first, last))
-    return (end - start).total_seconds()
+    return (seconds_of(last) or 0.0) - (seconds_of(first) or 0.0)

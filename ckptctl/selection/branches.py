@@ -21,6 +21,7 @@ from ckptctl.formats.own.documents import BranchDocument, LeftBehind
 from ckptctl.formats.own.files import as_stored, read_back, utc_now
 from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.formats.own.seals import Seal
+from ckptctl.formatting import seconds_of
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.storage.contract import Store, TooLarge, list_if_there
 from ckptctl.storage.in_flight import in_flight
@@ -85,7 +86,7 @@ class Resume:
         if seal is not None and seal.origin is not None:
             if seal.origin.attempt >= self.attempt:
                 return False
-            sealed_s = _seconds(seal.sealed_at, "%Y-%m-%dT%H:%M:%SZ")
+            sealed_s = seconds_of(seal.sealed_at)
             # A seal is dated to the second; in the same second it may be of the abandoned branch.
             return sealed_s is None or sealed_s <= int(self.at_s)
         return report.written_s is not None and report.written_s < self.at_s
@@ -127,7 +128,7 @@ def read_resumes(store: Store) -> tuple[Resume, ...]:
     named: dict[str, Resume] = {}
     for entry in list_if_there(store, BRANCHES_FOLDER):
         match = _NAME.fullmatch(entry.path.rpartition("/")[2])
-        at_s = _seconds(match["at"], "%Y%m%dT%H%M%S.%fZ") if match else None
+        at_s = _named_at(match["at"]) if match else None
         if match is not None and at_s is not None:
             step = None if match["step"] == _START else int(match["step"])
             named[entry.path] = Resume(store.url, match["attempt"], step, at_s)
@@ -152,7 +153,7 @@ def _parsed(named: Resume, data: bytes) -> Resume:
         return named
     return replace(
         named,
-        at_s=_seconds(fields["at"]) or named.at_s,
+        at_s=seconds_of(fields["at"]) or named.at_s,
         loaded=fields["loaded"],
         left=frozenset(_left(each) for each in fields["left"]),
     )
@@ -164,11 +165,10 @@ def _left(save: LeftBehind) -> Left:
     return Left(url, save["number"], save["metadata"])
 
 
-def _seconds(text: str, form: str = "%Y-%m-%dT%H:%M:%S.%fZ") -> float | None:
-    """A time in UTC, in seconds since 1970; None for a text that is no time."""
+def _named_at(time: str) -> float | None:
+    """The time in the name of an attempt, in seconds since 1970; None for what is none."""
     try:
-        at = datetime.datetime.strptime(text, form).replace(tzinfo=datetime.timezone.utc)
-        return at.timestamp()
+        return datetime.datetime.strptime(f"{time}+0000", "%Y%m%dT%H%M%S.%fZ%z").timestamp()
     except (ValueError, OverflowError):
         return None
 

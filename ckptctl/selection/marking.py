@@ -27,6 +27,7 @@ from ckptctl.formats.own.marks import (
     metadata_digest,
     standing,
 )
+from ckptctl.formatting import rfc3339
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import add_mark
@@ -116,7 +117,7 @@ def new_mark(
         id=f"{now:%Y%m%dT%H%M%SZ}-{word.value}-{os.urandom(8).hex()}",
         word=word,
         by=by,
-        at=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        at=rfc3339(now.timestamp(), "seconds"),
         reason=reason,
         url=absolute_url(report.url),
         number=report.number,

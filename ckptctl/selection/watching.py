@@ -7,7 +7,6 @@ has not changed between two listings, `grace_s` apart. What was seen of each ste
 
 from __future__ import annotations
 
-import datetime
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.formats.own.documents import WatchDocument, WatchedStep
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.formats.own.seals import SEAL
+from ckptctl.formatting import seconds_of
 from ckptctl.model import ExitCode, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
@@ -297,8 +297,7 @@ def _later(before: dict[str, WatchedStep], seen: dict[str, WatchedStep]) -> Iter
 
 
 def _age_s(step: WatchedStep) -> float:
-    seen = datetime.datetime.fromisoformat(step["seen"].replace("Z", "+00:00"))
-    return time.time() - seen.timestamp()
+    return time.time() - (seconds_of(step["seen"]) or 0.0)
 
 
 def _read_state(store: Store) -> dict[str, WatchedStep]:

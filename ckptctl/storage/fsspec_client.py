@@ -22,6 +22,7 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
+from ckptctl.formatting import seconds_of
 from ckptctl.model import Checksum, FileInfo, Kept
 from ckptctl.storage.contract import NotSupported, ShortRead, Upload
 from ckptctl.storage.objects import CannotCreate
@@ -258,8 +259,7 @@ def _seconds(item: Mapping[str, Any]) -> float | None:
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = item.get(name)
         if isinstance(value, str):
-            with suppress(ValueError):
-                value = datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))
+            value = seconds_of(value)
         if isinstance(value, datetime.datetime):
             return value.timestamp()
         if isinstance(value, (int, float)):

@@ -15,11 +15,11 @@ seal with a key withstands that.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -40,6 +40,7 @@ from typing import (
 from ckptctl.data_classes import fields as fields_of
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formatting import rfc3339
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -54,13 +55,12 @@ _LARGEST = 2**63 - 1
 
 def time_now() -> str:
     """When a file is written: RFC 3339 in UTC, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return rfc3339(time.time(), "seconds")
 
 
 def utc_now() -> str:
     """Now, as RFC 3339 in UTC with microseconds."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return rfc3339(time.time(), "microseconds")
 
 
 def canonical(fields: Mapping[str, object]) -> bytes:

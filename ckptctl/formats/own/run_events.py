@@ -8,7 +8,6 @@ the type and the bounds that stand here, or the event is refused.
 """
 
 # Annotations stay objects, so that reading an event evaluates no string as code.
-import datetime
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
@@ -17,6 +16,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.own.files import classes_by_event, made_of
+from ckptctl.formatting import seconds_of
 from ckptctl.model import ExitCode, Time
 
 MAX_EVENT_BYTES = 8 << 20
@@ -169,7 +169,7 @@ def read_event(data: bytes, *, first: bool) -> Event:
     if kind is None or (kind is OpenedEvent) is not first:
         raise OwnFileUnreadable("the kind of event is unknown, or not possible here")
     event: Event = made_of(kind, fields)
-    if not _is_time(event.at):
+    if _TIME.fullmatch(event.at) is None or seconds_of(event.at) is None:
         raise OwnFileUnreadable("the field 'at' is not a time in UTC")
     if isinstance(event, EndedEvent):
         needed = event.duration_s if event.exit_code is not None else event.not_run
@@ -178,11 +178,3 @@ def read_event(data: bytes, *, first: bool) -> Event:
                 "a block needs either a duration or a reason why it did not run"
             )
     return event
-
-
-def _is_time(at: str) -> bool:
-    try:
-        datetime.datetime.fromisoformat(at.removesuffix("Z"))
-    except ValueError:
-        return False
-    return _TIME.fullmatch(at) is not None
