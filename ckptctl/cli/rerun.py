@@ -13,7 +13,8 @@ from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.options import StorageOptions
-from ckptctl.rerun.deciding import Answer, Comparison
+from ckptctl.rerun.deciding import Answer
+from ckptctl.rerun.recording import Comparison
 from ckptctl.rerun.rerunning import LoggedLoss, Replay, Rerun, RerunOptions
 from ckptctl.rerun.rerunning import rerun as lead_replays
 from ckptctl.supervisor.nodes import NodeOptions

@@ -43,6 +43,11 @@ class Diagnosis:
     """The command to run next; null where there is nothing to do."""
 
 
+def fault(name: str, where: str, message: str, fix: str) -> Advice:
+    """Advice against a fault."""
+    return Advice(name, Severity.FAULT, where, message, fix)
+
+
 def diagnosis(
     what: str,
     target: str,

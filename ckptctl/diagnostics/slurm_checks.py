@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from ckptctl.diagnostics.results import Advice
+from ckptctl.diagnostics.results import Advice, fault
 from ckptctl.diagnostics.slurm_script import Script, Training
 from ckptctl.findings import Severity
 
@@ -54,31 +54,27 @@ def _line_of(advice: Advice) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _fault(name: str, where: str, message: str, fix: str) -> Advice:
-    return Advice(name, Severity.FAULT, where, message, fix)
-
-
 def _warning(name: str, where: str, message: str, fix: str) -> Advice:
     return Advice(name, Severity.WARNING, where, message, fix)
 
 
 def _form(name: str, script: Script) -> Iterator[Advice]:
     if not script.lines or not script.lines[0].startswith("#!"):
-        yield _fault(
+        yield fault(
             "script.shebang",
             f"{name}:1",
             "the first line names no shell: sbatch rejects the script",
             "start it with #!/bin/bash",
         )
     if any(line.endswith("\r") for line in script.lines[:1]):
-        yield _fault(
+        yield fault(
             "script.line-ends",
             f"{name}:1",
             "the script has Windows line ends: the shell treats CR as part of each line",
             "sed -i 's/\\r$//' FILE",
         )
     for each in script.late_options:
-        yield _fault(
+        yield fault(
             "sbatch.ignored",
             f"{name}:{each.line}",
             f"#SBATCH {each.text}: SLURM ignores directives after the first command",
@@ -86,7 +82,7 @@ def _form(name: str, script: Script) -> Iterator[Advice]:
         )
     for each in script.options:
         if re.search(r"\$\{?\w", each.text):
-            yield _fault(
+            yield fault(
                 "sbatch.variable",
                 f"{name}:{each.line}",
                 f"#SBATCH {each.text}: variables in #SBATCH lines are not expanded",
@@ -117,7 +113,7 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
         if to_shell:
             yield from _to_shell(name, where, script, each, signal)
         elif each.launcher not in ("srun",):
-            yield _fault(
+            yield fault(
                 "signal.no-step",
                 where,
                 f"--signal={value} goes to job steps, and line {each.line} starts "
@@ -125,7 +121,7 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
                 f"start it with srun, or use --signal=B:{signal}@{seconds} and exec",
             )
         elif _SUPERVISED.match(each.text):
-            yield _fault(
+            yield fault(
                 "signal.not-run",
                 where,
                 f"--signal={value} goes to the job step that `ckptctl run` starts in line "
@@ -144,7 +140,7 @@ def _to_shell(
         return
     trap = script.search(rf"\btrap\b.*\b(?:SIG)?{re.escape(signal)}\b")
     if trap is None:
-        yield _fault(
+        yield fault(
             "signal.no-trap",
             where,
             f"B: sends {signal} only to the batch shell, which has no trap for it and dies: "
@@ -153,7 +149,7 @@ def _to_shell(
         )
         return
     if not training.in_background:
-        yield _fault(
+        yield fault(
             "signal.foreground",
             f"{name}:{training.line}",
             f"the trap of line {trap[0]} runs only after this command has ended: bash waits for "
@@ -161,14 +157,14 @@ def _to_shell(
             'add & after it, keep its process id (pid=$!), then: wait "$pid"',
         )
     elif training.in_pipeline and re.search(r"\$\{?!|\$pid|\$\{?PID|\$child", _traps(script)):
-        yield _fault(
+        yield fault(
             "signal.pipeline",
             f"{name}:{training.line}",
             "$! is the last command of the pipeline: the trap signals that one, not the training",
             "write to the log with --output or > FILE 2>&1, without a pipe",
         )
     elif script.search(r"\bwait\b") is None:
-        yield _fault(
+        yield fault(
             "signal.no-wait",
             f"{name}:{training.line}",
             "nothing waits for the background command: the script ends, and the job with it",
@@ -186,7 +182,7 @@ def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
     for each in script.commands:
         for match in _PATIENCE.finditer(each.text):
             if int(match[1]) > seconds:
-                yield _fault(
+                yield fault(
                     "signal.notice-short",
                     where,
                     f"the notice is {seconds} s, and line {each.line} gives the save up to "
@@ -206,7 +202,7 @@ def _wrapped(name: str, script: Script) -> Iterator[Advice]:
     for each in script.trainings:
         inner = re.search(r"\b(?:bash|sh|zsh)\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*)\1", each.text)
         if inner and each.launcher == "srun" and "exec " not in inner[2] and _is_list(inner[2]):
-            yield _fault(
+            yield fault(
                 "signal.wrapped",
                 f"{name}:{each.line}",
                 "srun signals the shell of bash -c, which does not pass the signal on to Python",
@@ -222,7 +218,7 @@ def _is_list(text: str) -> bool:
 def _requeue(name: str, script: Script) -> Iterator[Advice]:
     refused, place = script.option("--no-requeue"), script.option("--partition", "-p", "--qos")
     if refused is not None and place is not None and _PREEMPTIBLE.search(place[1]):
-        yield _fault(
+        yield fault(
             "requeue.preemptible",
             f"{name}:{refused[0]}",
             f"--no-requeue, and {place[1]} is preemptible by its name: a preemption ends the job",
@@ -250,7 +246,7 @@ def _requeue(name: str, script: Script) -> Iterator[Advice]:
 def _resume(name: str, script: Script) -> Iterator[Advice]:
     for each in script.commands:
         if _BY_TIME.search(each.text):
-            yield _fault(
+            yield fault(
                 "resume.by-mtime",
                 f"{name}:{each.line}",
                 "the step is chosen by its mtime, which copies, rsync and touch change; it may "
@@ -260,7 +256,7 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
     for training in script.trainings:
         told = " ".join([training.text, *(c.text for c in script.commands if "=" in c.text)])
         if not _RESUMES.search(told):
-            yield _fault(
+            yield fault(
                 "resume.absent",
                 f"{name}:{training.line}",
                 "the training has no resume option: a requeued job starts at step 0",
@@ -276,14 +272,14 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
     for each in script.trainings:
         where = f"{name}:{each.line}"
         if each.in_pipeline and not strict and not saved:
-            yield _fault(
+            yield fault(
                 "exit-code.pipe",
                 where,
                 "the exit code is that of the last command of the pipe: a crash ends with 0",
                 "set -o pipefail",
             )
         if re.search(r"\|\|\s*(?:true|:)\s*$", each.text):
-            yield _fault(
+            yield fault(
                 "exit-code.swallowed",
                 where,
                 "|| true: the job always ends with 0 and is never restarted",
@@ -311,7 +307,7 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
         checked = re.search(r"\|\||&&|;\s*(?:case|if)|\bif\b", command.text)
         following = next((c.text for c in script.commands if c.line > command.line), "")
         if picked and not checked and "$?" not in following:
-            yield _fault(
+            yield fault(
                 "exit-code.pick",
                 f"{name}:{command.line}",
                 "the exit code of ckptctl is ignored: with 75 the path is empty, and the job "
@@ -323,7 +319,7 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
 def _masked(name: str, script: Script) -> Iterator[Advice]:
     for command in script.commands:
         if re.match(r"(?:local|export|declare|readonly)\s+\w+=\"?\$\(\s*ckptctl", command.text):
-            yield _fault(
+            yield fault(
                 "exit-code.masked",
                 f"{name}:{command.line}",
                 f"{command.text.split()[0]} has its own exit code, which hides that of ckptctl, "
@@ -338,7 +334,7 @@ def _hangs(name: str, script: Script) -> Iterator[Advice]:
         if each.launcher != "srun" or in_environment:
             continue
         if not re.search(r"--kill-on-bad-exit|\s-K(?:[01])?\b", each.text):
-            yield _fault(
+            yield fault(
                 "srun.no-kill",
                 f"{name}:{each.line}",
                 "when one rank dies, the others wait until their timeout, or forever",
@@ -354,7 +350,7 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
     for each in script.commands:
         ignored = re.search(r"(?:^|\s)(--ft-[\w-]+)", each.text)
         if ignored and re.search(r"\btorchrun\b|torch\.distributed\.(?:run|launch)\b", each.text):
-            yield _fault(
+            yield fault(
                 "torchrun.ft-options",
                 f"{name}:{each.line}",
                 f"{ignored[1]} is an option of ft_launcher; torchrun detects no hang",
@@ -364,7 +360,7 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
     for pattern, unit_s in _WATCHDOGS:
         watchdog = script.search(pattern)
         if hard and watchdog and int(watchdog[1][1]) * unit_s <= int(hard[1][1]):
-            yield _fault(
+            yield fault(
                 "nccl.watchdog-short",
                 f"{name}:{watchdog[0]}",
                 f"the NCCL watchdog ends the process after {int(watchdog[1][1]) * unit_s} s, and "
@@ -374,7 +370,7 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
     saved = script.search(r"--async-save\b|\basync_save=[Tt]rue\b")
     form = script.search(r"\b(?:dist[-_])?ckpt[-_]format[=\s]+[\"']?(\w+)")
     if saved and form and form[1][1] != "torch_dist":
-        yield _fault(
+        yield fault(
             "save.async-format",
             f"{name}:{saved[0]}",
             f"asynchronous saves need the format torch_dist, not {form[1][1]}",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ckptctl.diagnostics.results import Advice
+from ckptctl.diagnostics.results import Advice, fault
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError
 from ckptctl.findings import Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -68,10 +68,6 @@ def _observations(
         yield found
 
 
-def _fault(name: str, where: str, message: str, fix: str) -> Advice:
-    return Advice(name, Severity.FAULT, where, message, fix)
-
-
 def _listing(store: Store, folder: str) -> Advice | None:
     names = [f"{folder}/listed-{number}" for number in range(_ROUNDS)]
     for name in names:
@@ -80,7 +76,7 @@ def _listing(store: Store, folder: str) -> Advice | None:
     if all(listed.get(name) == _BYTES for name in names):
         return None
     missing = sum(listed.get(name) != _BYTES for name in names)
-    return _fault(
+    return fault(
         "storage.listing",
         store.url,
         f"{missing} of {_ROUNDS} new files are missing from the listing: a complete step would "
@@ -94,14 +90,14 @@ def _overwriting(store: Store, folder: str) -> Advice | None:
     for fill in (b"a", b"b", b"c"):
         store.put(name, fill * _BYTES, replace=True)
         if store.read(name, limit=_BYTES) != fill * _BYTES:
-            return _fault(
+            return fault(
                 "storage.stale",
                 store.url,
                 "a read after an overwrite returned the old bytes",
                 "disable the cache of the mount, or save every step under its own name",
             )
     if read_range(store, name, _BYTES - 10, 10) != b"c" * 10:
-        return _fault(
+        return fault(
             "storage.ranges", store.url, "a read of a range returned other bytes", "report it"
         )
     return None
@@ -113,7 +109,7 @@ def _exclusive(store: Store, folder: str) -> Advice | None:
         won: list[int] = []
         _at_once(_WRITERS, lambda writer, name=name, won=won: _try(store, name, writer, won))  # type: ignore[misc]
         if len(won) != 1:
-            return _fault(
+            return fault(
                 "storage.exclusive",
                 store.url,
                 f"{len(won)} of {_WRITERS} writers of one new file succeeded",
@@ -155,7 +151,7 @@ def _atomic(store: Store, folder: str) -> Advice | None:
         reader.join()
     if not wrong:
         return None
-    return _fault(
+    return fault(
         "storage.atomic",
         store.url,
         f"while a file was replaced, {wrong[0]}",

@@ -15,21 +15,16 @@ Source: Megatron-LM `megatron/core/rerun_state_machine.py`, `RerunDiagnostic`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.loss.level import finite, measure_for, noise_of, rounding_of
 from ckptctl.loss.replay import FINE
-from ckptctl.loss.rows import Number, Row
-
-Rows = Mapping[int, Row]
-"""The rows of one log by their steps."""
-Record = Mapping[str, Rows]
-"""What one run logged, by log: one log, or one for each rank."""
+from ckptctl.loss.rows import Number
+from ckptctl.rerun.recording import Comparison, Record, Rows, aligned, compare
 
 _FAR = 10.0
 """A difference decides if it is so many times as large as those between runs that should be
@@ -60,54 +55,6 @@ class Nodes(str, Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first value in which two runs differ."""
-
-    step: int
-    """The training step."""
-    log: str
-    """The log that holds it, where a run has several; else empty."""
-    name: str
-    """`loss` or `grad_norm`."""
-    relative: float | None
-    """How large the difference is, relative; null where one of both is not finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How the values of two runs compare, up to and with the suspicious step."""
-
-    n_values: int
-    """How many values both runs logged."""
-    first: Difference | None
-    """The first difference; null where all values are equal."""
-    largest_before: float | None
-    """The largest relative difference of losses before the suspicious step; null where one of
-    two losses is not finite."""
-    largest_at: float | None
-    """That of its loss; null where one of both is not finite."""
-    starts_equal: bool
-    """The values of the first common step are equal."""
-    other_samples: int | None
-    """The first step that consumed other samples; null where none did, or it was not logged."""
-
-    @property
-    def before(self) -> float:
-        """`largest_before`, as a number."""
-        return math.inf if self.largest_before is None else self.largest_before
-
-    @property
-    def at(self) -> float:
-        """`largest_at`, as a number."""
-        return math.inf if self.largest_at is None else self.largest_at
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether no value differs."""
-        return self.first is None
-
-
 class Decision(NamedTuple):
     """An answer with its reason; `more` are nodes on which a further replay could change it.
 
@@ -118,58 +65,6 @@ class Decision(NamedTuple):
     reason: str
     more: Nodes | None = None
     scatter: float | None = None
-
-
-def compare(a: Record, b: Record, step: int) -> Comparison:
-    """Compare two runs over the steps that both logged, up to and with `step`."""
-    values: list[tuple[int, str, str, float]] = []
-    other_samples: list[int] = []
-    for log, old, new in _aligned(a, b):
-        for number in sorted(n for n in old.keys() & new.keys() if n <= step):
-            x, y = old[number], new[number]
-            for name, one, other in (
-                ("loss", x.loss, y.loss),
-                ("grad_norm", x.grad_norm, y.grad_norm),
-            ):
-                if one is not None and other is not None:
-                    values.append((number, log, name, _difference(one, other)))
-            if None not in (x.samples_digest, y.samples_digest):
-                other_samples += [number] if x.samples_digest != y.samples_digest else []
-    different = sorted(each for each in values if each[3])
-    first = different[0] if different else None
-    losses = [(number, size) for number, _, name, size in values if name == "loss"]
-    return Comparison(
-        len(values),
-        first and Difference(*first[:3], _finite(first[3])),
-        _finite(max((size for number, size in losses if number < step), default=0.0)),
-        _finite(max((size for number, size in losses if number == step), default=math.inf)),
-        bool(values) and (first is None or min(values)[0] < first[0]),
-        min(other_samples, default=None),
-    )
-
-
-def _finite(size: float) -> float | None:
-    return size if math.isfinite(size) else None
-
-
-def _aligned(a: Record, b: Record) -> list[tuple[str, Rows, Rows]]:
-    """The logs of two runs that belong together, by name where both have several."""
-    shared = [name for name in a if name in b]
-    if len(a) > 1 and len(b) > 1 and shared:
-        return [(name, a[name], b[name]) for name in shared]
-    names = shared * 2 or [*list(a)[:1], *list(b)[:1]]
-    return [("", a[names[0]], b[names[1]])] if a and b else []
-
-
-def _difference(x: Number, y: Number) -> float:
-    """The relative difference; 0 for two numbers that may be one, as they were printed."""
-    if not (math.isfinite(x.value) and math.isfinite(y.value)):
-        both = not (math.isfinite(x.value) or math.isfinite(y.value))
-        return 0.0 if both else math.inf
-    off = abs(x.value - y.value)
-    if off <= 0.501 * max(x.quantum, y.quantum):
-        return 0.0
-    return off / max(abs(x.value), abs(y.value))
 
 
 class _Runs(NamedTuple):
@@ -235,7 +130,7 @@ def decide(
             "not repeat the run",
             scatter=scatter,
         )
-    rows = _aligned(record, same[0])[0][1]
+    rows = aligned(record, same[0])[0][1]
     rounding = rounding_of([loss for number, loss in _losses(rows) if number <= step])
     found = _by_bits(runs) if rounding <= FINE else None
     found = found or _beyond_scatter(runs, rounding, _jump(rows, step))

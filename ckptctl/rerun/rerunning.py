@@ -21,16 +21,11 @@ from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.model import ExitCode, NonNegative
 from ckptctl.options import PickPolicy, StorageOptions
-from ckptctl.rerun.deciding import (
-    Answer,
+from ckptctl.rerun.deciding import Answer, Decision, Nodes, decide
+from ckptctl.rerun.recording import (
     Comparison,
-    Decision,
-    Nodes,
     Record,
     compare,
-    decide,
-)
-from ckptctl.rerun.recording import (
     ended_at,
     first_record,
     main_rows,

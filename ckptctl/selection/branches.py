@@ -12,9 +12,10 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import OwnFileUnreadable, PathNotFound
+from ckptctl.errors import OwnFileUnreadable
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
 from ckptctl.formats.own.documents import BranchDocument, LeftBehind
@@ -23,7 +24,7 @@ from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import seconds_of
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.storage.contract import Store, TooLarge, list_if_there
+from ckptctl.storage.contract import Store, list_if_there, read_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import absolute_url, base_name
 
@@ -133,17 +134,10 @@ def read_resumes(store: Store) -> tuple[Resume, ...]:
             step = None if match["step"] == _START else int(match["step"])
             named[entry.path] = Resume(store.url, match["attempt"], step, at_s)
     newest = sorted(named, reverse=True)[:MAX_READ]
-    for path, data in in_flight(lambda path: _read(store, path), newest):
+    for path, data in in_flight(partial(read_if_there, store, limit=_MAX_BYTES), newest):
         if data is not None:
             named[path] = _parsed(named[path], data)
     return tuple(named.values())
-
-
-def _read(store: Store, path: str) -> bytes | None:
-    try:
-        return store.read(path, limit=_MAX_BYTES)
-    except (PathNotFound, TooLarge):
-        return None
 
 
 def _parsed(named: Resume, data: bytes) -> Resume:

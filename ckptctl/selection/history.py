@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
@@ -24,7 +25,7 @@ from ckptctl.formats.own.documents import RootDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.model import FileInfo
 from ckptctl.selection.roots import list_root
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import Store, TooLarge, read_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name
 
@@ -190,7 +191,8 @@ def _resume_of(store: Store, attempt: str, files: Collection[str]) -> AbstractSe
             fields = read_json(store, path, max_bytes=MAX_LINE_BYTES)
             if isinstance(fields, dict) and isinstance(fields.get("step"), int | None):
                 return {fields.get("step")}
-    data = _read(store, f"{ATTEMPTS_FOLDER}/{ledger}") if ledger in files else b""
+    path = f"{ATTEMPTS_FOLDER}/{ledger}"
+    data = read_if_there(store, path, limit=_MAX_LEDGER) if ledger in files else None
     for line in (data or b"").splitlines():
         with suppress(OwnFileUnreadable):
             found = read_line(line)
@@ -298,7 +300,7 @@ def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
     paths = [f"{ATTEMPTS_FOLDER}/{attempt}.jsonl" for attempt in sorted(attempts)]
     doubt = next((f"the ledger {path} is missing" for path in paths if path not in files), None)
     there = [path for path in paths if path in files]
-    for path, data in in_flight(lambda path: _read(store, path), there):
+    for path, data in in_flight(partial(read_if_there, store, limit=_MAX_LEDGER), there):
         try:
             step = _step_in(data)
         except OwnFileUnreadable as error:
@@ -307,13 +309,6 @@ def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
         if step is not None:
             return f"the ledger {path} records step {step}", None
     return None, doubt
-
-
-def _read(store: Store, path: str) -> bytes | None:
-    try:
-        return store.read(path, limit=_MAX_LEDGER)
-    except (PathNotFound, TooLarge):
-        return None
 
 
 def _step_in(data: bytes | None) -> int | None:

@@ -315,6 +315,14 @@ def list_if_there(store: Store, folder: str) -> Sequence[FileInfo]:
         return ()
 
 
+def read_if_there(store: Store, path: str, *, limit: int) -> bytes | None:
+    """The content of a file; None where there is none, or a larger one. Cost: one read."""
+    try:
+        return store.read(path, limit=limit)
+    except (PathNotFound, TooLarge):
+        return None
+
+
 def parts_of(path: str) -> tuple[str, ...]:
     """The names along `path`; empty for the root, which is the empty path.
 

@@ -1,21 +1,45 @@
-"""Run one attempt of a job, and make the records of it."""
+"""Run one attempt of a job, classify its end by what it added to its logs, and record it.
+
+Only what the attempt added is read: a log that all attempts share holds the failures of
+earlier ones too. `classify` finds the cause; `restarting` decides what follows.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from ckptctl.distributed.launcher import cluster_context
-from ckptctl.formats.own.files import MAX_STRING, utc_now
-from ckptctl.formats.own.supervision import AttemptDocument
-from ckptctl.supervisor.causes import MOST_NAMES, LogFolder, Logs
-from ckptctl.supervisor.child import Signals
+from ckptctl.errors import CkptctlError
+from ckptctl.failures.classifying import classify
+from ckptctl.failures.results import CLASSES, CONFIDENCES
+from ckptctl.formats.own.files import MAX_STRING, time_now, utc_now
+from ckptctl.formats.own.supervision import (
+    AttemptDocument,
+    CauseDocument,
+    MemberDocument,
+    PartDocument,
+)
+from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher
 from ckptctl.supervisor.nodes import Plan
 from ckptctl.supervisor.options import OutputOptions
-from ckptctl.supervisor.policy import NOT_INSPECTED, Ended, Seen, Verdict
+from ckptctl.supervisor.policy import (
+    NO_ANSWER,
+    NO_RESTART,
+    NOT_INSPECTED,
+    RERUN,
+    Ended,
+    Seen,
+    Verdict,
+)
 from ckptctl.supervisor.results import Attempt
-from ckptctl.supervisor.watching import EndedElsewhere, Running, Stop, Watcher
+
+MOST_NAMES = 64
+"""Ranks and nodes of one attempt that the state keeps."""
 
 
 class AttemptRunner:
@@ -151,3 +175,195 @@ def reported(attempt: AttemptDocument, verdict: Verdict, left: int, phase: str |
         phase=phase,
         world_size=attempt["world_size"],
     )
+
+
+# An attempt on several nodes
+
+_KILLED = 137
+"""How a part counts whose launcher is gone: as a killed process does."""
+_TELLING = (*NO_RESTART, RERUN, NO_ANSWER)
+"""Exit codes that a job chooses."""
+_CERTAIN = 2
+"""The weight of a part that shows why the attempt ended."""
+
+
+def part_document(number: int, ended: Ended) -> PartDocument:
+    """The end of a part, as the leader reads it."""
+    hang = ended.hang
+    return {
+        "attempt": number,
+        "exit_code": ended.code,
+        "ordered": ended.ordered,
+        "hang": None
+        if hang is None
+        else {
+            "message": hang.message[:MAX_STRING],
+            "section": hang.section,
+            "ranks": [*hang.ranks[:MOST_NAMES]],
+            "nodes": [*hang.nodes[:MOST_NAMES]],
+        },
+        "cause": ended.cause,
+    }
+
+
+def ended_together(
+    parts: Sequence[PartDocument],
+    gone: Sequence[MemberDocument],
+    signal: int | None,
+    seconds: float,
+) -> Ended:
+    """How an attempt ended whose parts ended so; the strongest reason decides.
+
+    Parts that were ordered to end show nothing. Where a launcher is gone, the parts of the
+    others fail for it, unless one has a certain cause.
+    """
+    own = [part for part in parts if not part["ordered"]]
+    if signal is not None:
+        codes = [part["exit_code"] for part in own]
+        code = next(filter(None, codes), 0) if codes else 128 + signal
+        return Ended(code, seconds, None, None, asked=True)
+    failed = sorted((part for part in own if part["exit_code"] or part["hang"]), key=_weight)
+    last = failed[-1] if failed else None
+    if gone and (last is None or _weight(last) < _CERTAIN):
+        nodes = [member["node"] for member in gone]
+        cause: CauseDocument = {
+            "failure": "infra-node",
+            "domain": CLASSES["infra-node"].domain.value,
+            "restart": CLASSES["infra-node"].restart.value,
+            "confidence": "medium",
+            "rule": "",
+            "message": f"the `ckptctl run` of {', '.join(nodes)} is gone"[:MAX_STRING],
+            "rank": None,
+            "nodes": nodes[:MOST_NAMES],
+        }
+        return Ended(_KILLED, seconds, cause, None, asked=False)
+    if last is None:
+        code = next((part["exit_code"] for part in parts if part["exit_code"]), 0)
+        return Ended(code, seconds, None, None, asked=False)
+    hang = last["hang"]
+    return Ended(
+        last["exit_code"],
+        seconds,
+        _checked(last["cause"]),
+        hang and Hang(hang["message"], hang["section"], tuple(hang["ranks"]), tuple(hang["nodes"])),
+        asked=False,
+    )
+
+
+def _weight(part: PartDocument) -> int:
+    """How much the end of a part shows about the attempt."""
+    hang, cause = part["hang"], _checked(part["cause"])
+    if hang is not None:
+        return 3 if hang["ranks"] else 1
+    if cause is not None:
+        return _CERTAIN if cause["confidence"] == "high" else 1
+    return _CERTAIN if part["exit_code"] in _TELLING else 0
+
+
+def _checked(cause: CauseDocument | None) -> CauseDocument | None:
+    """A cause whose words are ours; another launcher may be of another version."""
+    if cause is None or cause["failure"] not in CLASSES or cause["confidence"] not in CONFIDENCES:
+        return None
+    return cause
+
+
+# Logs
+
+_UNKNOWN = "unknown"
+_DEADLINE_S = 30.0
+"""The longest time that a restart waits for the cause."""
+_MOST_BYTES = 64 << 20
+"""How much of the end of each log is read."""
+
+
+class Logs:
+    """The logs of an attempt: local files, which need not exist yet.
+
+    What they hold when this object is made belongs to earlier attempts.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._sizes = {path: _size(path) for path in paths}
+
+    def cause(self, exit_code: int) -> CauseDocument | None:
+        """Why the attempt with this exit code failed; None if its logs do not show it."""
+        with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
+            added = []
+            # Opening a pipe would block.
+            for n, path in enumerate(filter(os.path.isfile, self._sizes)):
+                copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
+                # A log that cannot be read must not prevent a restart.
+                with suppress(OSError):
+                    _copy_from(path, self._sizes[path], copy)
+                    added.append(copy)
+            if not added:
+                return None
+            try:
+                found = classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
+            except CkptctlError:
+                return None
+        if found.failure == _UNKNOWN:
+            return None
+        return {
+            "failure": found.failure,
+            "domain": found.domain.value,
+            "restart": found.restart.value,
+            "confidence": found.confidence,
+            "rule": found.evidence[0].rule if found.evidence else "",
+            "message": found.message[:MAX_STRING],
+            "rank": found.rank,
+            "nodes": [*found.nodes[:MOST_NAMES]],
+        }
+
+
+def _size(path: str) -> int:
+    with suppress(OSError):
+        return os.path.getsize(path)
+    return 0
+
+
+def _copy_from(path: str, start: int, copy: str) -> None:
+    """Copy the end of the added text; a log that became shorter was rewritten."""
+    with open(path, "rb") as log, open(copy, "wb") as added:
+        size = os.fstat(log.fileno()).st_size
+        log.seek(max(start if size >= start else 0, size - _MOST_BYTES))
+        shutil.copyfileobj(log, added)
+
+
+class LogFolder:
+    """The logs of a job: a folder for each attempt, and `run.log` with the decisions.
+
+    A folder that cannot be written must not prevent an attempt: its output goes where that of
+    `run` goes, then. `launcher` is the number of this one where there are several: each writes
+    files of its own.
+    """
+
+    def __init__(self, folder: str, phase: str, launcher: int | None = None) -> None:
+        self._folder = folder
+        self._suffix = ".log" if launcher is None else f"-{launcher}.log"
+        self._attempts = os.path.join(folder, phase) if phase else folder
+        self._prefix = f"{phase}: " if phase else ""
+
+    @contextmanager
+    def output(self, attempt: int) -> Iterator[tuple[int, str] | None]:
+        """A descriptor for the output of an attempt and its path; None where there is none."""
+        path = os.path.join(self._attempts, str(attempt), f"output{self._suffix}")
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError:
+            yield None
+            return
+        try:
+            yield fd, path
+        finally:
+            os.close(fd)
+
+    def note(self, message: str) -> None:
+        """Add a line to `run.log`, as far as that is possible."""
+        with suppress(OSError):
+            os.makedirs(self._folder, exist_ok=True)
+            with open(
+                os.path.join(self._folder, f"run{self._suffix}"), "a", encoding="utf-8"
+            ) as file:
+                file.write(f"{time_now()} {self._prefix}{message}\n")

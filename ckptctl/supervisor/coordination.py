@@ -15,10 +15,8 @@ from contextlib import suppress
 from typing import NamedTuple, cast
 
 from ckptctl.errors import Fenced, StorageUnavailable
-from ckptctl.failures.results import CLASSES, CONFIDENCES
 from ckptctl.formats.own.files import MAX_STRING
 from ckptctl.formats.own.supervision import (
-    CauseDocument,
     LaunchDocument,
     LauncherDocument,
     MemberDocument,
@@ -27,19 +25,14 @@ from ckptctl.formats.own.supervision import (
     SupervisorDocument,
 )
 from ckptctl.formatting import duration
-from ckptctl.supervisor.causes import MOST_NAMES
-from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.attempts import ended_together, part_document
+from ckptctl.supervisor.child import EndedElsewhere, Running, Signals
 from ckptctl.supervisor.holding import LEASE_S, HeldState, end_left_behind, marker_of
 from ckptctl.supervisor.launchers import POLL_S, Launchers
 from ckptctl.supervisor.nodes import Place
-from ckptctl.supervisor.policy import NO_ANSWER, NO_RESTART, RERUN, Ended, Verdict
+from ckptctl.supervisor.policy import Ended, Verdict
 from ckptctl.supervisor.results import Decision
-from ckptctl.supervisor.watching import EndedElsewhere, Hang, Running
 
-_KILLED = 137
-"""How a part counts whose launcher is gone: as a killed process does."""
-_TELLING = (*NO_RESTART, RERUN, NO_ANSWER)
-"""Exit codes that a job chooses."""
 _LEAVING_S = 60.0
 """How long the leader waits for the others to read how the job ended."""
 
@@ -321,11 +314,11 @@ class Coordination:
                 break
             time.sleep(POLL_S / 2)
         if own is not None:
-            parts.append(_part_document(number, own))
+            parts.append(part_document(number, own))
         for member in gone:
             self._tell(f"warning: the `ckptctl run` of {member['node']} is gone")
         signal = self.signal()
-        return _together(parts, gone, signal, time.monotonic() - began_s)
+        return ended_together(parts, gone, signal, time.monotonic() - began_s)
 
     def _parts(self, number: int) -> tuple[list[PartDocument], list[MemberDocument], bool]:
         """The parts of the others that have ended, the members that are gone, and if any runs."""
@@ -378,7 +371,7 @@ class Coordination:
         except BaseException:
             self._launchers.report(running=None)
             raise
-        self._launchers.report(running=None, part=_part_document(number, ended))
+        self._launchers.report(running=None, part=part_document(number, ended))
         return ended
 
     def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
@@ -445,86 +438,3 @@ def members_of(nodes: Sequence[str], idle: Mapping[int, LauncherDocument]) -> li
             left[each["node"]] -= 1
             members.append({"id": each["id"], "launcher": place, "node": each["node"]})
     return members
-
-
-def _part_document(number: int, ended: Ended) -> PartDocument:
-    """The end of a part, as the leader reads it."""
-    hang = ended.hang
-    return {
-        "attempt": number,
-        "exit_code": ended.code,
-        "ordered": ended.ordered,
-        "hang": None
-        if hang is None
-        else {
-            "message": hang.message[:MAX_STRING],
-            "section": hang.section,
-            "ranks": [*hang.ranks[:MOST_NAMES]],
-            "nodes": [*hang.nodes[:MOST_NAMES]],
-        },
-        "cause": ended.cause,
-    }
-
-
-def _together(
-    parts: Sequence[PartDocument],
-    gone: Sequence[MemberDocument],
-    signal: int | None,
-    seconds: float,
-) -> Ended:
-    """How an attempt ended whose parts ended so; the strongest reason decides.
-
-    Parts that were ordered to end show nothing. Where a launcher is gone, the parts of the
-    others fail for it, unless one has a certain cause.
-    """
-    own = [part for part in parts if not part["ordered"]]
-    if signal is not None:
-        codes = [part["exit_code"] for part in own]
-        code = next(filter(None, codes), 0) if codes else 128 + signal
-        return Ended(code, seconds, None, None, asked=True)
-    failed = sorted((part for part in own if part["exit_code"] or part["hang"]), key=_weight)
-    last = failed[-1] if failed else None
-    if gone and (last is None or _weight(last) < _CERTAIN):
-        nodes = [member["node"] for member in gone]
-        cause: CauseDocument = {
-            "failure": "infra-node",
-            "domain": CLASSES["infra-node"].domain.value,
-            "restart": CLASSES["infra-node"].restart.value,
-            "confidence": "medium",
-            "rule": "",
-            "message": f"the `ckptctl run` of {', '.join(nodes)} is gone"[:MAX_STRING],
-            "rank": None,
-            "nodes": nodes[:MOST_NAMES],
-        }
-        return Ended(_KILLED, seconds, cause, None, asked=False)
-    if last is None:
-        code = next((part["exit_code"] for part in parts if part["exit_code"]), 0)
-        return Ended(code, seconds, None, None, asked=False)
-    hang = last["hang"]
-    return Ended(
-        last["exit_code"],
-        seconds,
-        _checked(last["cause"]),
-        hang and Hang(hang["message"], hang["section"], tuple(hang["ranks"]), tuple(hang["nodes"])),
-        asked=False,
-    )
-
-
-_CERTAIN = 2
-
-
-def _weight(part: PartDocument) -> int:
-    """How much the end of a part shows about the attempt."""
-    hang, cause = part["hang"], _checked(part["cause"])
-    if hang is not None:
-        return 3 if hang["ranks"] else 1
-    if cause is not None:
-        return _CERTAIN if cause["confidence"] == "high" else 1
-    return _CERTAIN if part["exit_code"] in _TELLING else 0
-
-
-def _checked(cause: CauseDocument | None) -> CauseDocument | None:
-    """A cause whose words are ours; another launcher may be of another version."""
-    if cause is None or cause["failure"] not in CLASSES or cause["confidence"] not in CONFIDENCES:
-        return None
-    return cause

@@ -20,13 +20,12 @@ from ckptctl.data_classes import dataclass
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import duration
 from ckptctl.storage.waiting import start_daemon
+from ckptctl.supervisor.child import Hang, Running
 from ckptctl.supervisor.evidence import Evidence, collect, state_of
-from ckptctl.supervisor.heartbeats import Folder, beats_of_launched, process_of
+from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.naming import name_ranks
 from ckptctl.supervisor.processes import Process
-from ckptctl.supervisor.step_times import StepTimes
-from ckptctl.supervisor.watching import Hang, Running
 
 GAP_S = 5.0
 """A supervisor that was not called for so long was suspended, or the machine was: what passed

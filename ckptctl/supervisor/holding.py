@@ -39,7 +39,7 @@ from ckptctl.formats.own.supervision import (
 from ckptctl.selection.marking import user_name
 from ckptctl.storage.opening import absolute_url
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
-from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.child import Hang, Running, Signals
 from ckptctl.supervisor.processes import (
     GRACE_S,
     Process,
@@ -51,7 +51,6 @@ from ckptctl.supervisor.processes import (
 )
 from ckptctl.supervisor.results import Decision
 from ckptctl.supervisor.state import LocalCopy, Revisions, bounded, new_state, newer
-from ckptctl.supervisor.watching import Hang, Running
 
 RENEW_S = 15.0
 LEASE_S = 60.0

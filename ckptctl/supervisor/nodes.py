@@ -26,7 +26,7 @@ from ckptctl.formats.own.supervision import (
     ExcludedDocument,
     SupervisorDocument,
 )
-from ckptctl.supervisor.watching import Hang
+from ckptctl.supervisor.child import Hang
 
 EXCLUDED = "CKPTCTL_EXCLUDED_NODES"
 """The variable with the excluded nodes, separated by commas."""

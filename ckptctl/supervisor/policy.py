@@ -21,8 +21,8 @@ from ckptctl.formats.own.supervision import (
     SupervisorDocument,
 )
 from ckptctl.options import not_negative
+from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.results import Decision
-from ckptctl.supervisor.watching import Hang
 
 GIVEN_UP = 93
 """Do not restart. Source: `ft_launcher` of NVRx, `--ft-no-restart-exit-code`."""

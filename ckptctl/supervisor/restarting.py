@@ -1,8 +1,8 @@
 """Restart a job after a failure, as long as it makes progress.
 
 Only a newer step that was inspected and is usable refills the restart budget. The budget is
-kept in the state of the run, so that a later invocation continues with it. `causes`
-classifies failures, `policy` decides, `holding` keeps the state.
+kept in the state of the run, so that a later invocation continues with it. `attempts`
+runs and classifies them, `policy` decides, `holding` keeps the state.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ckptctl.formats.own.supervision import (
 from ckptctl.selection.picking import pick
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import open_store
-from ckptctl.supervisor.attempts import AttemptRunner, begun, closed, reported
-from ckptctl.supervisor.causes import LogFolder
-from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
+from ckptctl.supervisor.child import Signals, Watcher
 from ckptctl.supervisor.coordination import Coordination, Outcome, Part, Turn, members_of
 from ckptctl.supervisor.hangs import HangWatcher
+from ckptctl.supervisor.heartbeats import StepTimes
 from ckptctl.supervisor.holding import HeldState, StatePlace, is_over, lead, marker_of, take_over
 from ckptctl.supervisor.launchers import POLL_S, Launchers
 from ckptctl.supervisor.limits import SectionLimits
@@ -55,8 +55,6 @@ from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.roots import WatchedRoots
 from ckptctl.supervisor.state import STATE_FOLDER, LocalCopy, Revisions
-from ckptctl.supervisor.step_times import StepTimes
-from ckptctl.supervisor.watching import Watcher
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

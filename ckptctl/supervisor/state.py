@@ -40,7 +40,7 @@ from ckptctl.formats.own.supervision import (
     state_bytes,
 )
 from ckptctl.selection.history import ROOT_FILE
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import Store, TooLarge, read_if_there
 from ckptctl.storage.opening import absolute_url, join_url
 
 STATE_FOLDER = f"{OWN_FOLDER}/supervisor"
@@ -120,10 +120,7 @@ class Revisions:
 
     def sign_of_life(self) -> object:
         """What changes as long as the holder of the state is alive."""
-        try:
-            lease = self._store.read(self._start + _LEASE, limit=MAX_LEASE_BYTES)
-        except (PathNotFound, TooLarge):
-            lease = b""
+        lease = read_if_there(self._store, self._start + _LEASE, limit=MAX_LEASE_BYTES)
         return self.numbers()[:1], lease
 
     def launcher(self, place: int) -> LauncherDocument | None:

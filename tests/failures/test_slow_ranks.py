@@ -8,7 +8,7 @@ import pytest
 
 from ckptctl.failures.slow_ranks import slow_among, slow_in_logs, slow_ranks_finding
 from ckptctl.formats.own.heartbeats import Heartbeat
-from ckptctl.supervisor.step_times import StepTimes
+from ckptctl.supervisor.heartbeats import StepTimes
 
 
 def named(slow) -> list[tuple[int | None, str]]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from ckptctl.loss.rows import LogPosition, Number, Row
-from ckptctl.rerun.deciding import Answer, Decision, Nodes, Record, compare, decide
+from ckptctl.rerun.deciding import Answer, Decision, Nodes, decide
+from ckptctl.rerun.recording import Record, compare
 
 STEP = 5
 NAN = math.nan

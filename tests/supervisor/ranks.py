@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from command_line import clean_environment
 
+from ckptctl.supervisor.child import Running
 from ckptctl.supervisor.processes import Process, is_alive
-from ckptctl.supervisor.watching import Running
 from ckptctl.train.heartbeats import started_ticks
 
 WAIT = "sys.stdin.read()"

@@ -17,9 +17,9 @@ from ranks import Ranks
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
+from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, Seen
-from ckptctl.supervisor.watching import Hang
 from ckptctl.train.heartbeats import started_ticks
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
