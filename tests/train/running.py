@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
-from command_line import clean_environment
+from command_line import REPOSITORY, clean_environment
+from forking import ForkServer
 
-JOB = Path(__file__).with_name("small_job.py")
 N_SAMPLES = 96
+
+_LOADED = (
+    *("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
+    *(
+        f"ckptctl.train.{path.stem}"
+        for path in sorted((REPOSITORY / "ckptctl/train").glob("[a-z]*.py"))
+    ),
+)
+"""What each rank would import for itself, in seconds."""
 
 
 def run_job(folder: Path, *options: object, name: str = "run", **variables: str):
     """Run the job to its end, through all its lives; what it printed is in `folder/NAME.jsonl`."""
-    return subprocess.run(
-        [
-            *(sys.executable, str(JOB), "--root", str(folder / name)),
-            *("--out", str(folder / f"{name}.jsonl"), *map(str, options)),
-        ],
-        env=clean_environment(
-            PYTHONPATH=str(JOB.parent.parent.parent), OMP_NUM_THREADS="1", **variables
-        ),
-        capture_output=True,
-        text=True,
-    )
+    files = ("--root", folder / name, "--out", folder / f"{name}.jsonl")
+    words = ["small_job", *map(str, files), *map(str, options)]
+    return _server().run(words, env=_environment(**variables))
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    paths = f"{Path(__file__).parent}:{REPOSITORY}"
+    return clean_environment(PYTHONPATH=paths, OMP_NUM_THREADS="1", **variables)
+
+
+@cache
+def _server() -> ForkServer:
+    return ForkServer(_LOADED, _environment())
 
 
 def codes_of(done: subprocess.CompletedProcess[str]) -> list[int]:
