@@ -34,6 +34,7 @@ from ckptctl.formats.frameworks.state_keys import (
     kind_of_entry,
     optimizer_is_hollow,
 )
+from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import inside
 from ckptctl.model import (
     SHARDED,
@@ -157,6 +158,8 @@ def _held_by(content: object, by_name: Kind | None) -> Mapping[str, int | None]:
             held |= _held_by(value, None)
             continue
         name = kind_of_entry((str(key),)).names[0]
+        if name == "other" and by_name is None and _is_weight(value):
+            name = "model"  # a bare state dict
         if name not in STATE_KINDS or _is_empty(value) or (name == "tokens" and value == 0):
             continue  # a count of 0 tokens was never switched on
         held.setdefault(name, None)
@@ -164,6 +167,10 @@ def _held_by(content: object, by_name: Kind | None) -> Mapping[str, int | None]:
         if name in ("step", "tokens") and type(value) is int and names != ("rng",):
             held[name] = max(value, held[name] or 0)
     return held
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, TensorStub) and bool(value.shape) and "float" in value.dtype
 
 
 def _is_empty(value: object) -> bool:

@@ -39,8 +39,11 @@ from ckptctl.formatting import at_most_few, counted, inside, some_of
 from ckptctl.model import Chunk, Chunks, FileInfo, Grid, Part, Step, TensorEntry
 
 _ONE_OF_SEVERAL = re.compile(
-    r"(?P<before>.*model)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<suffix>\.\w+)"
+    r"(?P<before>.*model(?:\.\w+)?)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<suffix>\.\w+)"
 )
+
+_OF_SEVERAL = re.compile(r"^shard-[0-9]+-|-[0-9]{5}-of-[0-9]{5}(?=\.\w+$)")
+"""What distinguishes the files of one model."""
 
 Headers = Mapping[str, Sequence[StoredTensor]]
 """The tensors of each file whose header is sound."""
@@ -74,7 +77,8 @@ def check_safetensors(
             sound[file.path] = parsed
             findings += _check_length(file, len(header), parsed)
     if len(sound) == len(files):
-        findings += _check_tensors(sound)
+        for headers_of_model in _by_model(sound):
+            findings += _check_tensors(headers_of_model)
     for index in listed:
         if index.size > MAX_HEADER:
             message = f"an index of {index.size:,} bytes is not read"
@@ -123,8 +127,20 @@ def _check_length(
         yield Finding("record.framing", file.path, message)
 
 
+def _by_model(headers: Headers) -> Iterable[Headers]:
+    """The files of each model in a folder: two may have tensors of the same names.
+
+    accelerate writes `model_1.safetensors` beside `model.safetensors`, and `save_pretrained`
+    variants of one model (`model.fp16.safetensors`).
+    """
+    models: dict[str, dict[str, Sequence[StoredTensor]]] = defaultdict(dict)
+    for path, tensors in headers.items():
+        models[_OF_SEVERAL.sub("", path)][path] = tensors
+    return models.values()
+
+
 def _check_tensors(headers: Headers) -> Iterator[Finding]:
-    """Check that the slices of each tensor, from all files, fill its shape."""
+    """Check that the slices of each tensor, from all files of a model, fill its shape."""
     slices: dict[str, list[StoredTensor]] = defaultdict(list)
     for tensors in headers.values():
         for tensor in tensors:

@@ -36,7 +36,7 @@ from ckptctl.findings import (
 )
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import MAX_QUICK_READS
+from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found, contradicted
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
@@ -269,6 +269,10 @@ def _names(part: Part) -> Iterator[str]:
         # DeepSpeed in a step of transformers: `checkpoint-30/global_step30/`.
         folders = [one for one in grid.folder.split("/") if one and step_name(one) is None]
         yield "/".join((*folders, grid.what))
+    # Beside the shards of a model, safetensors are an export of it.
+    is_export = any("model" in grid.what for grid in part.grids)
+    if part.format is PartFormat.RANK_FILES and not is_export:
+        yield from (held.path for held in safetensors_in(part) if held.path)
 
 
 def _holds_metadata(parts: Sequence[OpenPart]) -> bool:

@@ -114,12 +114,19 @@ class OpenStep:
 
     @cached_property
     def step(self) -> Step:
-        """The step by its names: layout, parts and files. Cost: one listing."""
+        """The step by its names: layout, parts and files.
+
+        Cost: one listing; of NVRx, those of the folders of its ranks.
+        """
         files = self.files
-        number, layout = None, "dcp"
+        number, layout, stated = None, "dcp", None
         if isinstance(self.named, StepName):
             number, layout = self.named.number, layouts.layout_of(self.named, files)
-        return Step(self.url, self.name, number, layout, layouts.parts_of(files, layout), files)
+        if number is not None and layout == "nvrx":
+            beside = _files_below(self.store, self.store.list_dir(""))
+            stated = {"rank": layouts.ranks_beside(beside, number)}
+        parts = layouts.parts_of(files, layout, stated=stated)
+        return Step(self.url, self.name, number, layout, parts, files)
 
     @property
     def listed(self) -> Step:

@@ -1,8 +1,9 @@
 """Compare two steps: entries, shapes, dtypes, and optionally values.
 
 Entries, shapes and dtypes come from the metadata. Values are compared by the checksums of
-records that hold the same slices, and by their bytes if the slices differ. Only sharded DCP
-is compared; `verify` checks whether a step is complete.
+records that hold the same slices, and by their bytes if the slices differ. Of a rank-file
+step each file is compared with that of the same name; `verify` checks whether a step is
+complete.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.state_file import Written
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.model import Level
+from ckptctl.inspection.open_step import OpenPart
+from ckptctl.model import SHARDED, Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.slices import TensorSlice, blocks
+from ckptctl.resharding.archives import ReadFile, read_archives
 from ckptctl.resharding.reading import (
     Buffers,
     Damage,
@@ -33,13 +36,13 @@ from ckptctl.resharding.reading import (
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
     SourceBytes,
+    SourcePart,
     SourceTensor,
     check_format,
     source_of,
 )
-from ckptctl.resharding.steps import opened_step
 from ckptctl.resharding.writing import WriteProgress, in_threads
-from ckptctl.selection.verifying import OpenTarget
+from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import read_range
 
 if TYPE_CHECKING:
@@ -65,17 +68,19 @@ def diff(
     """Compare the steps `a` and `b`, named as for `verify`.
 
     Without `values` only the metadata is read and compared. How tensors are sharded is
-    reported, and does not count as a difference. Raises `UsageError` where one of them
-    holds no DCP, or has records that contradict its metadata.
+    reported, and does not count as a difference. Of a rank-file step the entries of each file
+    are compared. Raises `UsageError` where one of them holds neither DCP, rank files nor
+    safetensors, or has records that contradict its metadata.
 
-    Cost: two listings and the metadata; with `values` two short reads for each record,
-    and all bytes of tensors that are sharded differently.
+    Cost: two listings and the metadata, for a rank file three short reads and two for each
+    storage; with `values` two short reads for each record, and all bytes of tensors that are
+    sharded differently. Memory: the entries of all files, and a fixed buffer.
     """
     storage = options_from(keywords, storage)
     checked = Requirements(pattern=pattern)
     with (
-        opened_step(a, checked, storage) as found_a,
-        opened_step(b, checked, storage) as found_b,
+        open_target(a, checked, storage) as found_a,
+        open_target(b, checked, storage) as found_b,
     ):
         sides = []
         for found in (found_a, found_b):
@@ -92,26 +97,48 @@ class _Side:
     """One step: its entries by part and FQN."""
 
     def __init__(self, found: OpenTarget, inspected: Inspection) -> None:
-        check_format(inspected)
-        if not any(part.metadata for part in inspected.parts):
-            raise UsageError(
-                f"{found.url} holds no DCP metadata to compare",
-                next_command=f"ckptctl verify {shlex.quote(found.url)}",
-            )
         self.url = found.url
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, SourceFiles] = {}
-        parts = source_of(inspected).parts
-        files = source_files(found, parts)
-        for part in parts:
+        held = _held_by(found, inspected)
+        for at, part, files in held:
             entries: Sequence[Entry] = (*part.tensors, *part.bytes_entries)
             for entry in entries:
                 fqn = entry.entry.fqn if isinstance(entry, SourceTensor) else entry.fqn
                 # Steps of one part each are compared even if the parts have different paths.
-                is_alone = len(parts) == 1 or not part.path
-                name = fqn if is_alone else f"{part.path}: {fqn}"
+                name = fqn if len(held) == 1 or not at else f"{at}: {fqn}"
                 self.entries[name] = entry
-                self.files[name] = files[part.path]
+                self.files[name] = files
+
+
+def _held_by(
+    found: OpenTarget, inspected: Inspection
+) -> Sequence[tuple[str, SourcePart, SourceFiles]]:
+    """The parts of sharded DCP in a step, else its rank files and safetensors, by name."""
+    if not any(part.part.format in SHARDED for part in inspected.parts):
+        held = [one for part in inspected.parts for one in _of_files(inspected, part)]
+        if held:
+            return held
+    check_format(inspected)
+    if not any(part.metadata for part in inspected.parts):
+        raise UsageError(
+            f"{found.url} holds no DCP metadata to compare",
+            next_command=f"ckptctl verify {shlex.quote(found.url)}",
+        )
+    parts = source_of(inspected).parts
+    files = source_files(found, parts)
+    return [(part.path, part, files[part.path]) for part in parts]
+
+
+def _of_files(inspected: Inspection, part: OpenPart) -> Iterator[ReadFile]:
+    try:
+        yield from read_archives(inspected.step, part)
+    except Damage as damage:
+        raise _not_compared(damage) from damage
+
+
+def _not_compared(damage: Damage) -> UsageError:
+    return UsageError(damage.finding.message, next_command=damage.finding.next_command)
 
 
 class _Compared:
@@ -155,9 +182,7 @@ class _Compared:
         try:
             in_threads(tasks, _THREADS, progress, total, on_progress)
         except Damage as damage:
-            raise UsageError(
-                damage.finding.message, next_command=damage.finding.next_command
-            ) from damage
+            raise _not_compared(damage) from damage
         return sorted(different, key=lambda each: each.fqn)
 
     def _task(
@@ -194,9 +219,12 @@ class _Compared:
             one = self.a.files[name].opened(left, number, _BUFFERS.held)
             other = self.b.files[name].opened(right, number, _BUFFERS.held)
             alike = one.strides == other.strides or (one.is_row_major and other.is_row_major)
-            comparable = one.n_bytes == other.n_bytes and alike
+            comparable = (one.n_bytes, one.first) == (other.n_bytes, other.first) and alike
             if one.crc is None or other.crc is None or not comparable:
                 return None
+            n_bytes = left.chunks[number].elements.n_elements * left.item_bytes
+            if one.crc != other.crc and one.n_bytes != n_bytes:
+                return None  # the storage holds more than this tensor
             same = same and one.crc == other.crc
         return same
 

@@ -212,6 +212,16 @@ class _FlatFiles(SourceFiles):
         return opened._replace(start=0, held=aligned(data))
 
 
+def flat_part(
+    leaves: Sequence[Leaf], opened: OpenFlat, store: Store, url: str
+) -> tuple[SourcePart, SourceFiles]:
+    """The entries that some leaves of an open file make, and where their elements are.
+
+    Raises `NotPlain` for one that is neither a tensor nor a plain value.
+    """
+    return _part(leaves, opened, _FlatFiles(store, opened.path, url))
+
+
 def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
     stubs = {leaf.fqn: leaf.value for leaf in leaves if isinstance(leaf.value, TensorStub)}
     kinds = entry_kinds(_metadata(leaves, stubs))

@@ -21,7 +21,15 @@ from contextlib import ExitStack
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.layouts import METADATA, StepName, parts_of, shard_rank, step_name
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    StepName,
+    is_archive,
+    is_flat_file,
+    parts_of,
+    shard_rank,
+    step_name,
+)
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import Resume, read_resumes
@@ -296,15 +304,20 @@ _PICKLE = b"\x80\x02"
 
 
 def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> None:
-    """Raise `UsageError` where `name` under the store is one file; `files` is its listing.
+    """Raise `UsageError` where `name` under the store is one file that is no step.
 
-    Cost: nothing for a folder; for a file one listing and one small read.
+    A file of `torch.save` without a step number, such as `last.ckpt`, is one. `files` is the
+    listing of `name`. Cost: nothing for a folder; for a file one listing and one small read.
     """
     if [file.path for file in files] != [name]:
         return
     # A folder may hold one file of its own name.
     found = next((one for one in store.list_dir("") if one.path == name), None)
-    if found is not None and found.kind == "file":
+    if (
+        found is not None
+        and found.kind == "file"
+        and not (is_flat_file(found) and is_archive(name))
+    ):
         raise _told(join_url(store.url, name), name, _head(store, found))
 
 

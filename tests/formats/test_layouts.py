@@ -31,6 +31,17 @@ def files(*paths: str) -> tuple[FileInfo, ...]:
         ("ep0-ba1200-rank0.pt", 1200, "composer"),
         ("epoch_3", 3, "torchtune"),
         ("dist_epoch_3", 3, "torchtune"),
+        ("ba1200-rank0.pt", 1200, "composer"),
+        ("ep3.pt", 3, "composer-epochs"),
+        ("last-epoch=1-global_step=1200.0.ckpt", 1200, "lightning"),
+        ("epoch=03-val_loss=0.35.ckpt", 3, "lightning-epochs"),
+        ("epoch=3.ckpt", 3, "lightning-epochs"),
+        ("checkpoint_2_1200.pt", 1200, "fairseq"),
+        ("checkpoint0003.pth", 3, "epochs"),
+        ("epoch-3", 3, "epochs"),
+        ("model_epoch_3.pth", 3, "epochs"),
+        ("iter1200", 1200, "dcp"),
+        ("step_1200.pth.tar", 1200, "dcp"),
         ("step_1200.pt", 1200, "dcp"),
         ("step_007", 7, "dcp"),
         ("step_00000000000000000000000100", 100, "dcp"),
@@ -59,6 +70,10 @@ COUNTED = {
     "verl": "steps",
     "composer": "steps",
     "torchtune": "epochs",
+    "lightning-epochs": "epochs",
+    "composer-epochs": "epochs",
+    "fairseq": "steps",
+    "epochs": "epochs",
 }
 
 

@@ -92,3 +92,56 @@ def test_a_folder_without_metadata_cannot_be_compared(tmp_path):
     (tmp_path / "b" / "step_1" / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(ckptctl.UsageError, match="no DCP metadata to compare"):
         ckptctl.diff(a, str(tmp_path / "b" / "step_1"))
+
+
+STEPS = {
+    "verl": ("global_step_20", "global_step_30"),
+    "zero1": ("global_step4", "global_step6"),
+    "zero3": ("global_step4", "global_step6"),
+    "transformers": ("checkpoint-4", "checkpoint-6"),
+    "accelerate": ("checkpoint_1", "checkpoint_2"),
+    "lightning": ("epoch=0-step=4.ckpt", "epoch=0-step=6.ckpt"),
+}
+
+
+@pytest.mark.parametrize("framework", STEPS)
+def test_of_two_steps_of_rank_files_what_training_changed_differs(rank_files, framework):
+    older, newer = (str(rank_files / framework / name) for name in STEPS[framework])
+    assert ckptctl.diff(older, newer).same  # names, shapes and dtypes
+    found = ckptctl.diff(older, newer, values=True)
+    assert found.exit_code == 28
+    assert found.n_by_checksum + found.n_by_bytes > 10
+    alike = ckptctl.diff(newer, newer, values=True)
+    assert (alike.same, alike.n_entries) == (True, found.n_entries)
+
+
+def test_a_value_and_an_element_of_one_rank_file_that_differ_are_named(tmp_path):
+    import torch
+
+    steps = []
+    for number, change in ((10, 0), (20, 1)):
+        steps.append(folder := tmp_path / f"global_step{number}")
+        (folder / "inner").mkdir(parents=True)
+        held = torch.arange(8.0)
+        held[5] += change
+        whole = {"w": held, "rows": torch.zeros(4, 4).t(), "lr": [0.5], "opaque": {1 + 1j}}
+        torch.save(whole, folder / "inner" / "mp_rank_00_model_states.pt")
+        rest = {"v": held[:3], "lr": 0.5 + change}
+        torch.save(rest, folder / "inner" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    found = ckptctl.diff(str(steps[0]), str(steps[1]), values=True)
+    assert [(one.fqn, one.what) for one in found.differences] == [
+        ("inner/mp_rank_00_model_states.pt: w", "values"),
+        ("inner/zero_pp_rank_0_mp_rank_00_optim_states.pt: lr", "values"),
+    ]
+
+
+def test_a_damaged_rank_file_is_not_compared(tmp_path):
+    import torch
+
+    for number in (10, 20):
+        torch.save({"model": {"w": torch.ones(3)}}, tmp_path / f"step_{number}.pt")
+    path = tmp_path / "step_20.pt"
+    path.write_bytes(path.read_bytes()[:-30])
+    done = run_ckptctl("diff", str(tmp_path / "step_10.pt"), str(path))
+    assert done.returncode == 2
+    assert "step_20.pt" in done.stderr

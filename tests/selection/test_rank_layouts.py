@@ -1,7 +1,10 @@
 """Layouts of rank files that a framework spreads over folders, or writes in an older format.
 
 The files are made by `torch.save` under the names that the sources of the frameworks state:
-NVRx 0.4.1 `local_manager.py`, Composer 0.32 `checkpoint_saver.py`, transformers 5.23.
+NVRx 0.4.1 `local_manager.py`, Composer 0.32 `checkpoint_saver.py`, transformers 5.23; verl 0.3
+`megatron_checkpoint_manager.py`, `megatron_utils.py`; DeepSpeed 0.19.8 `engine.py`
+(`_get_expert_ckpt_name`, `_get_all_zero_checkpoint_state_dicts`); accelerate 1.15 `fsdp_utils.py`;
+diffusers' training scripts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 
 import ckptctl
+from ckptctl.errors import UsageError
 from ckptctl.findings import Severity
 
 torch = pytest.importorskip("torch")
@@ -68,6 +72,16 @@ def test_the_set_of_ranks_decides_which_step_of_nvrx_is_complete(tmp_path):
     assert (report.exit_code, faults(report)) == (20, {"file.missing"})
     assert "s0/r2/iter_0000030_2_local.pt" in report.findings[0].message
     assert ckptctl.pick(str(root)).path == f"{root}@20"
+
+
+def test_a_rank_of_nvrx_whose_folder_is_empty_has_lost_its_file(tmp_path):
+    root = nvrx(tmp_path, 30)
+    (root / "s0/r3/iter_0000030_3_local.pt").unlink()
+    report = ckptctl.verify(f"{root}@30", grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+    # A job that went on with fewer ranks leaves older steps in the folders of the others.
+    save(root / "s0/r3/iter_0000010_3_local.pt", state(10))
+    assert ckptctl.pick(str(root)).path == f"{root}@30"
 
 
 def test_a_file_that_nvrx_did_not_rename_is_of_an_interrupted_save(tmp_path):
@@ -229,3 +243,105 @@ def test_a_universal_checkpoint_has_every_file_of_every_parameter(tmp_path, gone
     report = ckptctl.verify(str(step), level="structure", grace_s=0)
     assert (report.exit_code, faults(report)) == (20, {"file.missing"})
     assert gone in " ".join(finding.where for finding in report.findings)
+
+
+def of_verl_with_megatron(step: Path) -> str:
+    for pp, tp in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        save(step / f"actor/model/mp_rank_{tp:02}_{pp:03}/model.pt", [{"w": torch.ones(4)}])
+        # The first of the data-parallel ranks saves the optimizer, each one its RNG states.
+        save(step / f"actor/optim/distrib_optim_pp{pp}_tp{tp}_cp0_dp0.pt", {0: torch.ones(4)})
+        for dp in (0, 1):
+            name = f"rng_states_pp{pp}_tp{tp}_cp0_dp{dp}.pt"
+            save(step / "actor/rng_states" / name, [{"torch_rng_state": torch.get_rng_state()}])
+    return "actor/optim/distrib_optim_pp1_tp0_cp0_dp0.pt"
+
+
+def of_deepspeed(step: Path) -> str:
+    stated = {"module": {"w": torch.ones(4)}, "dp_world_size": 2, "global_steps": 7}
+    save(step / "mp_rank_00_model_states.pt", stated)
+    for rank in (0, 1):
+        save(step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {}})
+    return "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def of_old_deepspeed(step: Path) -> str:
+    newer = [step / of_deepspeed(step), step / "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    older = [path.with_name(path.name.replace("_optim", "optim")) for path in newer]
+    for one, other in zip(newer, older, strict=True):
+        one.rename(other)
+    for expert in range(4):
+        save(step / f"expert_{expert}_mp_rank_00_model_states.pt", {"w": torch.ones(4)})
+    return "expert_2_mp_rank_00_model_states.pt"
+
+
+def of_fsdp_without_dcp(step: Path) -> str:
+    for rank in (0, 1, 2):
+        save(step / f"pytorch_model_fsdp_0_rank{rank}.bin", {"w": torch.ones(4)})
+        save(step / f"optimizer_0_rank{rank}.bin", {"state": {0: {"exp_avg": torch.ones(4)}}})
+        save(step / f"random_states_{rank}.pkl", {"torch_manual_seed": torch.get_rng_state()})
+    return "optimizer_0_rank1.bin"
+
+
+def of_diffusers(step: Path) -> str:
+    from safetensors.torch import save_file
+
+    for folder in ("unet", "unet_ema"):
+        (step / folder).mkdir(parents=True)
+        path = step / folder / "diffusion_pytorch_model.safetensors"
+        save_file({"w": torch.ones(4)}, path)
+        save_file({"w": torch.ones(4)}, path.with_suffix(".fp16.safetensors"))
+    save_file({"lora": torch.ones(4)}, step / "pytorch_lora_weights.safetensors")
+    save(step / "optimizer.bin", {"state": {0: {"exp_avg": torch.ones(4)}}})
+    save(step / "random_states_0.pkl", {"torch_manual_seed": torch.get_rng_state()})
+    return "unet"
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "layout"),
+    [
+        ("global_step_{}", of_verl_with_megatron, "verl"),
+        ("global_step{}", of_old_deepspeed, "deepspeed"),
+        ("step_{}", of_deepspeed, "deepspeed"),
+        ("iter-{}", of_deepspeed, "deepspeed"),
+        ("epoch{}", of_deepspeed, "epochs"),
+        ("checkpoint_{}", of_fsdp_without_dcp, "accelerate"),
+        ("checkpoint-{}", of_fsdp_without_dcp, "accelerate"),
+        ("checkpoint-{}", of_diffusers, "accelerate"),
+    ],
+)
+def test_a_step_by_names_of_older_and_rarer_kinds_is_picked_and_misses_a_file(
+    tmp_path, name, write, layout
+):
+    for number in (10, 20):
+        lost = write(tmp_path / name.format(number))
+    newest = tmp_path / name.format(20)
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.exit_code, chosen.path, chosen.chosen.layout) == (0, str(newest), layout)
+    report = ckptctl.verify(str(newest), level="structure")
+    assert {"model", "optimizer"} <= set(report.state.held)
+    if (newest / lost).is_dir():  # no name states it: the step before shows it
+        shutil.rmtree(newest / lost)
+        assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / name.format(10))
+        return
+    (newest / lost).unlink()
+    report = ckptctl.verify(str(newest), level="structure", grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+    assert lost in " ".join(finding.message for finding in report.findings)
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "ckpt.pt", "step_30.pth.tar", "20.pt", "e20.pt"])
+def test_a_file_without_a_step_number_is_verified_and_no_sign_of_a_fresh_run(tmp_path, name):
+    path = save(tmp_path / name, state(30))
+    report = ckptctl.verify(str(path), level="content")
+    assert (report.exit_code, faults(report), report.state.step.value) == (0, set(), 30)
+    if not name.startswith("step"):
+        with pytest.raises(UsageError):
+            ckptctl.pick(str(tmp_path))
+    path.write_bytes(path.read_bytes()[:-1])
+    report = ckptctl.verify(str(path), level="content", grace_s=0)
+    assert (report.exit_code, faults(report)) == (21, {"record.framing"})
+
+
+def test_a_bare_state_dict_restores_a_model(tmp_path):
+    path = save(tmp_path / "step_30.pt", torch.nn.Linear(4, 4).state_dict())
+    assert ckptctl.verify(str(path), level="structure").state.held == ("model",)

@@ -59,7 +59,12 @@ _COUNTED = "step scheduler tokens +dataloader"
 _VERL = rf"_world_size_(?P<of_rank>{_N})_rank_(?P<rank>{_N})\.pt"
 _MP = rf"mp_rank_(?P<mp>{_N})"
 # Its folders are places in the grid, so that the folder in front is the shortest that matches.
-_MEGATRON = rf"(?P<folder>(?:.*?/)??)(?:mp_rank_(?P<tp>{_N})(?:_(?P<pp>{_N}))?(?:_(?P<ep>{_N}))?/)?"
+_ABOVE = r"(?P<folder>(?:.*?/)??)"
+_MP_FOLDER = rf"mp_rank_(?P<tp>{_N})(?:_(?P<pp>{_N}))?(?:_(?P<ep>{_N}))?/"
+_MEGATRON = rf"{_ABOVE}(?:{_MP_FOLDER})?"
+# verl wrote Megatron's state this way until 0.4. Of the optimizer, one rank of each
+# model-parallel one writes.
+_PP_TP = rf"pp(?P<pp>{_N})_tp(?P<tp>{_N})"
 _UNIVERSAL = "deepspeed-universal"
 _DEEPSPEED_WEIGHTS = "a DeepSpeed checkpoint"
 _MEGATRON_WEIGHTS = "a Megatron checkpoint"
@@ -84,7 +89,7 @@ FILES = (
     FileName(rf"{_IN}data_(?P<rank>{_N})\.pt", "dataloader", "verl", "verl data", "dataloader"),
     FileName(rf"{_IN}data\.pt", "dataloader", "verl"),
     FileName(
-        rf"{_IN}(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>{_N})_{_MP}_optim_states\.pt",
+        rf"{_IN}(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>{_N})_{_MP}_?optim_states\.pt",
         "optimizer",
         grid="deepspeed",
         what="optimizer",
@@ -128,7 +133,7 @@ FILES = (
         weights=_DEEPSPEED_WEIGHTS,
     ),
     FileName(
-        rf"{_IN}layer_(?P<each_layer>{_N})_expert_(?P<expert>{_N})_{_MP}_model_states\.pt",
+        rf"{_IN}(?:layer_(?P<each_layer>{_N})_)?expert_(?P<expert>{_N})_{_MP}_model_states\.pt",
         "model",
         grid="deepspeed experts",
         what="experts",
@@ -162,6 +167,36 @@ FILES = (
         grid="megatron-legacy",
         what="optimizer",
         weights=_MEGATRON_WEIGHTS,
+    ),
+    FileName(
+        rf"{_ABOVE}model/{_MP_FOLDER}model\.pt", "model", "verl", "verl-megatron", "sharded model"
+    ),
+    FileName(
+        rf"{_ABOVE}optim/distrib_optim_{_PP_TP}_cp{_N}_dp{_N}\.pt",
+        "optimizer",
+        "verl",
+        "verl-megatron",
+        "optimizer",
+    ),
+    FileName(
+        rf"{_ABOVE}rng_states/rng_states_{_PP_TP}_cp(?P<cp>{_N})_dp(?P<dp>{_N})\.pt",
+        "rng",
+        "verl",
+        "verl-megatron",
+        "RNG states",
+    ),
+    FileName(
+        rf"{_IN}pytorch_model_fsdp(?:_(?P<each_model>{_N}))?_rank(?P<rank>{_N})\.bin",
+        "model",
+        grid="accelerate-fsdp",
+        what="model",
+        weights="Hugging Face weights",
+    ),
+    FileName(
+        rf"{_IN}optimizer(?:_(?P<each_optimizer>{_N}))?_rank(?P<rank>{_N})\.bin",
+        "optimizer",
+        grid="accelerate-fsdp",
+        what="optimizer",
     ),
     FileName(rf"{_IN}rng_state_(?P<rank>{_N})\.pth", "rng", grid="transformers", what="RNG states"),
     FileName(
@@ -208,13 +243,13 @@ FILES = (
     ),
     FileName(r"iter_[0-9]+_[0-9]+_local\.pt", weights="an NVRx local checkpoint"),
     FileName(
-        rf"(?P<folder>)(?:[^/]*-)?ep[0-9]+-ba[0-9]+-rank(?P<rank>{_N})\.pt",
+        rf"(?P<folder>)(?:[^/]*-)?ba[0-9]+-rank(?P<rank>{_N})\.pt",
         "model optimizer scheduler rng step dataloader",
         "composer-ranks",
         "composer",
         "state",
     ),
-    FileName(rf"{_IN}[^/]*model[^/]*\.safetensors", "model", weights="safetensors weights"),
+    FileName(rf"{_IN}(?!optim)[^/]+\.safetensors", "model", weights="safetensors weights"),
     FileName(r".+\.safetensors(?:\.index\.json)?", weights="safetensors weights"),
     FileName(
         rf"{_IN}(?:[^/]+[-_.])?optimizer(?:[-_.0-9][^/]*)?\.bin",
@@ -242,7 +277,7 @@ FILES = (
         rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model", weights=_TORCH_WEIGHTS
     ),
     FileName(
-        rf".+\.ckpt|.+\.pth|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)",
+        rf".+\.ckpt|.+\.pth(?:\.tar)?|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)|[a-z]{{0,2}}[-_]?[0-9]+\.pt",
         weights=_TORCH_WEIGHTS,
     ),
     FileName(
@@ -322,6 +357,9 @@ CONVERSIONS: Mapping[str, str] = {
     "deepspeed": "ds_to_universal --input_folder {step} --output_folder {step}-universal",
     "nvrx": "ckptctl show {step}",
     "composer": "ckptctl show {step}",
+    "verl-megatron": "python -m verl.model_merger merge --backend megatron --local_dir {step} "
+    "--target_dir OUT",
+    "accelerate-fsdp": "ckptctl show {step}",
     "megatron-legacy": "python tools/checkpoint/convert.py --model-type GPT --loader mcore "
     "--saver mcore --load-dir {root} --save-dir OUT --target-tensor-parallel-size N",
 }

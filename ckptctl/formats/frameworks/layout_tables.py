@@ -23,28 +23,43 @@ STEP_NAMES = (
     ("olmo-core", rf"step{_N}"),
     ("megatron", rf"iter_{_N}"),
     ("automodel", rf"epoch_[0-9]+_step_{_N}"),
-    ("lightning", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?\.ckpt"),
+    ("lightning", rf"(?:[^/]*[-_])?(?:global_)?step={_N}(?:\.0)?(?:-[^/]*)?\.ckpt"),
+    ("lightning-epochs", rf"(?:[^/]*[-_])?epoch={_N}(?:-(?!step=)[^/]*)?\.ckpt"),
     ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
     ("transformers", rf"checkpoint-{_N}"),
     ("accelerate", rf"checkpoint_{_N}"),
     ("deepspeed-universal", rf"global_step{_N}_universal"),
     ("deepspeed", rf"global_step{_N}"),
     ("verl", rf"global_step_{_N}"),
-    ("composer", rf"ep[0-9]+-ba{_N}(?:-rank[0-9]+)?"),
+    ("composer", rf"(?:[^/]*-)?(?:ep[0-9]+-)?ba{_N}(?:-rank[0-9]+)?"),
+    ("composer-epochs", rf"ep{_N}(?:-rank[0-9]+)?"),
     ("torchtune", rf"(?:dist_)?epoch_{_N}"),
-    ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
+    ("fairseq", rf"checkpoint_[0-9]+_{_N}"),
+    ("epochs", rf"(?:(?:(?:ckpt|checkpoint|model)[-_])?epoch[-_]?|checkpoint){_N}"),
+    (
+        "dcp",
+        rf"(?:(?:ckpt|checkpoint|model|state)[-_]step|ckpt|iter|it|iteration)[-_]?{_N}",
+    ),
 )
 
-COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {"accelerate": "saves", "torchtune": "epochs"}
+COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {
+    "accelerate": "saves",
+    "torchtune": "epochs",
+    "lightning-epochs": "epochs",
+    "composer-epochs": "epochs",
+    "epochs": "epochs",
+}
 """The layouts whose number is not the training step, and what it counts.
 
-Source: accelerate 1.15 `accelerator.py` (`save_iteration`); torchtune names a folder by its epoch.
+Source: accelerate 1.15 `accelerator.py` (`save_iteration`); torchtune names a folder by its epoch,
+as do Lightning, Composer, fairseq and DINO where a file name has no step.
 """
 
-# Steps that have no folder: their files lie in several, or beside those of other steps.
+# Steps that have no folder: their files lie in several, or beside those of other steps. Those of
+# NVRx are the first.
 SCATTERED = (
     ("nvrx", rf"(?:[^/]+/)?r?[0-9]{{1,6}}/iter_{_N}_[0-9]{{1,6}}_local(?:\.dirty)?\.pt"),
-    ("composer-ranks", rf"(?:[^/]*-)?ep[0-9]+-ba{_N}-rank[0-9]{{1,6}}\.pt"),
+    ("composer-ranks", rf"(?:[^/]*-)?ba{_N}-rank[0-9]{{1,6}}\.pt"),
 )
 
 HOLDS_SCATTERED = r"r?[0-9]{1,6}"
@@ -52,6 +67,8 @@ HOLDS_SCATTERED = r"r?[0-9]{1,6}"
 
 BARE_NUMBER = _N
 
+LIGHTNING = ("lightning", "lightning-epochs")
+WITH_VERSIONS = (*LIGHTNING, "nemo")
 LIGHTNING_VERSION = r".*-v([1-9][0-9]{0,8})(?:\.ckpt)?"
 """Lightning's name for a further save of the same step: `step=200.ckpt`, `step=200-v1.ckpt`."""
 
@@ -104,7 +121,7 @@ OTHER_FORMATS = (
     (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
 )
 
-ARCHIVE = r"(?:.*/)?[^/]+(?<!\.dirty)\.(?:pt|pth|ckpt)"
+ARCHIVE = r"(?:.*/)?[^/]+(?<!\.dirty)\.(?:pt|pth|ckpt|pth\.tar)"
 """Files of `torch.save`, by a suffix that nothing else has."""
 
 PERHAPS_ARCHIVE = r"(?:.*/)?[^/]+\.(?:bin|pkl|tar)"
@@ -118,10 +135,15 @@ SIGNATURES = (
     (
         "transformers",
         "transformers",
-        r"trainer_state\.json|rng_state(?:_[0-9]+)?\.pth|optimizer\.(?:pt|bin)|training_args\.bin",
+        r"trainer_state\.json|rng_state(?:_[0-9]+)?\.pth|training_args\.bin",
     ),
-    ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
-    ("transformers", "transformers", r".*_fsdp_[0-9]+/.+"),
+    ("accelerate", "accelerate transformers dcp torchtune epochs", r"random_states_[0-9]+\.pkl"),
+    ("transformers", "transformers", r".*_fsdp_[0-9]+/.+|optimizer\.(?:pt|bin)"),
+    (
+        "deepspeed",
+        "dcp torchtitan olmo-core megatron transformers accelerate verl",
+        r"(?:zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt",
+    ),
     ("accelerate", "accelerate", r"(?:pytorch_model_fsdp|optimizer)_[0-9]+/.+"),
     ("kempnerforge", "dcp", r"train_state\.pt"),
     ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),
@@ -134,7 +156,7 @@ NEEDS_SIGNATURE = frozenset({"olmo-core", "transformers", "accelerate", "automod
 
 WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "olmo-core": (".metadata.json", "train/rank0.pt"),
-    "lightning": ("meta.pt",),
+    **dict.fromkeys(LIGHTNING, ("meta.pt",)),
     "transformers": ("trainer_state.json",),
     "accelerate": ("random_states_0.pkl",),
     "megatron-bridge": ("train_state.pt", "run_config.yaml"),

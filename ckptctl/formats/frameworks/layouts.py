@@ -24,7 +24,7 @@ OWN_FOLDER = ".ckptctl"
 REMOVING = f"{OWN_FOLDER}/removing"
 """A note in a step that is being removed."""
 
-FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
+FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pth.tar", ".tar")
 """How files of `torch.save` that are whole steps are called."""
 
 _MAX_WRAPPERS = 4
@@ -160,6 +160,28 @@ def _session(path: str) -> str:
     return path.rsplit("/", 2)[0] if path.count("/") > 1 else ""
 
 
+def ranks_beside(entries: Iterable[FileInfo], number: int) -> int:
+    """How many ranks the folders of a session of NVRx are for, at the step `number`.
+
+    A rank without a file of that step counts if its folder is empty, or holds a step that is
+    no older than all that the ranks with a file have: NVRx removes what is older after each
+    save, so that the folders of a job that ran on more ranks keep older steps.
+    """
+    layout, expression = tables.SCATTERED[0]
+    held: dict[str, set[int]] = {}
+    for entry in entries:
+        folder, _, name = entry.path.rpartition("/")
+        if entry.kind == "dir" and may_hold_scattered(name):
+            held.setdefault(entry.path, set())
+        match = re.fullmatch(expression, entry.path) if entry.kind == "file" else None
+        named = _named("", layout, match) if match else None
+        if named is not None:
+            held.setdefault(folder, set()).add(named.number)
+    kept = min((step for steps in held.values() if number in steps for step in steps), default=0)
+    ranks = [folder for folder, steps in held.items() if max(steps, default=kept) >= kept]
+    return max((int(re.sub(r"[^/]*/|r", "", folder)) + 1 for folder in ranks), default=0)
+
+
 def may_hold_scattered(folder: str) -> bool:
     """Whether a folder in a session may hold files of steps without a folder."""
     return re.fullmatch(tables.HOLDS_SCATTERED, folder) is not None
@@ -195,7 +217,7 @@ def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) 
     if len(digits) > len(str(MAX_STEP)) or int(digits) > MAX_STEP:
         return None
     version = (
-        re.fullmatch(tables.LIGHTNING_VERSION, name) if layout in ("lightning", "nemo") else None
+        re.fullmatch(tables.LIGHTNING_VERSION, name) if layout in tables.WITH_VERSIONS else None
     )
     return StepName(name, int(digits), layout, bare=bare, attempt=int(version[1]) if version else 0)
 
@@ -313,9 +335,15 @@ def own_file_of_lone(name: str, path: str) -> str:
 
 
 def parts_of(
-    files: Sequence[FileInfo], layout: str = "", *, max_depth: int = 3
+    files: Sequence[FileInfo],
+    layout: str = "",
+    *,
+    max_depth: int = 3,
+    stated: Mapping[str, int] | None = None,
 ) -> tuple[Part, ...]:
     """The folders of tensors among the files of a step of `layout`, by path.
+
+    `stated` are lengths of the axes of rank files, as for `grids_of`.
 
     A folder with DCP metadata or shard files is a DCP part, at most `max_depth`
     folders down; beside such folders, the shards of DCP's Hugging Face writer and a
@@ -330,7 +358,7 @@ def parts_of(
         folders.setdefault(folder, []).append(_renamed(file, name))
     formats = {folder: _dcp_format(inside) for folder, inside in folders.items()}
     if not any(formats.values()):
-        return _other_parts(folders, layout)
+        return _other_parts(folders, layout, stated)
     return tuple(
         Part(folder, found, tuple(inside))
         for folder, inside in sorted(folders.items())
@@ -365,7 +393,9 @@ def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
     return found
 
 
-def _other_parts(folders: Mapping[str, Sequence[FileInfo]], layout: str) -> tuple[Part, ...]:
+def _other_parts(
+    folders: Mapping[str, Sequence[FileInfo]], layout: str, stated: Mapping[str, int] | None
+) -> tuple[Part, ...]:
     paths = [
         (f"{folder}/{file.path}" if folder else file.path)
         for folder in folders
@@ -381,7 +411,7 @@ def _other_parts(folders: Mapping[str, Sequence[FileInfo]], layout: str) -> tupl
     )
     if any(is_archive(path, layout) for path in paths):
         files = _flattened(folders)
-        return (Part("", PartFormat.RANK_FILES, files, grids_of(files, layout)),)
+        return (Part("", PartFormat.RANK_FILES, files, grids_of(files, layout, stated)),)
     return safetensors
 
 
@@ -420,7 +450,7 @@ def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) 
     OLMo-core also saves weights alone, as bare DCP, and Lightning also saves a step as one
     file: then there are none.
     """
-    if layout == "lightning" and not any(part.format is PartFormat.DCP for part in parts):
+    if layout in tables.LIGHTNING and not any(part.format is PartFormat.DCP for part in parts):
         return ()
     if layout == "olmo-core" and any(part.path == "" for part in parts):
         return ()
