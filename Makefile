@@ -10,7 +10,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
+.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
 # The second step of CI leaves out `long`.
 SLOW := slow or long
 TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
@@ -36,6 +36,13 @@ test: lint ## Lint, types and the tests that take no more than a second or two e
 
 test-long: $(READY) ## The tests that `make test` leaves out because they are slow
 	@$(TESTS) -m '$(SLOW)'
+
+platforms: $(READY) ## Run tests on every Python and torch that is claimed and at hand
+	@$(BIN)/python tools/platforms.py --write
+
+gpu: $(READY) ## The tests on a CUDA device, skipped where there is none, and load and save beside torch
+	@$(BIN)/python -m pytest -q -m gpu tests/train/test_devices.py
+	@$(BIN)/python bench/run.py devices --write
 
 .PHONY: frameworks
 frameworks: $(READY) ## Install transformers, accelerate, Lightning and torchtitan for the tests of the integrations

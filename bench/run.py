@@ -24,6 +24,7 @@ from pathlib import Path
 
 import checkpointer
 import content_check
+import devices
 import listing
 import loss_reading
 import metadata_decode
@@ -46,6 +47,7 @@ AREAS: dict[str, Area] = {
     "loading": reader.rows,
     "logs": loss_reading.rows,
     "saving": checkpointer.rows,
+    "devices": devices.rows,
     "resharding": reshard.rows,
 }
 """What is measured, by the name of its table."""

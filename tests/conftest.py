@@ -99,8 +99,11 @@ def checkpoints() -> Path:
     """Every variant that `fixtures/make.py` writes, as `NAME/step_N`, with real torch.
 
     Made once by the torch that is installed (half a minute), then kept for
-    later runs until that torch or the sources below `fixtures/` change.
+    later runs until that torch or the sources below `fixtures/` change. An
+    environment without torch takes those of CKPTCTL_TEST_CHECKPOINTS.
     """
+    if made := os.environ.get("CKPTCTL_TEST_CHECKPOINTS"):
+        return Path(made)
     script = ROOT / "fixtures" / "make.py"
 
     def make(folder: Path) -> None:

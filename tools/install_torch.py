@@ -1,6 +1,6 @@
-"""Install the torch that `constraints.txt` names, and never CUDA by accident.
+"""Install the torch that `constraints.txt` names, or another, and never CUDA by accident.
 
-    python tools/install_torch.py
+    python tools/install_torch.py [torch==VERSION]
 
 On Linux the default package index serves torch with gigabytes of CUDA
 libraries. What would be installed is looked at first; where CUDA is in it, this
@@ -28,7 +28,7 @@ next:  PIP_EXTRA_INDEX_URL=URL make demo   with an index of CPU builds; pytorch.
 
 
 def main() -> int:
-    torch = _pinned()
+    torch = sys.argv[1] if len(sys.argv) > 1 else _pinned()
     packages = _would_install(torch)
     cuda = sorted(name for name in packages if CUDA.match(name))
     if cuda and os.environ.get("ALLOW_CUDA") != "1":
@@ -37,7 +37,8 @@ def main() -> int:
     if not packages:
         return 0
     print(f"installing {torch} ({'CUDA' if cuda else 'CPU'})", flush=True)
-    command = [*PIP, "install", "-qq", "-c", str(CONSTRAINTS), torch]
+    constraints = ["-c", str(CONSTRAINTS)] if torch == _pinned() else []
+    command = [*PIP, "install", "-qq", *constraints, torch]
     return subprocess.run(command, check=False).returncode
 
 
