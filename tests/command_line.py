@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -21,8 +20,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 COMMAND = (sys.executable, "-m", "ckptctl")
 
 _NEEDS_TORCH = ("distributed", "integrations", "train")
-_READ_AT_START = ("PYTHON", "LANG", "LC_")
-"""What the names of variables begin with that Python reads when it starts."""
+_RUNBOOK = """import runpy, sys
+sys.executable = {!r}
+runpy.run_module("ckptctl", run_name="__main__", alter_sys=True)"""
+"""The command, and the ten that a runbook starts with the Python that runs it, are forked."""
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -46,9 +47,10 @@ def run_ckptctl(
     """
     words = list(map(str, args))
     variables = clean_environment(**(env or {}))
-    forks = _at_start(variables) == _at_start(_server().variables)
-    if forks and kwargs.keys() <= {"cwd", "input"}:
-        return _server().run(["ckptctl", *words], env=variables, **kwargs)
+    server = _server()
+    if server.forks(variables) and kwargs.keys() <= {"cwd", "input"}:
+        start = ("-c", _RUNBOOK.format(server.python)) if words[:1] == ["runbook"] else COMMAND[1:]
+        return server.run([*start, *words], env=variables, **kwargs)
     return subprocess.run(
         [*COMMAND, *words],
         env=variables,
@@ -56,11 +58,6 @@ def run_ckptctl(
         errors="surrogateescape",
         **{"capture_output": True, **kwargs},
     )
-
-
-def _at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that Python reads when it starts."""
-    return {name: each for name, each in variables.items() if name.startswith(_READ_AT_START)}
 
 
 @cache

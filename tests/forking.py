@@ -12,19 +12,27 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import json
+import marshal
 import os
 import runpy
+import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
+
+import forked_call
+from forked_call import ask, at_start
 
 
 class ForkServer:
@@ -35,67 +43,67 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._modules = modules
-        self.variables = dict(variables)
-        self._socket: socket.socket | None = None
+        self._variables = dict(variables)
+        self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._folder = Path(tempfile.mkdtemp(prefix="ckptctl-forks-"))
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+
+    @property
+    def python(self) -> str:
+        """A program in the place of `python` whose processes are forked, too, for `-c` and `-m`."""
+        return str(self._folder / "python")
+
+    def forks(self, variables: Mapping[str, str]) -> bool:
+        """Whether a process with these variables, if started, would begin as a forked one does."""
+        return at_start(variables) == at_start(self._variables)
 
     def run(
         self,
-        args: Sequence[str],
+        words: Sequence[str],
         *,
         env: Mapping[str, str],
         cwd: str | os.PathLike[str] | None = None,
         input: str = "",  # noqa: A002 - as `subprocess.run` names it
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python -m ARGS` to its end, as `subprocess.run` with `capture_output` does."""
+        """Run `python WORDS` to its end, as `subprocess.run` with `capture_output` does."""
+        self._start()
         with _file() as out, _file() as err:
             reading, writing = os.pipe()
             try:
-                reply = self._call(args, env, cwd, (reading, out.fileno(), err.fileno()))
+                streams = (reading, out.fileno(), err.fileno())
+                reply = ask(self._folder, words, env, os.path.abspath(cwd or os.curdir), streams)
             finally:
                 os.close(reading)
             with suppress(BrokenPipeError), os.fdopen(writing, "wb") as stdin:
                 stdin.write(input.encode("utf-8", "surrogateescape"))
-            with reply:
-                code = reply.read()
+            with os.fdopen(reply, "rb") as file:
+                code = file.read()
             if not code:
-                raise ChildProcessError(f"the fork server has ended; it was to run {args}")
+                raise ChildProcessError(f"the fork server has ended; it was to run {words}")
             texts = [_read(stream) for stream in (out, err)]
-        return subprocess.CompletedProcess(list(args), int(code), *texts)
+        return subprocess.CompletedProcess(list(words), int(code), *texts)
 
-    def _call(
-        self,
-        args: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str | os.PathLike[str] | None,
-        streams: tuple[int, int, int],
-    ) -> IO[bytes]:
-        """Have a process forked; gives the pipe in which its exit code will be."""
-        call = {"args": list(args), "env": dict(env), "cwd": os.path.abspath(cwd or os.curdir)}
-        body = json.dumps(call).encode()
-        reading, writing = os.pipe()
-        try:
-            with self._lock:
-                to = self._connection()
-                socket.send_fds(to, [len(body).to_bytes(4, "big")], [*streams, writing])
-                to.sendall(body)
-        finally:
-            os.close(writing)
-        return os.fdopen(reading, "rb")
-
-    def _connection(self) -> socket.socket:
-        if self._socket is None:
-            self._socket, theirs = socket.socketpair()
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno()), *self._modules],
-                    env=self.variables,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+    def _start(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                return
+            about = (sys.executable, at_start(self._variables))
+            (self._folder / "server").write_bytes(marshal.dumps(about))
+            command = shlex.join([sys.executable, "-IS", forked_call.__file__, str(self._folder)])
+            Path(self.python).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            Path(self.python).chmod(0o755)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(f"{self._folder}/socket")
+                listener.listen(64)
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, str(listener.fileno()), *self._modules],
+                    env=self._variables,
+                    stdin=subprocess.PIPE,
+                    pass_fds=[listener.fileno()],
                 )
-            atexit.register(process.wait)
-            atexit.register(self._socket.close)  # it ends when nobody can call it any more
-        return self._socket
+            atexit.register(self._process.wait)
+            atexit.register(self._process.stdin.close)  # it ends when nobody can call it any more
 
 
 def _file() -> IO[str]:
@@ -107,7 +115,7 @@ def _read(file: IO[str]) -> str:
     return file.read()
 
 
-def _serve(calls: socket.socket, modules: Sequence[str]) -> list[str]:
+def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
     """Fork for every call; returns in each forked process, with the words of its command line."""
     for module in modules:
         with suppress(ImportError):  # an extra that is not installed
@@ -116,15 +124,18 @@ def _serve(calls: socket.socket, modules: Sequence[str]) -> list[str]:
     # Ctrl-C is for the tests; this process ends with them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        head, streams, _, _ = socket.recv_fds(calls, 4, 4)
-        if not head:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if listener not in ready:
             os._exit(0)
-        body = b""
-        while len(body) < int.from_bytes(head, "big"):
-            body += calls.recv(int.from_bytes(head, "big") - len(body))
+        call, _ = listener.accept()
+        with call:
+            head, streams, _, _ = socket.recv_fds(call, 4, 4)
+            body = b""
+            while len(body) < int.from_bytes(head, "big"):
+                body += call.recv(int.from_bytes(head, "big") - len(body))
         if os.fork() == 0:
-            calls.close()
-            return _become(json.loads(body), streams)
+            listener.close()
+            return _become(*marshal.loads(body), streams)
         for number in streams:
             os.close(number)
         with suppress(ChildProcessError):
@@ -132,7 +143,9 @@ def _serve(calls: socket.socket, modules: Sequence[str]) -> list[str]:
                 pass
 
 
-def _become(call: dict, streams: Sequence[int]) -> list[str]:
+def _become(
+    words: list[str], variables: Mapping[str, str], cwd: str, streams: Sequence[int]
+) -> list[str]:
     """Fork the process that was asked for; its parent stays to report its exit code."""
     *standard, reply = streams
     if pid := os.fork():
@@ -147,18 +160,22 @@ def _become(call: dict, streams: Sequence[int]) -> list[str]:
         os.dup2(number, target)
         os.close(number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(call["cwd"])
+    os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(call["env"])
+    os.environ.update(variables)
     time.tzset()
-    return call["args"]
+    return words
 
 
-def _execute(args: Sequence[str]) -> None:
-    """Run a module as `python -m` does with these words."""
-    sys.argv, sys.path[0] = [*args], os.getcwd()
-    runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+def _execute(flag: str, what: str, *words: str) -> None:
+    """Run a module or code as `python` does with these words."""
+    sys.argv, sys.path[0] = [what if flag == "-m" else flag, *words], os.getcwd()
+    if flag == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = ""
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":
-    _execute(_serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))
+    _execute(*_serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))

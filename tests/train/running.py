@@ -25,7 +25,7 @@ _LOADED = (
 def run_job(folder: Path, *options: object, name: str = "run", **variables: str):
     """Run the job to its end, through all its lives; what it printed is in `folder/NAME.jsonl`."""
     files = ("--root", folder / name, "--out", folder / f"{name}.jsonl")
-    words = ["small_job", *map(str, files), *map(str, options)]
+    words = ["-m", "small_job", *map(str, files), *map(str, options)]
     return _server().run(words, env=_environment(**variables))
 
 
