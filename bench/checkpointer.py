@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from measuring import MIB, Measure, Row, Size, Spent, Taken, called, folder, least
+from measuring import MIB, Measure, Row, Size, Spent, Taken, called, folder, least, time_is_up
 
 WIDTH, STATE_MIB, KEPT_MIB = 2048, 768, 96
 MEASURES: tuple[tuple[Measure, str], ...] = (("clock_s", "by the clock"), ("cpu_s", "processor"))
@@ -94,6 +94,8 @@ def rows(size: Size) -> Iterator[Row]:
 def _measured(parent: Path, n_layers: int, rounds: int) -> Taken:
     taken: dict[str, list[Spent]] = {}
     for turn in range(rounds):
+        if turn and time_is_up():
+            break
         root = parent / f"run-{turn}"
         for acts in (_saves(root, n_layers), _loads(root, n_layers)):
             for what, act in reversed(acts) if turn % 2 else acts:

@@ -101,15 +101,31 @@ def in_turns(
 ) -> Taken:
     """What each act took in each round; `between` is called before each, and not measured.
 
-    Every second round runs them in the opposite order.
+    Every second round runs them in the opposite order. No round but the first begins after
+    the time that `limit_rounds` allows.
     """
     taken: dict[str, list[Spent]] = {what: [] for what in acts}
     for turn in range(rounds):
+        if turn and time_is_up():
+            break
         order = list(acts.items())
         for what, act in reversed(order) if turn % 2 else order:
             between()
             taken[what].append(act())
     return taken
+
+
+_TIMES = {"end_s": float("inf")}
+
+
+def limit_rounds(seconds: float) -> None:
+    """Begin no further round after so many seconds."""
+    _TIMES["end_s"] = time.monotonic() + seconds
+
+
+def time_is_up() -> bool:
+    """Whether no further round may begin."""
+    return time.monotonic() > _TIMES["end_s"]
 
 
 def called(act: Callable[[], object]) -> Spent:

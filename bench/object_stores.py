@@ -86,7 +86,7 @@ def rows(size: Size) -> Iterator[Row]:
     """Content of one step, then the clients' lists and reads."""
     with (
         folder() as name,
-        _server(Path(name)) as (server_name, server),
+        gateway(Path(name)) as (server_name, server),
         _delayed(server.endpoint) as endpoint,
     ):
         near = S3Server(endpoint, server.access_key, server.secret_key)
@@ -99,15 +99,12 @@ def _content(
 ) -> Iterator[Row]:
     step = parent / "step_100"
     process(python(SAVE, step, GIGABYTES * size.scale))
+    n_bytes = put_step(server, step)
     signed: list[object] = []
-    for file in sorted(step.iterdir()):
-        key = f"run/step_100/{file.name}"
-        with file.open("rb") as body:
-            server.client.put_object(Bucket=server.bucket, Key=key, Body=body)
-        if file.suffix == ".distcp":
-            wanted = {"Bucket": server.bucket, "Key": key}
-            signed.append(near.client.generate_presigned_url("get_object", wanted, 36_000))
-            signed.append(file.stat().st_size)
+    for file in sorted(step.glob("*.distcp")):
+        wanted = {"Bucket": server.bucket, "Key": f"run/step_100/{file.name}"}
+        signed.append(near.client.generate_presigned_url("get_object", wanted, 36_000))
+        signed.append(file.stat().st_size)
     url = f"s3://{server.bucket}/run/step_100"
     verify = ckptctl("verify", "--quiet", "--level", "content", url, "--storage-option")
     taken = processes(
@@ -119,13 +116,21 @@ def _content(
         size.rounds,
         near.environment,
     )
-    n_bytes = sum(file.stat().st_size for file in step.iterdir())
     what = f"content of {n_bytes / 1e9:.1f} GB in {FILES} files on {server_name}, {{}}"
     for client in CLIENTS:
         for peer, goal in (("raw HTTP", 1.5), ("`s3fs` alone", None)):
             ours, theirs = (least(taken, who, "clock_s") for who in (client, peer))
             yield Row(what.format(client), ours, "s", theirs, peer, goal=goal)
         yield Row(f"memory, {what.format(client)}", least(taken, client, "peak_mib"), "MiB")
+
+
+def put_step(server: S3Server, step: Path) -> int:
+    """Put the files of a step under `run/step_100`; returns how many bytes they have."""
+    for file in step.iterdir():
+        with file.open("rb") as body:
+            key = f"run/step_100/{file.name}"
+            server.client.put_object(Bucket=server.bucket, Key=key, Body=body)
+    return sum(file.stat().st_size for file in step.iterdir())
 
 
 def _clients(size: Size, server_name: str, server: S3Server, near: S3Server) -> Iterator[Row]:
@@ -189,13 +194,13 @@ def _delayed(endpoint: str) -> Iterator[str]:
 
 
 @contextmanager
-def _server(parent: Path) -> Iterator[tuple[str, S3Server]]:
+def gateway(parent: Path) -> Iterator[tuple[str, S3Server]]:
     if ceph.why_not():
         with moto_server(parent) as endpoint:
             yield "moto", S3Server(endpoint, "test", "test")
         return
-    gateway = ceph.start(parent / "ceph")
+    started = ceph.start(parent / "ceph")
     try:
-        yield "Ceph", S3Server(gateway.endpoint, gateway.access_key, gateway.secret_key)
+        yield "Ceph", S3Server(started.endpoint, started.access_key, started.secret_key)
     finally:
         ceph.stop(parent / "ceph")

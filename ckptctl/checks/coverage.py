@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from math import prod
 from operator import add
 
@@ -142,12 +142,19 @@ def _is_a_row(tensor: TensorEntry) -> bool:
             continue
         if row is not None:
             return False
-        row = sorted(zip(begins, sizes, strict=True)), n_elements
+        row = begins, sizes, n_elements
     if row is None:
         return len(chunks) == 1
-    in_order, n_elements = row
-    ends = list(accumulate(size for _, size in in_order))
-    return [0, *ends[:-1]] == [begin for begin, _ in in_order] and ends[-1] == n_elements
+    begins, sizes, n_elements = row
+    if _follow(begins, sizes, n_elements):  # in the order of the ranks
+        return True
+    in_order = sorted(zip(begins, sizes, strict=True))
+    return _follow([at for at, _ in in_order], [n for _, n in in_order], n_elements)
+
+
+def _follow(begins: Sequence[int], sizes: Sequence[int], n_elements: int) -> bool:
+    """Whether each chunk begins where the one before ends, from 0 to `n_elements`."""
+    return [0, *map(add, begins, sizes)] == [*begins, n_elements]
 
 
 def _slices_of(tensor: TensorEntry) -> tuple[list[Bounds], int]:

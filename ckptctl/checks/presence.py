@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from operator import gt, mul
+from operator import add, gt, mul
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import METADATA
@@ -156,7 +156,7 @@ def _check_files(
     ranges: Ranges, listed: Mapping[str, FileInfo], part_path: str
 ) -> Iterator[Finding]:
     tiled = not holds_safetensors(ranges)
-    for name, numbers in zip(ranges.file_names, ranges.by_file(), strict=True):
+    for name, numbers in zip(ranges.file_names, ranges.by_file, strict=True):
         if not numbers:
             continue
         where = inside(part_path, name)
@@ -197,8 +197,14 @@ def _check_extents(
 ) -> Iterator[Finding]:
     """Ranges that no file can hold, that overlap, or that go over the end of this one."""
     starts, lengths = ranges.starts, ranges.lengths
-    sound = [n for n in numbers if starts[n] >= 0 and lengths[n] > 0]
-    ends = [starts[n] + lengths[n] for n in sound]
+    begins = list(map(starts.__getitem__, numbers))
+    extents = list(map(lengths.__getitem__, numbers))
+    sound = numbers
+    if min(begins) < 0 or min(extents) <= 0:
+        sound = [n for n in numbers if starts[n] >= 0 and lengths[n] > 0]
+        begins = list(map(starts.__getitem__, sound))
+        extents = list(map(lengths.__getitem__, sound))
+    ends = list(map(add, begins, extents))
     needed = max(ends, default=0)
     if needed > _LARGEST_OFFSET or (tiled and len(sound) < len(numbers)):
         yield _outside(ranges, numbers, where)
@@ -216,12 +222,12 @@ def _check_extents(
         return
     # Sorted apart from each other, beginnings and ends show an overlap all the same:
     # somewhere a range begins before as many have ended as began before it.
-    begins = sorted([starts[n] for n in sound])
+    begins.sort()
     ends.sort()
-    if any(end > begin for end, begin in zip(ends, begins[1:], strict=False)):
+    if any(map(gt, ends, begins[1:])):
         yield _overlap(ranges, sound, where)
-    elif needed <= file.size and sum(lengths[n] for n in sound) < file.size:
-        yield _trailing(file.size, needed, sum(lengths[n] for n in sound), where)
+    elif needed <= file.size and sum(extents) < file.size:
+        yield _trailing(file.size, needed, sum(extents), where)
 
 
 def _outside(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:

@@ -112,7 +112,7 @@ class StaleShardCheck:
         """Many more records of these files, and others of the same tensors."""
         files = self._ranges.files
         moved = self._moved(before)
-        by_file = self._ranges.by_file()
+        by_file = self._ranges.by_file
         chosen: dict[int, None] = {}
         for file in suspects:
             known = [n for n in by_file[file] if self._crcs[n] != NO_CRC]

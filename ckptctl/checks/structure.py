@@ -8,6 +8,7 @@ checks the elements.
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptctl.checks.presence import escape_reason, holds_safetensors
@@ -63,7 +64,7 @@ def readable_ranges(ranges: Ranges, files: Sequence[FileInfo]) -> list[list[int]
         return []
     sizes = {file.path: file.size for file in files if file.kind == "file"}
     readable = []
-    for name, numbers in zip(ranges.file_names, ranges.by_file(), strict=True):
+    for name, numbers in zip(ranges.file_names, ranges.by_file, strict=True):
         size = -1 if escape_reason(name) else sizes.get(name, -1)
         readable.append(
             [
@@ -111,7 +112,7 @@ class StructureCheck:
         self._n_without_crcs = self._n_transformed = self._n_plain = 0
         self._templates = Templates()
         self._alike: dict[tuple[int, str], _Alike] = {}
-        self._by_order: dict[str, list[int]] = {}
+        self._by_order: dict[str, list[int]] = defaultdict(list)
         self.n_records = 0
         self.values: list[RecordValue] = []
         self.crcs = array("q", [NO_CRC]) * len(ranges)
@@ -166,7 +167,7 @@ class StructureCheck:
 
     def _keep(self, number: int, byte_order: str | None, crc: int | None) -> None:
         if byte_order is not None:
-            self._by_order.setdefault(byte_order, []).append(number)
+            self._by_order[byte_order].append(number)
         if crc is not None:
             self.crcs[number] = crc
 

@@ -211,7 +211,7 @@ def _report(
     requirements, state = found.requirements, found.state
     seal = found.notes.seal if found.notes else None
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
-    named = {part.path: part.ranges.file_names for part in parts if part.metadata}
+    named = {part.path: frozenset(part.ranges.file_names) for part in parts if part.metadata}
     saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
     findings = [*_in_flight(step, findings, requirements.grace_s)]
     if is_known and step.parts:

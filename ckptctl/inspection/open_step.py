@@ -280,7 +280,7 @@ class OpenPart:
     def records_by_file(self) -> Mapping[str, int]:
         """How many records lie in each shard file that the metadata names."""
         names = self.ranges.file_names
-        return {name: len(held) for name, held in zip(names, self.ranges.by_file(), strict=True)}
+        return {name: len(held) for name, held in zip(names, self.ranges.by_file, strict=True)}
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:

@@ -46,8 +46,8 @@ from ckptctl.storage.opening import parent_url
 if TYPE_CHECKING:
     from ckptctl.inspection.open_step import OpenPart
 
-MAX_METADATA_BYTES = 2**30
-"""Larger metadata is refused. 512,000 chunks take 70 MB: this is enough for 7 million."""
+MAX_METADATA_BYTES = 2**32
+"""Larger metadata is refused. 512,000 chunks take 89 MB: this is enough for 24 million."""
 
 
 def read_metadata(at: OpenPart) -> Iterator[Metadata | Finding]:
@@ -259,7 +259,7 @@ def n_structure_reads(ranges: Ranges) -> int:
     """
     if holds_safetensors(ranges):
         return 0
-    return n_reads(ranges, ranges.by_file(), MAX_QUICK_READS + 1)
+    return n_reads(ranges, ranges.by_file, MAX_QUICK_READS + 1)
 
 
 def optimizer_steps(metadatas: Sequence[Metadata]) -> Mapping[str, Sequence[str | int]]:

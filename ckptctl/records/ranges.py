@@ -10,13 +10,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.model import NO_FILE, BytesEntry, Metadata, TensorEntry
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """The owner of a range: chunk number `chunk` of a tensor, or a bytes entry."""
 
     entry: TensorEntry | BytesEntry
@@ -97,10 +97,10 @@ class Ranges:
         at = bisect_right(self.first_range, number) - 1
         return Owner(self.entries[at], number - self.first_range[at])
 
-    def by_file(self) -> list[list[int]]:
-        """The numbers of the ranges in each file, in no order; those without a file are in none."""
-        numbers: list[list[int]] = [[] for _ in self.file_names]
+    @cached_property
+    def by_file(self) -> Sequence[Sequence[int]]:
+        """The numbers of the ranges in each file, in order; those without a file are in none."""
+        numbers = [array("q") for _ in (*self.file_names, NO_FILE)]  # `NO_FILE`, -1, is the last
         for number, file in enumerate(self.files):
-            if file != NO_FILE:
-                numbers[file].append(number)
-        return numbers
+            numbers[file].append(number)
+        return numbers[:-1]

@@ -65,7 +65,7 @@ _HEALS = frozenset({errno.ESTALE, errno.EAGAIN})
 _RETRIES = Retries(3)
 
 _MAX_DEPTH = 100
-_PIECE = 1 << 30  # Linux reads less than 2 GiB a call
+_PIECE = 0x7FFFF000  # Linux reads no more a call; several pieces are copied together
 
 
 class LocalStore:

@@ -144,7 +144,7 @@ def test_a_file_of_zeros_is_one_finding_that_counts(step: Step):
     path.write_bytes(bytes(path.stat().st_size))
     (finding,) = found(step.folder, step.metadata)
     ranges = Ranges([step.metadata])
-    n_records = len(ranges.by_file()[ranges.file_names.index(file)])
+    n_records = len(ranges.by_file[ranges.file_names.index(file)])
     assert (finding.code, finding.where) == ("record.framing", file)
     assert finding.message.startswith(
         f"{n_records} records do not have the form that torch.save writes; the first is "

@@ -111,8 +111,7 @@ class Readable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """The bytes of one record that were read: some at its beginning, some at its end."""
 
     length: int

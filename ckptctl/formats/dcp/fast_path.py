@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from itertools import accumulate, islice
 from typing import Generic, TypeVar
 
@@ -81,6 +82,21 @@ def size_pattern(hole: Hole) -> str:
     return rf"(?:{hole('Size')}{DIMS}\x85\x94R\x94|{REFERENCE})"
 
 
+def slice_pattern(hole: Hole, group: str = "?:") -> str:
+    """The pattern of where a chunk begins and its size; with "" for `group`, each is a group."""
+    return f"({group}{size_pattern(hole)}){hole('sizes')}({group}{size_pattern(hole)})"
+
+
+def key_pattern(hole: Hole, group: str = "?:") -> str:
+    """The pattern of the hint and the offset in a key; an entry of bytes has no offset."""
+    return f"({group}{INT}|N)(?:{hole('offset')}({group}{size_pattern(hole)}))?"
+
+
+def span_pattern(hole: Hole, group: str = "?:") -> str:
+    """The pattern of where a record begins, and of its length."""
+    return f"({group}{INT}){hole('length')}({group}{INT})"
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Objects of one shape, one behind the other, from `start` to `end`.
@@ -107,23 +123,20 @@ class Window:
         """Where the objects are, and nothing else."""
         return replace(self, rows=[])
 
-    def matched_again(self) -> Window:
-        """The same with its rows."""
-        return replace(self, rows=self.pattern.findall(self.data, self.start, self.end))
-
     def matches(self) -> Iterator[re.Match[bytes]]:
         """Where each object is, and its parts."""
         return self.pattern.finditer(self.data, self.start, self.end)
 
-    def find_rows(self, n_slots: Callable[[Row], int]) -> Rows:
-        """Where each object is; `n_slots` says how many slots of the memo one fills."""
-        matches = list(self.matches())
-        filled = (n_slots(match.groups(b"")) for match in matches)
-        return Rows(
-            array("q", [match.start() for match in matches]),
-            array("q", [match.end() for match in matches]),
-            array("q", accumulate(filled, initial=self.first_slot)),
-        )
+    def parts(self) -> Iterator[Row]:
+        """The rows, matched again."""
+        return (match.groups(b"") for match in self.matches())
+
+    def find_rows(self, n_slots: Iterable[int]) -> Rows:
+        """Where each object is; `n_slots` are how many slots of the memo each fills."""
+        spans = [match.span() for match in self.matches()]
+        starts, ends = zip(*spans, strict=True)
+        first_slots = array("q", accumulate(n_slots, initial=self.first_slot))
+        return Rows(array("q", starts), array("q", ends), first_slots)
 
 
 def literal(references: Mapping[str, bytes]) -> Hole:
@@ -259,14 +272,22 @@ TEXT = rf"(?:{REFERENCE}|\x8c.[^\x94]*\x94)"
 DIMS = rf"(?:\)|{INT}(?:\x85|{INT}(?:\x86|{INT}\x87))\x94|\({INT}{{4,{MAX_DIMS}}}t\x94)"
 """A tuple of integers; all but the empty one are memoized."""
 
-MAX_KNOWN = 65_536
+MAX_KNOWN = 262_144
+"""How many parts of one kind are remembered: more than 16,384 ranks have places in tensors."""
 
-_BINGET, _LONG1, _MARK, SHORT_BINUNICODE = 0x68, 0x8A, 0x28, 0x8C
+_BINGET, _LONG1, _MARK, _SHORT_BINUNICODE, _EMPTY_TUPLE = 0x68, 0x8A, 0x28, 0x8C, 0x29
 _INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
-_DIMENSIONLESS = len(b")\x85\x94R\x94")
-
 Dims = tuple[int, ...]
+ChunkSlice = tuple[Dims, Dims, int]
+"""Where a chunk begins, its size, both in elements, and the memo slots that they fill."""
+
+Key = tuple[int | None, Dims | None, int]
+"""The hint and the offset in a key, and the memo slots that the offset fills."""
+
+Span = tuple[int, int]
+"""Where a record begins, and its length, in bytes."""
+
 Meaning = TypeVar("Meaning")
 
 
@@ -296,45 +317,86 @@ class Known(dict[bytes, Meaning], Generic[Meaning]):
         except Unfit:
             return
 
+    def column(self, parts: Sequence[bytes]) -> list[Meaning]:
+        """What the parts mean, up to one that is unfit."""
+        column: list[Meaning] = []
+        self.extend(column, parts)
+        return column
+
 
 class Parts:
     """The parts of one reading."""
 
+    # The decoders refer to the machine and not to the parts: no cycle keeps either in memory.
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self.texts = Known(self._text)
-        self.sizes = Known(self._size)
-        self.optional_sizes = Known(self._optional_size)
-        self.ints = Known(_int)
-        self.optional_ints = Known(self._optional_int)
+        sizes = Known(partial(_size, machine))
+        self.sizes = sizes
+        self.slices = Known(partial(_slice, _groups(slice_pattern), sizes))
+        self.keys = Known(partial(_key, _groups(key_pattern), sizes))
+        self.spans = Known(partial(_span, _groups(span_pattern)))
+        self.texts = Known(partial(_text, machine))
+        self.n_new_texts = Known(_n_new_texts)
         self.slots = Known(_slot_read)
+        self.referred = partial(_referred, machine)
 
-    def _text(self, part: bytes) -> str:
-        if is_new_text(part):
-            return _new_text(part)
-        text = self.referred(part)
-        if not isinstance(text, str):
+
+def _text(machine: Machine, part: bytes) -> str:
+    if is_new_text(part):
+        return _new_text(part)
+    text = _referred(machine, part)
+    if not isinstance(text, str):
+        raise Unfit
+    return text
+
+
+def _size(machine: Machine, part: bytes) -> Dims:
+    if not is_new_size(part):
+        return _checked(_referred(machine, part))
+    return dims_of(part, _reference_bytes(part))
+
+
+Groups = Callable[[bytes], Row]
+
+
+@cache
+def _groups(pattern: Callable[[Hole, str], str]) -> Groups:
+    """Splits a part; its references were compared when the object was matched."""
+    compiled = re.compile(pattern(lambda _: REFERENCE, "").encode("latin-1"), re.DOTALL)
+
+    def split(part: bytes) -> Row:
+        match = compiled.fullmatch(part)
+        if match is None:
             raise Unfit
-        return text
+        return match.groups(b"")
 
-    def _size(self, part: bytes) -> Dims:
-        if not is_new_size(part):
-            return _checked(self.referred(part))
-        return dims_of(part, 2 if part[0] == _BINGET else 5)
+    return split
 
-    def _optional_size(self, part: bytes) -> Dims | None:
-        """None for a part that is empty, because there is no size."""
-        return self.sizes[part] if part else None
 
-    def _optional_int(self, part: bytes) -> int | None:
-        return None if part == b"N" else self.ints[part]
+def _slice(split: Groups, sizes: Known[Dims], part: bytes) -> ChunkSlice:
+    offset, size = split(part)
+    return sizes[offset], sizes[size], n_size_slots(offset) + n_size_slots(size)
 
-    def referred(self, reference: bytes) -> object:
-        """What the memo holds for the argument of BINGET or LONG_BINGET."""
-        slot = slot_of(reference)
-        if slot >= self._machine.memo.n_slots:
-            raise Unfit
-        return self._machine.recall(slot)
+
+def _key(split: Groups, sizes: Known[Dims], part: bytes) -> Key:
+    hint, offset = split(part)
+    return (
+        None if hint == b"N" else _int(hint),
+        sizes[offset] if offset else None,
+        n_size_slots(offset),
+    )
+
+
+def _span(split: Groups, part: bytes) -> Span:
+    start, length = split(part)
+    return _int(start), _int(length)
+
+
+def _referred(machine: Machine, reference: bytes) -> object:
+    """What the memo holds for the argument of BINGET or LONG_BINGET."""
+    slot = slot_of(reference)
+    if slot >= machine.memo.n_slots:
+        raise Unfit
+    return machine.recall(slot)
 
 
 def slot_of(reference: bytes) -> int:
@@ -344,7 +406,7 @@ def slot_of(reference: bytes) -> int:
 
 def is_new_text(part: bytes) -> bool:
     """Whether a text is written here, and put into the memo."""
-    return part[0] == SHORT_BINUNICODE
+    return part[0] == _SHORT_BINUNICODE
 
 
 def is_new_size(part: bytes) -> bool:
@@ -352,24 +414,31 @@ def is_new_size(part: bytes) -> bool:
     return len(part) > REFERENCE_BYTES
 
 
-def n_size_slots(part: bytes, size_reference: bytes) -> int:
+def n_size_slots(part: bytes) -> int:
     """How many slots of the memo a size fills: three, or two without a dimension.
 
-    One that is referred to, or missing, fills none. `size_reference` is what refers
-    to `torch.Size` in it.
+    One that is referred to, or missing, fills none.
     """
     if not is_new_size(part):
         return 0
-    return 2 if len(part) == len(size_reference) + _DIMENSIONLESS else 3
+    return 2 if part[_reference_bytes(part)] == _EMPTY_TUPLE else 3
 
 
-def n_size_slots_of(parts: Sequence[bytes], size_reference: bytes) -> int:
-    """The sum of `n_size_slots` over a column."""
-    lengths = list(map(len, parts))
-    n_new = len(lengths) - lengths.count(0) - lengths.count(2) - lengths.count(5)
-    if not n_new:
+def n_key_slots(part: bytes) -> int:
+    """How many slots of the memo the offset in a key fills."""
+    return n_size_slots(_groups(key_pattern)(part)[1])
+
+
+def _reference_bytes(part: bytes) -> int:
+    return 2 if part[0] == _BINGET else REFERENCE_BYTES
+
+
+def _n_new_texts(part: bytes) -> int:
+    """Whether a text is written here: 1, or 0 where it is referred to."""
+    if not is_new_text(part):
         return 0
-    return 3 * n_new - lengths.count(len(size_reference) + _DIMENSIONLESS)
+    _new_text(part)
+    return 1
 
 
 def _slot_read(part: bytes) -> int:

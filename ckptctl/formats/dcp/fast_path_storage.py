@@ -2,7 +2,7 @@
 
 A byte range is a `MetadataIndex`, the key, and the `_StorageInfo` that it leads to. Each
 rank sent its own results to the coordinator, so names and files are written anew for each
-rank, and referred to by what follows them: `MemoTexts` knows where they went.
+rank, and referred to by what follows them: a run knows in which slots of the memo they are.
 
 Megatron-Core keeps the save plans of all ranks beside the metadata: a `WriteItem` for
 every chunk, larger than all the rest. Nothing in it is needed to know what a checkpoint
@@ -13,41 +13,40 @@ there is checked, as it is for any other.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, takewhile
-from operator import lt
+from itertools import accumulate, chain, compress, takewhile
+from operator import add, itemgetter, lt
 
 from ckptctl.formats.dcp.fast_path import (
     INT,
     NEW,
     REFERENCE,
-    REFERENCE_BYTES,
     SET,
-    SHORT_BINUNICODE,
     TEXT,
-    Dims,
     FastPathShape,
     Hole,
-    Known,
+    Key,
     Parts,
     Row,
-    Unfit,
     Window,
     is_class,
     is_new_text,
     is_size,
     is_text,
+    key_pattern,
+    n_key_slots,
     n_size_slots,
-    n_size_slots_of,
     size_pattern,
+    slice_pattern,
     slot_of,
+    span_pattern,
 )
-from ckptctl.formats.dcp.fast_path_tensors import CHUNK_EXPECTS, chunk_template
+from ckptctl.formats.dcp.fast_path_tensors import CHUNK_EXPECTS, chunk_pattern
 from ckptctl.formats.dcp.grammar import INDEX, PROPERTIES, STORAGE_INFO, WRITE_DATA, WRITE_ITEM
 from ckptctl.formats.pickles.machine import Machine
-from ckptctl.formats.pickles.stubs import Run
+from ckptctl.formats.pickles.stubs import Rows, Run
 
 _EXPECTS = {
     INDEX: is_class(INDEX),
@@ -63,155 +62,132 @@ _EXPECTS = {
 _OWN_SLOTS = 4
 """Each of the two objects, and the state of each."""
 
+_FQN = 2
+"""The slot of a row that its name fills: those before are of the key and its state."""
+
 
 class StorageRun(Run):
-    """Keys and byte ranges in columns, one row for each; offsets and lengths in bytes."""
+    """Keys and byte ranges in columns, one row for each.
 
-    __slots__ = ("files", "find_texts", "fqns", "hints", "lengths", "offsets", "starts", "texts")
+    `spans` has the start and the length of each row in turn, in bytes; `texts` are the names
+    and files that later rows refer to, by their slots in the memo.
+    """
+
+    __slots__ = ("files", "fqns", "keys", "spans", "texts")
 
     fqns: list[str]
-    hints: list[int | None]
-    offsets: list[Dims | None]
+    keys: list[Key]
     files: list[str]
-    starts: array[int]
-    lengths: array[int]
-    texts: MemoTexts | None
-    find_texts: Callable[[], MemoTexts]
+    spans: array[int]
+    texts: dict[int, str]
 
     def known_at(self, slot: int) -> str | None:
         """A name or a file that was written in one of the rows."""
-        if self.texts is None:
-            self.texts = self.find_texts()
-        return self.texts.at(slot)
-
-
-class MemoTexts:
-    """The texts that the rows of a window put into the memo, up to one that is unfit."""
-
-    __slots__ = ("_rows", "_slots", "_texts")
-
-    def __init__(self, window: Window, size_reference: bytes, known: Known[str]) -> None:
-        self._rows = array("q")
-        self._slots = array("q")
-        self._texts: list[str] = []
-        slot = window.first_slot
-        # Short runs of ranks make this half of a window's cost: no call for each row.
-        for row, (fqn, _, offset, file, *_) in enumerate(window.rows):
-            try:
-                if fqn[0] == SHORT_BINUNICODE:
-                    self._add(row, slot + 2, known[fqn])
-                    slot += 1
-                if len(offset) > REFERENCE_BYTES:
-                    slot += n_size_slots(offset, size_reference)
-                slot += _OWN_SLOTS
-                if file[0] == SHORT_BINUNICODE:
-                    self._add(row, slot, known[file])
-                    slot += 1
-            except Unfit:
-                return
-
-    def _add(self, row: int, slot: int, text: str) -> None:
-        self._texts.append(text)
-        self._slots.append(slot)
-        self._rows.append(row)
-
-    def at(self, slot: int, *, before: int | None = None) -> str | None:
-        """The text in a slot of the memo, if it is of a row `before` that one."""
-        found = bisect_left(self._slots, slot)
-        if found == len(self._slots) or self._slots[found] != slot:
-            return None
-        if before is not None and self._rows[found] >= before:
-            return None
-        return self._texts[found]
+        return self.texts.get(slot)
 
 
 def storage_shape(parts: Parts) -> FastPathShape:
     """The shape of byte ranges with their keys, for one reading."""
 
-    def push(machine: Machine, window: Window, holes: Mapping[str, bytes]) -> int:
-        return _push(parts, machine, window, holes["Size"])
+    def push(machine: Machine, window: Window, _: Mapping[str, bytes]) -> int:
+        return _push(parts, machine, window)
 
     return FastPathShape(_template, _EXPECTS, push)
 
 
 def _template(hole: Hole) -> str:
     return (
-        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({INT}|N)"
-        f"(?:{hole('offset')}({size_pattern(hole)}))?{SET}"
+        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({key_pattern(hole)}){SET}"
         f"{hole(STORAGE_INFO)}{NEW}{hole('relative_path')}({TEXT})"
-        f"{hole('start')}({INT}){hole('length')}({INT}){SET}"
+        f"{hole('start')}({span_pattern(hole)}){SET}"
     )
 
 
-def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes) -> int:
-    fqn_parts, hint_parts, offset_parts, file_parts, start_parts, length_parts, _ = zip(
-        *window.rows, strict=True
-    )
-    names = _Names(parts.texts, window, size_reference)
-    fqns, files = names.column(fqn_parts), names.column(file_parts)
-    offsets: list[Dims | None] = []
-    parts.optional_sizes.extend(offsets, offset_parts)
-    n_rows = min(len(fqns), len(files), len(offsets))
+def _push(parts: Parts, machine: Machine, window: Window) -> int:
+    read = _Rows(parts, window)
+    fqns, files = read.texts(read.fqn_parts), read.texts(read.file_parts)
+    n_rows = min(len(fqns), len(files))
     if not n_rows:
         return 0
     window = window.first(n_rows)
-    n_texts = sum(map(is_new_text, fqn_parts[:n_rows])) + sum(map(is_new_text, file_parts[:n_rows]))
-    n_containers = _OWN_SLOTS * n_rows + n_size_slots_of(offset_parts[:n_rows], size_reference)
-    place = window.without_rows()
     run = StorageRun(
         INDEX,
         window.first_slot,
-        n_containers + n_texts,
-        partial(place.find_rows, partial(_n_slots, size_reference)),
+        read.first_slots[n_rows] - window.first_slot,
+        partial(_find_rows, window.without_rows()),
         in_pairs=True,
     )
-    run.fqns, run.files, run.offsets = fqns[:n_rows], files[:n_rows], offsets[:n_rows]
-    run.hints = list(map(parts.optional_ints.__getitem__, hint_parts[:n_rows]))
-    run.starts = array("q", map(parts.ints.__getitem__, start_parts[:n_rows]))
-    run.lengths = array("q", map(parts.ints.__getitem__, length_parts[:n_rows]))
-    run.texts = names.texts
-    run.find_texts = partial(_texts_again, place, size_reference, parts.texts)
-    return n_rows if machine.push_run(run, window.end, n_containers) else 0
+    run.fqns, run.keys, run.files = fqns[:n_rows], read.keys[:n_rows], files[:n_rows]
+    spans = map(parts.spans.__getitem__, read.span_parts[:n_rows])
+    run.spans = array("q", chain.from_iterable(spans))
+    run.texts = read.texts_to_keep(fqns, files)
+    n_texts = sum(read.new_fqns[:n_rows]) + sum(read.new_files[:n_rows])
+    return n_rows if machine.push_run(run, window.end, run.n_slots - n_texts) else 0
 
 
-def _n_slots(size_reference: bytes, row: Row) -> int:
-    fqn, _, offset, file, *_ = row
-    n_texts = is_new_text(fqn) + is_new_text(file)
-    return _OWN_SLOTS + n_texts + n_size_slots(offset, size_reference)
+class _Rows:
+    """The parts of the rows of a window, and their slots in the memo, up to a row that is unfit.
 
+    Row n fills the slots from `first_slots[n]` up to `first_slots[n + 1]`; the third of them
+    holds its name and the last its file, where these are written in it.
+    """
 
-def _texts_again(window: Window, size_reference: bytes, known: Known[str]) -> MemoTexts:
-    return MemoTexts(window.matched_again(), size_reference, known)
+    def __init__(self, parts: Parts, window: Window) -> None:
+        self._known = parts.texts
+        self.fqn_parts, key_parts, self.file_parts, self.span_parts, _ = zip(
+            *window.rows, strict=True
+        )
+        self.keys = parts.keys.column(key_parts)
+        self.new_fqns = parts.n_new_texts.column(self.fqn_parts)
+        self.new_files = parts.n_new_texts.column(self.file_parts)
+        n_texts = map(add, self.new_fqns, self.new_files)
+        n_others = map(_OWN_SLOTS.__add__, map(itemgetter(2), self.keys))
+        n_slots = map(add, n_texts, n_others)
+        self.first_slots = list(accumulate(n_slots, initial=window.first_slot))
 
+    def texts(self, parts: Sequence[bytes]) -> list[str]:
+        """What the names or files mean, some of which refer to earlier rows."""
+        parts = parts[: len(self.first_slots) - 1]
+        texts = self._known.column(parts)
+        while len(texts) < len(parts) and self._find(parts[len(texts)], len(texts)):
+            self._known.extend(texts, parts)
+        return texts
 
-class _Names:
-    """The columns of texts of one window, some of which refer to others in it."""
-
-    def __init__(self, known: Known[str], window: Window, size_reference: bytes) -> None:
-        self.texts: MemoTexts | None = None
-        self._known = known
-        self._window = window
-        self._size_reference = size_reference
-
-    def column(self, parts: Sequence[bytes]) -> list[str]:
-        """What the parts mean, up to one that is unfit."""
-        column: list[str] = []
-        self._known.extend(column, parts)
-        while len(column) < len(parts) and self._define(parts[len(column)], len(column)):
-            self._known.extend(column, parts)
-        return column
-
-    def _define(self, part: bytes, row: int) -> bool:
-        """Find out what a reference means to a text in an earlier row of the window."""
-        if is_new_text(part):
+    def _find(self, part: bytes, row: int) -> bool:
+        """Find out what a reference means to a text in a row before `row`."""
+        slot = slot_of(part)
+        at = bisect_right(self.first_slots, slot) - 1
+        if is_new_text(part) or not 0 <= at < row:
             return False
-        if self.texts is None:
-            self.texts = MemoTexts(self._window, self._size_reference, self._known)
-        text = self.texts.at(slot_of(part), before=row)
-        if text is None:
+        if self.new_fqns[at] and slot == self.first_slots[at] + _FQN:
+            written = self.fqn_parts[at]
+        elif self.new_files[at] and slot == self.first_slots[at + 1] - 1:
+            written = self.file_parts[at]
+        else:
             return False
-        self._known[part] = text
+        self._known[part] = self._known[written]
         return True
+
+    def texts_to_keep(self, fqns: Sequence[str], files: Sequence[str]) -> dict[int, str]:
+        """Texts that later rows may refer to, by slot; none that most rows write anew."""
+        kept = {}
+        n_rows = min(len(fqns), len(files))
+        if 2 * sum(self.new_fqns) < n_rows:
+            for row in compress(range(n_rows), self.new_fqns):
+                kept[self.first_slots[row] + _FQN] = fqns[row]
+        if 2 * sum(self.new_files) < n_rows:
+            for row in compress(range(n_rows), self.new_files):
+                kept[self.first_slots[row + 1] - 1] = files[row]
+        return kept
+
+
+def _find_rows(window: Window) -> Rows:
+    return window.find_rows(map(_n_slots, window.parts()))
+
+
+def _n_slots(row: Row) -> int:
+    fqn, key, file, *_ = row
+    return _OWN_SLOTS + is_new_text(fqn) + n_key_slots(key) + is_new_text(file)
 
 
 _PLAN_EXPECTS = {
@@ -243,8 +219,8 @@ _KEY_SLOTS = 2 * _OBJECT_SLOTS
 def plan_shape(parts: Parts) -> FastPathShape:
     """The shape of the items of plans, for one reading."""
 
-    def push(machine: Machine, window: Window, holes: Mapping[str, bytes]) -> int:
-        return _push_plans(parts, machine, window, holes["Size"])
+    def push(machine: Machine, window: Window, _: Mapping[str, bytes]) -> int:
+        return _push_plans(parts, machine, window)
 
     return FastPathShape(_plan_template, _PLAN_EXPECTS, push)
 
@@ -259,8 +235,9 @@ def _plan_template(hole: Hole) -> str:
         rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})[\x88\x89]"
         rf"({REFERENCE})[\x88\x89]N?t\x94b"
     )
+    chunk = chunk_pattern(hole, slice_pattern(hole, ""))
     data = (
-        f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk_template(hole)}|({REFERENCE}))"
+        f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk}|({REFERENCE}))"
         f"{hole('properties')}(?:{made_here}|({REFERENCE}))"
         f"{hole('size')}({size_pattern(hole)}){SET}"
     )
@@ -270,8 +247,8 @@ def _plan_template(hole: Hole) -> str:
     )
 
 
-def _push_plans(parts: Parts, machine: Machine, window: Window, size_reference: bytes) -> int:
-    n_slots = [_n_plan_slots(size_reference, row) for row in window.rows]
+def _push_plans(parts: Parts, machine: Machine, window: Window) -> int:
+    n_slots = list(map(_n_plan_slots, window.rows))
     first_slots = accumulate(n_slots, initial=window.first_slot)
     n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
     if not n_rows:
@@ -282,7 +259,7 @@ def _push_plans(parts: Parts, machine: Machine, window: Window, size_reference: 
         WRITE_ITEM,
         window.first_slot,
         sum(n_slots[:n_rows]),
-        partial(window.find_rows, partial(_n_plan_slots, size_reference)),
+        partial(window.find_rows, n_slots[:n_rows]),
     )
     n_containers = run.n_slots - sum(map(is_new_text, fqns))
     return n_rows if machine.push_run(run, window.end, n_containers) else 0
@@ -298,11 +275,11 @@ def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
     return map(max, *columns)
 
 
-def _n_plan_slots(size_reference: bytes, row: Row) -> int:
+def _n_plan_slots(row: Row) -> int:
     fqn, offset, _, slice_offsets, slice_sizes, _, dtype, _, _, _, size, _ = row
     n_slots = _KEY_SLOTS + is_new_text(fqn)
     for part in (offset, slice_offsets, slice_sizes, size):
-        n_slots += n_size_slots(part, size_reference)
+        n_slots += n_size_slots(part)
     for has_object in (size, slice_sizes, dtype):
         n_slots += _OBJECT_SLOTS if has_object else 0
     return n_slots

@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import accumulate, islice
+from operator import itemgetter
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.dcp.fast_path import (
@@ -23,6 +24,7 @@ from ckptctl.formats.dcp.fast_path import (
     REFERENCE,
     SET,
     TEXT,
+    ChunkSlice,
     Dims,
     FastPathShape,
     Hole,
@@ -37,12 +39,12 @@ from ckptctl.formats.dcp.fast_path import (
     is_text,
     literal,
     n_size_slots,
-    n_size_slots_of,
     size_pattern,
+    slice_pattern,
 )
 from ckptctl.formats.dcp.grammar import CHUNK, PROPERTIES, TENSOR
 from ckptctl.formats.pickles.machine import Machine
-from ckptctl.formats.pickles.stubs import Rows, Run, Stub
+from ckptctl.formats.pickles.stubs import Run, Stub
 
 CHUNK_EXPECTS = {
     CHUNK: is_class(CHUNK),
@@ -56,76 +58,67 @@ _OWN_SLOTS = 2
 
 
 class ChunkRun(Run):
-    """Chunks in columns: where each begins, and its size, in elements."""
+    """Chunks: where each begins, its size, and the memo slots of both."""
 
-    __slots__ = ("offsets", "sizes")
+    __slots__ = ("slices",)
 
-    offsets: list[Dims]
-    sizes: list[Dims]
+    slices: list[ChunkSlice]
 
     def known_at(self, slot: int) -> Dims | None:
         """One of the sizes, where both of its row were made there."""
-        row = self.row_of(slot)
-        first_slot, end_slot = self.rows.first_slots[row : row + 2]
-        n_each = 3 if self.offsets[row] else 2
-        if end_slot - first_slot != _OWN_SLOTS + 2 * n_each:
+        first_slots = list(accumulate(_n_slots(self.slices), initial=self.first_slot))
+        row = bisect_right(first_slots, slot) - 1
+        offset, size, n_slots = self.slices[row]
+        n_each = 3 if offset else 2
+        if n_slots != 2 * n_each:
             return None
+        end_slot = first_slots[row + 1]
         if slot == end_slot - 1:
-            return self.sizes[row]
-        return self.offsets[row] if slot == end_slot - 1 - n_each else None
+            return size
+        return offset if slot == end_slot - 1 - n_each else None
 
 
 def chunk_shape(parts: Parts) -> FastPathShape:
     """The shape of chunks, for one reading."""
 
-    def push(machine: Machine, window: Window, holes: Mapping[str, bytes]) -> int:
-        return _push(parts, machine, window, holes["Size"])
+    def push(machine: Machine, window: Window, _: Mapping[str, bytes]) -> int:
+        return _push(parts, machine, window)
 
-    return FastPathShape(chunk_template, CHUNK_EXPECTS, push)
-
-
-def chunk_template(hole: Hole, group: str = "") -> str:
-    """The pattern of a chunk; with `?:` for a `group` its two sizes are no groups."""
-    return (
-        f"{hole(CHUNK)}{NEW}{hole('offsets')}({group}{size_pattern(hole)})"
-        f"{hole('sizes')}({group}{size_pattern(hole)}){SET}"
-    )
+    return FastPathShape(_chunk_template, CHUNK_EXPECTS, push)
 
 
-def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes) -> int:
-    offsets, sizes = chunk_columns(parts, window.rows)
-    if not offsets:
+def chunk_pattern(hole: Hole, sizes: str) -> str:
+    """The pattern of a chunk; `sizes` is that of both."""
+    return f"{hole(CHUNK)}{NEW}{hole('offsets')}{sizes}{SET}"
+
+
+def _chunk_template(hole: Hole) -> str:
+    return chunk_pattern(hole, f"({slice_pattern(hole)})")
+
+
+def _push(parts: Parts, machine: Machine, window: Window) -> int:
+    slices = parts.slices.column([row[0] for row in window.rows])
+    if not slices:
         return 0
-    window = window.first(len(offsets))
-    find_rows = partial(window.without_rows().find_rows, partial(n_chunk_slots, size_reference))
-    n_slots = sum_of_chunk_slots(window.rows, size_reference)
-    run = ChunkRun(CHUNK, window.first_slot, n_slots, find_rows)
-    run.offsets, run.sizes = offsets, sizes
-    return len(offsets) if machine.push_run(run, window.end, n_containers=n_slots) else 0
+    window = window.first(len(slices))
+    place = window.without_rows()
+    run = _run_of(slices, window.first_slot, lambda _: place)
+    return len(slices) if machine.push_run(run, window.end, run.n_slots) else 0
 
 
-def chunk_columns(parts: Parts, rows: Sequence[Row]) -> tuple[list[Dims], list[Dims]]:
-    """Where the chunks of rows begin and their sizes, up to one that is unfit."""
-    offset_parts, size_parts, *_ = zip(*rows, strict=True)
-    offsets: list[Dims] = []
-    sizes: list[Dims] = []
-    parts.sizes.extend(offsets, offset_parts)
-    parts.sizes.extend(sizes, size_parts)
-    n_rows = min(len(offsets), len(sizes))
-    return offsets[:n_rows], sizes[:n_rows]
+def _run_of(slices: list[ChunkSlice], first_slot: int, find: Callable[[int], Window]) -> ChunkRun:
+    n_slots = _OWN_SLOTS * len(slices) + sum(map(_SLOTS_OF_SIZES, slices))
+    run = ChunkRun(CHUNK, first_slot, n_slots, lambda: find(first_slot).find_rows(_n_slots(slices)))
+    run.slices = slices
+    return run
 
 
-def n_chunk_slots(size_reference: bytes, row: Row) -> int:
-    """How many slots of the memo a chunk fills."""
-    offset, size, *_ = row
-    return _OWN_SLOTS + n_size_slots(offset, size_reference) + n_size_slots(size, size_reference)
+_SLOTS_OF_SIZES = itemgetter(2)
 
 
-def sum_of_chunk_slots(rows: Sequence[Row], size_reference: bytes) -> int:
-    """How many slots of the memo chunks fill together."""
-    offsets, sizes, *_ = zip(*rows, strict=True)
-    n_slots = _OWN_SLOTS * len(rows)
-    return n_slots + sum(n_size_slots_of(parts, size_reference) for parts in (offsets, sizes))
+def _n_slots(slices: Iterable[ChunkSlice]) -> Iterator[int]:
+    """How many slots of the memo each chunk fills."""
+    return (_OWN_SLOTS + one[2] for one in slices)
 
 
 _EXPECTS = {
@@ -154,8 +147,9 @@ def _template(hole: Hole) -> str:
         f"{hole('size')}({size_pattern(hole)}){hole('chunks')}"
     )
     # EMPTY_LIST MEMOIZE, then batches of chunks with APPENDS, or one chunk with APPEND.
-    chunk = chunk_template(hole, "?:")
-    several = rf"\((?:{chunk_template(hole, '?:')})+e|{chunk_template(hole, '?:')}a"
+    # A hole that comes again refers to its first place.
+    chunk, each, one = (chunk_pattern(hole, slice_pattern(hole)) for _ in range(3))
+    several = rf"\((?:{each})+e|{one}a"
     return rf"{head}\]\x94((?:(?=\(?{chunk})(?:{several})+)?){SET}"
 
 
@@ -199,12 +193,14 @@ class _Reader:
     def push(self, machine: Machine, window: Window, holes: Mapping[str, bytes]) -> int:
         """Push the entries of a window, up to one that is unfit."""
         place = window.without_rows()
+        # What is between the chunks of a list (MARK, APPENDS, APPEND) is no part of any.
+        pattern = _compiled(*(holes[name] for name in CHUNK_EXPECTS))
         entries: list[_Entry] = []
         first_slots = array("q", [window.first_slot])
         for number, row in enumerate(window.rows):
-            find_chunks = partial(_find_chunks, place, number, holes)
+            chunks_at = partial(_chunks_at, place, number, pattern)
             try:
-                entries.append(self._entry(row, first_slots[-1], holes, find_chunks))
+                entries.append(self._entry(row, first_slots[-1], pattern, chunks_at))
             except Unfit:
                 break
             first_slots.append(first_slots[-1] + entries[-1].n_slots)
@@ -213,7 +209,8 @@ class _Reader:
         end = window.first(len(entries)).end
         place = replace(place, end=end)
         n_slots = first_slots[-1] - window.first_slot
-        run = TensorRun(TENSOR, window.first_slot, n_slots, partial(_find_rows, place, first_slots))
+        n_each = [entry.n_slots for entry in entries]
+        run = TensorRun(TENSOR, window.first_slot, n_slots, partial(place.find_rows, n_each))
         run.entries, run.first_slots = entries, first_slots
         n_texts = sum(is_new_text(row[0]) for row in window.rows[: len(entries)])
         values = [value for entry in entries for value in (entry.name, entry.tensor)]
@@ -226,8 +223,8 @@ class _Reader:
         self,
         row: Row,
         first_slot: int,
-        holes: Mapping[str, bytes],
-        find_chunks: Callable[[int], Rows],
+        pattern: re.Pattern[bytes],
+        chunks_at: Callable[[int], Window],
     ) -> _Entry:
         fqn, *made_here, properties, size, chunks, _ = row
         name, shape = self._parts.texts[fqn], self._parts.sizes[size]
@@ -242,12 +239,17 @@ class _Reader:
         head: list[object] = [name, tensor, state] if is_new_text(fqn) else [tensor, state]
         if not properties:
             head += [its_properties, *_strides_made_of(made_here[-1]), None]
-        if n_slots := n_size_slots(size, holes["Size"]):
+        if n_slots := n_size_slots(size):
             head += [*[None] * (n_slots - 1), shape]
         head.append(chunk_list)
-        run = self._chunks(chunks, first_slot + len(head), holes, find_chunks) if chunks else None
-        if run is not None:
-            chunk_list.append(run)
+        if not chunks:
+            return _Entry(name, tensor, head, None)
+        parts: list[bytes] = pattern.findall(chunks)
+        slices = self._parts.slices.column(parts)
+        if len(slices) < len(parts):
+            raise Unfit
+        run = _run_of(slices, first_slot + len(head), chunks_at)
+        chunk_list.append(run)
         return _Entry(name, tensor, head, run)
 
     def _properties_made_of(self, parts: Row) -> Stub:
@@ -268,22 +270,6 @@ class _Reader:
             self._properties[parts].build(tuple(state))
         return self._properties[parts]
 
-    def _chunks(
-        self,
-        chunks: bytes,
-        first_slot: int,
-        holes: Mapping[str, bytes],
-        find_chunks: Callable[[int], Rows],
-    ) -> ChunkRun:
-        rows: list[Row] = _chunk_pattern(holes).findall(chunks)
-        offsets, sizes = chunk_columns(self._parts, rows)
-        if len(offsets) < len(rows):
-            raise Unfit
-        n_slots = sum_of_chunk_slots(rows, holes["Size"])
-        run = ChunkRun(CHUNK, first_slot, n_slots, partial(find_chunks, first_slot))
-        run.offsets, run.sizes = offsets, sizes
-        return run
-
 
 _TRUE = b"\x88"
 _CHUNKS = 10
@@ -295,25 +281,13 @@ def _strides_made_of(part: bytes) -> tuple[Dims, ...]:
     return () if part[:1] in (b"", b"N", b"h", b"j", b")") else (dims_of(part),)
 
 
-def _chunk_pattern(holes: Mapping[str, bytes]) -> re.Pattern[bytes]:
-    # What is between the chunks of a list (MARK, APPENDS, APPEND) is no part of any.
-    return _compiled(*(holes[name] for name in CHUNK_EXPECTS))
-
-
 @lru_cache(maxsize=16)
 def _compiled(*references: bytes) -> re.Pattern[bytes]:
-    template = chunk_template(literal(dict(zip(CHUNK_EXPECTS, references, strict=True))))
+    template = _chunk_template(literal(dict(zip(CHUNK_EXPECTS, references, strict=True))))
     return re.compile(template.encode("latin-1"), re.DOTALL)
 
 
-def _find_rows(place: Window, first_slots: array[int]) -> Rows:
-    spans = [match.span() for match in place.matches()]
-    starts, ends = zip(*spans, strict=True)
-    return Rows(array("q", starts), array("q", ends), first_slots)
-
-
-def _find_chunks(place: Window, number: int, holes: Mapping[str, bytes], first_slot: int) -> Rows:
-    """Where the chunks of entry `number` are."""
+def _chunks_at(place: Window, number: int, pattern: re.Pattern[bytes], first_slot: int) -> Window:
+    """The chunks of entry `number`."""
     start, end = next(islice(place.matches(), number, None)).span(_CHUNKS)
-    window = Window(place.data, _chunk_pattern(holes), [], start, end, first_slot)
-    return window.find_rows(partial(n_chunk_slots, holes["Size"]))
+    return Window(place.data, pattern, [], start, end, first_slot)

@@ -6,7 +6,7 @@ on it. The pickle is read by `pickles` under `grammar`; here its inert
 objects become columns, and each chunk gets its byte range.
 
 torch's loader looks a byte range up by (FQN, offset); the index in the key is a hint that it
-may ignore. A `ChunkTable` is one tensor while that is being answered: its slices, and the
+may ignore. A `ChunkTable` has the chunks while that is being answered: their slices, and the
 range that each was given so far.
 
 Whether what the metadata says is complete, or fits the files, is for `checks`.
@@ -20,9 +20,11 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from math import prod
+from operator import add, lt
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable
@@ -160,20 +162,26 @@ _LAST: list[_Decoded] = []
 
 def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
     paths = _planner_paths(_required(fields, "planner_data", METADATA))
-    tensors, bytes_fqns = _entries(_required(fields, "state_dict_metadata", METADATA))
-    ranges = _Ranges(tensors, bytes_fqns)
-    ranges.place_all(_storage_entries(_required(fields, "storage_data", METADATA)))
+    table = ChunkTable()
+    tensors, bytes_fqns = _entries(_required(fields, "state_dict_metadata", METADATA), table)
+    ranges = _Ranges(table, bytes_fqns)
+    ranges.place_all(_required(fields, "storage_data", METADATA))
+    file_names = list(table.numbers)
     storage_meta = _storage_meta(fields.get("storage_meta"))
     return Metadata(
         tensors={
-            fqn: tensor.entry(fqn, paths.get(fqn, (fqn,)), ranges.file_names)
+            fqn: tensor.entry(
+                fqn,
+                paths.get(fqn, (fqn,)),
+                table.chunks(fqn, len(tensor.shape), file_names),
+            )
             for fqn, tensor in tensors.items()
         },
         bytes_entries={
             fqn: BytesEntry(fqn, byte_range, paths.get(fqn, (fqn,)))
             for fqn, byte_range in ranges.of_bytes.items()
         },
-        file_names=ranges.file_names,
+        file_names=file_names,
         strays=tuple(ranges.strays),
         planner_paths=paths,
         checkpoint_id=storage_meta.get("checkpoint_id"),
@@ -237,7 +245,7 @@ def _planner_paths(planner_data: object) -> Mapping[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor while its chunks are being given their byte ranges."""
+    """A tensor whose chunks are in the table."""
 
     dtype: str
     layout: str
@@ -246,15 +254,14 @@ class _Tensor:
     pin_memory: bool
     strides: Dims | None
     shape: Dims
-    table: ChunkTable
 
-    def entry(self, fqn: str, path: Path, file_names: list[str]) -> TensorEntry:
+    def entry(self, fqn: str, path: Path, chunks: Chunks) -> TensorEntry:
         """The tensor as the model has it."""
         return TensorEntry(
             fqn=fqn,
             dtype=self.dtype,
             shape=self.shape,
-            chunks=self.table.chunks(len(self.shape), file_names),
+            chunks=chunks,
             path=path,
             layout=self.layout,
             requires_grad=self.requires_grad,
@@ -264,28 +271,48 @@ class _Tensor:
         )
 
 
-def _entries(state_dict: object) -> tuple[dict[str, _Tensor], list[str]]:
-    """The tensors by FQN, and the FQNs of the bytes entries."""
+def _entries(state_dict: object, table: ChunkTable) -> tuple[dict[str, _Tensor], list[str]]:
+    """The tensors by FQN, their chunks in the table, and the FQNs of the bytes entries."""
     if not isinstance(state_dict, dict):
         raise Malformed("the entries of the state dict are in no dict")
     tensors: dict[str, _Tensor] = {}
     bytes_fqns: list[str] = []
-    for fqn, value in state_dict.items():
+    for fqn, value in _drained(state_dict):
         fqn = _text(fqn, "the name of an entry")
         if isinstance(value, Stub) and value.kind == BYTES:
             bytes_fqns.append(fqn)
             continue
         try:
-            tensors[fqn] = _tensor(_fields(value, TENSOR))
+            fields = _fields(value, TENSOR)
+            tensors[fqn] = _tensor(fields)
+            table.add(fqn, *_slices(tensors[fqn].shape, fields))
         except Malformed as wrong:
             raise Malformed(f"tensor {shown(fqn)}: {wrong}") from None
     return tensors, bytes_fqns
+
+
+def _drained(items: dict[object, object]) -> Iterator[tuple[object, object]]:
+    """The items in order, each removed: millions of chunks are in memory in one form at a time."""
+    left = list(items.items())
+    items.clear()
+    left.reverse()
+    while left:
+        yield left.pop()
 
 
 def _tensor(fields: Fields) -> _Tensor:
     shape = checked_dims(_required(fields, "size", TENSOR), "its shape")
     if prod(shape) >= 1 << 63:
         raise Malformed("its shape has more elements than any tensor")
+    properties = _properties(_required(fields, "properties", TENSOR))
+    strides = properties[-1]
+    if strides is not None and len(strides) != len(shape):
+        raise Malformed(f"{len(shape)} dimensions, but {len(strides)} strides")
+    return _Tensor(*properties, shape)
+
+
+def _slices(shape: Dims, fields: Fields) -> tuple[list[Dims], list[Dims]]:
+    """Where the chunks of a tensor begin, and their sizes."""
     chunks = _required(fields, "chunks", TENSOR)
     if not isinstance(chunks, list | tuple):
         raise Malformed(f"its chunks are in a {_kind_of(chunks)}, not in a list")
@@ -293,41 +320,27 @@ def _tensor(fields: Fields) -> _Tensor:
     sizes: list[Dims] = []
     for chunk in chunks:
         if isinstance(chunk, ChunkRun):
-            _check_run(shape, chunk)
-            offsets += chunk.offsets
-            sizes += chunk.sizes
+            these, their_sizes, _ = zip(*chunk.slices, strict=True)
+            for n_dims in {*map(len, these), *map(len, their_sizes)}:
+                _check_n_dims(shape, n_dims)
+            offsets += these
+            sizes += their_sizes
             continue
         part = _fields(chunk, CHUNK)
         offsets.append(_dims_like(shape, _required(part, "offsets", CHUNK)))
         sizes.append(_dims_like(shape, _required(part, "sizes", CHUNK)))
-    dtype, layout, requires_grad, memory_format, pin_memory, strides = _properties(
-        _required(fields, "properties", TENSOR)
-    )
-    if strides is not None and len(strides) != len(shape):
-        raise Malformed(f"{len(shape)} dimensions, but {len(strides)} strides")
-    return _Tensor(
-        dtype,
-        layout,
-        requires_grad,
-        memory_format,
-        pin_memory,
-        strides,
-        shape,
-        ChunkTable(offsets, sizes),
-    )
+    return offsets, sizes
 
 
 def _dims_like(shape: Dims, value: object) -> Dims:
     dims = checked_dims(value, "a chunk")
-    if len(dims) != len(shape):
-        raise Malformed(f"{len(shape)} dimensions, but a chunk of {len(dims)}")
+    _check_n_dims(shape, len(dims))
     return dims
 
 
-def _check_run(shape: Dims, run: ChunkRun) -> None:
-    for n_dims in {*map(len, run.offsets), *map(len, run.sizes)}:
-        if n_dims != len(shape):
-            raise Malformed(f"{len(shape)} dimensions, but a chunk of {n_dims}")
+def _check_n_dims(shape: Dims, n_dims: int) -> None:
+    if n_dims != len(shape):
+        raise Malformed(f"{len(shape)} dimensions, but a chunk of {n_dims}")
 
 
 def _properties(value: object) -> tuple[str, str, bool, int, bool, Dims | None]:
@@ -349,43 +362,31 @@ def _properties(value: object) -> tuple[str, str, bool, int, bool, Dims | None]:
     raise Malformed(f"its properties are no {PROPERTIES} of torch 2.1 to 2.15")
 
 
-StorageEntry = tuple[str, int | None, Dims | None, str, int, int, tuple[str, ...]]
-"""FQN, hint, offset of the chunk, file, start, length and transforms of one byte range."""
+Span = tuple[int, int, tuple[str, ...]]
+"""Where a record begins, its length, both in bytes, and its transforms."""
 
 
-def _storage_entries(storage_data: object) -> Iterator[StorageEntry]:
-    if storage_data is None:
-        return
-    if not isinstance(storage_data, dict):
-        raise Malformed("the byte ranges are in no dict")
-    for key, value in storage_data.items():
-        if isinstance(key, StorageRun):
-            yield from zip(
-                key.fqns, key.hints, key.offsets, key.files, key.starts, key.lengths, repeat(())
-            )
-            continue
-        index, info = _fields(key, INDEX), _fields(value, STORAGE_INFO)
-        fqn = _text(_required(index, "fqn", INDEX), "the name in a key of the byte ranges")
-        try:
-            yield (fqn, *_chunk_key(index), *_range(info))
-        except Malformed as wrong:
-            raise Malformed(f"a byte range of {shown(fqn)}: {wrong}") from None
+def _storage_entry(key: object, value: object) -> tuple[str, int | None, Dims | None, str, Span]:
+    """FQN, hint, offset of the chunk, file and place in it of one byte range."""
+    index, info = _fields(key, INDEX), _fields(value, STORAGE_INFO)
+    fqn = _text(_required(index, "fqn", INDEX), "the name in a key of the byte ranges")
+    try:
+        hint, offset = _required(index, "index", INDEX), index.get("offset")
+        if hint is not None and type(hint) is not int:
+            raise Malformed(f"its index is a {_kind_of(hint)}")
+        offset = None if offset is None else checked_dims(offset, "its offset")
+        return fqn, hint, offset, *_range(info)
+    except Malformed as wrong:
+        raise Malformed(f"a byte range of {shown(fqn)}: {wrong}") from None
 
 
-def _chunk_key(index: Fields) -> tuple[int | None, Dims | None]:
-    hint, offset = _required(index, "index", INDEX), index.get("offset")
-    if hint is not None and type(hint) is not int:
-        raise Malformed(f"its index is a {_kind_of(hint)}")
-    return hint, None if offset is None else checked_dims(offset, "its offset")
-
-
-def _range(info: Fields) -> tuple[str, int, int, tuple[str, ...]]:
+def _range(info: Fields) -> tuple[str, Span]:
     file = _text(_required(info, "relative_path", STORAGE_INFO), "its file")
     start, length = (_int64(_required(info, name, STORAGE_INFO)) for name in ("offset", "length"))
     transforms = info.get("transform_descriptors") or ()
     if not isinstance(transforms, list | tuple):
         raise Malformed("its transforms are in no list")
-    return file, start, length, tuple(_text(name, "a transform") for name in transforms)
+    return file, (start, length, tuple(_text(name, "a transform") for name in transforms))
 
 
 def _int64(value: object) -> int:
@@ -397,115 +398,161 @@ def _int64(value: object) -> int:
 class _Ranges:
     """The byte ranges, while each is being given to the entry it belongs to."""
 
-    def __init__(self, tensors: Mapping[str, _Tensor], bytes_fqns: list[str]) -> None:
-        self.file_names: list[str] = []
+    def __init__(self, table: ChunkTable, bytes_fqns: list[str]) -> None:
         self.of_bytes: dict[str, ByteRange | None] = dict.fromkeys(bytes_fqns)
         self.strays: list[tuple[str, Dims | None, ByteRange]] = []
-        self._tables = {fqn: tensor.table for fqn, tensor in tensors.items()}
+        self._table = table
 
-    def place_all(self, entries: Iterable[StorageEntry]) -> None:
+    def place_all(self, storage_data: object) -> None:
         """Give each byte range to its chunk, to its bytes entry, or to the strays."""
-        tables = self._tables
-        numbers: dict[str, int] = {}
-        for fqn, hint, offset, file, start, length, transforms in entries:
-            number = numbers.get(file)
-            if number is None:
-                number = numbers[file] = len(numbers)
-            table = tables.get(fqn)
-            try:
-                if table is None or offset is None:
-                    self._place_other(fqn, offset, ByteRange(file, start, length, transforms))
-                elif not table.place(offset, hint, number, start, length, transforms):
-                    self.strays.append((fqn, offset, ByteRange(file, start, length, transforms)))
-            except Malformed as wrong:
-                raise Malformed(f"{shown(fqn)}: {wrong}") from None
-        self.file_names.extend(numbers)
+        if storage_data is None:
+            return
+        if not isinstance(storage_data, dict):
+            raise Malformed("the byte ranges are in no dict")
+        for key, value in _drained(storage_data):
+            if not isinstance(key, StorageRun):
+                self._place(*_storage_entry(key, value))
+            elif not self._table.place_run(key):
+                spans = zip(key.spans[::2], key.spans[1::2], repeat(()), strict=False)
+                rows = zip(key.fqns, key.keys, key.files, spans, strict=True)
+                for fqn, (hint, offset, _), file, span in rows:
+                    self._place(fqn, hint, offset, file, span)
 
-    def _place_other(self, fqn: str, offset: Dims | None, byte_range: ByteRange) -> None:
-        if offset is not None or fqn not in self.of_bytes:
-            self.strays.append((fqn, offset, byte_range))
-        elif self.of_bytes[fqn] is None:
-            self.of_bytes[fqn] = byte_range
-        else:
-            raise Malformed("two byte ranges for one bytes entry")
+    def _place(
+        self, fqn: str, hint: int | None, offset: Dims | None, file: str, span: Span
+    ) -> None:
+        number = self._table.numbers[file]
+        try:
+            if offset is None and fqn in self.of_bytes:
+                if self.of_bytes[fqn] is not None:
+                    raise Malformed("two byte ranges for one bytes entry")
+                self.of_bytes[fqn] = ByteRange(file, *span)
+            elif offset is None or not self._table.place(fqn, hint, offset, number, span):
+                self.strays.append((fqn, offset, ByteRange(file, *span)))
+        except Malformed as wrong:
+            raise Malformed(f"{shown(fqn)}: {wrong}") from None
 
 
 class ChunkTable:
-    """The chunks of one tensor: `offsets` and `sizes` in elements, and their byte ranges."""
+    """The chunks of all tensors in columns, those of one tensor behind each other.
 
-    __slots__ = ("_files", "_lengths", "_positions", "_starts", "_transforms", "offsets", "sizes")
+    Offsets and sizes are in elements; the other columns are those of `RangeColumns`.
+    `numbers` are those of the files, in the order in which they are first named.
+    """
 
-    def __init__(self, offsets: Sequence[Dims], sizes: Sequence[Dims]) -> None:
-        self.offsets = offsets
-        self.sizes = sizes
-        self._files = array("i", [NO_FILE]) * len(offsets)
-        self._starts = array("q", [0]) * len(offsets)
-        self._lengths = array("q", [0]) * len(offsets)
-        self._transforms: dict[int, tuple[str, ...]] = {}
+    def __init__(self) -> None:
+        self.numbers: defaultdict[str, int] = defaultdict()
+        self.numbers.default_factory = self.numbers.__len__
+        self._offsets: list[Dims] = []
+        self._sizes: list[Dims] = []
+        self._files = array("i")
+        self._starts = array("q")
+        self._lengths = array("q")
+        self._transforms: dict[str, dict[int, tuple[str, ...]]] = {}
+        self._first: dict[str, int] = {}
+        self._end: dict[str, int] = {}
         # Made when a hint is of no help, or where several chunks begin at one offset.
-        self._positions: dict[Dims, int] | None = None
-        if len(set(offsets)) != len(offsets):
-            self._positions = self._by_offset()
+        self._by_offset: dict[str, dict[Dims, int]] = {}
 
-    def place(
-        self,
-        offset: Dims,
-        hint: int | None,
-        file: int,
-        start: int,
-        length: int,
-        transforms: tuple[str, ...],
-    ) -> bool:
+    def add(self, fqn: str, offsets: Sequence[Dims], sizes: Sequence[Dims]) -> None:
+        """Add the chunks of a tensor, still without byte ranges."""
+        self._first[fqn] = len(self._offsets)
+        self._offsets += offsets
+        self._sizes += sizes
+        self._end[fqn] = len(self._offsets)
+        if len(set(offsets)) != len(offsets):
+            self._index(fqn)
+        self._files += array("i", [NO_FILE]) * len(offsets)
+        self._starts += array("q", [0]) * len(offsets)
+        self._lengths += array("q", [0]) * len(offsets)
+
+    def _index(self, fqn: str) -> dict[Dims, int]:
+        """The first chunk at each offset of a tensor."""
+        positions = self._by_offset[fqn] = {}
+        for position in range(self._first[fqn], self._end[fqn]):
+            positions.setdefault(self._offsets[position], position)
+        return positions
+
+    def place_run(self, run: StorageRun) -> bool:
+        """Give each chunk of a run its byte range; False, and none given, where a hint is wrong."""
+        hints, offsets, _ = zip(*run.keys, strict=True)
+        if None in hints or not self._by_offset.keys().isdisjoint(run.fqns):
+            return False
+        try:
+            positions = list(map(add, map(self._first.__getitem__, run.fqns), hints))
+        except KeyError:
+            return False
+        if not (
+            all(map(lt, positions, map(self._end.__getitem__, run.fqns)))
+            and [*map(self._offsets.__getitem__, positions)] == [*offsets]
+            and max(map(self._files.__getitem__, positions)) == NO_FILE
+            and len(set(positions)) == len(positions)
+        ):
+            return False
+        files = map(self.numbers.__getitem__, run.files)
+        for position, file, start, length in zip(
+            positions, files, run.spans[::2], run.spans[1::2], strict=True
+        ):
+            self._files[position] = file
+            self._starts[position] = start
+            self._lengths[position] = length
+        return True
+
+    def place(self, fqn: str, hint: int | None, offset: Dims, file: int, span: Span) -> bool:
         """Give the chunk that begins at `offset` its byte range: the first, where several do.
 
         False where no chunk begins there. Raises `Malformed` where the chunk has a
         range already.
         """
+        if fqn not in self._first:
+            return False
+        position = self._first[fqn] + (hint or 0)
         if (
-            self._positions is None
-            and hint is not None
-            and 0 <= hint < len(self.offsets)
-            and self.offsets[hint] == offset
+            fqn in self._by_offset
+            or hint is None
+            or not self._first[fqn] <= position < self._end[fqn]
+            or self._offsets[position] != offset
         ):
-            position = hint
-        else:
-            self._positions = self._positions or self._by_offset()
-            if offset not in self._positions:
+            positions = self._by_offset.get(fqn) or self._index(fqn)
+            if offset not in positions:
                 return False
-            position = self._positions[offset]
+            position = positions[offset]
         if self._files[position] != NO_FILE:
             raise Malformed("two byte ranges for one chunk")
         self._files[position] = file
-        self._starts[position] = start
-        self._lengths[position] = length
+        self._starts[position], self._lengths[position], transforms = span
         if transforms:
-            self._transforms[position] = transforms
+            self._transforms.setdefault(fqn, {})[position - self._first[fqn]] = transforms
         return True
 
-    def _by_offset(self) -> dict[Dims, int]:
-        positions: dict[Dims, int] = {}
-        for position, offset in enumerate(self.offsets):
-            positions.setdefault(offset, position)
-        return positions
-
-    def chunks(self, n_dims: int, file_names: Sequence[str]) -> Chunks:
-        """The columns, once every byte range is placed."""
-        self._share_ranges()
+    def chunks(self, fqn: str, n_dims: int, file_names: Sequence[str]) -> Chunks:
+        """The chunks of a tensor, once every byte range is placed."""
+        self._share_ranges(fqn)
+        own = slice(self._first[fqn], self._end[fqn])
         return Chunks(
             n_dims,
-            array("q", chain.from_iterable(self.offsets)),
-            array("q", chain.from_iterable(self.sizes)),
-            RangeColumns(self._files, self._starts, self._lengths, file_names, self._transforms),
+            array("q", chain.from_iterable(self._offsets[own])),
+            array("q", chain.from_iterable(self._sizes[own])),
+            RangeColumns(
+                self._files[own],
+                self._starts[own],
+                self._lengths[own],
+                file_names,
+                self._transforms.get(fqn, {}),
+            ),
         )
 
-    def _share_ranges(self) -> None:
+    def _share_ranges(self, fqn: str) -> None:
         """Chunks at one offset have one key, and so one range: each load reads it for all."""
-        if self._positions is None or len(self._positions) == len(self.offsets):
+        begin, end = self._first[fqn], self._end[fqn]
+        positions = self._by_offset.get(fqn, {})
+        if len(positions) in (0, end - begin):
             return
-        for position, offset in enumerate(self.offsets):
-            first = self._positions[offset]
+        transforms = self._transforms.setdefault(fqn, {})
+        for position in range(begin, end):
+            first = positions[self._offsets[position]]
             self._files[position] = self._files[first]
             self._starts[position] = self._starts[first]
             self._lengths[position] = self._lengths[first]
-            if first in self._transforms:
-                self._transforms[position] = self._transforms[first]
+            if first - begin in transforms:
+                transforms[position - begin] = transforms[first - begin]

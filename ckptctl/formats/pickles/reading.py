@@ -42,7 +42,12 @@ def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> 
     """
     with collector_paused():
         try:
-            return _machine(data, grammar, shapes).run()
+            machine = _machine(data, grammar, shapes)
+            try:
+                return machine.run()
+            finally:
+                # They refer to the machine: without this only the collector would free both.
+                machine.shapes = {}
         except RecursionError:
             # Runs that refer to runs, thousands deep: only a forger writes that.
             return _machine(data, grammar, None).run()
