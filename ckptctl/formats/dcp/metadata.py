@@ -489,13 +489,14 @@ class ChunkTable:
             and len(set(positions)) == len(positions)
         ):
             return False
-        files = map(self.numbers.__getitem__, run.files)
-        for position, file, start, length in zip(
-            positions, files, run.spans[::2], run.spans[1::2], strict=True
+        files, starts, lengths = self._files, self._starts, self._lengths
+        numbers = map(self.numbers.__getitem__, run.files)
+        for position, number, start, length in zip(
+            positions, numbers, run.spans[::2], run.spans[1::2], strict=True
         ):
-            self._files[position] = file
-            self._starts[position] = start
-            self._lengths[position] = length
+            files[position] = number
+            starts[position] = start
+            lengths[position] = length
         return True
 
     def place(self, fqn: str, hint: int | None, offset: Dims, file: int, span: Span) -> bool:
