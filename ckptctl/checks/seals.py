@@ -114,7 +114,7 @@ def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
 
 def _changed_metadata(seal: Seal, seen: Seen) -> list[str]:
     """The metadata files that are there, decode, and are not those that were sealed."""
-    sealed = dict(seal.step.metadata)
+    sealed = seal.step.metadata
     if not sealed:
         return sorted(seen.metadata)
     # One that came beside those that were sealed is a file that the seal does not list.
@@ -197,7 +197,7 @@ def _replaced_metadata(seal: Seal, seen: Seen, path: str) -> Finding:
         f"{counted(len(still), 'shard file')} that it names ({some_of(still)}) "
         f"{('is' if len(still) == 1 else 'are')} unchanged since the seal: the metadata "
         "belongs to another save, or was changed",
-        expected=f"SHA-256 {dict(seal.step.metadata).get(path, 'of no file')}",
+        expected=f"SHA-256 {seal.step.metadata.get(path, 'of no file')}",
         found=f"SHA-256 {seen.metadata[path]}",
         next_command="ckptctl explain seal.digest",
     )

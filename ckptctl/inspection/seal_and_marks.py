@@ -238,7 +238,7 @@ def ask_store(
 
 def _as_listed(step: Step, seal: Seal, told: Collection[str]) -> list[SealedFile]:
     sizes = {file.path: file.size for file in step.files if file.kind == "file"}
-    left_out = {path for path, _ in seal.step.metadata}.union(told)
+    left_out = {*seal.step.metadata, *told}
     return [
         file
         for file in seal.files

@@ -172,7 +172,7 @@ def write_proof(store: Store, inspected: Inspection) -> None:
 def _as_sealed(seal: Seal, step: Step) -> bool:
     """Whether a sealed file was not written to since; metadata is compared by its digest."""
     there = {file.path: file for file in step.files}
-    metadata = dict(seal.step.metadata)
+    metadata = seal.step.metadata
     return all(
         (now := there.get(file.path)) is not None
         and (now.size, written_ms(now)) == (file.size, file.written_ms)

@@ -212,7 +212,7 @@ def identity_of(inspected: Inspection, saved_world_size: int | None) -> Identity
         name=inspected.step.name,
         layout=report.layout,
         level=report.level.value,
-        metadata=tuple(sorted(report.digests)),
+        metadata=dict(sorted(report.digests)),
         save_ids=tuple(sorted(save_ids)),
         world_size=saved_world_size or _certain(report.world_size),
         state=report.state.held,

@@ -47,7 +47,7 @@ def sealed(root: Path, *, algorithm: Algorithm = Algorithm.XXH3, key: bytes | No
         SealedFile(file.path, file.size, written_ms(file), run.digests)
         for file, run in zip(step.files, runs, strict=True)
     )
-    about = Identity(5, "step_5", "dcp", "structure", ((".metadata", METADATA),))
+    about = Identity(5, "step_5", "dcp", "structure", {".metadata": METADATA})
     seal = Seal(algorithm, about, files, "2026-11-21T03:12:44Z", "ckptctl 0.1.0")
     return parse_seal(seal_bytes(seal, key))
 

@@ -42,7 +42,7 @@ def made(algorithm: Algorithm = Algorithm.XXH3, **changes: object) -> Seal:
             "step_1200",
             "dcp",
             "content",
-            ((".metadata", SHA),),
+            {".metadata": SHA},
             ("1f0c",),
             4,
             ("model", "step"),

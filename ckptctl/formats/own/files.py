@@ -162,12 +162,12 @@ def made_of(kind: type[Kind], fields: Fields, *, lenient: bool = False) -> Kind:
 
 
 def typed(kind: type[Kind], fields: Fields) -> Kind:
-    """The fields as a `TypedDict`, none missing and none more.
+    """The fields as a `TypedDict` or data class, as those in it: none missing and none more.
 
     Raises `OwnFileUnreadable`, with the place of the first that does not fit.
     """
     try:
-        check = _check_of(cast(Any, kind))
+        check = _check_of(cast(Any, kind), strict=True)
         return cast(Kind, check(fields))
     except _Misfit as misfit:
         raise OwnFileUnreadable(f"{misfit.where.lstrip('.') or 'it'} {misfit.what}") from None
@@ -185,31 +185,38 @@ _Check = Callable[[Any], object]
 
 
 @cache
-def _check_of(hint: Any, /) -> _Check:
-    """The check of a type: it returns the value, or raises `_Misfit`."""
+def _check_of(hint: Any, /, *, strict: bool = False) -> _Check:
+    """The check of a type: it returns the value, or raises `_Misfit`.
+
+    With `strict`, a data class has no fields but its own, and none is absent.
+    """
     origin, of = get_origin(hint), get_args(hint)
     if origin is Annotated:
         limits = dict(of[1:])
         if of[0] is str:
             return _check_text(limits.get("maxLength", MAX_STRING), limits.get("pattern"))
         return _check_number(of[0], limits.get("minimum"), limits.get("maximum"))
-    if origin in (list, Sequence):
-        return partial(_check_list, _check_of(of[0]))
+    if origin in (list, Sequence, tuple):
+        return partial(
+            _check_list, _check_of(of[0], strict=strict), tuple if origin is tuple else list
+        )
     if origin in (dict, Mapping):
-        return partial(_check_values, _check_of(of[1]))
+        return partial(_check_values, _check_of(of[1], strict=strict))
     if origin is Literal:
         return partial(_check_word, of)
     if of:  # a union
-        check, *others = [_check_of(each) for each in of if each is not NoneType]
+        check, *others = [_check_of(each, strict=strict) for each in of if each is not NoneType]
         if others:
             check = partial(_check_any, (check, *others))
         return (lambda value: None if value is None else check(value)) if NoneType in of else check
     if hint in _SIMPLE:
         return _SIMPLE[hint]
-    if is_typeddict(hint):
+    if strict or is_typeddict(hint):
         hints = get_type_hints(hint, include_extras=True)
-        checks = {name: _check_of(each) for name, each in hints.items()}
-        return partial(_check_fields, checks, hint.__required_keys__)
+        checks = {name: _check_of(each, strict=strict) for name, each in hints.items()}
+        if is_typeddict(hint):
+            return partial(_check_fields, checks, hint.__required_keys__)
+        return lambda value: hint(**_check_fields(checks, frozenset(checks), value))
     return partial(_check_object, hint)
 
 
@@ -300,17 +307,16 @@ _SIMPLE: Mapping[object, _Check] = {
 }
 
 
-def _check_list(check: _Check, value: object) -> object:
+def _check_list(check: _Check, kind: Callable[[list[object]], object], value: object) -> object:
     if not isinstance(value, list):
         raise _Misfit("is not a list")
-    n_checked = 0
+    checked: list[object] = []
     try:
         for each in value:
-            check(each)
-            n_checked += 1
+            checked.append(check(each))
     except _Misfit as misfit:
-        raise _Misfit(misfit.what, f"[{n_checked}]{misfit.where}") from None
-    return value
+        raise _Misfit(misfit.what, f"[{len(checked)}]{misfit.where}") from None
+    return kind(checked)
 
 
 def _check_values(check: _Check, value: object) -> object:
@@ -319,17 +325,18 @@ def _check_values(check: _Check, value: object) -> object:
     return _check_fields(dict.fromkeys(value, check), frozenset(), value)
 
 
-def _check_fields(checks: Mapping[str, _Check], required: frozenset[str], value: object) -> object:
+def _check_fields(checks: Mapping[str, _Check], required: frozenset[str], value: object) -> Fields:
     if not isinstance(value, dict):
         raise _Misfit("is not an object")
-    for name in sorted(required - value.keys()):
-        raise _Misfit(f"lacks the field {name!r}")
-    for name in sorted(value.keys() - checks.keys()):
-        raise _Misfit(f"has the unknown field {name[:64]!r}")
+    if not required <= value.keys():
+        raise _Misfit(f"lacks the field {min(required - value.keys())!r}")
+    if not value.keys() <= checks.keys():
+        raise _Misfit(f"has the unknown field {min(value.keys() - checks.keys())[:64]!r}")
+    checked: Fields = {}
     name = ""
     try:
         for name, each in value.items():
-            checks[name](each)
+            checked[name] = checks[name](each)
     except _Misfit as misfit:
         raise _Misfit(misfit.what, f".{name[:64]}{misfit.where}") from None
-    return value
+    return checked

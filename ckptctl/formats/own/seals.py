@@ -19,7 +19,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.files import Fields, canonical, digest_of, opened, typed
+from ckptctl.formats.own.files import Fields, as_fields, canonical, digest_of, opened, typed
 from ckptctl.model import Hex, Sha256, Time
 
 SEAL = f"{OWN_FOLDER}/seal.json"
@@ -33,7 +33,8 @@ MAX_SEAL_BYTES = 32 << 20
 _MAX_OBJECTS = 1_000_000
 
 
-class SealedStep(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Identity:
     """The step that was sealed."""
 
     number: int | None
@@ -44,37 +45,52 @@ class SealedStep(TypedDict):
     """The framework whose layout the step has."""
     level: str
     """The level at which the step was inspected before it was sealed."""
-    metadata: dict[str, Sha256]
+    metadata: Mapping[str, Sha256]
     """The metadata files by path, each with its SHA-256."""
-    save_ids: list[str]
+    save_ids: tuple[str, ...] = ()
     """The ids that torch gave the save."""
-    world_size: int | None
+    world_size: int | None = None
     """How many ranks wrote the step, where that was known."""
-    state: list[str]
+    state: tuple[str, ...] = ()
     """The kinds of train state that it held."""
-    tokens: int | None
+    tokens: int | None = None
     """The tokens seen, where they were read."""
 
 
-class StoredObject(TypedDict):
-    """What an object store kept of a file when it was sealed."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What an object store kept of a file when it was sealed, to be asked for again later."""
 
-    algorithm: str
+    algorithm: str = ""
     """The algorithm of the checksum in small letters, such as `crc64nvme`; empty where the store
     kept none."""
-    checksum: Hex
+    checksum: Hex = ""
     """The checksum of all bytes of the object; empty where the store kept none."""
-    compared: bool
+    compared: bool = False
     """The checksum was computed of the sealed bytes as well; otherwise only the store reported
     it."""
-    etag: str
+    etag: str = ""
     """The ETag without quotes; empty where there is none."""
-    version: str
+    version: str = ""
     """The object's version or generation; empty where the bucket keeps none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The attempt that saved the step."""
+
+    attempt: str
+    """The name of the attempt."""
+    resumed_from: int | None = None
+    """The step that it had resumed from; null where it began the run."""
+    job: str = ""
+    """The scheduler's job; empty where that is unknown."""
+    node: str = ""
+    """The machine of rank 0; empty where that is unknown."""
+
+
 class _SealedObject(TypedDict, total=False):
-    stored: StoredObject
+    stored: Stored
     """What an object store kept of the file, where it keeps anything."""
 
 
@@ -94,23 +110,10 @@ class SealedFileEntry(_SealedObject):
     """The digest of each block, where there are several."""
 
 
-class SavedBy(TypedDict):
-    """The attempt that saved the step."""
-
-    attempt: str
-    """The name of the attempt."""
-    resumed_from: int | None
-    """The step that it had resumed from; null where it began the run."""
-    job: str
-    """The scheduler's job; empty where that is unknown."""
-    node: str
-    """The machine of rank 0; empty where that is unknown."""
-
-
 class _SealOptions(TypedDict, total=False):
     hmac: Sha256
     """HMAC-SHA-256 of the same bytes as the digest, where there is a key."""
-    origin: SavedBy
+    origin: Origin
     """The attempt that saved the step, where `ckptctl.train` did."""
 
 
@@ -125,26 +128,10 @@ class SealDocument(_SealOptions):
     """The algorithm of the digests."""
     block_bytes: Annotated[int, ("const", BLOCK_BYTES)]
     """The size of a block in bytes."""
-    step: SealedStep
+    step: Identity
     """The step that was sealed."""
     files: list[SealedFileEntry]
     """Every file of the step, sorted by path."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What an object store kept of a file when it was sealed, to be asked for again later.
-
-    `checksum` is of all bytes of the object, in hex, empty where the store kept none;
-    `compared` that it is that of the bytes that were sealed, too, else it is the word of
-    the store alone. `etag` and `version` tell one write of the object from another.
-    """
-
-    algorithm: str = ""
-    checksum: str = ""
-    compared: bool = False
-    etag: str = ""
-    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,40 +148,6 @@ class SealedFile:
     written_ms: int | None
     digests: Digests
     stored: Stored | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which step was sealed.
-
-    `metadata` are the metadata files by path, each with its SHA-256; `level` is how
-    deep the step was inspected before it was sealed; `state` are the kinds of train
-    state that it held, `tokens` how many it had seen.
-    """
-
-    number: int | None
-    name: str
-    layout: str
-    level: str
-    metadata: tuple[tuple[str, str], ...]
-    save_ids: tuple[str, ...] = ()
-    world_size: int | None = None
-    state: tuple[str, ...] = ()
-    tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a step comes from: the attempt that saved it, and the step it had resumed from.
-
-    `resumed_from` is None for an attempt that began the run. `job` and `node` are the
-    scheduler's job and the machine of rank 0, empty where nothing says them.
-    """
-
-    attempt: str
-    resumed_from: int | None = None
-    job: str = ""
-    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +209,15 @@ def parse_seal(data: bytes) -> Seal:
         raise OwnFileUnreadable(
             f"digests by {algorithm.value} go {'with' if signature is None else 'without'} an HMAC"
         )
-    origin = Origin(**fields["origin"]) if "origin" in fields else None
-    step = _identity(fields["step"])
-    return Seal(algorithm, step, files, fields["sealed_at"], fields["tool"], signature, origin)
+    return Seal(
+        algorithm,
+        fields["step"],
+        files,
+        fields["sealed_at"],
+        fields["tool"],
+        signature,
+        fields.get("origin"),
+    )
 
 
 def _check_supported(fields: Fields) -> None:
@@ -274,10 +233,7 @@ def _check_supported(fields: Fields) -> None:
 
 
 def _fields_of(seal: Seal) -> Fields:
-    from dataclasses import asdict
-
-    step = seal.step
-    origin: Fields = {} if seal.origin is None else {"origin": asdict(seal.origin)}
+    origin: Fields = {} if seal.origin is None else {"origin": as_fields(seal.origin)}
     return {
         **origin,
         "schema": SCHEMA,
@@ -285,15 +241,13 @@ def _fields_of(seal: Seal) -> Fields:
         "sealed_at": seal.sealed_at,
         "algorithm": seal.algorithm.value,
         "block_bytes": BLOCK_BYTES,
-        "step": {**asdict(step), "metadata": dict(step.metadata)},
+        "step": as_fields(seal.step),
         "files": [_fields_of_file(file) for file in seal.files],
     }
 
 
 def _fields_of_file(file: SealedFile) -> Fields:
-    from dataclasses import asdict
-
-    stored: Fields = {} if file.stored is None else {"stored": asdict(file.stored)}
+    stored: Fields = {} if file.stored is None else {"stored": as_fields(file.stored)}
     return {
         **stored,
         "path": file.path,
@@ -308,20 +262,6 @@ def _hmac(fields: Mapping[str, object], key: bytes) -> str:
     return hmac.new(key, canonical(fields), hashlib.sha256).hexdigest()
 
 
-def _identity(step: SealedStep) -> Identity:
-    return Identity(
-        number=step["number"],
-        name=step["name"],
-        layout=step["layout"],
-        level=step["level"],
-        metadata=tuple(sorted(step["metadata"].items())),
-        save_ids=tuple(step["save_ids"]),
-        world_size=step["world_size"],
-        state=tuple(step["state"]),
-        tokens=step["tokens"],
-    )
-
-
 def _file(file: SealedFileEntry, algorithm: Algorithm) -> SealedFile:
     path, size, blocks = file["path"], file["size"], tuple(file["blocks"])
     for digest in (file["digest"], *blocks):
@@ -334,5 +274,5 @@ def _file(file: SealedFileEntry, algorithm: Algorithm) -> SealedFile:
         raise OwnFileUnreadable(
             f"{path} has {size:,} bytes and {len(blocks):,} blocks, not {expected:,}"
         )
-    stored = Stored(**file["stored"]) if "stored" in file else None
-    return SealedFile(path, size, file["written_ms"], Digests(file["digest"], blocks), stored)
+    digests = Digests(file["digest"], blocks)
+    return SealedFile(path, size, file["written_ms"], digests, file.get("stored"))
