@@ -227,7 +227,7 @@ def _shown(each: Evidence) -> Iterator[Line]:
     style: Style = "bad" if each.role in (Role.CAUSE, Role.ROOT) and not each.survived else ""
     times = f" ({each.count:,} times)" if each.count > 1 else ""
     place = f"{each.file}:{each.line}" if each.line else f"{each.file} {each.text}"
-    yield line("  ", padded(each.role.value, 7, style), f"  {each.says}{times}", hang=11)
+    yield line("  ", padded(each.role.value, 7, style), f"  {each.description}{times}", hang=11)
     yield line("           ", Span(place, "name"), solid=True)
     if each.line:
         yield line(f"           {each.text}", hang=13)

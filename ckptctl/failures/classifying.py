@@ -169,7 +169,7 @@ def _message(about: FailureClass, decision: Decision, stall: Stall, node: str | 
     where = ", ".join(each for each in (node, decisive.device, named) if each)
     others = recorded and stall.without_dump
     return (
-        f"{decisive.says}{f' ({where})' if where else ''}"
+        f"{decisive.description}{f' ({where})' if where else ''}"
         f"{'; possibly also ranks without a dump' if others else ''}"
     )
 
@@ -184,7 +184,7 @@ def _next(
     if decisive is None or about.domain is Domain.NONE:
         return None
     if about.name == "infra-node" and node:
-        reason = shlex.quote(decisive.says)
+        reason = shlex.quote(decisive.description)
         if scheduler == "kubernetes" or any(e.rule.startswith("kubernetes.") for e in found):
             return f"kubectl cordon {shlex.quote(node)}"
         if scheduler == "slurm" or any(e.rule.startswith("slurm.") for e in found):
@@ -360,18 +360,20 @@ def _of_signal(given: str, number: int, scheduler: str | None) -> Evidence | Non
     known = _SIGNALS.get(number)
     if known is None:
         return None
-    failure, role, says, action, restart = known
+    failure, role, description, action, restart = known
     name = signal.Signals(number).name
-    return _evidence(given, (failure, role, f"{name}: {says}", action, restart), f"exit.{name}")
+    return _evidence(
+        given, (failure, role, f"{name}: {description}", action, restart), f"exit.{name}"
+    )
 
 
 def _evidence(given: str, meaning: _Meaning, rule: str) -> Evidence:
-    failure, role, says, action, restart = meaning
+    failure, role, description, action, restart = meaning
     return Evidence(
         rule=rule,
         failure=failure,
         role=role,
-        says=says,
+        description=description,
         file="--exit-code",
         line=0,
         text=given,

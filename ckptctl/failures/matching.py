@@ -247,7 +247,7 @@ class LogReader:
             rule=rule.name,
             failure=rule.failure,
             role=role,
-            says=rule.message,
+            description=rule.message,
             file=self.name,
             line=number,
             text=message[:_MAX_TEXT],

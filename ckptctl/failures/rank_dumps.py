@@ -331,7 +331,7 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
         rule="collective.stacks-differ",
         failure="hang",
         role=Role.SUSPECT,
-        says=f"the main thread is at {here}, and {len(waiting):,} other ranks wait at {there}",
+        description=f"the main thread is at {here}, and {len(waiting):,} other ranks wait at {there}",
         file=first.file,
         line=first.line,
         text=first.place,

@@ -223,7 +223,7 @@ class Evidence:
     """The class that it supports."""
     role: Role
     """Its place in the chain of a failure."""
-    says: str
+    description: str
     """A description of the observation."""
     file: str
     """The log as given, or the option."""

@@ -65,16 +65,16 @@ def evidence_of(stall: Stall, file: str) -> Iterator[Evidence]:
     elif stall.in_cycle:
         found = ("cycle", "job-code", Role.SUSPECT, stall.in_cycle, "ranks wait for each other")
     elif stall.ranks:
-        says = "; ".join(filter(None, (absent, behind)))
-        found = ("hang", "hang", Role.SUSPECT, stall.ranks, says)
+        description = "; ".join(filter(None, (absent, behind)))
+        found = ("hang", "hang", Role.SUSPECT, stall.ranks, description)
     else:
         found = ("hang", "hang", Role.SUSPECT, (), "collectives did not complete")
-    rule, failure, role, ranks, says = found
+    rule, failure, role, ranks, description = found
     yield Evidence(
         rule=f"recorder.{rule}",
         failure=failure,
         role=role,
-        says=says,
+        description=description,
         file=file,
         line=0,
         text=described(stall.collectives[0]) if stall.collectives else "",

@@ -61,18 +61,18 @@ class Outcome:
     first: int | None
     last: int | None
     event: str
-    says: str
+    prints: str
     then: str
     code: int | None
     leads: str
     because: str
 
-    def matches(self, exit_code: int, said: str) -> bool:
+    def matches(self, exit_code: int, printed: str) -> bool:
         """Whether this row applies to a command that ended so."""
         if self.event:
             return self.event == "other"
         inside = self.first is not None and self.first <= exit_code <= (self.last or self.first)
-        return inside and self.says in ("", said)
+        return inside and self.prints in ("", printed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class Block:
         """The inputs that the block runs as commands: NAME of each `eval "$NAME"`, and `runs`."""
         return (*_EVALUATED.findall(self.code), *self.runs)
 
-    def outcome(self, exit_code: int, said: str) -> Outcome | None:
+    def outcome(self, exit_code: int, printed: str) -> Outcome | None:
         """The first row that applies to this end; None if no row does."""
-        return next((row for row in self.outcomes if row.matches(exit_code, said)), None)
+        return next((row for row in self.outcomes if row.matches(exit_code, printed)), None)
 
     def on(self, event: str) -> Outcome | None:
         """The row of `not run`, `too often` or `dry run`."""

@@ -287,7 +287,7 @@ class _Engine:
             )
             names = position.names(self.record.url)
             ended = execute(block.code, names, self.handed_on, talk.printed)
-            outcome = block.outcome(ended.exit_code, ended.said[-1] if ended.said else "")
+            outcome = block.outcome(ended.exit_code, ended.printed[-1] if ended.printed else "")
         else:
             ended = None
             outcome = block.on(reason) or _assumed(block, reason)
@@ -361,7 +361,7 @@ def _end_of(
     return replace(
         event,
         exit_code=ended.exit_code,
-        says=ended.said,
+        printed=ended.printed,
         lines=ended.lines,
         duration_s=round(ended.duration_s, 3),
         report=ended.report,

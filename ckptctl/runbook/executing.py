@@ -70,7 +70,7 @@ _OF_THE_RUNBOOK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The result of a command; `said` are the non-empty lines of standard output.
+    """The result of a command; `printed` are the non-empty lines of standard output.
 
     `lines` are the last lines of both streams, in order of arrival. `report` is the
     document of a ckptctl command in the block, if any, and `picture` the SVG that it wrote
@@ -78,7 +78,7 @@ class Ended:
     """
 
     exit_code: int
-    said: tuple[str, ...]
+    printed: tuple[str, ...]
     lines: tuple[str, ...]
     duration_s: float
     report: dict[str, object] | None
@@ -132,7 +132,7 @@ def execute(
             ear.join(timeout=1.0)
         return Ended(
             exit_code if exit_code >= 0 else 128 - exit_code,
-            tuple(heard.said),
+            tuple(heard.printed),
             tuple(heard.kept),
             time.monotonic() - started,
             _document(report),
@@ -167,7 +167,7 @@ class _Heard:
     def __init__(self, on_line: OnLine) -> None:
         self.on_line = on_line
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
-        self.said: deque[str] = deque(maxlen=KEPT_LINES)
+        self.printed: deque[str] = deque(maxlen=KEPT_LINES)
         self._lock = threading.Lock()
 
     def listen(self, name: str, stream: IO[bytes] | None) -> threading.Thread:
@@ -188,7 +188,7 @@ class _Heard:
         with self._lock:
             self.kept.append(text)
             if name == "stdout" and text.strip():
-                self.said.append(text.strip())
+                self.printed.append(text.strip())
             self.on_line(text)
 
 

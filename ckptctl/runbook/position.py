@@ -154,8 +154,10 @@ class Position:
         self.times[block.name] = self.times.get(block.name, 0) + ran
         self.because = event.because
         if block.sets is not None and event.exit_code == 0:
-            said = () if event.says is None or isinstance(event.says, str) else event.says
-            lines = tuple(filter(is_argument, said))
+            printed = (
+                () if event.printed is None or isinstance(event.printed, str) else event.printed
+            )
+            lines = tuple(filter(is_argument, printed))
             last = lines[-1] if lines else ""
             is_list = block.sets in self.book.lists
             self.variables[block.sets] = tuple(dict.fromkeys(lines)) if is_list else last

@@ -23,7 +23,7 @@ _CODED = re.compile(r"`(?P<text>.*)`")
 _CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")
 
 _INPUTS_HEAD = ("input", "what it is", "if not given")
-_OUTCOMES_HEAD = ("ends with", "says", "then", "because")
+_OUTCOMES_HEAD = ("ends with", "prints", "then", "because")
 _EVENTS = ("not run", "too often", "dry run", "other")
 _OF_A_BLOCK = frozenset(
     (
@@ -231,7 +231,7 @@ class _Reader:
         )
 
     def _outcome(self, number: int, cells: Sequence[str]) -> Outcome:
-        ends, says, then, because = cells
+        ends, prints, then, because = cells
         words = then.split(" ")
         word, code, leads = [*words, "", ""][:3]
         if len(words) > 3 or (code and (word != STOP or not code.isdecimal())):
@@ -251,7 +251,7 @@ class _Reader:
             first=int(codes["first"]) if codes else None,
             last=int(codes["last"]) if codes and codes["last"] else None,
             event="" if codes else ends,
-            says=says,
+            prints=prints,
             then=word,
             code=int(code) if code else None,
             leads=leads,

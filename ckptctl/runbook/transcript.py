@@ -86,8 +86,8 @@ class Done:
         """The command that ran, with values filled in; empty if none ran."""
         if self.began is None:
             return ""
-        said = (f"# {name}={shown(value)}" for name, value in self.began.values.items())
-        return "\n".join((self.began.command, *said))
+        values = (f"# {name}={shown(value)}" for name, value in self.began.values.items())
+        return "\n".join((self.began.command, *values))
 
 
 def steps_of(events: Sequence[Event]) -> Iterator[Done]:

@@ -55,7 +55,7 @@ stateDiagram-v2
 env -0 > "$ROOT/../env"; printf '%s\\n' "$LEVEL" "${LOG[@]}" > "$ROOT/../given"; echo "$ROOT/step_1"
 ```
 
-| ends with | says | then | because |
+| ends with | prints | then | because |
 |---|---|---|---|
 | 0 | | Act | there |
 | other | | stop 75 | not there |
@@ -66,7 +66,7 @@ env -0 > "$ROOT/../env"; printf '%s\\n' "$LEVEL" "${LOG[@]}" > "$ROOT/../given";
 eval "$RESUME"
 ```
 
-| ends with | says | then | because |
+| ends with | prints | then | because |
 |---|---|---|---|
 | 0 | | done | done |
 | not run | | stop 93 | not run |

@@ -127,7 +127,7 @@ def test_hardware_that_failed_is_named_and_not_resumed_onto(root, tmp_path):
     xid = log(tmp_path, "xid.log", XID)
     exit_code, ended, document = run(root, LOG=xid, DRAIN=f"touch {tmp_path}/drained")
     assert exit_code == 93
-    assert ended["suspects"]["says"] == ["gpu-17"]
+    assert ended["suspects"]["printed"] == ["gpu-17"]
     assert ended["drain"]["not_run"] == "not run"
     assert "hardware failed and was not drained" in document["reason"]
     assert resumed(root) is None
@@ -372,7 +372,7 @@ def test_a_throughput_that_does_not_come_back_is_a_decision(root, tmp_path):
 def test_a_throughput_that_cannot_be_compared_yet_is_no_success(root, tmp_path):
     exit_code, ended, document = watched(root, tmp_path, rows(401, 505), rows(501, 512, pace=0.5))
     assert exit_code == 31, document["reason"]
-    assert ended["throughput"]["says"] == ["watching"]
+    assert ended["throughput"]["printed"] == ["watching"]
     assert "too few steps to compare the throughput" in document["reason"]
 
 
@@ -381,7 +381,7 @@ def test_fewer_ranks_have_a_throughput_of_their_own(root, tmp_path):
     half = {"WORLD_SIZE": 2, "ELASTIC": "yes"}
     exit_code, ended, document = watched(root, tmp_path, rows(401, 540), slow, **half)
     assert exit_code == 0, document["reason"]
-    assert ended["throughput"]["says"] == ["in-band"]
+    assert ended["throughput"]["printed"] == ["in-band"]
 
 
 def test_saves_that_are_too_rare_after_the_failure_are_a_decision(root, tmp_path):
@@ -417,7 +417,7 @@ def test_the_failures_that_the_run_recorded_need_no_mtbf(root, tmp_path, apart_s
         (folder / f"{name}.jsonl").write_text(text)
     logs = rows(401, 540), rows(501, 600)
     exit_code, ended, document = watched(root, tmp_path, *logs)
-    assert ended["recorded"]["says"] == [word]
+    assert ended["recorded"]["printed"] == [word]
     assert exit_code == code, document["reason"]
     assert "mtbf" not in ended
 

@@ -52,7 +52,7 @@ echo "look" >> "$ROOT/log"
 exit "$CODE"
 ```
 
-| ends with | says | then | because |
+| ends with | prints | then | because |
 |---|---|---|---|
 | 0 | nothing | done | nothing is left |
 | 0 | | Act | there is something |
@@ -65,7 +65,7 @@ exit "$CODE"
 echo "act $FOUND" >> "$ROOT/log"
 ```
 
-| ends with | says | then | because |
+| ends with | prints | then | because |
 |---|---|---|---|
 | 0 | | Look | one less |
 | too often | | stop 11 | it does not get less |

@@ -42,7 +42,7 @@ def ended(state: str, block: str, then: str, **more: object) -> dict:
     return {
         "event": "ended",
         "exit_code": 0,
-        "says": "",
+        "printed": "",
         "lines": [],
         "duration_s": 1,
         **fields,
@@ -57,14 +57,14 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
         ended("Classify", "classify", "next", **not_run),
         ended("Classify", "hardware", "Locate", **not_run),
         ended("Locate", "scan", "next"),
-        ended("Locate", "preflight", "next", says=[str(step)]),
+        ended("Locate", "preflight", "next", printed=[str(step)]),
         ended("Locate", "recomputed", "Nodes", **not_run),
         ended("Nodes", "nodes", "Capacity"),
         ended("Capacity", "capacity", "Verify"),
         ended("Verify", "verify", "next"),
-        ended("Verify", "train-step", "next", says=["500"]),
+        ended("Verify", "train-step", "next", printed=["500"]),
         ended("Verify", "tokens", "next"),
-        ended("Verify", "saved-ranks", "Resume", says=["4"]),
+        ended("Verify", "saved-ranks", "Resume", printed=["4"]),
     )
 
 
@@ -240,8 +240,8 @@ def test_a_drain_in_a_record_is_none_unattended(root, tmp_path):
     log = tmp_path / "kernel.log"
     log.write_text("Nov 22 03:00:01 gpu-17 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU lost\n")
     events = (
-        ended("Classify", "suspects", "next", says=["gpu-17"]),
-        ended("Classify", "classify", "DrainNode", says=["infrastructure"]),
+        ended("Classify", "suspects", "next", printed=["gpu-17"]),
+        ended("Classify", "classify", "DrainNode", printed=["infrastructure"]),
         ended("DrainNode", "drain", "Locate"),
     )
     plant(root, *events)
@@ -377,7 +377,7 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
         root,
         *before_resume("x")[:3],
         ended("Locate", "scan", "next", report={"schema": "ckptctl.scan/1", "reports": [{}, 3]}),
-        ended("Locate", "preflight", "next", says=[str(root / "step_500")], report=report),
+        ended("Locate", "preflight", "next", printed=[str(root / "step_500")], report=report),
     )
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode == 31, done.stderr

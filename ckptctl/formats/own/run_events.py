@@ -126,7 +126,7 @@ class EndedEvent(RunEvent):
     """Why it was not run; null if it was."""
     exit_code: ExitCode | None = None
     """The exit code of the command; null if it was not run."""
-    says: Text | Sequence[Text] | None = None
+    printed: Text | Sequence[Text] | None = None
     """The lines of standard output that are not empty."""
     lines: Sequence[Output] | None = None
     """The last lines of both streams, in order of arrival."""
