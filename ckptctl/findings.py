@@ -217,7 +217,7 @@ CODES: Mapping[str, Code] = {
     "loss.level-shift": _warning("the loss stands a little higher than before"),
     "loss.grad-norm": _warning("the gradient norm stands far above that of before"),
     "loss.later": _warning("the loss or the gradient norm rises behind steps that agree"),
-    "loss.copied": _warning("rows that look trained again are copies"),
+    "loss.copied": _warning("rows that appear to be trained again are copies"),
     "loss.constant": _warning("the loss does not vary, so equal rows prove nothing"),
     "loss.other-data": _warning("steps logged twice saw other batches"),
     "loss.too-little": _warning("too few rows to compare"),

@@ -309,7 +309,7 @@ class Checksum:
     """A checksum that a storage keeps of an object: `crc64nvme` and the like, in hex.
 
     `whole`: of all bytes of the object. Otherwise of the checksums of the parts that it was
-    written in, which says nothing of its bytes to who does not know the parts.
+    written in, which proves nothing about its bytes unless the parts are known.
     """
 
     algorithm: str
@@ -323,7 +323,7 @@ class Kept:
 
     `etag` differs where other bytes were written, and may differ where the same were;
     `version` names one write where the bucket keeps versions. Either is empty where there
-    is none. `why_none` says why there are no checksums, and is empty where there are.
+    is none. `why_none` states why there are no checksums, and is empty where there are.
     """
 
     path: str

@@ -6,7 +6,8 @@ when it is made and raises `UsageError` with the option's name on the command li
 
 A public function that takes such an object takes each of its fields as a keyword, too:
 `pick(root, endpoint_url=…)` is `pick(root, storage=StorageOptions(endpoint_url=…))`. The
-`…Keywords` classes tell type checkers so; `options_from` puts keywords and objects together.
+`…Keywords` classes declare this for type checkers; `options_from` puts keywords and objects
+together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
 
 TIMEOUT_S = 30.0
-"""How long one answer of a storage is waited for, where nobody says how long."""
+"""How long one answer of a storage is waited for, by default."""
 
 MIN_KEY_BYTES = 16
 """A key for seals has at least so many bytes."""
@@ -59,7 +60,7 @@ _SECRETS = ("key", "secret", "token", "password")
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Words of a command line, with the values of what looks like a secret as `***`."""
+    """Words of a command line, with the values of what may be a secret as `***`."""
     return [
         _without_secret(word, before) for word, before in zip(words, ("", *words), strict=False)
     ]

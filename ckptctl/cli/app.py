@@ -94,12 +94,12 @@ def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
 
 
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
-    """Say what went wrong in two lines, and give the exit code."""
+    """Print what went wrong in two lines, and return the exit code."""
     known = _in_our_words(error, argv)
     if known.next_command is None and not isinstance(known, _Ended):
         known.next_command = _next(known, argv)
         out.keep_commands()  # it has the caller's options
-    # What cannot be said, for a full disk or a reader that left, changes no exit code.
+    # A message that cannot be written (full disk, closed pipe) changes no exit code.
     with suppress(OSError, CkptctlError):
         if _asked(argv, "--debug", "CKPTCTL_DEBUG"):
             out.trace(error)
@@ -132,7 +132,7 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
 
 
 def _next(error: CkptctlError, argv: Sequence[str]) -> str:
-    """What helps where the error does not say: the caller's own command, made good, or a page."""
+    """The next command where the error has none: the caller's own, corrected, or a page."""
     if isinstance(error, UsageError) and (error.instead is not None or error.without):
         return _mended(argv, error)
     if isinstance(error, StorageUnavailable):

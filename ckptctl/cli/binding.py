@@ -153,7 +153,7 @@ _OF_ONE_ACT = frozenset(
         *("--subset", "--deadline"),
     }
 )
-"""What is said of one mark, of one run of a runbook, of one partial look, not of the next."""
+"""Options of one mark, one run of a runbook, one partial inspection: not repeated in the next."""
 
 
 class Given(NamedTuple):
@@ -212,7 +212,7 @@ def _in_environment(variable: str, words: Sequence[str]) -> bool:
 def with_options(command: str, given: Sequence[Given], takes: Callable[[str, object], bool]) -> str:
     """A next command with the caller's options that it takes and does not have yet.
 
-    `takes` says whether a command of ckptctl has an option of that definition.
+    `takes` returns whether a command of ckptctl has an option of that definition.
     """
     own, dashes, behind = command.partition(" -- ")
     try:

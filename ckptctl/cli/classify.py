@@ -1,4 +1,4 @@
-"""`ckptctl classify`: tell failures of the infrastructure from failures of the job."""
+"""`ckptctl classify`: distinguish failures of the infrastructure from failures of the job."""
 
 from __future__ import annotations
 

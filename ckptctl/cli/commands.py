@@ -26,7 +26,7 @@ SUMMARIES: Mapping[str, str] = {
     "history": "Show the attempts of runs, and how much of their time was training that is kept.",
     "drill": "Inject faults into your own job, on a copy of its newest step, and grade how "
     "it survives.",
-    "rerun": "Replay a suspicious step on the same nodes and on others, to tell hardware from job.",
+    "rerun": "Replay a suspicious step on the same and on other nodes, to find faulty hardware.",
     "cost": "Estimate what a failure of a run costs, and the best interval between saves.",
     "reshard": "Rewrite a step for another world size in constant memory.",
     "convert": "Convert a step to one torch.save file or to safetensors, or either of them to "

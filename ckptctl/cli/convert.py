@@ -1,4 +1,4 @@
-"""`ckptctl convert`: a step in another format, or another format as a step."""
+"""`ckptctl convert`: convert a step to another format, or another format to a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptctl cost`: what a failure costs, and how often it is best to save."""
+"""`ckptctl cost`: estimate what a failure costs, and the best interval between saves."""
 
 from __future__ import annotations
 

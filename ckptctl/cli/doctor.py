@@ -1,4 +1,4 @@
-"""`ckptctl doctor`: find mistakes before a job depends on them."""
+"""`ckptctl doctor`: find mistakes in a job script, an environment or a storage."""
 
 from __future__ import annotations
 

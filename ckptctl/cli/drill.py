@@ -1,4 +1,4 @@
-"""`ckptctl drill`: faults in a job of one's own, on a copy of its newest step."""
+"""`ckptctl drill`: inject faults into your own job, on a copy of its newest step."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class ExitCode(NamedTuple):
 
 
 EXIT_CODES: Mapping[int, ExitCode] = {
-    0: ExitCode("yes", "Continue.", "not needed"),
+    0: ExitCode("success", "Continue.", "not needed"),
     1: ExitCode(
         "a bug in ckptctl",
         "Run the command again with `--debug` and report what it prints. Treat the answer as "
@@ -31,10 +31,10 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     2: ExitCode(
         "usage or configuration",
         "An argument, an option or a path is wrong, or an extra is not installed. Correct the "
-        "command as the message says.",
+        "command as the message states.",
     ),
     3: ExitCode(
-        "yes, but an older step than the newest",
+        "success, but an older step than the newest",
         "Only `pick --detailed-exitcode` returns it. Resume from the path on standard output. "
         "Standard error lists the newer steps and why they were refused.",
         "not needed",

@@ -1,4 +1,4 @@
-"""`ckptctl history`: the attempts of a run, and what became of their time."""
+"""`ckptctl history`: the attempts of a run, and how their time was spent."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ _BETWEEN = ("restart_s", "idle_s")
 
 
 def time_rows(attempts: Sequence[PastAttempt]) -> Iterator[tuple[Mark, float | None, str]]:
-    """What became of the time: how it is drawn, the seconds, and the bucket."""
+    """How the time was spent: how it is drawn, the seconds, and the bucket."""
     for name, mark in _MARKS.items():
         seconds = [each for one in attempts if (each := getattr(one, name)) is not None]
         if name == "other_s":
@@ -256,7 +256,7 @@ def _padded(cells: Sequence[str], widths: Sequence[int]) -> Iterator[Span | str]
 
 
 def _signal(exit_code: int | None) -> str:
-    """What the exit code alone says of a failure."""
+    """The cause as far as the exit code alone shows it."""
     with suppress(ValueError):
         return f"{signal.Signals((exit_code or 0) - 128).name}, unknown cause"
     return "unknown cause"
@@ -280,7 +280,7 @@ def attempt_end(attempt: PastAttempt) -> Iterator[Span]:
 
 
 def _write_html(path: str, found: RunHistory) -> None:
-    """The attempts of runs, and what became of their time."""
+    """Write the attempts of runs, and how their time was spent, as one HTML page."""
     from html import escape
 
     from ckptctl.cli.html_pages import as_html, write_page

@@ -347,7 +347,7 @@ def _number(value: float) -> str:
 
 
 def write_html(path: str, report: LossReport) -> None:
-    """The verdict on a resume, the curve, and what it follows from."""
+    """Write the verdict on a resume, the curve and the evidence as one HTML page."""
     from ckptctl.cli.html_pages import as_html, write_page
     from ckptctl.loss.plots import svg_of
 

@@ -32,7 +32,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignore_signals() -> None:
-    """From here on no signal ends the process before it has said what it did.
+    """From here on no signal ends the process before it has reported what it did.
 
     Handlers that are not ours stay: a program may call commands in its own process.
     """
@@ -42,12 +42,12 @@ def ignore_signals() -> None:
 
 
 def main() -> NoReturn:
-    """Run what the command line says, and leave with its exit code."""
+    """Run the command line, and exit with its code."""
     # A start makes many objects and no garbage; looking for it costs 8 %.
     gc.set_threshold(_FEW_COLLECTIONS)
     try:
         for number in _SIGNALS:
-            # A job that was started with a signal ignored wants it ignored.
+            # A signal that was ignored when the job started stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _stop)
         from ckptctl.cli.app import run
@@ -56,12 +56,12 @@ def main() -> NoReturn:
     except Stopped as stopped:
         exit_code = stopped.exit_code
     except (MemoryError, SystemError):
-        # Too little even to say so in the usual way; CPython raises `SystemError` where it
+        # Too little memory even for the usual message; CPython raises `SystemError` where it
         # loses the exception of a failed allocation. These two calls allocate nothing.
         os.write(2, _NO_MEMORY)
         os._exit(_NOTHING_KNOWN)
     _flush()
-    # All is said. Taking the interpreter apart takes as long as starting it, and
+    # Everything is printed. Taking the interpreter apart takes as long as starting it, and
     # would wait for a thread that hangs in a storage.
     os._exit(exit_code)
 
@@ -71,7 +71,7 @@ def _stop(number: int, _frame: object) -> NoReturn:
 
 
 def _flush() -> None:
-    """Bring out what is left; where that fails, `run` has said so already."""
+    """Flush what is left; where that fails, `run` has already reported it."""
     for stream in (sys.stdout, sys.stderr):
         try:  # noqa: SIM105 - `suppress` allocates
             stream.flush()

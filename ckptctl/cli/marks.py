@@ -137,7 +137,7 @@ def _mark(
 
 
 def marked_lines(marked: Marked) -> list[Line]:
-    """What was said of the step, what that lifts, and what stands now."""
+    """The mark that was put, the marks that it lifts, and those that apply now."""
     lines = [line(Span(marked.message, "strong"), solid=True)]
     if marked.mark is not None:
         lines.append(line(f"  {_said(marked.mark)}", hang=4))

@@ -78,7 +78,7 @@ class Notifier:
 
 
 def _sender(given: str) -> Callable[[bytes], str | None]:
-    """How a document is sent; what it returns says why that failed."""
+    """How a document is sent; it returns why that failed."""
     if given.startswith(("http://", "https://")):
         if not urlsplit(given).hostname:
             raise UsageError("--notify is a URL without a host")

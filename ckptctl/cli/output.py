@@ -39,7 +39,7 @@ class Color(str, Enum):
 
 
 # Select Graphic Rendition: of 256 colours those that can be read on a white and on a black
-# background, and the nearest of 16. Glyphs and words say the same.
+# background, and the nearest of 16. Glyphs and words carry the same information.
 _STYLES: Mapping[Style, tuple[str, str]] = {
     "good": ("38;5;28", "32"),
     "warn": ("38;5;166", "33"),
@@ -53,7 +53,7 @@ _STYLES: Mapping[Style, tuple[str, str]] = {
 class Channel(NamedTuple):
     """One of the standard streams, and what can be shown on it.
 
-    `width` is None off a terminal, but where a runbook says how wide the one is that it
+    `width` is None off a terminal, except where a runbook passes the width of the one that it
     shows our output on. `stream` is None where the caller closed it. What is written to
     standard output `must_arrive`; talk may be lost, where a terminal was closed or a disk is
     full, and changes neither what a command does nor how it ends.
@@ -100,7 +100,7 @@ class Channel(NamedTuple):
 
 
 class Output:
-    """Standard output, standard error, and how the caller wants them used."""
+    """Standard output, standard error, and how they are used."""
 
     def __init__(self, command: str | None = None, *, as_json: bool = False) -> None:
         self.command = command
@@ -167,7 +167,7 @@ class Output:
             self.lines(lines())
 
     def lines(self, lines: Iterable[Line], *, to: Channel | None = None) -> None:
-        """Print lines for a person, on standard output unless `to` says otherwise."""
+        """Print lines for a person, on standard output unless `to` is another stream."""
         channel = to or self.out
         self._clear_progress()
         for a_line in lines:
@@ -198,7 +198,7 @@ class Output:
             replace_file(self._report_file, self._as_text(document()))
 
     def error(self, error: CkptctlError) -> None:
-        """Say why ckptctl could not do its work; with `--json` as a document too."""
+        """Report why ckptctl could not do its work; with `--json` as a document too."""
         self.lines(error_lines(error.message, error.next_command), to=self.err)
         if self.as_json or self._report_file is not None:
             from ckptctl.cli.documents import error_document
@@ -224,7 +224,7 @@ class Output:
         )
 
     def progress(self, said: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
-        """Say how far it is, if a person may be waiting; `unit` `B` counts in bytes."""
+        """Show the progress, if a person may be waiting; `unit` `B` counts in bytes."""
         if not self.talks or self.err.stream is None:
             return
         if self._progress is None:
@@ -319,7 +319,7 @@ def _terminal_width(stream: TextIO) -> int:
 
 
 def _columns(variable: str) -> int | None:
-    """A width that the environment says."""
+    """A width that an environment variable states."""
     columns = os.environ.get(variable, "")
     fits = columns.isascii() and columns.isdigit() and int(columns[:6]) > 0
     return int(columns[:6]) if fits else None
@@ -334,7 +334,7 @@ def _can_encode(stream: TextIO, glyphs: str) -> bool:
 
 
 def replace_file(path: str, text: str, what: str = "the report") -> None:
-    """Write a file whole, or leave what was there; `what` names it in an error."""
+    """Replace a file atomically, or leave it as it was; `what` names it in an error."""
     aside = f"{path}.{os.getpid()}.tmp"
     try:
         with open(aside, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,4 +1,4 @@
-"""`ckptctl pick`: the one path to resume from."""
+"""`ckptctl pick`: choose the step to resume from."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _WORLD_SIZE = {"state.lost", "world-size.differs"}  # there only where --world-s
 
 
 def pick_lines(pick: Pick) -> list[Line]:
-    """The answer, why newer steps were refused, how deep the look was, what is next."""
+    """The answer, why newer steps were refused, how deep the inspection was, the next command."""
     if pick.exit_code:
         lines = [line(Span("error:", "bad"), f" {pick.message}", hang=2)]
     else:

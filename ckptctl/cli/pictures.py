@@ -1,8 +1,8 @@
 """Draw long lists as one line of symbols.
 
 A strip of steps for `scan`, a map of ranks for `verify`: one glyph each, or the
-worst of several where there is no room. A glyph says what its colour says, so
-nothing is lost without colour; ASCII stands in where the terminal knows no more.
+worst of several where there is no room. A glyph has the meaning of its colour, so
+nothing is lost without colour; ASCII replaces it where the terminal supports nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.model import Level
 
 MAX_CELLS = 64
-"""A row of ranks is never longer: beyond, nobody can tell one cell from the next."""
+"""A row of ranks is never longer: more cells cannot be distinguished."""
 
 _MAX_RANKS = 100_000  # a file may be named __999999999_0.distcp
 
@@ -81,7 +81,7 @@ _PROVE_NOTHING = frozenset({"record.no-crc", "record.transformed", "format.no-ch
 
 
 def step_state(report: Report, *, passed_over: bool = False) -> str:
-    """The key of a step in `STEP_MARKS`; `passed_over` says that `pick` refused it.
+    """The key of a step in `STEP_MARKS`; `passed_over`: `pick` refused it.
 
     A step without an optimizer is never shown as a good one: a resume would reset it.
     """
@@ -148,7 +148,7 @@ def _arrow(column: int, label: str, unicode: bool) -> Line:
 def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
     """A row of glyphs for each part of the step, one for each rank that wrote it.
 
-    Nothing where only one rank wrote the step, or where nothing says how many did.
+    Nothing where only one rank wrote the step, or where the number is unknown.
     """
     rows = rank_states(report)
     if not any(len(states) > 1 for states in rows.values()):
@@ -176,8 +176,8 @@ def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
 def rank_states(report: Report) -> dict[str, list[str]]:
     """For each part of the step the state of every rank's files: a key of `RANK_MARKS` each.
 
-    A rank is as bad as the worst that a finding says of one of its files. Of the others the
-    state says how far the inspection came.
+    A rank has the worst state that a finding gives one of its files. The state of the others is
+    how far the inspection came.
     """
     reached = _reached(report)
     said: dict[tuple[str, int], list[str]] = {}

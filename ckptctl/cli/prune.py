@@ -1,4 +1,4 @@
-"""`ckptctl prune`: retention that cannot remove the last good step."""
+"""`ckptctl prune`: remove old steps, never the last good one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def prune(
     results: list[Pruned] = []
 
     def ended(result: Pruned) -> None:
-        ignore_signals()  # nothing is left to stop, and what was removed must be said
+        ignore_signals()  # nothing is left to stop, and what was removed must be reported
         results.append(result)
 
     try:

@@ -209,7 +209,7 @@ def said_of(finding: Finding) -> str:
 
 
 def state_lines(state: TrainState, *, usable: bool) -> list[Line]:
-    """What a resume restores, and what it does not; nothing where nobody could look."""
+    """What a resume restores, and what it does not; nothing where it could not be inspected."""
     if not state.held:
         return []
     missing = [kind for kind in STATE_KINDS if not state.part(kind).found]
@@ -244,7 +244,7 @@ _SOURCES = {
     "shard-files": "by its shard files",
     "train-state": "by its train state",
     "seal": "by its seal",
-    "asked": "as you say",
+    "asked": "as you stated",
 }
 
 
@@ -287,7 +287,7 @@ def _block_lines(block: Sequence[str]) -> Iterator[Line]:
 
 
 def refused_lines(pick: Pick) -> list[Line]:
-    """Why newer steps were refused, one a line; what the answer says already is not said again."""
+    """Why newer steps were refused, one a line, without what the answer already states."""
     return [
         line(f"  not step {step_name(over.report)}: {over.reason}", hang=4)
         for over in pick.passed_over

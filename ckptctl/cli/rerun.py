@@ -1,4 +1,4 @@
-"""`ckptctl rerun`: whether a suspicious value is the hardware's or the job's."""
+"""`ckptctl rerun`: replay a suspicious step to find out whether the hardware is at fault."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def rerun(
     storage: StorageOptions,
     out: Output,
 ) -> int:
-    """Replay a suspicious step on the same nodes and on others, to tell hardware from job.
+    """Replay a suspicious step on the same and on other nodes, to find faulty hardware.
 
     The steps before a NaN or a spike are trained again from an older step, on copies of it, and
     the losses are compared bit for bit with the log and with each other. Ends with 0 if the

@@ -1,4 +1,4 @@
-"""`ckptctl reshard`: the same tensors for another world size."""
+"""`ckptctl reshard`: rewrite a step for another world size."""
 
 from __future__ import annotations
 

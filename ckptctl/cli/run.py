@@ -244,8 +244,8 @@ def run(
             metavar="N",
             min=1,
             help="How many `ckptctl run` start the job together, one on each node; they agree on "
-            "each attempt, and all end with the same exit code. By default as srun, mpirun or "
-            "PET_NNODES say, else 1.",
+            "each attempt, and all end with the same exit code. Default: from srun, mpirun or "
+            "PET_NNODES, else 1.",
         ),
     ] = None,
     node_rank: Annotated[
@@ -254,8 +254,8 @@ def run(
             "--node-rank",
             metavar="N",
             min=0,
-            help="Which of them this is, from 0; by default as srun, mpirun, PET_NODE_RANK or "
-            "JOB_COMPLETION_INDEX say.",
+            help="Which of them this is, from 0. Default: from srun, mpirun, PET_NODE_RANK or "
+            "JOB_COMPLETION_INDEX.",
         ),
     ] = None,
     wait_nodes: Annotated[
@@ -285,7 +285,7 @@ def run(
     """Run a job, and restart it after failures within a budget.
 
     Only a newer usable step refills the budget, which is kept in the root: a later invocation,
-    also on another machine, goes on with it. Signals are passed on; after a signal that asks
+    also on another machine, continues it. Signals are passed on; after a signal that asks
     the job to end nothing is restarted. Ends with the exit code of the command, with 93 when
     the budget is spent, with 11 when no step is usable, with 75 when the storage does not
     answer or the steps of the run have disappeared, with 10 when the root does not exist. The
@@ -395,7 +395,7 @@ def _launchers(nnodes: int | None, node_rank: int | None, wait_nodes: str) -> La
         place = 0
     if place is None:
         raise UsageError(
-            f"there are {count} launchers, and --node-rank does not say which this is",
+            f"there are {count} launchers, but --node-rank does not state which of them this is",
             instead=f"--nnodes {count} --node-rank 0",
         )
     wait_s = parse_duration(wait_nodes, "--wait-nodes") or 0.0

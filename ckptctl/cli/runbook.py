@@ -226,7 +226,7 @@ def _answer(ran: Ran, transcript: str | None, out: Output) -> None:
 
 
 def _inputs(given: Sequence[str]) -> dict[str, list[str]]:
-    """The values by name; the library knows which of them are lists."""
+    """The values by name; the library determines which of them are lists."""
     inputs: dict[str, list[str]] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
@@ -386,8 +386,8 @@ class TerminalPrompts:
             return False
         if again and self.yes:
             raise NoTerminal(
-                f"the block {block.name!r} was started before and its end is not known; "
-                "look, then run this without --yes, or start another run with --new"
+                f"the block {block.name!r} was started before and its result is unknown; "
+                "check it, then run this without --yes, or start another run with --new"
             )
         if found and not self.attended:
             raise NoTerminal(
@@ -403,7 +403,7 @@ class TerminalPrompts:
                 "--yes agrees to every change"
             )
         if again:
-            self.told("  It was started before, and its end is not known.")
+            self.told("  It was started before, and its result is unknown.")
         if found:
             self.told(f"  From the record of the run, and not from you: {', '.join(found)}.")
         return self._asked("This changes something. Run it? [y]es, [n]o, [l]eave here: ")

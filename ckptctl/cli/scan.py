@@ -1,4 +1,4 @@
-"""`ckptctl scan`: every step under one root or several, and which one to resume from.
+"""`ckptctl scan`: list the steps of roots, and the one that `pick` would choose.
 
 A row is printed as soon as its step has been inspected. The strip of all steps comes last,
 where a long table has not scrolled it away.
@@ -91,7 +91,7 @@ def scan(
 
 
 class _Shown:
-    """Prints rows as they come, held back until the verdict can be said first."""
+    """Prints rows as they come, held back until the verdict can be printed first."""
 
     def __init__(self, out: Output, roots: tuple[str, ...]) -> None:
         self._out = out
@@ -251,7 +251,7 @@ class StepTable:
 
 
 def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
-    """What follows the table: the strip, what is to say about the root, what is next."""
+    """What follows the table: the strip, the findings about the root, the next command."""
     lines: list[Line] = []
     over = dict(scan.refused)
     strip = strip_of_steps(scan.reports, scan.chosen, over, width, unicode=unicode)
@@ -319,7 +319,7 @@ def state_words(state: TrainState) -> str:
 
 
 def _write_html(path: str, found: Scan) -> None:
-    """The steps of a root, and which of them `pick` takes."""
+    """Write the steps of a root, and which of them `pick` chooses, as one HTML page."""
     from html import escape
 
     from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page

@@ -142,7 +142,7 @@ def _array(items: Iterator[Schema]) -> Schema:
 
 
 def _either(choices: list[Schema]) -> Schema:
-    """One of several; null is one of the types where that says the same."""
+    """One of several; null is one of the types where that is equivalent."""
     some = [each for each in choices if each != {"type": "null"}]
     if len(some) == 1 and "type" in some[0] and "enum" not in some[0]:
         return {**some[0], "type": [some[0]["type"], "null"]}

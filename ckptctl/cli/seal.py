@@ -1,4 +1,4 @@
-"""`ckptctl seal`: write down what a whole step consists of."""
+"""`ckptctl seal`: verify a step and record its digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptctl watch`: verify and seal what a job saves, beside it."""
+"""`ckptctl watch`: verify and seal each step that a job saves, from a process beside it."""
 
 from __future__ import annotations
 

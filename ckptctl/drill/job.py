@@ -62,7 +62,7 @@ def new_work_folder(
         raise UsageError("the command is missing", next_command=usage)
     if root_env is None and not any(ROOT_WORD in word for word in command):
         raise UsageError(
-            "the command does not say where its root belongs, and would train in the real one: "
+            "the command names no place for its root, and would train in the real one: "
             "write {root} in it, or give --root-env NAME",
             next_command=usage,
         )
@@ -75,7 +75,7 @@ def new_work_folder(
 
 
 class TrialFailed(Exception):
-    """The trial cannot go on; the message is the problem."""
+    """The trial cannot continue; the message is the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Inject one fault into a job, let RB-7 resume it, and compare with the run without a fault.
 
 A fault is done to a running job, from outside. It gets the ranks of the job, all of which are
-stopped (SIGSTOP), and lets them go on.
+stopped (SIGSTOP), and continues them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def kill_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
 
 
 def stop_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
-    """Leave one rank stopped: it neither ends nor goes on."""
+    """Leave one rank stopped: it neither ends nor continues."""
     rank = draw.choice(sorted(ranks))
     injected = _injected(job, rank, ranks, "stopped")
     signal_ranks((ranks[each] for each in ranks if each != rank), signal.SIGCONT)
@@ -88,7 +88,7 @@ def kill_in_save(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     """End all ranks with SIGKILL while they write a step.
 
     The ranks are stopped as soon as a new entry appears beside the steps. If the save was
-    faster, they go on, and the next save is waited for.
+    faster, they continue, and the next save is waited for.
     """
     newest = _newest(job)
     step = next(name for name, number in job.names.items() if number == newest)
@@ -208,7 +208,7 @@ class StalledStorage:
             raise TrialFailed("the file system of the copies has no leases, by which it is stalled")
 
     def end(self) -> None:
-        """Let every open go on."""
+        """Let every pending open continue."""
         self._process.kill()
         self._process.wait()
 

@@ -6,7 +6,7 @@ is refused. `stalled_collectives` compares the ranks.
 
 py-spy and faulthandler print stacks; `matching` passes the lines of a log, in order. A job
 that hangs has ranks that wait in a collective, and one or a few that are somewhere else:
-those are the ones to look at.
+those are the suspects.
 
 Source: torch 2.4 to 2.13 `torch/csrc/distributed/c10d/FlightRecorder*.hpp`; py-spy 0.4 `dump`;
 CPython 3.12 `Python/traceback.c`, `Modules/faulthandler.c`.
@@ -331,7 +331,9 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
         rule="collective.stacks-differ",
         failure="hang",
         role=Role.SUSPECT,
-        description=f"the main thread is at {here}, and {len(waiting):,} other ranks wait at {there}",
+        description=(
+            f"the main thread is at {here}, and {len(waiting):,} other ranks wait at {there}"
+        ),
         file=first.file,
         line=first.line,
         text=first.place,

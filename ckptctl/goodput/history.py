@@ -38,12 +38,12 @@ class RootHistory:
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """The attempts of one run or several, and what became of their time."""
+    """The attempts of one run or several, and how their time was spent."""
 
     attempts: tuple[PastAttempt, ...]
     """Every attempt, root by root, the oldest first."""
     goodput: Goodput
-    """What became of the time of all of them; of several roots the sum."""
+    """How the time of all of them was spent; the sum over several roots."""
     roots: tuple[RootHistory, ...]
     """The roots, in the order in which they were given."""
     findings: tuple[Finding, ...]
@@ -63,7 +63,7 @@ def run_history(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> RunHistory:
-    """The attempts of one run or several, and what became of their time.
+    """The attempts of one run or several, and how their time was spent.
 
     Reads the ledgers that `ckptctl.train` keeps in a root, and the state of `ckptctl run`; either
     is enough. `state` is the folder or URL where `run --state` kept it. `logs` are logs of the

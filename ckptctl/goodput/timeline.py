@@ -63,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastAttempt:
-    """One attempt of a run: how it ended, and what became of its time. Times in seconds."""
+    """One attempt of a run: how it ended, and how its time was spent. Times in seconds."""
 
     root: str
     """The root that it saved to."""
@@ -179,7 +179,7 @@ class Mtbf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What became of the time of a run. Times in seconds; null where it was not recorded."""
+    """How the time of a run was spent. Times in seconds; null where it was not recorded."""
 
     elapsed_s: NonNegative
     """From the start of the first attempt to the end of the last."""
@@ -343,7 +343,7 @@ def _trained(points: Sequence[tuple[float, int]], until: int | None) -> float:
 
 
 def goodput_of(attempts: Sequence[PastAttempt]) -> Goodput:
-    """What became of the time of all these attempts; those of several roots are added up."""
+    """How the time of all these attempts was spent, added up over several roots."""
     excluded_s = sum(each.idle_s for each in attempts)
     counted_s = sum(each.seconds + (each.restart_s or 0.0) for each in attempts)
     goodput_s = _sum(each.productive_s for each in attempts)

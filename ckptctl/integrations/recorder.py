@@ -32,7 +32,7 @@ LOG = "train.jsonl"
 
 
 class LossDiscontinuous(CkptctlError):
-    """The loss is not continuous across the resume: the training must not go on."""
+    """The loss is not continuous across the resume: the training must stop."""
 
     exit_code = 30
 
@@ -100,7 +100,7 @@ class Sealer:
 
 
 def reported(failed: str, act: Callable[[], None]) -> None:
-    """Call `act`; what fails for the storage is reported, and the training goes on."""
+    """Call `act`; what fails for the storage is reported, and the training continues."""
     try:
         act()
     except (CkptctlError, OSError) as error:

@@ -295,7 +295,7 @@ def _no_canary(run: Split, canary: Split) -> Finding:
 
 
 def _without_loss(error: LogWithoutLoss, logs: Sequence[str], damage: DamageLog) -> LossReport:
-    """The report where the reader found no loss; its error says why."""
+    """The report where the reader found no loss; its error states why."""
     finding = Finding("loss.none", "", error.message, expected="rows with a step and a loss")
     next_command = error.next_command or "ckptctl explain loss.none"
     return LossReport(

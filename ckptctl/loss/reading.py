@@ -166,7 +166,7 @@ class LogReader:
 class DamageLog:
     """The damage that was found while logs were read, in order.
 
-    `at_end` says that no row was read after the last damage.
+    `at_end`: no row was read after the last damage.
     """
 
     messages: list[str] = field(default_factory=list)

@@ -289,7 +289,7 @@ def _vary(
     """
 
     def share(value: float, of: Sequence[float]) -> float:
-        # The value itself is among them; half a further one stands for those not seen.
+        # The value itself is among them; half a further one is added for those not seen.
         same = sum(abs(each - value) <= within for each in of)
         return (max(0, same - 1) + 0.5) / max(1, len(of))
 

@@ -149,7 +149,7 @@ def resume_at(split: Split, resume_point: ResumePoint, *, may_divide: bool = Tru
 
     If `may_divide`, a log of one file is divided at the step where no earlier segment came
     near it: one process after another may have appended to a log without a trace. The rows
-    that the dead job logged after its checkpoint look the same, so a resume point from a
+    that the dead job logged after its checkpoint are indistinguishable, so a resume point from a
     report divides a log only where the times of the rows place the resume between them.
     """
     segments, n_dropped = split.segments, split.n_dropped

@@ -82,7 +82,7 @@ def convert(
     """Write a step in another format, or make a step of sharded DCP from another format.
 
     Where `source` is a step of sharded DCP, named as for `verify`, the end of `target`
-    says what it becomes: a file of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`) with the
+    selects the format: a file of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`) with the
     nested state, which `torch.load(weights_only=True)` reads; a file of safetensors
     (`.safetensors`); else a folder of safetensors, begun anew before a file has more than
     `file_bytes` (default `FILE_BYTES`). `strip` is taken away from the beginning of
@@ -102,7 +102,7 @@ def convert(
     `only_model` leaves out all but the model. Safetensors have no checksums: without a
     seal they are taken with `accept_unverifiable` only.
 
-    A source that is not whole is refused, and damage ends it: the answer bears the report,
+    A source that is not complete is refused, and damage ends it: the result has the report,
     and nothing is published. Raises `UsageError` where `target` is there, where a tensor
     has a dtype that the format lacks, a value is not plain, or the names could mean
     something else; `StorageError`.

@@ -5,7 +5,7 @@ its placement; DeepSpeed saves flat partitions of all parameters, and their shap
 model states. Both become chunks of whole tensors, whose elements stay where they are.
 
 - verl: `model.NAME`, and the optimizer's entries under the keys of its state dict.
-- DeepSpeed: `model.NAME` are the optimizer's fp32 weights, which training goes on from, with
+- DeepSpeed: `model.NAME` are the optimizer's fp32 weights, from which training continues, with
   buffers and frozen parameters as saved; `optimizer.state.NAME.KEY` are its moments.
 
 Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; DeepSpeed 0.19.8
@@ -60,7 +60,7 @@ class _Tensor(NamedTuple):
 
 
 class _Uneven(Exception):
-    """The shards do not make up whole tensors; the message says where."""
+    """The shards do not make up whole tensors; the message states where."""
 
 
 _Place = tuple[int, ...]

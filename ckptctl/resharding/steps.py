@@ -57,7 +57,7 @@ def plan_reshard(
     """Plan how the step `source` would be resharded; nothing is written.
 
     `source` is named as for `verify`, `target` is the path of the new step. Either
-    `world_size` says for how many ranks, or `mesh` (`dp=4,tp=2`) how they are arranged,
+    `world_size` is the number of ranks, or `mesh` (`dp=4,tp=2`) how they are arranged,
     or `like` names a step that has the wanted layout. `shard` are rules
     `PATTERN=DIM` for tensors that are not sharded along dimension 0. `per_rank` is what
     to do with state that exists once per rank: `keep`, `drop` or `refuse`. `only_model`

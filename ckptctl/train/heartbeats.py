@@ -44,7 +44,7 @@ _FIRST_FREE, _LAST_FREE = 35, 64
 def heartbeat(
     section: Section | None = None, *, step: int | None = None, work_s: float | None = None
 ) -> None:
-    """Report that this rank goes on, and which section of the job it is in.
+    """Report that this rank makes progress, and which section of the job it is in.
 
     `ckptctl run` ends a job whose rank does not report within the limit of its section. Without
     `section` the rank stays in the one that it is in, `outside` at first. `Checkpointer` reports

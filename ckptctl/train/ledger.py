@@ -57,7 +57,7 @@ def clock_s() -> float:
 
 
 def process_began_s() -> float:
-    """When this process began, by `clock_s`; now where the system does not tell."""
+    """When this process began, by `clock_s`; now where the system does not report it."""
     now_s = clock_s()
     with suppress(OSError, ValueError, IndexError):
         began_s = started_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")

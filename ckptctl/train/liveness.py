@@ -182,7 +182,7 @@ def simulate_fault(
     `rank_killed` ends the rank with SIGKILL; `rank_hung` stops all its threads with SIGSTOP, so
     that its peers wait in the next collective. `random` is one of both. Without `rank` it is a
     random one. Every rank must call it with the same arguments: `seed` makes them choose the same
-    fault without talking to each other. Does nothing after a restart, so that the job can go on.
+    fault without talking to each other. Does nothing after a restart, so that the job can continue.
 
     Raises `UsageError` for a fault that does not exist, a rank that the job does not have, and a
     negative delay. Source of the names: `FaultToleranceConfig` of Megatron Bridge.

@@ -37,7 +37,7 @@ def root(framework_roots: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--", "true"), "does not say where its root belongs"),
+        (("--", "true"), "names no place for its root"),
         ((), "the command is missing"),
         (("--work", "ckpt/drill", "--", "true", "{root}"), "is in the root"),
         (("--work", "ckpt", "--", "true", "{root}"), "already exists"),

@@ -132,7 +132,7 @@ def test_a_dry_run_shows_the_commands_and_starts_nothing(root: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--", "true"), "does not say where its root belongs"),
+        (("--", "true"), "names no place for its root"),
         (("--other-nodes", "b", "--", "true", "{root}"), "does not say where its nodes belong"),
         (("--other-nodes", "a", "--nodes", "a", "--", "true", "{root}"), "names no node that"),
         (("--nodes", "-x", "--", "true", "{root}"), "which is no name of a host"),

@@ -133,7 +133,7 @@ def test_ctrl_c_ends_the_command_and_the_run_goes_on_later(root):
     assert process.returncode == 130, said
     again = run(root, "--yes", "--continue", *RESUME)
     assert again.returncode == 2
-    assert "its end is not known" in again.stderr
+    assert "its result is unknown" in again.stderr
 
 
 def test_a_terminal_that_is_closed_ends_the_command_with_all_that_it_started(root):
@@ -168,7 +168,7 @@ def test_a_terminal_that_is_closed_ends_the_command_with_all_that_it_started(roo
     assert process.wait() == 129
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-    assert "its end is not known" in run(root, "--yes", "--continue", *RESUME).stderr
+    assert "its result is unknown" in run(root, "--yes", "--continue", *RESUME).stderr
 
 
 def test_a_person_at_a_terminal_is_asked(root):

@@ -108,7 +108,7 @@ LINE_FORMATS = (
     LineFormat(
         "levanter",
         "Progress on:train",
-        # Above 1,000 steps three digits are printed: the last row of `12.3kit` stands for it.
+        # Above 1,000 steps three digits are printed: the last row of `12.3kit` represents it.
         r"\bProgress on:train\s+(?P<step>\d{1,12}(?:\.\d{1,2})?[kM]?)it/",
         r"(loss)=([^\s,]+)",
         tail=r"postfix:",

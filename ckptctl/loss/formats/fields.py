@@ -176,7 +176,7 @@ class RowMaker:
         return best
 
     def snapshot(self) -> RowMaker:
-        """A maker that knows the precision of each field as it is now."""
+        """A maker with the present precision of each field."""
         made = copy(self)
         made.precision = {name: copy(column) for name, column in self.precision.items()}
         return made

@@ -289,7 +289,8 @@ def _parse(reader: LineReader, line: bytes, end: int, position: LogPosition) -> 
 def _fixed_parts(text: str, column: Precision) -> list[tuple[int, int]] | None:
     """The parts of a number that decide what it does to the precision of its column.
 
-    None where any number of this form has to be parsed at once. The column knows `text`.
+    None where any number of this form has to be parsed at once. `text` is already
+    part of the column.
     """
     number = parse_number(text)
     if number is None or column.whole or number.value != number.value:
