@@ -23,7 +23,7 @@ from typing import Protocol
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import OutOfMemory
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
-from ckptctl.storage.contract import Kind, Span, Store
+from ckptctl.storage.contract import Kind, Span, Store, spread
 from ckptctl.storage.waiting import start_daemon
 
 PIECE_BYTES = 1 << 20
@@ -45,14 +45,14 @@ OnProgress = Callable[[int, int], None]
 class Piece:
     """`length` bytes from `start` of the file, read at once.
 
-    `ahead`: the bytes are read again later, and counted only then. `into` is the memory to
-    read them into, if not a buffer of the thread.
+    `ahead`: the bytes are read again later, and counted only then. `into` are the buffers to
+    read them into, at most `MAX_BUFFERS`, if not a buffer of the thread.
     """
 
     start: int
     length: int
     ahead: bool = False
-    into: memoryview | None = None
+    into: Sequence[memoryview] = ()
 
 
 class Run(Protocol):
@@ -73,7 +73,10 @@ class Run(Protocol):
         ...
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """Consume the bytes of a piece; they are overwritten after it returns, unless in `into`."""
+        """Consume the bytes of a piece; they are overwritten after it returns, unless in `into`.
+
+        `data` are the bytes in the first of several buffers.
+        """
         ...
 
 
@@ -236,9 +239,9 @@ def _read_files(store: Store, board: _Board, number: int) -> None:
             for piece in run.pieces(PIECE_BYTES):
                 if board.stopped:
                     return
-                data = buffer[: piece.length] if piece.into is None else piece.into
-                file.read_into(piece.start, data)
-                run.take(piece, data)
+                into = piece.into or (buffer[: piece.length],)
+                file.read_into(piece.start, *into)
+                run.take(piece, into[0])
                 board.count(number, piece)
 
 
@@ -257,11 +260,8 @@ def _read_objects(store: Store, board: _Board, number: int) -> None:
         if board.stopped:
             return
         run, piece = asked_for.popleft()
-        taken = memoryview(data)
-        if piece.into is not None:
-            piece.into[:] = taken
-            taken = piece.into
-        run.take(piece, taken)
+        spread(data, piece.into)
+        run.take(piece, piece.into[0] if piece.into else memoryview(data))
         board.count(number, piece)
 
 

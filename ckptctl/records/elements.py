@@ -98,7 +98,7 @@ class ElementRun:
             yield _ElementPiece(
                 self.first_byte + piece.start,
                 piece.length,
-                into=into,
+                into=() if into is None else (into,),
                 bytes_read=piece,
                 in_place=memory is not None,
             )

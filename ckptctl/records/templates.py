@@ -9,12 +9,16 @@ as well, `open_record` would accept it. Every other record is given to `open_rec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from struct import Struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.archive.directory import View, crc_offsets
 from ckptctl.records.opening import Expected, Need, OpenRecord, open_record
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _MOST_TEMPLATES = 4096
 """Tensors have fewer dtypes, shapes and lengths; records of further ones are parsed."""
@@ -40,10 +44,13 @@ class Template:
     fields: Struct
     constant: tuple[bytes, ...]
     differing: tuple[int, int]
+    crc32: Callable[[Buffer], int]
 
     @classmethod
     def of(cls, opened: OpenRecord, view: View) -> Template | None:
         """The template of a record; None for a record of another form."""
+        from zlib_ng.zlib_ng import crc32
+
         directory, elements = opened.directory, opened.elements
         identity = directory.find(_IDENTITY)
         if elements is None or identity is None or not directory.has_crcs:
@@ -66,7 +73,24 @@ class Template:
         names = [member.name for member in directory.members]
         differing = (names.index(elements.name), names.index(identity.name))
         place = (elements.start, elements.end, len(rest))
-        return cls(opened, head, *place, fields, constant, differing)
+        return cls(opened, head, *place, fields, constant, differing, crc32)
+
+    def checksums(self, rest: Buffer, at: int) -> tuple[int, int] | None:
+        """The CRC-32 of the elements and of the id of a record, from what follows the elements.
+
+        That begins at byte `at` of `rest`. None if it is not like the template.
+        """
+        found = self.fields.unpack_from(rest, at)
+        _, crc, _, identity, _, identity_crc, _, crc_again, _, identity_crc_again, _ = found
+        if (
+            found[::2] == self.constant
+            and crc == crc_again
+            and identity_crc == identity_crc_again
+            and identity.isdigit()
+            and self.crc32(identity) == identity_crc
+        ):
+            return crc, identity_crc
+        return None
 
 
 class Alike(NamedTuple):
@@ -89,10 +113,11 @@ class Templates:
     """The templates of one reading, by length, dtype and shape."""
 
     def __init__(self) -> None:
-        from zlib_ng.zlib_ng import crc32
-
-        self._crc32 = crc32
         self._templates: dict[tuple[int, Expected], Template] = {}
+
+    def get(self, length: int, expected: Expected) -> Template | None:
+        """The template of the records of this length, dtype and shape."""
+        return self._templates.get((length, expected))
 
     def open(
         self, view: View, expected: Expected | None, *, with_pickle: bool = False
@@ -115,25 +140,18 @@ class Templates:
 
         Members that were read whole match their checksums.
         """
-        template = self._templates.get((view.length, expected))
+        template = self.get(view.length, expected)
         if template is None:
             return None
         head, tail = view.head, view.tail
         at = len(tail) - template.n_rest
         if at < 0 or not head.startswith(template.head):
             return None
-        found = template.fields.unpack_from(tail, at)
-        _, crc, _, identity, _, identity_crc, _, crc_again, _, identity_crc_again, _ = found
-        if (
-            found[::2] != template.constant
-            or crc != crc_again
-            or identity_crc != identity_crc_again
-            or not identity.isdigit()
-            or self._crc32(identity) != identity_crc
-        ):
+        checksums = template.checksums(tail, at)
+        if checksums is None:
             return None
         if len(head) >= template.end or len(tail) >= view.length - template.start:
             elements = view.get(template.start, template.end)
-            if elements is None or self._crc32(elements) != crc:
+            if elements is None or template.crc32(elements) != checksums[0]:
                 return None
-        return Alike(template, crc, identity_crc)
+        return Alike(template, *checksums)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload
+from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload, spread
 from ckptctl.storage.waiting import Retries
 
 
@@ -139,9 +139,9 @@ class _InMemory:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
         """See `OpenFile.read_into`."""
-        buffer[:] = self._data[offset : offset + len(buffer)]
+        spread(self._data[offset : offset + sum(map(len, buffers))], buffers)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -89,13 +89,18 @@ class Upload:
     begun_s: float | None = None
 
 
+MAX_BUFFERS = 1024
+"""How many buffers Linux fills in one call (`IOV_MAX`)."""
+
+
 class OpenFile(Protocol):
     """One open file that one thread reads in pieces."""
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on; raise `ShortRead` if the file ends before.
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        """Fill the buffers, one after the other, with the bytes from `offset` on.
 
-        After an error, the content of the buffer is undefined.
+        There are at most `MAX_BUFFERS`. Raises `ShortRead` if the file ends before they are
+        full. After an error, their content is undefined.
         """
         ...
 
@@ -305,6 +310,14 @@ def read_range(store: Store, path: str, offset: int, length: int) -> bytes:
     """The `length` bytes of a file from `offset` on. Cost: one read."""
     ((_, data),) = store.read_spans([Span(path, offset, length)])
     return data
+
+
+def spread(data: bytes, buffers: Iterable[memoryview]) -> None:
+    """Copy the bytes into the buffers, one after the other."""
+    at, taken = 0, memoryview(data)
+    for buffer in buffers:
+        buffer[:] = taken[at : at + len(buffer)]
+        at += len(buffer)
 
 
 def list_if_there(store: Store, folder: str) -> Sequence[FileInfo]:

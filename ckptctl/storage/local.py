@@ -488,26 +488,28 @@ class _LocalFile:
         self._path = path
         self._file = store._tried(path, partial(store._file, path))
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
         """See `OpenFile.read_into`."""
         try:
             with busy(self._store._named(self._path)):
-                self._fill(offset, buffer)
+                self._fill(offset, buffers)
         except OSError:
             # A stale descriptor stays stale; opening the path again may succeed.
-            self._store._tried(self._path, partial(self._fill_anew, offset, buffer))
+            self._store._tried(self._path, partial(self._fill_anew, offset, buffers))
 
-    def _fill_anew(self, offset: int, buffer: memoryview) -> None:
+    def _fill_anew(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._file.close()
         self._file = self._store._file(self._path)
-        self._fill(offset, buffer)
+        self._fill(offset, buffers)
 
-    def _fill(self, offset: int, buffer: memoryview) -> None:
+    def _fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        n_bytes = sum(map(len, buffers))
         n_read = 0
-        while n_read < len(buffer):
-            n_more = os.preadv(self._file.fd, [buffer[n_read:]], offset + n_read)
+        while n_read < n_bytes:
+            left = buffers if not n_read else _after(buffers, n_read)
+            n_more = os.preadv(self._file.fd, left, offset + n_read)
             if not n_more:
-                span = Span(self._path, offset, len(buffer))
+                span = Span(self._path, offset, n_bytes)
                 raise self._store._short(span, os.fstat(self._file.fd).st_size)
             n_read += n_more
 
@@ -520,3 +522,13 @@ class _LocalFile:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _after(buffers: Sequence[memoryview], n_bytes: int) -> list[memoryview]:
+    """What is left of the buffers after their first `n_bytes` bytes."""
+    left = []
+    for buffer in buffers:
+        if n_bytes < len(buffer):
+            left.append(buffer[n_bytes:])
+        n_bytes = max(0, n_bytes - len(buffer))
+    return left

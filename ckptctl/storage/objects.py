@@ -23,6 +23,7 @@ from ckptctl.storage.contract import (
     TooLarge,
     Upload,
     key_of,
+    spread,
 )
 from ckptctl.storage.in_flight import in_flight, read_in_flight
 from ckptctl.storage.waiting import Retries, Transient, retried
@@ -329,9 +330,9 @@ class _OpenObject:
         self._get = get
         self._path = path
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
         """See `OpenFile.read_into`."""
-        buffer[:] = self._get(Span(self._path, offset, len(buffer)))
+        spread(self._get(Span(self._path, offset, sum(map(len, buffers)))), buffers)
 
     def close(self) -> None:
         """Does nothing: the store owns the connections."""

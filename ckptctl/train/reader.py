@@ -7,6 +7,7 @@ this module decodes the metadata and reads the bytes. `resume` chooses the step.
 from __future__ import annotations
 
 import os
+import pickle
 import shlex
 import uuid
 from collections.abc import Sequence
@@ -43,6 +44,43 @@ if TYPE_CHECKING:
 
 _WAITING_BYTES = 64 << 20
 """The most bytes of tensors that a planner allocates for the load and takes back."""
+
+
+class _PackedPlan(LoadPlan):
+    """A plan that crosses to the coordinator and back as bytes.
+
+    `dcp.load` gathers the plans of all ranks on one, which hands each its own: torch's planner
+    reads no item of them. `packed` are items that arrived and were not read, `sent` those
+    that left.
+    """
+
+    def __init__(
+        self, items: list[ReadItem], storage_data: Any = None, planner_data: Any = None
+    ) -> None:
+        self.packed: bytes | None = None
+        self.sent: bytes | None = None
+        super().__init__(items, storage_data, planner_data)
+
+    @property
+    def items(self) -> list[ReadItem]:
+        """The items, unpacked when they are first read."""
+        if self.packed is not None:
+            self.items = pickle.loads(self.packed)  # noqa: S301 - from a rank of this job
+        return self._items
+
+    @items.setter
+    def items(self, items: list[ReadItem]) -> None:
+        self._items, self.packed = items, None
+
+    def __reduce__(self) -> Any:
+        self.sent = pickle.dumps(self._items) if self.packed is None else self.packed
+        return _arrived, (self.sent, self.storage_data, self.planner_data)
+
+
+def _arrived(packed: bytes, storage_data: Any, planner_data: Any) -> _PackedPlan:
+    plan = _PackedPlan([], storage_data, planner_data)
+    plan.packed = packed
+    return plan
 
 
 class Reader(StorageReader):
@@ -89,7 +127,9 @@ class Reader(StorageReader):
         self._rank_local: RankLocal | None = None
         self._refused: CkptctlError | None = None
         self._table: Ranges | None = None
-        self._numbers: dict[tuple[MetadataIndex, int | None], int] = {}
+        self._plan: _PackedPlan | None = None
+        self._items: tuple[ReadItem, ...] = ()
+        self._numbered: dict[int, list[ReadItem]] = {}
         self._forget()
 
     @classmethod
@@ -140,8 +180,7 @@ class Reader(StorageReader):
         rank = kwargs.get("rank")
         if rank is not None and self._refused is not None:
             return RefusedMetadata(self._refused)
-        self._table = None
-        self._numbers = {}
+        self._table = self._plan = None
         try:
             found = self._rank_local or read_step_metadata(self._opened())
             if isinstance(found, RankLocal):
@@ -175,8 +214,10 @@ class Reader(StorageReader):
             tensor = metadata.tensors.get(fqn)
             for finding in check_coverage(tensor) if tensor is not None else ():
                 raise self._damaged(finding)
-        self._numbered(plan.items)
-        return plan
+        self._items = tuple(plan.items)
+        self._numbered = self._by_number(plan.items)
+        self._plan = _PackedPlan(plan.items, plan.storage_data, plan.planner_data)
+        return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans, unchanged."""
@@ -197,14 +238,14 @@ class Reader(StorageReader):
             most_waiting=None if makes_none else _WAITING_BYTES,
         )
         self.loaded = loads.loaded
-        loads.load(self._numbered(plan.items))
+        loads.load(self._numbered if self._is_own(plan) else self._by_number(plan.items))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _forget(self) -> None:
-        self._metadata = self._rank_local = self._refused = self._table = None
-        self._numbers = {}
+        self._metadata = self._rank_local = self._refused = self._table = self._plan = None
+        self._items, self._numbered = (), {}
         self._load_id = str(uuid.uuid4())
 
     def _opened(self) -> OpenStep:
@@ -223,28 +264,29 @@ class Reader(StorageReader):
             self._table = Ranges([self._decoded()])
         return self._table
 
-    def _numbered(self, items: Sequence[ReadItem]) -> dict[int, list[ReadItem]]:
+    def _is_own(self, plan: LoadPlan) -> bool:
+        """Whether the items are those of `prepare_local_plan`; a planner may change them."""
+        if self._plan is not None and isinstance(plan, _PackedPlan) and plan.packed is not None:
+            return plan.packed == self._plan.sent
+        return self._plan is not None and tuple(plan.items) == self._items
+
+    def _by_number(self, items: Sequence[ReadItem]) -> dict[int, list[ReadItem]]:
         """The items of a plan by the numbers of their ranges."""
         ranges, data = self._ranges(), StorageData(self._decoded())
         first = {
             entry.fqn: number
             for entry, number in zip(ranges.entries, ranges.first_range, strict=True)
         }
-        numbers = self._numbers
         numbered: dict[int, list[ReadItem]] = {}
         for item in items:
             index = item.storage_index
-            key = (index, index.index)  # two indexes are equal whatever their hints are
-            number = numbers.get(key)
-            if number is None:
-                is_bytes = item.type == LoadItemType.BYTE_IO
-                try:
-                    number = first[index.fqn] + (0 if is_bytes else data.chunk(index))
-                except KeyError:
-                    raise self._no_range(index) from None
-                if ranges.files[number] == NO_FILE:
-                    raise self._no_range(index)
-                numbers[key] = number
+            is_bytes = item.type == LoadItemType.BYTE_IO
+            try:
+                number = first[index.fqn] + (0 if is_bytes else data.chunk(index))
+            except KeyError:
+                raise self._no_range(index) from None
+            if ranges.files[number] == NO_FILE:
+                raise self._no_range(index)
             numbered.setdefault(number, []).append(item)
         return numbered
 

@@ -1,8 +1,10 @@
 """Load the records that a rank needs into its tensors.
 
-First the frame of every record is read, and short records whole, many with one read; then
-several threads read the elements of the long ones. torch plans what is needed;
-`records.elements` maps that to bytes.
+One record of each dtype, shape and length is parsed. The others are expected to be like it, and
+`records.neighbours` reads them straight into their tensors, many with one call. A record that
+differs is parsed, as is one whose elements need more than that: very long ones, slices that are
+not rows, tensors on a GPU or of another dtype. Of these the frame is read first, and then several
+threads read the elements. torch plans what is needed; `records.elements` maps that to bytes.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import io
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptctl.checks.presence import check_presence, check_sizes, escape_reason, holds_safetensors
@@ -23,12 +28,14 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable, StepDamaged
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.archive.directory import Member, View
+from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import inside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import BytesEntry, TensorEntry
-from ckptctl.records.byte_pass import Limits, read_runs
-from ckptctl.records.elements import ElementRun, element_runs
+from ckptctl.records.byte_pass import Limits, Run, read_runs
+from ckptctl.records.elements import RUN_BYTES, element_runs
+from ckptctl.records.neighbours import MAX_FRAME, Neighbour, neighbour_runs
 from ckptctl.records.opening import (
     Expected,
     Need,
@@ -40,8 +47,8 @@ from ckptctl.records.opening import (
 )
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, open_records
-from ckptctl.records.slices import TensorSlice, dense_order
-from ckptctl.records.templates import Templates
+from ckptctl.records.slices import Dims, TensorSlice, dense_order
+from ckptctl.records.templates import Template, Templates
 from ckptctl.records.verification import ElementChecksum
 from ckptctl.storage.contract import Kind, ShortRead
 from ckptctl.train.safe_values import safe_copy
@@ -100,6 +107,14 @@ class _Waiting:
     signs: tuple[str, ...]
 
 
+class _Alike(NamedTuple):
+    """An item whose record is still to be read, straight into `target`."""
+
+    record: Neighbour
+    item: ReadItem
+    target: torch.Tensor
+
+
 class _Tensor(NamedTuple):
     """The tensor in the record of range `number`; `member` holds its elements."""
 
@@ -127,6 +142,7 @@ class RecordLoads:
         self._source = RecordSource(opened.store, opened.name, ranges)
         self._ranges = ranges
         self._planner = planner
+        self._resolve = _resolver(planner)
         self._prove_slices = prove_slices
         self._safe_types = safe_types
         self._jobs = jobs
@@ -136,7 +152,10 @@ class RecordLoads:
         self._reach = _REACH[opened.store.kind]
         self._waiting: list[_Waiting] = []
         self._n_waiting = 0
-        self._runs: list[ElementRun] = []
+        self._runs: list[Run] = []
+        self._alike: dict[int, _Alike] = {}
+        self._resolved: dict[int, torch.Tensor] = {}
+        self._unlike: list[int] = []
         self.loaded = Loaded()
 
     def load(self, wanted: Mapping[int, Sequence[ReadItem]]) -> Loaded:
@@ -147,30 +166,93 @@ class RecordLoads:
         tensors is undefined.
         """
         self._damage.check_paths(wanted)
+        files, starts = self._ranges.files, self._ranges.starts
+        in_order = sorted(wanted, key=lambda number: (files[number], starts[number]))
         try:
-            for number, view in self._records(wanted):
-                self._at(number, view, wanted[number])
-                if self._most_waiting is not None and self._n_waiting > self._most_waiting:
-                    self._read_waiting()
-            self._read_waiting()
+            with collector_paused():  # one collection takes as long as reading a gigabyte
+                self._load_all(in_order, wanted)
         except (PathNotFound, PathEscape, ShortRead) as error:
             raise self._damage.missing(error, wanted) from error
         return self.loaded
 
+    def _load_all(self, numbers: Sequence[int], wanted: Mapping[int, Sequence[ReadItem]]) -> None:
+        """Parse one record of each kind, read the others like it, and parse what differs."""
+        parsed, likely = self._divided(numbers, wanted)
+        self._load_parsed(parsed, wanted)
+        templates = {kind: self._templates.get(*kind) for kind in set(likely.values())}
+        others = []
+        for number, kind in likely.items():
+            template = templates[kind]
+            if template is None or not self._queue_alike(number, template, wanted[number][0]):
+                others.append(number)
+            self._read_if_full()
+        self._load_parsed(others, wanted)
+        self._read_waiting()
+        self._load_parsed(self._unlike, wanted)
+        self._read_waiting()
+
+    # Records that are like one before
+
+    def _divided(
+        self, numbers: Sequence[int], wanted: Mapping[int, Sequence[ReadItem]]
+    ) -> tuple[list[int], dict[int, _Kind]]:
+        """The records to be parsed, and those that may be like one of them, with their kind."""
+        lengths = self._ranges.lengths
+        parsed: list[int] = []
+        likely: dict[int, _Kind] = {}
+        kinds: set[_Kind] = set()
+        for number in numbers:
+            owner = self._ranges.owner(number)
+            if isinstance(owner.entry, TensorEntry) and not owner.transforms:
+                kind = lengths[number], Expected.chunk(owner.entry, owner.chunk)
+                if kind in kinds and self._is_one_run(number, kind[1].sizes, wanted[number]):
+                    likely[number] = kind
+                    continue
+                kinds.add(kind)
+            parsed.append(number)
+        return parsed, likely
+
+    def _is_one_run(self, number: int, sizes: Dims, items: Sequence[ReadItem]) -> bool:
+        """Whether what is read of a record are consecutive elements, for one tensor."""
+        if len(items) > 1 or self._ranges.lengths[number] > RUN_BYTES:
+            return False
+        lengths = items[0].lengths
+        return lengths == sizes or (lengths[1:] == sizes[1:] and not self._prove_slices)
+
+    def _queue_alike(self, number: int, template: Template, item: ReadItem) -> bool:
+        """Queue a record to be read into its tensor as the template states, if that is possible."""
+        dtype = _straight_dtype(template)
+        if dtype is None:
+            return False
+        target = self._target(number, item).detach()
+        memory = memory_of(target) if target.dtype == dtype else None
+        first = template.start
+        if memory and item.lengths:
+            first += item.storage_offsets[0] * len(memory) // item.lengths[0]  # rows before
+        if not memory or first + len(memory) > template.end:
+            self._resolved[number] = target
+            return False
+        record = Neighbour(number, self._ranges.starts[number], template, first, memory)
+        self._alike[number] = _Alike(record, item, target)
+        self._n_waiting += len(memory)
+        return True
+
     # Frames and short records
 
-    def _records(
-        self, wanted: Mapping[int, Sequence[ReadItem]]
-    ) -> Iterator[tuple[int, tuple[View, OpenRecord]]]:
-        """Each record with its parsed frame, decompressed if necessary."""
+    def _load_parsed(
+        self, numbers: Sequence[int], wanted: Mapping[int, Sequence[ReadItem]]
+    ) -> None:
+        """Parse the frame of each record, decompressed if necessary, and load or queue it."""
         by_file: list[list[int]] = [[] for _ in self._ranges.file_names]
-        for number in wanted:
+        for number in numbers:
             by_file[self._ranges.files[number]].append(number)
-        needs = {n: need for n in wanted if (need := self._need(n, wanted[n])) is not None}
+        needs = {n: need for n in numbers if (need := self._need(n, wanted[n])) is not None}
         reading = Reading()
-        yield from open_records(
+        for number, record in open_records(
             self._source, by_file, self._open, reading, needs=needs, longest=self._reach.longest
-        )
+        ):
+            self._at(number, record, wanted[number])
+            self._read_if_full()
         self.loaded.n_read += reading.n_bytes
 
     def _need(self, number: int, items: Sequence[ReadItem]) -> Need | None:
@@ -221,20 +303,28 @@ class RecordLoads:
             return
         tensor = self._tensor(number, found, found.stub)
         for place, item in enumerate(items):
-            resolved = self._planner.resolve_tensor(item)
+            target = self._target(number, item)
             # A copy into a quantized tensor sets its scales too; an alias would keep its own.
-            target = resolved if QUANTIZED in tensor.stub.signs else resolved.detach()
-            if target.shape != item.lengths:
-                # Same message as torch's reader: the record is not damaged.
-                raise AssertionError(
-                    f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
-                )
+            if QUANTIZED not in tensor.stub.signs:
+                target = target.detach()
             self.loaded.n_needed += prod(item.lengths) * tensor.dtype.itemsize
             if len(view.head) == view.length:
                 self._copy(view, tensor, item, target)
                 self._planner.commit_tensor(item, target)
             else:
                 self._wait(tensor, item, target, first=place == 0)
+
+    def _target(self, number: int, item: ReadItem) -> torch.Tensor:
+        """The tensor of the planner for an item, which it is asked for once."""
+        target = self._resolved.pop(number, None)
+        if target is None:
+            target = self._resolve(item)
+            if target.shape != item.lengths:
+                # Same message as torch's reader: the record is not damaged.
+                raise AssertionError(
+                    f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
+                )
+        return target
 
     def _tensor(self, number: int, found: OpenRecord, stub: TensorStub) -> _Tensor:
         dtype = torch_dtype(stub.dtype)
@@ -300,8 +390,19 @@ class RecordLoads:
         at = ranges.starts[tensor.number] + member.start
         self._runs += element_runs(path, at, sink, skip=self._reach.skip, checksum=checksum)
 
+    def _read_if_full(self) -> None:
+        if self._most_waiting is not None and self._n_waiting > self._most_waiting:
+            self._read_waiting()
+
     def _read_waiting(self) -> None:
         """Read the queued items, and pass them to the planner."""
+        files, skip = self._ranges.files, self._reach.skip
+        alike, self._alike = self._alike, {}
+        for file, records in groupby(
+            (one.record for one in alike.values()), lambda record: files[record.number]
+        ):
+            path = inside(self._source.folder, self._ranges.file_names[file])
+            self._runs += neighbour_runs(path, records, skip, self._unlike.append)
         devices = {one.target.device for one in self._waiting if one.target.device.type == "cuda"}
         for device in devices:
             torch.cuda.synchronize(device)  # so that no earlier kernel still writes to the tensors
@@ -312,7 +413,48 @@ class RecordLoads:
             if one.buffer is not None:
                 one.target.copy_(_signed(one.buffer, one.signs))
             self._planner.commit_tensor(one.item, one.target)
+        for number in set(self._unlike):
+            if number in alike:
+                self._resolved[number] = alike.pop(number).target
+        for record, item, target in alike.values():
+            self.loaded.n_records += 1
+            self.loaded.n_needed += len(record.memory)
+            self.loaded.n_proven += record.n_proven
+            self._planner.commit_tensor(item, target)
         self._runs, self._waiting, self._n_waiting = [], [], 0
+
+
+_Kind = tuple[int, Expected]
+"""Length in bytes, dtype and shape: of records of one kind, most have one frame."""
+
+
+def _straight_dtype(template: Template) -> torch.dtype | None:
+    """The dtype of a record whose elements can be read into a contiguous tensor as they are."""
+    stub = template.opened.stub
+    if stub is None or stub.signs or max(template.start, template.n_rest) > MAX_FRAME:
+        return None
+    return torch_dtype(stub.dtype) if order_of(stub) == tuple(range(len(stub.shape))) else None
+
+
+def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
+    """As `resolve_tensor`, but torch's own finds each tensor once for all items of its slices."""
+    own = DefaultLoadPlanner
+    if not (
+        isinstance(planner, own)
+        and type(planner).resolve_tensor is own.resolve_tensor
+        and type(planner).lookup_tensor is own.lookup_tensor
+    ):
+        return planner.resolve_tensor
+    found: dict[MetadataIndex, torch.Tensor] = {}
+
+    def resolve(item: ReadItem) -> torch.Tensor:
+        index = item.dest_index
+        if index not in found:
+            found[index] = planner.lookup_tensor(index)
+        target: torch.Tensor = planner.transform_tensor(item, found[index])
+        return target
+
+    return resolve
 
 
 def _signed(elements: torch.Tensor, signs: tuple[str, ...]) -> torch.Tensor:

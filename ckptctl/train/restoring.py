@@ -25,6 +25,7 @@ from ckptctl.errors import (
     StepDamaged,
     StorageUnavailable,
 )
+from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
@@ -273,7 +274,8 @@ def load_into(
 
     reader = Reader.of(opened)
     try:
-        with warnings.catch_warnings():
+        # The cyclic collector takes as long as reading a gigabyte each time torch's plan starts it.
+        with collector_paused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about a load without a process group
             load(state, storage_reader=reader, **group.dcp_arguments(load))
     except CheckpointException as error:  # not an Exception, so no other clause would catch it

@@ -31,7 +31,7 @@ class Pieces:
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         for at in range(10):
-            yield Piece(at, 1, into=memoryview(self.memory)[at : at + 1])
+            yield Piece(at, 1, into=[memoryview(self.memory)[at : at + 1]])
 
     def take(self, piece: Piece, data: memoryview) -> None:
         if self.fails:

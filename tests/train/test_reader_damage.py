@@ -193,6 +193,84 @@ def test_a_slice_of_a_damaged_record_is_refused_where_every_record_is_proven(ste
         )
 
 
+# Records that are read together with those beside them
+
+N_NEIGHBOURS = 12
+
+
+@pytest.fixture
+def neighbours(tmp_path: Path) -> Path:
+    """A sound step whose records have one dtype and one shape, as those of an optimizer's state."""
+    path = tmp_path / "run" / "step_100"
+    tensors = {f"{n:02}": torch.arange(50.0).view(25, 2) + n for n in range(N_NEIGHBOURS)}
+    dcp.save(tensors, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def directory_entry(record: bytes, member: bytes) -> int:
+    """Where the directory of a record names a member."""
+    return record.rindex(b"PK\1\2", 0, record.rindex(member))
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], int], set[str]]] = {
+    "first element": (lambda record: record.index(b"FB", record.index(b"data/0")) + 64, {"crc"}),
+    "last element": (
+        lambda record: record.index(b"PK\7\x08", record.index(b"data/0")) - 1,
+        {"crc"},
+    ),
+    "checksum": (lambda record: directory_entry(record, b"data/0") + 16, {"crc", "framing"}),
+    "pickle": (lambda record: record.index(b"FloatStorage") + 1, {"crc"}),
+    "first header": (lambda record: 0, {"framing"}),
+    "directory": (lambda record: directory_entry(record, b"data/0"), {"framing"}),
+    "id of the save": (lambda record: record.rindex(b"PK\7\x08") - 1, {"crc"}),
+    "end": (lambda record: len(record) - 10, {"framing"}),
+}
+
+
+@pytest.mark.parametrize("where", DAMAGE)
+@pytest.mark.parametrize("number", [1, N_NEIGHBOURS - 1])
+def test_damage_to_a_record_that_is_read_with_its_neighbours_is_refused(
+    neighbours: Path, where: str, number: int
+):
+    find, codes = DAMAGE[where]
+    info = place_of(neighbours, f"{number:02}")
+    record = shard(neighbours).read_bytes()[info.offset : info.offset + info.length]
+    flip(shard(neighbours), info.offset + find(record))
+    error = refused(neighbours, {f"{n:02}": torch.zeros(25, 2) for n in range(N_NEIGHBOURS)})
+    assert isinstance(error, StepDamaged)
+    assert error.code.removeprefix("record.") in codes
+    assert f"the record of {number:02}, bytes {info.offset:,} to" in error.message
+
+
+def test_a_neighbour_of_another_shape_or_dtype_than_its_metadata_is_refused(neighbours: Path):
+    data = shard(neighbours).read_bytes()
+    for fqn, other in (("03", torch.zeros(2, 25)), ("04", torch.zeros(25, 2, dtype=torch.int32))):
+        dcp.save({fqn: other}, checkpoint_id=neighbours.parent / f"other_{fqn}", no_dist=True)
+        record = shard(neighbours.parent / f"other_{fqn}").read_bytes()
+        info = place_of(neighbours, fqn)
+        assert len(record) == info.length
+        shard(neighbours).write_bytes(
+            data[: info.offset] + record + data[info.offset + info.length :]
+        )
+        error = refused(neighbours, {f"{n:02}": torch.zeros(25, 2) for n in range(N_NEIGHBOURS)})
+        assert error.code == "record.mismatch"
+
+
+def test_a_neighbour_that_is_sound_and_differs_from_the_others_is_loaded(neighbours: Path):
+    """As one that another version of torch wrote: here, one without any checksum of its own."""
+    saved = torch.arange(50.0).view(25, 2) * 3
+    torch.save(saved, other := io.BytesIO(), pickle_protocol=3)
+    data, info = shard(neighbours).read_bytes(), place_of(neighbours, "05")
+    record = other.getvalue()
+    assert len(record) == info.length
+    assert record[:500] != data[info.offset : info.offset + 500]
+    shard(neighbours).write_bytes(data[: info.offset] + record + data[info.offset + info.length :])
+    wanted = {f"{n:02}": torch.zeros(25, 2) for n in range(N_NEIGHBOURS)}
+    dcp.load(wanted, storage_reader=Reader(neighbours), no_dist=True)
+    assert torch.equal(wanted["05"], saved)
+    assert torch.equal(wanted["06"], torch.arange(50.0).view(25, 2) + 6)
+
+
 # What is not there
 
 
