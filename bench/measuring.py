@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -204,8 +205,12 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 _BARE_BYTES = 256 << 10
 """What stays in the cache from reading it to its checksum; the fastest of 128 KiB to 1 MiB."""
 
-_ELEMENTS_AT = 704
-"""Where elements begin in a record that this torch wrote; `reader.fill` checks what was read."""
+
+def _elements_at(file: int, record: int) -> int:
+    """Where the elements of a record of one tensor begin, in bytes from its beginning."""
+    head = os.pread(file, 2048, record)
+    header = head.rindex(b"PK\3\4", 0, head.index(b"data/0"))
+    return header + 30 + sum(struct.unpack_from("<2H", head, header + 26))
 
 
 def bare_reader(step: Path | str) -> Any:
@@ -224,6 +229,7 @@ def bare_reader(step: Path | str) -> Any:
     class Bare(dcp.FileSystemReader):  # type: ignore[misc]
         def read_data(self, plan: Any, planner: Any) -> Future[None]:
             opened: dict[str, int] = {}
+            elements_at: dict[int, int] = {}  # by the length of the record
             reads = []
             entries = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
             super().read_data(LoadPlan(entries), planner)
@@ -234,16 +240,21 @@ def bare_reader(step: Path | str) -> Any:
                 memory = memoryview(
                     planner.resolve_tensor(item).detach().view(-1).view(torch.uint8).numpy()
                 )
-                first = info.offset + _ELEMENTS_AT
+                if info.relative_path not in opened:
+                    opened[info.relative_path] = os.open(
+                        Path(step, info.relative_path), os.O_RDONLY
+                    )
+                file = opened[info.relative_path]
+                if info.length not in elements_at:
+                    elements_at[info.length] = _elements_at(file, info.offset)
+                first = info.offset + elements_at[info.length]
                 if item.lengths:
                     first += item.storage_offsets[0] * len(memory) // item.lengths[0]
-                reads.append((info.relative_path, first, memory))
-            for name, at, memory in sorted(reads, key=lambda read: read[:2]):
-                if name not in opened:
-                    opened[name] = os.open(Path(step, name), os.O_RDONLY)
+                reads.append((file, first, memory))
+            for file, at, memory in sorted(reads, key=lambda read: read[:2]):
                 for start in range(0, len(memory), _BARE_BYTES):
                     piece = memory[start : start + _BARE_BYTES]
-                    os.preadv(opened[name], [piece], at + start)
+                    os.preadv(file, [piece], at + start)
                     crc32(piece)
             for descriptor in opened.values():
                 os.close(descriptor)
