@@ -45,8 +45,8 @@ gpu: $(READY) ## The tests on a CUDA device, skipped where there is none, and lo
 	@$(BIN)/python bench/run.py devices --write
 
 .PHONY: frameworks
-frameworks: $(READY) ## Install transformers, accelerate, Lightning and torchtitan for the tests of the integrations
-	@$(BIN)/python tools/install_frameworks.py
+frameworks: $(READY) ## Install the frameworks for the tests of the integrations; some with FRAMEWORKS="NAME..."
+	@$(BIN)/python tools/install_frameworks.py $(FRAMEWORKS)
 
 .PHONY: compatibility
 compatibility: $(READY) ## Print what the tests of the integrations have shown, as a table

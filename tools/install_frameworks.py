@@ -1,14 +1,16 @@
 """Install the frameworks that `tests/integrations` runs, beside the test environment.
 
-    python tools/install_frameworks.py
+    python tools/install_frameworks.py [NAME...]
 
-Each framework has a file of requirements. The new environment, `.cache/framework-venv`, sees
+Each framework has a file of requirements, with the distribution that is installed without what
+it demands behind `# --no-deps`. The new environment, `.cache/framework-venv`, sees
 the packages of `.venv`, torch among them, and pip may not replace that torch. A framework that
 cannot be installed within its time is named, and its tests are skipped.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -32,18 +34,19 @@ def main() -> int:
         constraint.write(f"torch=={version('torch')}\n")
         constraint.flush()
         for file in sorted(REQUIREMENTS.glob("*.txt")):
+            if sys.argv[1:] and file.stem not in sys.argv[1:]:
+                continue
             print(f"installing {file.stem}", flush=True)
             command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
-            try:
-                done = subprocess.run(
-                    [*command, "-c", constraint.name, "-r", str(file)],
-                    timeout=TIMEOUT_S,
-                    check=False,
-                )
-                failed = None if done.returncode == 0 else f"pip ended with {done.returncode}"
-            except subprocess.TimeoutExpired:
-                failed = f"pip took longer than {TIMEOUT_S} s"
-            if failed is not None:
+            alone = re.findall(r"^# (--no-deps) (.*)$", file.read_text(), re.MULTILINE)
+            failed = None
+            for what in [["-c", constraint.name, "-r", str(file)], *map(list, alone)]:
+                try:
+                    done = subprocess.run([*command, *what], timeout=TIMEOUT_S, check=False)
+                    failed = failed or (done.returncode and f"pip ended with {done.returncode}")
+                except subprocess.TimeoutExpired:
+                    failed = f"pip took longer than {TIMEOUT_S} s"
+            if failed:
                 print(f"{file.stem} was not installed ({failed}); its tests are skipped")
     return 0
 

@@ -183,10 +183,10 @@ def _short(number: Number) -> str:
 
 
 def _printed(number: Number | None) -> str:
-    """A loss with as many decimals as the log prints."""
+    """A loss with as many decimals as the log prints, of a double the first seven digits."""
     if number is None:
         return "-"
-    if 0 < number.quantum < 1:
+    if 1e-12 <= number.quantum < 1:
         return f"{number.value:.{len(f'{number.quantum:.12f}'.rstrip('0')) - 2}f}"
     return f"{number.value:.7g}"
 

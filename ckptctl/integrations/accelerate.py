@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
-from ckptctl.formats.frameworks.layouts import step_name
-from ckptctl.integrations.recorder import Recorder, RecordOptions
+from ckptctl.integrations.recorder import Recorder, RecordOptions, step_of
 from ckptctl.selection.retention import ASIDE_FOLDER
-from ckptctl.storage.opening import base_name, join_url, open_store
+from ckptctl.storage.opening import join_url, open_store
 from ckptctl.train import resolve
 
 if TYPE_CHECKING:
@@ -62,10 +61,9 @@ class Checkpoints:
         passed to `Accelerator.load_state`.
         """
         path = resolve(resume_from, self._root, **self._keywords)
-        named = None if path is None else step_name(base_name(path))
         if path is not None:
             self._accelerator.load_state(path, **load)
-        step = None if named is None else named.number
+        step = step_of(path)
         self._recorder = Recorder(self._root, self._options, step)
         return step
 

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ckptctl.errors import UsageError
-from ckptctl.formats.frameworks.layouts import step_name
-from ckptctl.integrations.recorder import Recorder, RecordOptions
-from ckptctl.storage.opening import base_name
+from ckptctl.integrations.recorder import Recorder, RecordOptions, step_of
 from ckptctl.train import resolve as resolve_among_ranks
 
 if TYPE_CHECKING:
@@ -118,7 +116,7 @@ class CkptctlCallback(Callback):
         for number, saving in enumerate(trainer.checkpoint_callbacks):
             path = getattr(saving, "_last_checkpoint_saved", "")
             # `last.ckpt` is a copy without a step number.
-            is_step = path and step_name(base_name(path)) is not None
+            is_step = step_of(path or None) is not None
             if self._recorder is not None and is_step and self._sealed.get(number) != path:
                 self._sealed[number] = path
                 self._recorder.saved(path)

@@ -16,6 +16,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.formats.own.documents import ResumeDocument
 from ckptctl.formats.own.files import utc_now
 from ckptctl.loss.checking import LossReport, check_loss
@@ -23,7 +24,7 @@ from ckptctl.loss.resume_points import SCHEMA
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import JOB_TIMEOUT_S
 from ckptctl.selection.sealing import seal
-from ckptctl.storage.opening import join_url, open_store
+from ckptctl.storage.opening import base_name, join_url, open_store
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.train.ledger import new_attempt, put_report, to_stderr
 
@@ -99,6 +100,12 @@ class Sealer:
         reported(f"{path} was not sealed", put)
 
 
+def step_of(path: str | None) -> int | None:
+    """The training step that the name of a checkpoint has; None for a fresh run."""
+    named = None if path is None else step_name(base_name(path))
+    return None if named is None else named.number
+
+
 def reported(failed: str, act: Callable[[], None]) -> None:
     """Call `act`; what fails for the storage is reported, and the training continues."""
     try:
@@ -129,7 +136,14 @@ class Recorder(Sealer):
             reported("the attempt was not recorded", self._record_attempt)
 
     def log(self, step: int, loss: float, **values: float | None) -> None:
-        """Write the loss of `step` in full precision; raises `LossDiscontinuous`, see `stop`."""
+        """Write the loss of `step`, and check the resume when enough rows were written."""
+        self.write(step, loss, **values)
+        self._n_rows += 1
+        if self._n_rows == self._options.verdict_after:
+            self.check()
+
+    def write(self, step: int, loss: float, **values: float | None) -> None:
+        """Write the loss of `step` in full precision; not a collective."""
         if self._file is not None:
             row = {"time": utc_now(), "attempt": self._attempt, "step": step, "loss": loss}
             row |= {name: value for name, value in values.items() if value is not None}
@@ -139,9 +153,22 @@ class Recorder(Sealer):
                 for name, value in row.items()
             }
             reported("the loss was not logged", lambda: self._write(finite))
-        self._n_rows += 1
-        if self._resumed_from is not None and self._n_rows == self._options.verdict_after:
-            self._check()
+
+    def check(self) -> None:
+        """Print the verdict about the resume, on rank 0; raises `LossDiscontinuous`, see `stop`."""
+
+        def verdict() -> LossReport | None:
+            found: list[LossReport] = []
+            reported("the loss was not checked", lambda: found.append(self._checked()))
+            return found[0] if found else None
+
+        if self._resumed_from is None:
+            return
+        report = self._group.from_first(verdict)
+        if report is None or report.verdict is not LossVerdict.DISCONTINUOUS:
+            return
+        if self._options.stop:
+            raise LossDiscontinuous(report.message, next_command=report.next_command)
 
     def saved(self, path: str) -> None:
         """Seal the step at `path`, once every rank has written its files, where that is asked."""
@@ -187,20 +214,6 @@ class Recorder(Sealer):
         assert self._file is not None  # noqa: S101 - asked for where there is one
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-
-    def _check(self) -> None:
-        """Print the verdict about the resume, on rank 0; every rank learns it."""
-
-        def verdict() -> LossReport | None:
-            found: list[LossReport] = []
-            reported("the loss was not checked", lambda: found.append(self._checked()))
-            return found[0] if found else None
-
-        report = self._group.from_first(verdict)
-        if report is None or report.verdict is not LossVerdict.DISCONTINUOUS:
-            return
-        if self._options.stop:
-            raise LossDiscontinuous(report.message, next_command=report.next_command)
 
     def _checked(self) -> LossReport:
         report = check_loss(self._log_path, resume_step=self._resumed_from)

@@ -16,9 +16,7 @@ from typing import Any
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import CheckpointManager, dcp
 
-from ckptctl.formats.frameworks.layouts import step_name
-from ckptctl.integrations.recorder import Sealer
-from ckptctl.storage.opening import base_name
+from ckptctl.integrations.recorder import Sealer, step_of
 from ckptctl.train import Reader, resolve
 
 __all__ = ["VerifiedCheckpointManager"]
@@ -51,9 +49,8 @@ class VerifiedCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
-        path = resolve("auto", folder or self.folder)
-        named = None if path is None else step_name(base_name(path))
-        return -1 if named is None else named.number
+        step = step_of(resolve("auto", folder or self.folder))
+        return -1 if step is None else step
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not super()._save(curr_step, last_step):

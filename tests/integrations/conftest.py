@@ -20,7 +20,7 @@ def run_job() -> Run:
         version_of(framework)
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         start = torchrun if launcher is None else launcher
-        job = JOBS / f"{framework}_job.py"
+        job = JOBS / f"{framework.replace('.', '_')}_job.py"
         return subprocess.run(
             [interpreter(), *start, str(job), str(root), *map(str, options)],
             env=job_environment(),

@@ -20,6 +20,8 @@ from command_line import REPOSITORY, clean_environment
 ENVIRONMENT = REPOSITORY / ".cache" / "framework-venv" / "bin" / "python"
 RECORD = REPOSITORY / ".cache" / "compatibility.jsonl"
 JOBS = Path(__file__).parent / "jobs"
+DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core", "megatron.core": "megatron-core"}
+"""Where the name of a module is not that of its distribution."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -34,7 +36,7 @@ def interpreter() -> str:
 def version_of(framework: str) -> str:
     """The version of a framework that can be imported; skips the test if it cannot."""
     code = f"import {framework}, torch; from importlib.metadata import version as v"
-    code += f"; print(v({framework!r}))"
+    code += f"; print(v({DISTRIBUTIONS.get(framework, framework)!r}))"
     done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it was ended"])[-1]
@@ -47,9 +49,10 @@ def record(framework: str, **facts: object) -> None:
     code = "from importlib.metadata import version as v; import sys; print(v(sys.argv[1]))"
     versions = {
         name: subprocess.check_output([interpreter(), "-c", code, name], text=True).strip()
-        for name in (framework, "torch")
+        for name in (DISTRIBUTIONS.get(framework, framework), "torch")
     }
-    line = {"framework": framework, "version": versions[framework], "torch": versions["torch"]}
+    version, torch = versions.values()
+    line = {"framework": framework, "version": version, "torch": torch}
     with open(RECORD, "a", encoding="utf-8") as file:
         file.write(json.dumps(line | facts) + "\n")
 

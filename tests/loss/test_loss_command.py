@@ -218,6 +218,14 @@ def test_of_several_resumes_each_has_its_line_and_the_worst_its_table(tmp_path):
     assert "resume 1: 12 steps logged twice" in done.stdout
 
 
+def test_a_loss_with_all_digits_of_a_double_is_shown_with_seven(tmp_path):
+    log = tmp_path / "train.log"
+    lines = [f"step:{n} - train/loss:{3 + n / 7:.14f} - train/lr:0.01\n" for n in range(1, 21)]
+    log.write_text("".join([*lines, "ckptctl: resuming from step 10: r/step_10\n", *lines[10:]]))
+    done = run_ckptctl("loss", log)
+    assert re.search(r"\n +11  4\.571429  4\.571429 ", done.stdout), done.stdout
+
+
 def test_rows_of_megatron_that_are_no_single_step_are_left_out(tmp_path):
     def logged(first, last):
         both, begun = [], False

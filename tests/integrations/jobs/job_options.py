@@ -1,8 +1,13 @@
-"""The arguments that the small jobs of all frameworks take."""
+"""What the small jobs of all frameworks share: their arguments, and the code of their pages."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+PAGES = Path(__file__).resolve().parents[3] / "docs" / "frameworks"
 
 
 def job_options() -> argparse.Namespace:
@@ -17,3 +22,17 @@ def job_options() -> argparse.Namespace:
     parser.add_argument("--wrong", action="store_true", help="train with other weights than loaded")
     parser.add_argument("--stop", action="store_true", help="end with 30 on a discontinuous loss")
     return parser.parse_args()
+
+
+def run_recipe(page: str, changes: dict[str, str], **names: Any) -> dict[str, Any]:
+    """Run the Python code of a page, with `changes` to its text; what it knows of afterwards.
+
+    `names` are what the code of a reader would have made before.
+    """
+    text = (PAGES / f"{page}.md").read_text()
+    (code,) = re.findall(r"^```python [^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    for written, wanted in changes.items():
+        assert written in code, f"{page}.md has no {written}"
+        code = code.replace(written, wanted)
+    exec(compile(code, f"{page}.md", "exec"), names)
+    return names

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import torch
-from job_options import job_options
+from job_options import job_options, run_recipe
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.tools.logging import init_logger, logger
 
 from ckptctl import CkptctlError
-from ckptctl.integrations.torchtitan import VerifiedCheckpointManager
 
 options = job_options()
 init_logger()
@@ -73,14 +73,11 @@ class Data:
 
 
 state, data = TrainState(), Data()
-config = VerifiedCheckpointManager.Config(
-    enable=True,
-    folder=options.root,
-    interval=options.save_every,
-    async_mode="async",
-    keep_latest_k=options.keep or 0,
-)
-manager = config.build(
+config = SimpleNamespace()  # the trainer's, which needs a GPU
+run_recipe("torchtitan", {"interval=500": f"interval={options.save_every}"}, config=config)
+config.checkpoint.folder = options.root
+config.checkpoint.keep_latest_k = options.keep or 0
+manager = config.checkpoint.build(
     dataloader=data,
     model_parts=[model],
     optimizers=Optimizers(),
