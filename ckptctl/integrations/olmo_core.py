@@ -10,7 +10,7 @@ Source: OLMo-core 3.0 `train/trainer.py`, `train/checkpoint.py`, `train/callback
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from olmo_core.train import LoadStrategy, Trainer
@@ -43,7 +43,7 @@ def resume(
     return path
 
 
-@dataclass  # OLMo-core reads its fields
+@dataclasses.dataclass  # OLMo-core reads its fields
 class CkptctlCallback(Callback):
     """Records a training of `Trainer`; see `RecordOptions`."""
 
