@@ -5,6 +5,7 @@ The trainer of Megatron-LM is in no package and needs a GPU. Its line of the log
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -112,6 +113,8 @@ def train() -> None:
                     ) as tracker:
                         tracker.write(str(step))
             if step == options.kill_at:
+                for process in multiprocessing.active_children():  # of megatron-core's writer
+                    process.kill()
                 os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.destroy_process_group()
     except CkptctlError as error:
