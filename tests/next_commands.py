@@ -61,12 +61,16 @@ def next_command(output: str) -> str | None:
 def run_and_follow(
     *args: object, env: dict[str, str] | None = None, **kwargs: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run `ckptctl` as `run_ckptctl` does, and the command that its `next:` names."""
-    done = run_ckptctl(*args, env=env, **kwargs)
-    said = (done.stdout or "") + (done.stderr or "")
-    cwd = Path(str(kwargs.get("cwd") or Path.cwd()))
-    variables = clean_environment(**(env or {}))
-    follow([*map(str, args)], done.returncode, said, cwd=cwd, env=variables)
+    """Run `ckptctl` as `run_ckptctl` does, and the command that its `next:` names.
+
+    Both run in the folder `cwd`, or in an empty one that is removed.
+    """
+    with tempfile.TemporaryDirectory() as empty:  # a command may write beside its arguments
+        cwd = kwargs.pop("cwd", None) or empty
+        done = run_ckptctl(*args, env=env, cwd=cwd, **kwargs)
+        said = (done.stdout or "") + (done.stderr or "")
+        variables = clean_environment(**(env or {}))
+        follow([*map(str, args)], done.returncode, said, cwd=Path(str(cwd)), env=variables)
     return done
 
 

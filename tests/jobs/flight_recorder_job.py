@@ -1,6 +1,8 @@
-"""A gloo job in which some ranks do not do what the others do; every rank dumps its recorder.
+"""Gloo jobs in which some ranks do not do what the others do; every rank dumps its recorder.
 
-flight_recorder_job.py FOLDER CASE RANK WORLD_SIZE
+flight_recorder_job.py FOLDER WORLD_SIZE CASE ...
+
+The ranks of all cases run at once, forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -18,8 +20,24 @@ from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
 
 
 def main() -> None:
-    folder, case = Path(sys.argv[1]), sys.argv[2]
-    rank, world_size = int(sys.argv[3]), int(sys.argv[4])
+    folder, world_size, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    started = []
+    for case in cases:
+        (folder / case).mkdir()
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    rank_main(folder / case, case, rank, world_size)
+                except BaseException:  # noqa: BLE001 - a forked rank must not go on as the launcher
+                    sys.excepthook(*sys.exc_info())
+                    os._exit(1)
+            started.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
+    sys.exit(any(codes))
+
+
+def rank_main(folder: Path, case: str, rank: int, world_size: int) -> None:
     store = dist.FileStore(str(folder / f"store-{case}"), world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
