@@ -232,7 +232,10 @@ def append_line(path: str, line: bytes) -> None:
     except OSError as exc:
         if exc.errno in FULL:
             raise full(path, exc, folder or ".", len(line)) from exc
-        raise _append_error(path, exc) from exc
+        error = error_of(path, exc)
+        if isinstance(error, PathNotFound):
+            raise PathNotFound(f"{error.message}; the folder of the file must exist") from exc
+        raise error from exc
 
 
 def _published_first(folder: str, name: str, line: bytes) -> bool:
@@ -263,13 +266,19 @@ def _write_line(fd: int, line: bytes) -> None:
     os.fsync(fd)
 
 
-def _append_error(path: str, exc: OSError) -> StorageError:
-    what = f"{path}: {exc.strerror or type(exc).__name__}"
-    if exc.errno in (errno.ENOENT, errno.ENOTDIR):
-        return PathNotFound(f"{what}; the folder of the file must exist")
-    if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR):
-        return AccessDenied(what)
-    return StorageUnavailable(what)
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR})
+
+
+def error_of(path: str, exc: OSError) -> StorageError:
+    """The error for a failed system call on `path`."""
+    what = f"{path or repr(path)}: {exc.strerror or type(exc).__name__}"
+    if exc.errno in _MISSING:
+        return PathNotFound(what)
+    if exc.errno in _DENIED:
+        return AccessDenied(f"{what} (as user {os.geteuid()})")
+    looped = f"ls -ld {shlex.quote(path)}" if exc.errno == errno.ELOOP else None
+    return StorageUnavailable(what, next_command=looped)
 
 
 _NETWORK_TYPES = frozenset(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,6 @@ from operator import attrgetter
 from typing import TypeVar
 
 from ckptctl.errors import (
-    AccessDenied,
     AlreadyExists,
     PathEscape,
     PathNotFound,
@@ -41,6 +39,7 @@ from ckptctl.storage.files import (
     FULL,
     Descriptor,
     append_line,
+    error_of,
     full,
     kind_of,
     link_target,
@@ -59,8 +58,6 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe waits for its writer.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
-_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _HEALS = frozenset({errno.ESTALE, errno.EAGAIN})
 _RETRIES = Retries(3)
 
@@ -219,7 +216,7 @@ class LocalStore:
             try:
                 about = os.statvfs(folder)
             except OSError as exc:
-                raise self._error("", exc) from exc
+                raise error_of(self.url, exc) from exc
             mount = mount_of(folder)
         words = None if mount is None else f"{mount.type} {mount.source} on {mount.at}"
         free_bytes = about.f_bavail * about.f_frsize
@@ -307,7 +304,7 @@ class LocalStore:
             except OSError as exc:
                 if exc.errno in FULL:
                     raise full(self._named(path), exc, self._there(), size) from exc
-                raise self._error(path, exc) from exc
+                raise error_of(self._named(path), exc) from exc
 
     # Listing
 
@@ -465,16 +462,7 @@ class LocalStore:
         is_first = not isinstance(earlier, OSError) or earlier.errno != errno.EIO
         if exc.errno in _HEALS or (exc.errno == errno.EIO and is_first):
             return Transient(exc.strerror or type(exc).__name__)
-        return self._error(path, exc)
-
-    def _error(self, path: str, exc: OSError) -> StorageError:
-        what = f"{self._named(path)}: {exc.strerror or type(exc).__name__}"
-        if exc.errno in _MISSING:
-            return PathNotFound(what)
-        if exc.errno in _DENIED:
-            return AccessDenied(f"{what} (as user {os.geteuid()})")
-        looped = f"ls -ld {shlex.quote(self._named(path))}" if exc.errno == errno.ELOOP else None
-        return StorageUnavailable(what, next_command=looped)
+        return error_of(self._named(path), exc)
 
     def _named(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}" if path else self.url

@@ -17,17 +17,16 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ckptctl.errors import (
-    AccessDenied,
     BinaryData,
     CkptctlError,
     MissingExtra,
     PathNotFound,
-    StorageUnavailable,
     UsageError,
 )
 from ckptctl.model import FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.files import error_of
 from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
 from ckptctl.storage.waiting import busy
 
@@ -124,15 +123,10 @@ def errors_of_storage(name: str) -> Iterator[None]:
     """Raise the errors of the file system as the stores raise theirs."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise PathNotFound(f"{name or repr(name)}: {error.strerror}") from error
-    except PermissionError as error:
-        raise AccessDenied(f"{name}: {error.strerror} (as user {os.geteuid()})") from error
     except IsADirectoryError as error:
         raise UsageError(f"{name} is a folder, not a log") from error
     except OSError as error:
-        what = error.strerror or type(error).__name__
-        raise StorageUnavailable(f"{name}: {what}") from error
+        raise error_of(name, error) from error
 
 
 def _stored_pieces(url: str, storage: StorageOptions) -> Iterator[bytes]:
