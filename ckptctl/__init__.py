@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ckptctl.supervisor.restarting import keep_running
     from ckptctl.supervisor.results import Attempt, Supervised
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "AccessDenied",

@@ -11,6 +11,7 @@ import pytest
 from error_classes import every_error
 from typer.main import get_command
 
+import ckptctl
 from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, page
@@ -157,6 +158,19 @@ def test_the_commands_on_a_page_are_commands_of_ckptctl(code):
 
 def test_no_page_explains_nothing():
     assert all(each.text.strip() and each.title for each in all_pages())
+
+
+def test_the_version_is_the_same_everywhere_and_a_released_one_has_its_changes():
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    (version,) = re.findall('^version = "(.+)"$', project, re.M)
+    assert ckptctl.__version__ == version
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    sections = re.findall(r"^## \[(.+?)\]( - \d{4}-\d{2}-\d{2})?$", changelog, re.M)
+    assert sections[0] == ("Unreleased", "")
+    assert all(name and date for name, date in sections[1:])
+    released = [name for name, _ in sections[1:]]
+    assert version.endswith(".dev0") or version == released[0]
+    assert version.removesuffix(".dev0") not in released[1:]
 
 
 def test_every_glyph_is_in_the_reference():
