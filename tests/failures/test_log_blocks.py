@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from uuid import uuid4
 
+import pytest
 from command_line import run_ckptctl
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 import ckptctl
 from ckptctl.failures.matching import LogReader
 from ckptctl.failures.rules import _ONLY_SEEMS, RULES, find_literals
-from ckptctl.storage.logs import read_blocks
+from ckptctl.options import StorageOptions
+from ckptctl.storage.logs import logs_below, read_blocks
+from ckptctl.storage.opening import open_store
 
 HERE = Path(__file__).parent
 LINES = (
@@ -95,3 +99,16 @@ def test_a_line_that_lies_across_blocks_is_one_line_plain_packed_and_piped(tmp_p
     answer = ckptctl.classify(str(tmp_path / "plain.log"))
     assert (answer.evidence[0].line, answer.node) == (20_001, "node017")
     assert run_ckptctl("classify", "-q", "-", input=text.decode()).stdout == "infrastructure\n"
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_prefix_of_an_object_store_stands_for_the_logs_below_it(end):
+    root = f"memory://job-{uuid4().hex}"
+    with open_store(root) as store:
+        store.put("logs/1/stdout.log", FALLEN.encode())
+        store.put("logs/0/empty.log", b"")
+    storage = StorageOptions()
+    assert logs_below(f"{root}/logs{end}", storage) == (f"{root}/logs/1/stdout.log",)
+    assert logs_below(f"{root}/logs/1/stdout.log", storage) == (f"{root}/logs/1/stdout.log",)
+    (found,) = read_blocks(f"{root}/logs/1/stdout.log")
+    assert found == [(1, FALLEN)]
