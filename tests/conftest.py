@@ -38,6 +38,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# A second thread of torch has nothing to do in models this small but to wait busily for the first:
+# a training job of a test takes eight times the processor time on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The local copies of the states of `ckptctl run`, which outlive the folders of the tests.
 _STATES = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ckptctl-tests-state-")
 atexit.register(shutil.rmtree, _STATES, ignore_errors=True)
