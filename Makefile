@@ -49,7 +49,7 @@ frameworks: $(READY) ## Install the frameworks for the tests of the integrations
 	@$(BIN)/python tools/install_frameworks.py $(FRAMEWORKS)
 
 .PHONY: compatibility
-compatibility: $(READY) ## Print what the tests of the integrations have shown, as a table
+compatibility: $(READY) ## Write docs/compatibility.md: what the tests of the integrations have shown
 	@$(BIN)/python tools/compatibility.py
 
 lint: $(READY) ## Check style and types

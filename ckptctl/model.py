@@ -436,6 +436,9 @@ class StatePart:
     """For how many ranks, where it exists once per rank."""
     value: int | None = None
     """The value itself, for step and tokens, where it was read."""
+    of_each_rank: int | None = None
+    """The tokens that a rank has counted, where it saves its own count. `value` is then that
+    times the data-parallel size, and null where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Print what the live tests of the frameworks have shown, as a table in Markdown.
+"""Write what the live tests of the frameworks have shown, as `docs/compatibility.md`.
 
     python tools/compatibility.py
 
@@ -12,27 +12,46 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-RECORD = Path(__file__).resolve().parent.parent / ".cache" / "compatibility.jsonl"
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECORD = REPOSITORY / ".cache" / "compatibility.jsonl"
+PAGE = REPOSITORY / "docs" / "compatibility.md"
 COLUMNS = {
     "stopped": "moments in saves; what is complete loads",
     "damaged": "damaged files found, or harmless",
+    "ranks": "ranks; each one's file is missed",
     "sealed": "saves sealed",
     "passed_over": "damaged step passed over",
     "right": "loss of a right resume",
     "wrong": "loss of a wrong one",
 }
+INTRODUCTION = (
+    "# Compatibility\n\n"
+    "What `tests/integrations` has shown with real frameworks, on two ranks and more. "
+    "`make compatibility` writes this page from the last runs; an empty cell was not tried with "
+    "that version. [Frameworks](frameworks/README.md) describes each of them, "
+    "[rank files](rank-files.md) their layouts.\n\n"
+)
 
 
-def main() -> int:
+def page() -> str:
+    """The page, of all facts that were recorded."""
     rows: dict[tuple[str, str, str], dict[str, object]] = defaultdict(dict)
     for line in RECORD.read_text().splitlines() if RECORD.exists() else ():
         facts = json.loads(line)
-        rows[facts["framework"], facts["version"], facts["torch"]] |= facts
-    print("| framework | version | torch |", *(f"{title} |" for title in COLUMNS.values()))
-    print("|---|---|---|" + "---|" * len(COLUMNS))
+        name = facts["framework"].replace("_", "-")
+        rows[name, facts["version"], facts["torch"]] |= facts
+    table = [
+        ["framework", "version", "torch", *COLUMNS.values()],
+        ["---"] * (3 + len(COLUMNS)),
+    ]
     for key, facts in sorted(rows.items()):
-        cells = ["yes" if facts.get(name) is True else facts.get(name, "") for name in COLUMNS]
-        print("|", *(f"{cell} |" for cell in (*key, *cells)))
+        cells = ["yes" if facts.get(name) is True else str(facts.get(name, "")) for name in COLUMNS]
+        table.append([*key, *cells])
+    return INTRODUCTION + "".join(f"| {' | '.join(row)} |\n" for row in table)
+
+
+def main() -> int:
+    PAGE.write_text(page(), encoding="utf-8")
     return 0
 
 

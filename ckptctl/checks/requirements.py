@@ -18,7 +18,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.file_names import CONVERSIONS, kind_of_file
 from ckptctl.formats.frameworks.layouts import (
@@ -30,6 +30,7 @@ from ckptctl.formats.frameworks.layouts import (
 from ckptctl.formats.frameworks.state_keys import (
     Kind,
     entry_kinds,
+    is_count_of_one_rank,
     is_wrapper,
     kind_of_entry,
     optimizer_is_hollow,
@@ -101,7 +102,12 @@ def train_state(sources: Sources) -> TrainState:
             continue
         for name, value in held.items():
             _note(found[name], file.path, kind.rank if kind else None, value)
-    return TrainState(**{kind: _state_part(found.get(kind)) for kind in STATE_KINDS})
+    state = TrainState(**{kind: _state_part(found.get(kind)) for kind in STATE_KINDS})
+    if any(is_count_of_one_rank(where) for where in state.tokens.where):
+        n_ranks, own = state.dataloader.n_ranks, state.tokens.value
+        total = own * n_ranks if own is not None and n_ranks else None
+        return replace(state, tokens=replace(state.tokens, value=total, of_each_rank=own))
+    return state
 
 
 def _state_part(found: _Found | None) -> StatePart:

@@ -226,9 +226,11 @@ def _state_facts(state: TrainState) -> Iterator[str]:
         facts = []
         if part.value is not None:
             facts.append(f"{part.value:,}")
+        if part.of_each_rank is not None:
+            facts.append(f"{part.of_each_rank:,} on each rank")
         if part.n_ranks is not None:
             facts.append(f"for {counted(part.n_ranks, 'rank')}")
-        yield f"{kind} ({' '.join(facts)})" if facts else kind
+        yield f"{kind} ({', '.join(facts)})" if facts else kind
 
 
 def ranks_in_words(world_size: WorldSize | None) -> str:

@@ -42,8 +42,8 @@ N_SAVES, WIDTH = 12, 192
 N_RANKS = 2
 
 
-def command(framework: str, out: Path, *arguments: object) -> Sequence[str]:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(N_RANKS))
+def command(framework: str, out: Path, *arguments: object, n_ranks: int = N_RANKS) -> Sequence[str]:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks))
     script = REPOSITORY / "fixtures" / "rank_files.py"
     options = ("--width", WIDTH, *arguments)
     return [interpreter(), *torchrun, str(script), framework, str(out), *map(str, options)]
@@ -244,12 +244,50 @@ def test_damage_is_found_or_does_no_harm(interrupted, tmp_path):
     record(DISTRIBUTIONS[interrupted.framework], damaged=n_damaged)
 
 
-def loaded_by(framework: str, folder: Path, *steps: str) -> Mapping[str, str]:
+@pytest.mark.parametrize(
+    ("framework", "of_ranks"),
+    [
+        ("transformers", "rng_state_{}.pth"),
+        ("zero3", "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
+        ("accelerate", "random_states_{}.pkl"),
+        ("verl", "actor/optim_world_size_4_rank_{}.pt"),
+    ],
+)
+def test_on_four_ranks_each_rank_counts(framework, of_ranks, tmp_path):
+    version_of(DISTRIBUTIONS[framework])
+    out, journal = tmp_path / "run", tmp_path / "journal"
+    arguments = ("--saves", 4, "--journal", journal)
+    saved = subprocess.run(
+        command(framework, out, *arguments, n_ranks=4),
+        env=job_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    digests = {line["saving"]: line["digest"] for line in lines(journal) if "saving" in line}
+    assert len(digests) > 1, saved.stdout[-3000:]
+    chosen = ckptctl.pick(str(out / FOLDERS.get(framework, "")), grace_s=0)
+    assert (chosen.step, chosen.chosen.world_size.size) == (max(digests), 4)
+    loaded = loaded_by(framework, tmp_path, chosen.path, n_ranks=4)
+    assert loaded == {chosen.path: digests[chosen.step]}
+    for rank in range(4):
+        path = Path(chosen.path, of_ranks.format(rank))
+        aside = path.rename(tmp_path / "aside")
+        report = ckptctl.verify(chosen.path, level="structure", grace_s=0)
+        # Where no name states the number of ranks, the last one is told by the step before.
+        assert path.name in str(report.findings) or "file.fewer" in str(report.findings)
+        aside.rename(path)
+    record(DISTRIBUTIONS[framework], ranks=4)
+
+
+def loaded_by(
+    framework: str, folder: Path, *steps: str, n_ranks: int = N_RANKS
+) -> Mapping[str, str]:
     """The digest of what the framework restored from each step."""
     journal = folder / "loaded"
     arguments = ("--saves", N_SAVES + 2, "--journal", journal, "--load", *steps)
     done = subprocess.run(
-        command(framework, folder / "run", *arguments),
+        command(framework, folder / "run", *arguments, n_ranks=n_ranks),
         env=job_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

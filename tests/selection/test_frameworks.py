@@ -86,6 +86,12 @@ def test_torchtitans_last_step_is_weights_only_and_passed_over(framework_roots: 
     assert ckptctl.pick(root, allow_missing_state=True).step == 30
 
 
+def test_the_tokens_that_torchtitan_counts_on_each_rank_are_those_of_all(framework_roots, copy_of):
+    root = copy_of(framework_roots / "torchtitan" / ROOTS["torchtitan"])
+    tokens = ckptctl.show(str(root / "step-20")).state.tokens
+    assert (tokens.value, tokens.of_each_rank) == (2 * 5120, 5120)
+
+
 def test_a_pointer_that_names_the_chosen_step_is_no_remark(framework_roots: Path) -> None:
     for name in ("kempnerforge", "megatron-core", "lightning"):
         assert ckptctl.pick(str(framework_roots / name / ROOTS[name])).findings == ()

@@ -232,6 +232,26 @@ def test_a_seal_proves_the_step_and_notices_a_save_over_it(root):
 
 
 @each_framework
+def test_with_a_seal_the_file_of_another_rank_or_step_is_found(root):
+    step, older = root / NEWEST[root.name], root / OLDER[root.name]
+    assert ckptctl.seal(str(step), accept_unverifiable=True).exit_code == 0
+    every = [step] if step.is_file() else [f for f in sorted(step.rglob("*")) if f.is_file()]
+    for file in (one for one in every if ".ckptctl" not in one.parts):
+        whole = file.read_bytes()
+        of_rank = file.with_name(
+            re.sub(r"(rank_|rng_state_|random_states_)0", r"\g<1>1", file.name)
+        )
+        of_step = older if step.is_file() else older / file.relative_to(step)
+        for other in (of_rank, of_step):
+            if other.exists() and other.read_bytes() != whole:
+                write(file, other.read_bytes())
+                report = ckptctl.verify(str(step), level="content")
+                assert report.exit_code in (20, 21), (file, other, report.findings)
+        write(file, whole)
+    assert ckptctl.verify(str(step), level="content").exit_code == 0
+
+
+@each_framework
 def test_a_mark_lapses_when_the_step_is_saved_anew(root):
     step = root / NEWEST[root.name]
     ckptctl.mark(str(step), "rejected", reason="the loss rose")

@@ -254,6 +254,15 @@ def is_optimizer_step(path: Path) -> bool:
     return words[-1] == "step" and "state" in words[:-1] and _is_optimizer(words)
 
 
+def is_count_of_one_rank(fqn: str) -> bool:
+    """Whether a count of tokens is that of one data-parallel rank, and not of the run.
+
+    Source: torchtitan 0.3 `trainer.py` (`ntokens_seen`), which sums it over ranks only to log it;
+    it saves the place in the data of each data-parallel rank.
+    """
+    return fqn.rpartition(".")[2] == "ntokens_seen"
+
+
 def is_moment(path: Path) -> bool:
     """Whether the entry is one of the averages that an optimizer keeps of the gradients."""
     words = _unwrapped(_words(path))
