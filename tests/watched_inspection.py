@@ -65,7 +65,7 @@ def main() -> None:
     sys.addaudithook(note)
     for name in ("checks", "formats", "inspection", "selection", "storage"):
         package = importlib.import_module(f"ckptctl.{name}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     importlib.import_module("zstandard")
     finish()
