@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptctl.data_classes import finish
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
+from ckptctl.formats.dcp import fast_path_storage, fast_path_tensors  # noqa: F401 - seen otherwise
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.pickles.values import decode_tensor_pickle, decode_value
 
