@@ -15,9 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from ckptctl.data_classes import finish
+from loaded_modules import load_all_modules
+
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.dcp import fast_path_storage, fast_path_tensors  # noqa: F401 - seen otherwise
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.pickles.values import decode_tensor_pickle, decode_value
 
@@ -40,7 +40,7 @@ def main() -> None:
         if watching and event not in _OUR_OWN:
             events.append(event)
 
-    finish()
+    load_all_modules()
     sys.addaudithook(note)
     resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
     for path in sorted(folder.iterdir()):

@@ -9,17 +9,16 @@ limited to so much more than is taken by then.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import pkgutil
 import resource
 import sys
 from pathlib import Path
 
+from loaded_modules import load_all_modules
+
 import ckptctl
 from ckptctl import Level, Report, Severity
-from ckptctl.data_classes import finish
 from ckptctl.errors import CkptctlError
 
 _NEVER = (
@@ -63,12 +62,7 @@ def main() -> None:
                 events.append(f"open {args[0]}")
 
     sys.addaudithook(note)
-    for name in ("checks", "formats", "inspection", "selection", "storage"):
-        package = importlib.import_module(f"ckptctl.{name}")
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-    importlib.import_module("zstandard")
-    finish()
+    load_all_modules()
     ask(folder / "sound")
     with open("/proc/self/statm") as file:
         n_mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

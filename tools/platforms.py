@@ -82,7 +82,7 @@ def on_torch(version: str) -> tuple[bool, str]:
 
 def torches() -> Iterator[str]:
     """The oldest and the newest torch that `pyproject.toml` claims."""
-    (tried,) = re.findall(r"torch>=.*# tried: (.*)", (REPOSITORY / "pyproject.toml").read_text())
+    (tried,) = re.findall(r"# torch tried: (.*)", (REPOSITORY / "pyproject.toml").read_text())
     oldest, *_, newest = tried.split(", ")
     yield from (oldest, newest)
 

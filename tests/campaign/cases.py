@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import pkgutil
 import shutil
 from pathlib import Path
 from random import Random
@@ -26,6 +24,7 @@ from hostile_and_odd import (
 )
 from interrupted import N_CASES as N_INTERRUPTED
 from interrupted import Save, interrupted, saves
+from loaded_modules import load_all_modules
 from made_checkpoints import name_of_checkpoints
 from made_roots import make_templates
 from oracle import Case, Outcome, Watch, judge
@@ -78,7 +77,7 @@ class Bench:
         self._starved: Starved | None = None
         self._bucket: Bucket | None = None
         self._templates: Path | None = None
-        _load_all_modules()
+        load_all_modules()
         self._watch = Watch()
 
     def run(self, category: str, number: int) -> Outcome:
@@ -228,12 +227,3 @@ def _rank_files() -> Path:
     """The roots of rank files that frameworks wrote, where the tests unpacked them."""
     (roots,) = (REPOSITORY / ".cache").glob("rank-files-*[0-9a-f]/rank-files")
     return roots
-
-
-def _load_all_modules() -> None:
-    """An import runs code: all of them come before the watch."""
-    for name in ("checks", "formats", "inspection", "selection", "storage"):
-        package = importlib.import_module(f"ckptctl.{name}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-    importlib.import_module("zstandard")

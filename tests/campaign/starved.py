@@ -11,10 +11,8 @@ is 0. `_testcapi` does that, which Linux distributions may leave out of their Py
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import pkgutil
 import resource
 import signal
 import sys
@@ -23,17 +21,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from loaded_modules import load_all_modules
+
 PATIENCE_S = 300.0
-
-
-def load_all() -> None:
-    """Import what commands import when they are called."""
-    for name in ("checks", "formats", "records", "inspection", "selection", "storage", "cli"):
-        package = importlib.import_module(f"ckptctl.{name}")
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-    for name in ("zstandard", "xxhash", "json", "difflib"):
-        importlib.import_module(name)
 
 
 def run(order: dict[str, Any], folder: Path) -> dict[str, object]:
@@ -89,7 +79,7 @@ def _ended(child: int, patience_s: float) -> int | None:
 
 def main() -> None:
     """Answer until standard input ends."""
-    load_all()
+    load_all_modules()
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line), folder)), flush=True)

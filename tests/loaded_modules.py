@@ -1,0 +1,22 @@
+"""Import what commands import when they are called, before a test watches what they cause.
+
+An import runs code, which the watchers report, and takes memory, which others limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from ckptctl.data_classes import finish
+
+
+def load_all_modules() -> None:
+    """Import the modules of the packages that read checkpoints, and define their classes."""
+    for name in ("checks", "formats", "inspection", "records", "selection", "storage", "cli"):
+        package = importlib.import_module(f"ckptctl.{name}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    for name in ("zstandard", "zlib_ng.zlib_ng", "xxhash", "json", "difflib"):
+        importlib.import_module(name)
+    finish()
