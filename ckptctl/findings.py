@@ -97,6 +97,9 @@ NEVER_FINISHED = frozenset(
 )
 """Codes of an interrupted save: nothing that had been saved is lost."""
 
+NO_METADATA = frozenset({"metadata.missing", "metadata.unreadable", "metadata.unsafe"})
+"""Codes of a part whose shards only a seal can say how to read."""
+
 # Something missing makes a step `incomplete`; something wrong makes it `corrupt`.
 CODES: Mapping[str, Code] = {
     "metadata.missing": _fault(Verdict.INCOMPLETE, "the metadata file is missing"),
@@ -363,7 +366,7 @@ class Report:
     """SHA-256 of the metadata files, by path; of rank files, from level structure on, that of the
     directory of each."""
     ranks: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """The ranks that left a file, by part."""
+    """The ranks that left a file, by part; of rank files, those that lack none."""
     seal: str | None = None
     """The kind of seal (`xxh3-128`, `sha256 with a key`); null where no seal is of this save."""
     bytes_in_records: int = 0

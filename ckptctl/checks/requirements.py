@@ -254,13 +254,20 @@ _RANK_READERS = (shard_rank, rank_local_rank, hugging_face_rank)
 
 
 def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]:
-    """The ranks that left a shard file or rank-local metadata in a part.
+    """The ranks that left a shard file or rank-local metadata in a part, or all their rank files.
 
     `named` are the shard files that the part's metadata names. A file with bytes
     that it does not name was left by another save, and says nothing of this one.
     """
     if part.grids:
-        return frozenset(rank for one in part.grids for rank in one.ranks)
+        counted_all = [one for one in part.grids if one.n_ranks is not None]
+        lacking = [one for one in counted_all if one.n_present < one.n_files]
+        return frozenset(
+            rank
+            for one in counted_all
+            for rank in one.ranks
+            if all(rank in other.ranks or rank >= other.n_files for other in lacking)
+        )
     names = [file.path for file in part.files if not _is_left_over(file, named)]
     names += named or ()  # a file that is missing was written by someone too
     found = (read(name) for name in names for read in _RANK_READERS)

@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ckptctl.cli.rendering import Line, Span, Style, line
 from ckptctl.data_classes import dataclass
-from ckptctl.findings import CODES, Report, Severity, Verdict
+from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
+from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.model import Level
 
@@ -68,6 +69,7 @@ RANK_MARKS: Mapping[str, Mark] = {
 
 _RANK_STATES = {
     "shard.missing": "missing",
+    "file.missing": "missing",
     "shard.truncated": "short",
     "shard.trailing": "long",
     "shard.orphan": "extra",
@@ -180,29 +182,45 @@ def rank_states(report: Report) -> dict[str, list[str]]:
     how far the inspection came.
     """
     reached = _reached(report)
+    # A part without its metadata is read only where a seal lists its files.
+    not_read = {
+        finding.where.rpartition("/")[0]
+        for finding in report.findings
+        if finding.code in NO_METADATA
+        and report.seal is None
+        and _rank(finding.where.rpartition("/")[2]) is None
+    }
+    absent = "missing" if any(_lacks_rank_file(report, one) for one in report.findings) else "none"
+    here = {part: set(ranks) for part, ranks in report.ranks}
     said: dict[tuple[str, int], list[str]] = {}
     for finding in report.findings:
         part, _, name = finding.where.rpartition("/")
         rank = _rank(name)
+        if rank is None and here.keys() == {""}:  # rank files lie below one part, the step
+            part, rank = "", rank_in_name(finding.where)
         state = _RANK_STATES.get(finding.code)
         if state is None and CODES[finding.code].severity is Severity.FAULT:
             state = "damaged"
         if rank is not None and state is not None:
             said.setdefault((part, rank), []).append(state)
-    here = {part: set(ranks) for part, ranks in report.ranks}
     here |= {part: set() for part, _ in said if part not in here}
     size = report.world_size.size if report.world_size and len(here) == 1 else 0
     rows: dict[str, list[str]] = {}
     for part, present in sorted(here.items()):
         named = {rank for in_part, rank in said if in_part == part}
         n_ranks = min(_MAX_RANKS, max(size, max(present | named, default=-1) + 1))
+        there = "present" if part in not_read else reached
         rows[part] = [
             _worst_key(
-                [*said.get((part, rank), ()), reached if rank in present else "none"], RANK_MARKS
+                [*said.get((part, rank), ()), there if rank in present else absent], RANK_MARKS
             )
             for rank in range(n_ranks)
         ]
     return rows
+
+
+def _lacks_rank_file(report: Report, finding: Finding) -> bool:
+    return finding.code == "file.missing" and rank_file(finding.where, report.layout) is not None
 
 
 def _reached(report: Report) -> str:

@@ -96,8 +96,9 @@ def verify_document(report: Report, next_command: str | None) -> Document:
 _NOT_SEEN = {
     Level.LISTING: "the contents of the shard files were not read",
     Level.STRUCTURE: "the bytes of the tensors were not compared",
-    Level.CONTENT: "every byte was compared",
+    Level.CONTENT: "no bytes were compared with a checksum",
 }
+"""What a level leaves out; at content, of a step that has neither readable records nor a seal."""
 
 
 def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
@@ -173,6 +174,8 @@ def _facts(report: Report, now_s: float) -> list[str]:
     held = f"{counted(report.n_tensors, 'tensor')} in {counted(report.n_records, 'record')}"
     read = f"{report.level.value} ({size(report.bytes_read)} read)"
     seen = f"checked: {read}; {_NOT_SEEN[report.level]}"
+    if report.level is Level.CONTENT and report.seal is not None:
+        seen = f"checked: {read}; every byte was compared"
     if report.verdict is Verdict.UNKNOWN:
         seen = "could not be inspected; nothing below is checked"
     facts = [

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from ckptctl.findings import NO_METADATA
+from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.own.run_events import EndedEvent, Event
 from ckptctl.formatting import duration
 
@@ -30,6 +32,7 @@ _DRAWN: Mapping[str, tuple[str, str]] = {
     "unsafe": (_BAD, "⊘"),
 }
 _DRAWN_UNKNOWN = (_NEUTRAL, "·")
+_WROTE_NOTHING = (_NEUTRAL, "·", "wrote nothing")
 _MAX_STEPS = 40
 _MAX_RANKS = 1024
 _CELL = 26
@@ -63,11 +66,14 @@ def _step(report: Document, x: int, width: int, chosen: str | None) -> str:
 
 
 def map_of_shards(verify: Document) -> str:
-    """The ranks that wrote a step, each intact or with the findings about its files."""
+    """The ranks that wrote a step, each whole, with a finding about its files, or not checked."""
     report = verify.get("report")
     if not isinstance(report, dict):
         return ""
-    faults = _faulty_ranks(_list(report.get("findings")))
+    findings = _list(report.get("findings"))
+    faults = _faulty_ranks(findings)
+    unread = report.get("seal") is None and any(one.get("code") in NO_METADATA for one in findings)
+    intact = (_NEUTRAL, "□", "present, not checked") if unread else (_GOOD, "✓", "whole")
     size = report.get("world_size")
     stated = size.get("size") if isinstance(size, dict) else None
     stated = stated if type(stated) is int else None
@@ -77,7 +83,8 @@ def map_of_shards(verify: Document) -> str:
         return ""
     columns = min(n_ranks, 32)
     cells = [
-        _rank(rank, columns, faults.get(rank), written=rank in written) for rank in range(n_ranks)
+        _rank(rank, columns, faults.get(rank), intact if rank in written else _WROTE_NOTHING)
+        for rank in range(n_ranks)
     ]
     rows = (n_ranks + columns - 1) // columns
     title = f"Ranks that wrote step {report.get('number')}"
@@ -87,9 +94,11 @@ def map_of_shards(verify: Document) -> str:
 def _faulty_ranks(findings: Sequence[Document]) -> dict[int, str]:
     found: dict[int, str] = {}
     for finding in findings:
-        named = re.search(r"__(\d{1,7})_", str(finding.get("where")))
-        if named and finding.get("severity") == "fault":
-            found.setdefault(int(named[1]), str(finding.get("code")))
+        where = str(finding.get("where"))
+        named = re.search(r"__(\d{1,7})_", where)
+        rank = int(named[1]) if named else rank_in_name(where)
+        if rank is not None and finding.get("severity") == "fault":
+            found.setdefault(rank, str(finding.get("code")))
     return found
 
 
@@ -102,15 +111,9 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[1], list)
 
 
-def _rank(rank: int, columns: int, fault: str | None, *, written: bool) -> str:
+def _rank(rank: int, columns: int, fault: str | None, otherwise: tuple[str, str, str]) -> str:
     x, y = 10 + _CELL * (rank % columns), 10 + _CELL * (rank // columns)
-    color, glyph, word = (
-        (_BAD, "✗", fault)
-        if fault
-        else (_GOOD, "✓", "whole")
-        if written
-        else (_NEUTRAL, "·", "wrote nothing")
-    )
+    color, glyph, word = (_BAD, "✗", fault) if fault else otherwise
     middle = x + (_CELL - 4) // 2
     return (
         f"<g><title>rank {rank}: {escape(word)}</title>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ from storage.faulty import FaultyStore
 import ckptctl
 from ckptctl import AccessDenied
 from ckptctl.cli.app import run
+from ckptctl.runbook.pictures import map_of_shards
 from ckptctl.selection import targets, verifying
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
@@ -129,6 +131,26 @@ def test_no_shard_is_shown_as_whole_where_one_could_not_be_read(sound_root, caps
     assert "every byte was compared" not in said
     assert "  □?\n" in said
     assert "? not readable 1   □ present, not checked 1" in said
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+@pytest.mark.parametrize("level", ["structure", "content"])
+def test_no_shard_is_shown_as_checked_where_the_metadata_cannot_be_read(
+    sound_root, capsys, damage, level
+):
+    metadata = sound_root / "step_30" / ".metadata"
+    if damage == "missing":
+        metadata.unlink()
+    else:
+        metadata.write_bytes(metadata.read_bytes()[:100])
+    words = ["verify", f"{sound_root}@30", "--level", level, "--grace", "0"]
+    assert run(words) in (20, 21)
+    said = capsys.readouterr().out
+    assert "every byte was compared" not in said
+    assert "  □□\n  □ present, not checked 2\n" in said
+    run([*words, "--json"])
+    drawn = map_of_shards(json.loads(capsys.readouterr().out))
+    assert drawn.count("present, not checked") == 2
 
 
 def test_a_step_of_weights_alone_is_no_green_row_wherever_it_is(ckptctl, torch_root):

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptctl
+from ckptctl.cli.pictures import rank_states
 from ckptctl.errors import UsageError
 from ckptctl.findings import Severity
 
@@ -167,6 +169,79 @@ def test_a_file_from_before_torch_1_6_runs_nothing(tmp_path):
     path = save(tmp_path / "step_30.pt", {"model": {"w": torch.ones(2)}, "x": Evil()}, legacy=True)
     assert ckptctl.verify(str(path), level="content").exit_code == 22
     assert not (tmp_path / "ran").exists()
+
+
+def by_rank(root: Path, step: int, names: Sequence[str], ranks: int = 4) -> Path:
+    folder = root / f"ckpt-{step:06}"
+    for rank in range(ranks):
+        for name in names:
+            save(folder / name.format(rank), state(step))
+    return folder
+
+
+NAMED_BY_RANK = [
+    ("model-rank-{}.bin", "optimizer-rank-{}.bin"),
+    ("model_step7_rank{}.pt",),
+    ("rank_{}/model.pt", "rank_{}/optimizer.pt"),
+]
+
+
+@pytest.mark.parametrize("names", NAMED_BY_RANK)
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_left_no_file_is_missed_under_names_of_no_framework(tmp_path, names, lost):
+    by_rank(tmp_path, 20, names)
+    step = by_rank(tmp_path, 30, names)
+    assert ckptctl.verify(str(step)).exit_code == 0
+    for name in names:
+        (step / name.format(lost)).unlink()
+    report = ckptctl.verify(str(step), level="content", grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+    missing = {f.where for f in report.findings if f.code == "file.missing"}
+    assert missing == {name.format(lost) for name in names}
+    states = ["missing" if rank == lost else "verified" for rank in range(4)]
+    assert rank_states(report) == {"": states}
+    assert ckptctl.pick(str(tmp_path), grace_s=0).path == str(tmp_path / "ckpt-000020")
+
+
+def test_a_kind_of_file_has_as_many_ranks_as_the_others(tmp_path):
+    names = NAMED_BY_RANK[0]
+    by_rank(tmp_path, 20, names)
+    step = by_rank(tmp_path, 30, names)
+    for rank in (2, 3):
+        (step / f"model-rank-{rank}.bin").unlink()
+    report = ckptctl.verify(str(step), level="content", grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+    assert rank_states(report) == {"": ["verified", "verified", "missing", "missing"]}
+    for rank in (2, 3):
+        (step / f"optimizer-rank-{rank}.bin").unlink()
+    report = ckptctl.verify(str(step), grace_s=0)
+    assert (report.exit_code, faults(report)) == (0, set())
+    assert "file.fewer" in {finding.code for finding in report.findings}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "rng_dp_rank_3.pt",
+        "dataloader_rank_6.pt",
+        "state_local_rank_5.pt",
+        "lora_rank_8.pt",
+        "tp_rank_3_pp_rank_1.pt",
+    ],
+)
+def test_numbers_that_do_not_count_every_rank_are_no_grid(tmp_path, beside):
+    step = by_rank(tmp_path, 30, NAMED_BY_RANK[0])
+    save(step / beside, {"x": 1})
+    report = ckptctl.verify(str(step))
+    assert (report.exit_code, faults(report)) == (0, set())
+    assert report.world_size is not None
+    assert report.world_size.size == 4
+
+
+def test_files_of_one_rank_alone_are_no_grid(tmp_path):
+    step = by_rank(tmp_path, 30, NAMED_BY_RANK[0], ranks=1)
+    report = ckptctl.verify(str(step))
+    assert (report.exit_code, faults(report), report.world_size) == (0, set(), None)
 
 
 def hugging_face(root: Path, step: int) -> Path:

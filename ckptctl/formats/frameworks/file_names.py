@@ -46,7 +46,7 @@ class FileName(NamedTuple):
     grid: str = ""
     """Whose ranks the axes count; empty for a name that states none."""
     what: str = ""
-    """What each file of the grid holds, for messages."""
+    """What each file of the grid holds, for messages; empty for `BY_RANK`, where the name does."""
     weights: str = ""
     """What it is called in a root without a step number; empty for a file without weights."""
 
@@ -55,6 +55,13 @@ _N = "[0-9]{1,6}"
 _IN = r"(?P<folder>(?:.*/)?)"
 _FILE = r"\.(?:pt|pth|pkl|bin)"
 _COUNTED = "step scheduler tokens +dataloader"
+
+BY_RANK = "rank in the name"
+"""The grid of files that no framework names, and whose names differ by the number of a rank."""
+
+_OTHER_RANK = r"(?<![a-z])(?:[dtpcems]p|local|node|group|replica|low|lora)[-_.]?rank"
+"""Numbers that are not those of every rank: of one axis, within a node, of a matrix. `_r8` is no
+rank at all: it is as often the size of an adapter or a revision."""
 
 _VERL = rf"_world_size_(?P<of_rank>{_N})_rank_(?P<rank>{_N})\.pt"
 _MP = rf"mp_rank_(?P<mp>{_N})"
@@ -284,6 +291,11 @@ FILES = (
         r".*ckpt.*\.index|saved_model\.pb|variables\.index", weights="a TensorFlow checkpoint"
     ),
     FileName(rf"{_SAYS_WEIGHTS}\.(?:npz|h5|hdf5|keras|msgpack)", weights="saved weights"),
+    FileName(
+        rf"(?P<folder>)(?!.*{_OTHER_RANK})(?!.*rank.*rank)(?:.*[^a-z])?rank[-_]?(?P<rank>{_N})"
+        r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt)",
+        grid=BY_RANK,
+    ),
 )
 
 _ALWAYS = "+"
@@ -327,7 +339,13 @@ def weights_called(name: str) -> str | None:
 
 def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | None:
     """The row of a rank file, and where in its name the axes are; None for any other file."""
-    return next((found for found in matches(path, layout) if found[0].grid), None)
+    for row, match in matches(path, layout):
+        if row.grid:
+            return row, match
+        if match.groupdict().get("rank"):
+            # State beside the shards that not every rank writes, such as that of a data loader.
+            return None
+    return None
 
 
 def axes_in(match: re.Match[str]) -> Mapping[str, int]:
@@ -390,6 +408,9 @@ class _Named:
     @property
     def what(self) -> str:
         """What the file holds, with its number on each axis that has grids of its own."""
+        if self.row.grid == BY_RANK:
+            # Every number is left out: the rank's, and one that may change with it, as a node's.
+            return f"state in {re.sub('[0-9]+', 'N', self.match.string)}"
         apart = [str(n) for axis, n in self.axes.items() if axis.startswith(_APART)]
         return " ".join((self.row.what, *apart))
 
@@ -409,7 +430,8 @@ def grids_of(
 
     `stated` are the lengths of axes that the content of a file states. All kinds of one
     framework in one folder share the lengths of their axes. Files that state different
-    world sizes were written by different attempts, and are apart. Cost: one match of each
+    world sizes were written by different attempts, and are apart. Names with a rank that no
+    framework writes form a grid where they differ by it. Cost: one match of each
     name; a grid that names claim to be huge is counted, not listed.
     """
     together: dict[tuple[str, str, int | None], list[_Named]] = defaultdict(list)
@@ -422,6 +444,7 @@ def grids_of(
     return tuple(
         grid
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
+        if framework != BY_RANK or len({member.place for member in members}) > 1
         for grid in _grids(framework, members, stated or {})
     )
 
