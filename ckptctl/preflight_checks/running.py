@@ -257,7 +257,7 @@ def _check_pick(picked: Pick) -> Check:
     inspected = f" (checked: {picked.level.value})" if picked.level else ""
     next_command = picked.next_command
     if picked.answer is Answer.FRESH and next_command:
-        next_command = f"ckptctl preflight{next_command.removeprefix('ckptctl pick')}"
+        next_command = next_command.replace("ckptctl pick ", "ckptctl preflight ", 1)
     message = "; ".join([picked.message + inspected, *(one.message for one in absent)])
     return Check("step", outcome, message, picked.exit_code, next_command)
 

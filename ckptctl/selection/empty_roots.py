@@ -49,12 +49,13 @@ class Beginning:
 
     `answer` is `FRESH`, `NONE_USABLE` (11: a step was usable once, or the record cannot
     prove otherwise) or `UNKNOWN` (75: the first save may still be running). `missing` are
-    the roots that do not exist.
+    the roots that do not exist, and `similar` addresses beside them with similar names.
     """
 
     answer: Answer
     message: str
     missing: tuple[str, ...] = ()
+    similar: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -133,11 +134,15 @@ def decide_beginning(
     if not missing:
         holds = "holds" if len(tiers) == 1 else "hold"
         return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
-    beside = "".join(_neighbours(store, open_other) for store in missing)
+    similar = [name for store in missing for name in _neighbours(store, open_other)]
+    beside = f" (beside it: {_some([base_name(url) for url in similar])})" if similar else ""
     names = tuple(store.url for store in missing)
     verb = "does" if len(missing) == 1 else "do"
     return Beginning(
-        Answer.FRESH, f"{', '.join(names)} {verb} not exist{CHECK_PATH}{beside}", names
+        Answer.FRESH,
+        f"{', '.join(names)} {verb} not exist{CHECK_PATH}{beside}",
+        names,
+        tuple(similar),
     )
 
 
@@ -196,16 +201,16 @@ def _saves(interrupted: Sequence[Report]) -> str:
     return f"the unfinished save{many} of step{many} {steps}{more}"
 
 
-def _neighbours(store: Store, open_other: OpenStore | None) -> str:
-    """The names in the parent of a missing root that are similar to its own, as a clause."""
-    name = base_name(store.url)
+def _neighbours(store: Store, open_other: OpenStore | None) -> list[str]:
+    """The folders beside a missing root whose names are similar to its own."""
+    name, parent = base_name(store.url), parent_url(store.url)
     if open_other is None or not name:
-        return ""
+        return []
     try:
-        with open_other(parent_url(store.url)) as above:
+        with open_other(parent) as above:
             entries = above.list_dir("")
     except (StorageError, UsageError):
-        return ""  # a help, and no condition: the folder above may be closed to us
+        return []  # a help, and no condition: the folder above may be closed to us
     names = [one.path for one in entries if one.kind != "file" and one.path != name]
     longer = [other for other in names if other.startswith(name)]
     import difflib
@@ -214,7 +219,7 @@ def _neighbours(store: Store, open_other: OpenStore | None) -> str:
         *longer,
         *(n for n in difflib.get_close_matches(name, names, n=_MAX_NEIGHBOURS) if n not in longer),
     ]
-    return f" (beside it: {_some(alike)})" if alike else ""
+    return [join_url(parent, other) for other in alike]
 
 
 def check_has_steps(

@@ -20,13 +20,15 @@ from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, search
 from ckptctl.selection.targets import Roots, Tier, roots_in
-from ckptctl.storage.opening import SharedStores
+from ckptctl.storage.opening import SharedStores, parent_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptctl.options import PickKeywords
     from ckptctl.selection.empty_roots import Beginning
+
+_NOT_CREATED = "; a new run also needs --create"
 
 
 def pick(
@@ -103,7 +105,7 @@ def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:
     stores = [tier.store for tier in tiers if not tier.optional]
     if found.answer is Answer.FRESH:
         begin_run(stores, None)
-        message = found.message.replace(CHECK_PATH, ": created")
+        message = found.message.replace(CHECK_PATH, ": created").removesuffix(_NOT_CREATED)
         return replace(found, exit_code=0, next_command=None, message=message)
     if found.chosen is not None:
         begin_run(stores, found.step)
@@ -143,12 +145,17 @@ def found_message(choice: Choice, chosen: Report) -> str:
 def _without_step(done: Search, begins: Beginning, *, allow_fresh: bool) -> Pick:
     again = f"ckptctl pick {done.roots.words}"
     next_command: str | None = storage_corruption(done.roots)
-    exit_code = begins.exit_code
+    message, exit_code = begins.message, begins.exit_code
     if begins.answer is Answer.UNKNOWN:
         next_command = again
+    elif begins.missing:  # more often a wrong path than a new run
+        message += _NOT_CREATED if allow_fresh else "; a new run needs --allow-fresh --create"
+        next_command = f"ckptctl scan {shlex.quote(parent_url(begins.missing[0]))}"
+        if len(begins.similar) == len(done.roots.urls) == 1:
+            next_command = f"ckptctl pick {shlex.quote(begins.similar[0])}"
     elif begins.answer is Answer.FRESH:
-        next_command = f"{again} --allow-fresh{' --create' if begins.missing else ''}"
-        if allow_fresh and not begins.missing:
+        next_command = f"{again} --allow-fresh"
+        if allow_fresh:
             exit_code, next_command = 0, None
     return Pick(
         answer=begins.answer,
@@ -158,7 +165,7 @@ def _without_step(done: Search, begins: Beginning, *, allow_fresh: bool) -> Pick
         findings=tuple(done.findings),
         level=None,
         level_reason=None,
-        message=begins.message,
+        message=message,
         exit_code=exit_code,
         next_command=next_command,
     )

@@ -97,6 +97,7 @@ class Seen(NamedTuple):
     message: str
     step: int | None = None
     holds_steps: bool = False
+    next_command: str | None = None
 
 
 class Ended(NamedTuple):

@@ -363,8 +363,7 @@ class _Supervisor:
                 scan,
             )
         if seen.code == EXIT_FRESH and not self._options.create:
-            next_command = f"ckptctl pick {self._roots.words} --allow-fresh --create"
-            raise _NotStarted(seen.code, seen.message, next_command)
+            raise _NotStarted(seen.code, seen.message, seen.next_command)
         if seen.code not in (0, EXIT_FRESH):
             # As after an attempt: where steps have disappeared, the storage may come back.
             emptied = seen.code == EXIT_NONE_USABLE and not seen.holds_steps

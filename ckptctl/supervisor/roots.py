@@ -47,7 +47,8 @@ class WatchedRoots:
         step = found.chosen.number if found.chosen else None
         if found.exit_code == EXIT_FRESH and self._used:
             return Seen(NO_ANSWER, f"{self.url} existed, but no longer exists")
-        return Seen(found.exit_code, found.message, step, bool(found.passed_over or found.chosen))
+        holds_steps = bool(found.passed_over or found.chosen)
+        return Seen(found.exit_code, found.message, step, holds_steps, found.next_command)
 
     def loads(self, world_size: int) -> bool:
         """Whether the newest usable step loads with so many ranks, and loses nothing required."""

@@ -106,8 +106,11 @@ def test_a_wrong_option_is_put_right_in_the_words_of_the_caller(folder, capsys, 
 PLACES = [
     # What is asked of a root that is not there.
     ("scan gone", 10, "ckptctl explain 10", "gone does not exist: check the path"),
-    ("pick gone", 10, "ckptctl pick gone --allow-fresh --create", "check the path"),
-    ("preflight gone", 10, "ckptctl preflight gone --allow-fresh --create", "check the path"),
+    ("pick gone", 10, "ckptctl scan .", "check the path; a new run needs --allow-fresh --create"),
+    ("pick --allow-fresh gone", 10, "ckptctl scan .", "a new run also needs --create"),
+    ("preflight gone", 10, "ckptctl scan .", "a new run needs --allow-fresh --create"),
+    ("pick runs", 10, "ckptctl pick run", "check the path (beside it: run)"),
+    ("preflight runs", 10, "ckptctl preflight run", "check the path (beside it: run)"),
     ("watch gone --once", 10, "ckptctl scan gone", "the job has not saved yet, or the path is"),
     ("prune gone --keep 1", 2, "ckptctl scan .", "gone does not exist"),
     ("cost gone --interval 1h", 2, "ckptctl scan .", "gone does not exist"),

@@ -202,10 +202,11 @@ def test_a_run_behind_a_link_makes_the_path_wrong(root: Path, step: Path, tmp_pa
 
 def test_a_root_that_does_not_exist_is_0_only_with_create_which_makes_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    (tmp_path / "other").mkdir()
     for found in (ckptctl.pick(str(run)), ckptctl.pick(str(run), allow_fresh=True)):
         assert (found.answer, found.exit_code) == (Answer.FRESH, 10)
         assert f"{run} does not exist: check the path" in found.message
-        assert found.next_command == f"ckptctl pick {run} --allow-fresh --create"
+        assert found.next_command == f"ckptctl scan {tmp_path}"
     assert not run.exists()
     made = ckptctl.pick(str(run), allow_fresh=True, create=True)
     assert (made.answer, made.exit_code, made.next_command) == (Answer.FRESH, 0, None)
@@ -218,7 +219,7 @@ def test_preflight_answers_as_pick_does(tmp_path: Path) -> None:
     run = tmp_path / "run"
     found = ckptctl.preflight(str(run), allow_fresh=True)
     assert (found.exit_code, found.path) == (10, None)
-    assert found.next_command == f"ckptctl preflight {run} --allow-fresh --create"
+    assert found.next_command == f"ckptctl scan {tmp_path}"
     assert ckptctl.preflight(str(run), allow_fresh=True, create=True).exit_code == 0
     assert (run / ".ckptctl" / "root.json").exists()
 
@@ -238,7 +239,8 @@ def test_a_root_that_does_not_exist_names_what_lies_beside_it(tmp_path: Path) ->
     for name in ("run-1", "run-2", "other"):
         (tmp_path / name).mkdir()
     found = ckptctl.pick(str(tmp_path / "run"))
-    assert "(beside it: run-1, run-2)" in found.message
+    assert "(beside it: run-1, run-2); a new run needs --allow-fresh --create" in found.message
+    assert found.next_command == f"ckptctl scan {tmp_path}"
 
 
 @pytest.mark.parametrize("counter", RESTART_COUNTERS)

@@ -221,7 +221,7 @@ def test_a_root_that_does_not_exist_is_made_with_create_alone(tmp_path: Path):
     assert (found.exit_code, found.attempts) == (10, ())
     assert "does not exist: check the path" in found.message
     assert list(tmp_path.iterdir()) == []
-    assert found.next_command == f"ckptctl pick {root} --allow-fresh --create"
+    assert found.next_command == f"ckptctl scan {tmp_path}"
     document = validated(run_ckptctl("run", "--json", "--root", root, "--", *ran).stdout)
     assert (document["exit_code"], document["attempts"]) == (10, [])
     assert kept_running(ran, tmp_path, create=True).exit_code == 0
