@@ -103,6 +103,17 @@ def age(written_s: float | None, now_s: float) -> str:
     return "-" if written_s is None else duration(now_s - written_s)
 
 
+def when(written_s: float, now_s: float) -> str:
+    """When something was written: `12 min ago`, or `in 3 days (do the clocks differ?)`.
+
+    A clock of the storage that runs ahead by less than two minutes gives `0 s ago`.
+    """
+    ahead_s = written_s - now_s
+    if ahead_s >= 2 * 60:
+        return f"in {duration(ahead_s)} (do the clocks differ?)"
+    return f"{age(written_s, now_s)} ago"
+
+
 def rfc3339(seconds: float, precision: str = "milliseconds") -> str:
     """Seconds since 1970 as `2026-11-20T03:12:44.120Z`; a time out of bounds as the nearest."""
     import datetime

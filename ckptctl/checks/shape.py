@@ -22,7 +22,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
-from ckptctl.formatting import counted, inside, some_of
+from ckptctl.formatting import counted, duration, inside, some_of
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 
 _WHAT_IT_IS = {
@@ -217,17 +217,17 @@ def check_times(step: Step, part: Part, named: Collection[str]) -> Iterator[Find
     newer = [path for path, after_s in later.items() if after_s >= QUIET_S]
     if not newer or len(newer) == len(later):
         return
-    minutes = min(later[path] for path in newer) / 60
+    after = duration(min(later[path] for path in newer))
     where = [inside(part.path, path) for path in newer]
     yield Finding(
         "shard.newer",
         where[0],
-        f"{some_of(where)} {('was' if len(newer) == 1 else 'were')} written {minutes:,.0f} "
-        "minutes or more after the metadata, "
+        f"{some_of(where)} {('was' if len(newer) == 1 else 'were')} written {after} "
+        "or more after the metadata, "
         f"{counted(len(later) - len(newer), 'other shard file')} before it: a later save over "
         "this step was interrupted, or a copy lost the modification times",
         expected="metadata written last",
-        found=f"{counted(len(newer), 'shard file')} {minutes:,.0f} minutes younger",
+        found=f"{counted(len(newer), 'shard file')} {after} younger",
         next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "structure"]),
     )
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 class ExitCode(NamedTuple):
     """`title` is the code in a few words; `advice` is what a caller does next.
 
-    `retry` is `yes` if the same command may succeed later, `no`, or what helps instead.
+    `retry` begins with `yes` if the same command may succeed later, else with `no` or
+    `not needed`; what helps may follow.
     """
 
     title: str
@@ -55,25 +56,25 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     20: ExitCode(
         "incomplete",
         "Part of the step was never written or is missing. Use another step: `ckptctl pick ROOT`.",
-        "use another step",
+        "no: use another step",
     ),
     21: ExitCode(
         "corrupt",
         "The contents of the step are wrong or contradict each other. Use another step: `ckptctl "
         "pick ROOT`. Keep this one for the investigation.",
-        "use another step",
+        "no: use another step",
     ),
     22: ExitCode(
         "unverifiable",
         "The step may be good, but nothing proves it at the requested level. Request a shallower "
         "level, or use another step.",
-        "use another step",
+        "no: use another step",
     ),
     23: ExitCode(
         "complete, but required train state is missing",
         "The step loads, but lacks train state that is required. Require less, or use another "
         "step; `ckptctl show STEP` lists what it contains.",
-        "use another step",
+        "no: use another step",
     ),
     24: ExitCode(
         "cannot be loaded at the requested world size",
@@ -93,7 +94,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     27: ExitCode(
         "rejected or superseded",
         "A mark excludes the step, or the run resumed from an older one. Use another step.",
-        "use another step",
+        "no: use another step",
     ),
     28: ExitCode(
         "the two steps differ",
@@ -109,31 +110,31 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "the loss is not continuous across the resume",
         "The resume was not correct, or the step is not good. Stop the job. Reject the step with "
         "the reason (`ckptctl reject STEP`), then choose an older one (`ckptctl pick ROOT`).",
-        "fall back",
+        "no: fall back",
     ),
     31: ExitCode(
         "not enough data to decide whether the loss is continuous",
         "Wait for more logged steps and run the command again. Log every step around saves, and "
         "keep the logs from before the failure. From `rerun`: the replays do not decide; the "
         "message states what is missing.",
-        "wait",
+        "yes, with more logged steps",
     ),
     32: ExitCode(
         "suspect: the loss may not be continuous",
         "Check the table and the plot before the job continues for long.",
-        "check",
+        "no: check",
     ),
     33: ExitCode(
         "the job does not survive a fault of the drill",
         "Only `drill` returns it. The report names each fault, what happened, and the folder with "
         "the logs and the transcript of RB-7.",
-        "after a change of the job",
+        "yes, after a change of the job",
     ),
     34: ExitCode(
         "a suspicious value comes from the hardware of these nodes",
         "Only `rerun` returns it: the same nodes repeat the value, and others do not. Take the "
         "nodes out of the pool, and resume elsewhere from a step before the value.",
-        "on other nodes",
+        "yes, on other nodes",
     ),
     75: ExitCode(
         "the storage did not answer",

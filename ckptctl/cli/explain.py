@@ -38,8 +38,9 @@ def explain(
 ) -> int:
     """Explain a finding code, a verdict or an exit code, and what to do about it.
 
-    The last line is the page of the documentation. With --quiet the title alone is printed.
-    Of a document of --json (`ckptctl.pick/1`) the JSON Schema is printed.
+    The last line is the page of the documentation, where the address of its site is known. With
+    --quiet the title alone is printed. Of a document of --json (`ckptctl.pick/1`) the JSON Schema
+    is printed.
     """
     if name is not None and name.startswith("ckptctl."):
         from ckptctl.cli.schemas import schema
@@ -57,8 +58,9 @@ def explain(
 
 def _lines(each: Page, width: int | None) -> Iterator[Line]:
     yield from page_lines(each.text, width)
-    yield EMPTY
-    yield line("page of the documentation: ", each.address, solid=True)
+    if each.address is not None:
+        yield EMPTY
+        yield line("page of the documentation: ", each.address, solid=True)
 
 
 _HEADINGS = {"finding": "finding codes", "verdict": "verdicts", "exit-code": "exit codes"}
@@ -122,9 +124,8 @@ class Page:
     """The meaning in a few words."""
     text: str
     """The page, in Markdown."""
-    address: str
-    """Where the documentation explains it; a path inside the site where no address of the site is
-    known."""
+    address: str | None
+    """Where the documentation explains it; null where no address of the site is known."""
 
 
 def page(name: str) -> Page:
@@ -219,10 +220,10 @@ def _exit_code_page(number: int) -> Page:
     return Page(str(number), "exit-code", code.title, "\n".join(lines), address)
 
 
-def _address(page: str) -> str:
+def _address(page: str) -> str | None:
     """The page below the address that `project.urls` of `pyproject.toml` names, if it names one."""
     base = _documentation()
-    return f"{base.rstrip('/')}/{page}" if base else page
+    return f"{base.rstrip('/')}/{page}" if base else None
 
 
 @cache

@@ -12,6 +12,7 @@ from ckptctl.cli.options import HtmlOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import line
 from ckptctl.errors import UsageError
+from ckptctl.formatting import counted
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.reading import LogFormat
@@ -293,9 +294,10 @@ def _last(reports: Iterator[ckptctl.LossReport], out: Output) -> ckptctl.LossRep
 def _so_far(report: ckptctl.LossReport) -> str:
     worst = report.worst
     if worst is None:
-        return f"read {report.n_rows:,} rows, none after a resume yet"
+        return f"read {counted(report.n_rows, 'row')}, none after a resume yet"
     after, twice = len(worst.resume.after), len(worst.replay.rows)
-    return f"{after:,} rows after the resume, {twice:,} logged twice, {report.verdict.value} so far"
+    rows = f"{counted(after, 'row')} after the resume, {twice:,} logged twice"
+    return f"{rows}, {report.verdict.value} so far"
 
 
 def _which(resume: str) -> int | str:

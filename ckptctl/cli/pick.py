@@ -10,6 +10,7 @@ import ckptctl
 from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
+from ckptctl.cli.pictures import warnings_of
 from ckptctl.cli.rendering import Line, Span, finding_lines, line, next_line, refused_lines
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import PickPolicy, StorageOptions
@@ -106,7 +107,8 @@ def pick_lines(pick: Pick) -> list[Line]:
     if pick.exit_code:
         lines = [line(Span("error:", "bad"), f" {pick.message}", hang=2)]
     else:
-        lines = [line(Span(pick.message, "good"), hang=2)]
+        warned = warnings_of(pick.chosen) if pick.chosen else ""
+        lines = [line(Span(pick.message + warned, "good"), hang=2)]
     lines += refused_lines(pick)
     if pick.level is not None:
         reason = f"; {pick.level_reason}" if pick.level_reason else ""

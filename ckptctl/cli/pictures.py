@@ -15,6 +15,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
+from ckptctl.formatting import counted
 from ckptctl.model import Level
 
 MAX_CELLS = 64
@@ -101,6 +102,12 @@ def every_byte_verified(report: Report) -> bool:
     if report.level is not Level.CONTENT or report.verdict is not Verdict.COMPLETE:
         return False
     return report.seal is not None or report.bytes_proven == report.bytes_in_records
+
+
+def warnings_of(report: Report) -> str:
+    """`, 1 warning` for a usable step that has one, else nothing."""
+    n_warnings = len(report.with_severity(Severity.WARNING)) if report.usable else 0
+    return f", {counted(n_warnings, 'warning')}" if n_warnings else ""
 
 
 def step_mark(state: str, *, unicode: bool) -> Span:

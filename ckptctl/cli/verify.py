@@ -14,7 +14,14 @@ import ckptctl
 from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import LevelOpt, MetricsOpt, StepArg
 from ckptctl.cli.output import Output, process_group
-from ckptctl.cli.pictures import LACKING, STEP_MARKS, map_of_ranks, step_mark, step_state
+from ckptctl.cli.pictures import (
+    LACKING,
+    STEP_MARKS,
+    map_of_ranks,
+    step_mark,
+    step_state,
+    warnings_of,
+)
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
@@ -28,7 +35,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.data_classes import replace
 from ckptctl.findings import ByStore, Report, Severity, Verdict
-from ckptctl.formatting import age, counted, exact_size, size, utc
+from ckptctl.formatting import counted, exact_size, size, utc, when
 from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
@@ -108,7 +115,7 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     if state == LACKING:
         word = "complete, but without an optimizer"
         word = word if report.usable else "complete, but not usable as requested"
-    verdict = Span(f"{word}:", STEP_MARKS[state].style)
+    verdict = Span(f"{word}{warnings_of(report)}:", STEP_MARKS[state].style)
     glyph = step_mark(state, unicode=unicode)
     return [
         line(glyph, " ", verdict, " ", Span(report.url, "name"), solid=True),
@@ -127,12 +134,16 @@ _DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
 def next_command(report: Report) -> str | None:
     """What to run after `verify`: never the same command again, nothing if all is proven.
 
-    A deeper inspection of a usable step, the page of the worst fault, or the choice of
-    another step.
+    The comparison that a warning on a usable step asks for, or a deeper inspection of it; the
+    page of the worst fault, or the choice of another step.
     """
     url = shlex.quote(report.url)
     root = shlex.quote(parse_target(report.url).root)
     if report.usable:
+        for warning in report.with_severity(Severity.WARNING):
+            given = warning.next_command
+            if given is not None and given.startswith("ckptctl diff "):
+                return given
         deeper = _DEEPER.get(report.level)
         return f"ckptctl verify {url} --level {deeper.value}" if deeper else None
     if report.verdict is Verdict.COMPLETE:
@@ -197,8 +208,8 @@ def _facts(report: Report, now_s: float) -> list[str]:
     if report.by_store is not None and report.by_store.n_same:
         facts.append(_by_store(report.by_store))
     if report.written_s is not None:
-        when = f"written {age(report.written_s, now_s)} ago, {utc(report.written_s)}"
-        facts.insert(1, when)
+        written = f"written {when(report.written_s, now_s)}, {utc(report.written_s)}"
+        facts.insert(1, written)
     return facts
 
 

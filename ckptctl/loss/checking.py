@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
+from ckptctl.formatting import counted, verb
 from ckptctl.loss.evidence import Fault, Missing, faults, missing
 from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
@@ -343,17 +344,18 @@ def _of_logs(
             "",
             "the steps go forward and back every few rows: several runs write to one log",
             expected="steps that rise, except at a restart",
-            found=f"{parts.n_segments:,} segments in {parts.n_rows:,} rows",
+            found=f"{parts.n_segments:,} segments in {counted(parts.n_rows, 'row')}",
         )
     elif not assessments:
         yield _no_resume(parts, resume_point, waits_for)
     if parts.n_copies:
+        copies = counted(parts.n_copies, "row")
         yield Finding(
             "loss.duplicates",
             "",
-            f"{parts.n_copies:,} rows repeat earlier rows together with their time; they are "
-            "copies, and are left out",
-            found=f"{parts.n_copies:,} rows",
+            f"{copies} {verb(parts.n_copies, 'repeats', 'repeat')} earlier rows together with "
+            "their time; they are copies, and are left out",
+            found=copies,
         )
     if parts.n_segments > 2 and len(assessments) == 1 and resume_point is None:
         n_resumes, number = parts.n_segments - 1, assessments[0].resume.number
@@ -377,7 +379,7 @@ def _no_loss(parts: Split) -> Finding:
         "",
         f"{what} in the logs, so nothing can be compared",
         expected="rows with a step and a loss",
-        found=f"{parts.n_rows:,} rows, none with a loss",
+        found=f"{counted(parts.n_rows, 'row')}, none with a loss",
     )
 
 

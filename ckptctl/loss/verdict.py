@@ -12,6 +12,7 @@ from enum import Enum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, in_order
+from ckptctl.formatting import counted
 from ckptctl.loss.counters import check_counters, check_later_counters
 from ckptctl.loss.level import (
     LEAST_RISE,
@@ -385,18 +386,18 @@ def too_little(resume: Resume, level: Level) -> Iterator[Finding]:
     smallest = level.smallest_jump
     if smallest is None:
         needs = [
-            f"{least - there} more {what}"
+            f"{counted(least - there, 'more row')} {what}"
             for least, there, what in (
-                (MIN_BEFORE, level.n_before, "rows before the resume"),
-                (WINDOWS[0], level.n_after, "rows after it"),
+                (MIN_BEFORE, level.n_before, "before the resume"),
+                (WINDOWS[0], level.n_after, "after it"),
             )
             if there < least
         ]
         yield Finding(
             "loss.too-little",
             _where(resume),
-            f"{level.n_before} rows with a loss before the resume and {level.n_after} after it are "
-            f"too few to compare; {' and '.join(needs)} are needed",
+            f"{counted(level.n_before, 'row')} with a loss before the resume and {level.n_after} "
+            f"after it are too few to compare; {' and '.join(needs)} are needed",
             expected=f"{MIN_BEFORE} rows before, {WINDOWS[0]} after",
             found=f"{level.n_before} before, {level.n_after} after",
         )

@@ -165,6 +165,9 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     """How often is saved, against how often it fails and what would be best."""
     if seen.interval_s is None:
         return Check("cadence", Outcome.OK, "fewer than two saves: nothing to measure yet")
+    if seen.interval_s < 1:  # no job saves so often
+        unknown = "unknown how often is saved: the steps carry the time of a copy"
+        return Check("cadence", Outcome.OK, unknown)
     words = f"a save every {duration(seen.interval_s, digits=3)}"
     if mtbf_s is None:
         loses = duration(seen.interval_s / 2, digits=3)

@@ -264,9 +264,13 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
     if not decisions:
         message = f"nothing is removed: {root} holds no step at all"
     elif n_counted < keep:
-        message = f"nothing is removed: {n_counted} of {keep} good steps exist"
         command, why = _makes_count(decisions, again, quoted)
-        message += why
+        message = f"nothing is removed: {n_counted} of {keep} good steps exist{why}"
+        if n_counted == 0 and command == f"ckptctl seal {quoted}@auto":
+            message = (
+                "nothing is removed: no good step is sealed, and only sealed steps count "
+                f"(--keep {keep})"
+            )
     elif apply:
         message = f"removed {_steps(going)}"
     elif going:

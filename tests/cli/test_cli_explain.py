@@ -5,8 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment
+from command_line import COMMAND, clean_environment, validated
 
+from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, index_lines, page
 from ckptctl.cli.rendering import page_lines, wrapped
 from ckptctl.errors import UsageError
@@ -53,15 +54,7 @@ def test_a_page_keeps_every_word_when_it_is_laid_out(each):
     assert all(len(text) <= 80 for text in laid_out if not text.startswith("  "))
 
 
-@pytest.mark.parametrize("each", list(all_pages()), ids=lambda each: each.name)
-def test_the_address_leads_to_a_page_of_the_site_and_a_heading_in_it(each):
-    path, _, heading = each.address.partition("#")
-    source = (REPOSITORY / path).with_suffix(".md").read_text()
-    headings = [re.sub(r"[^a-z -]", "", found.lower()) for found in HEADING.findall(source)]
-    assert not heading or heading in [found.strip().replace(" ", "-") for found in headings]
-
-
-def test_the_address_begins_with_the_one_that_the_package_states(tmp_path):
+def test_an_address_leads_to_a_page_of_the_site_that_the_package_states_and_a_heading(tmp_path):
     about = tmp_path / "ckptctl-9.dist-info" / "METADATA"
     about.parent.mkdir()
     url = "Project-URL: Documentation, https://docs.example/ckptctl/"
@@ -72,6 +65,29 @@ def test_the_address_begins_with_the_one_that_the_package_states(tmp_path):
     assert done.stdout.splitlines()[-1] == (
         "page of the documentation: https://docs.example/ckptctl/ckptctl/pages/shard.truncated.html"
     )
+    command = [*COMMAND, "explain", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    for each in validated(done.stdout)["explained"]:
+        path, _, heading = each["address"].partition("#")
+        below = path.removeprefix("https://docs.example/ckptctl/")
+        source = (REPOSITORY / below).with_suffix(".md").read_text()
+        headings = [re.sub(r"[^a-z -]", "", found.lower()) for found in HEADING.findall(source)]
+        assert not heading or heading in [found.strip().replace(" ", "-") for found in headings]
+
+
+def test_without_an_address_of_the_site_none_is_printed():
+    command = [*COMMAND, "explain", "shard.truncated"]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
+    assert "page of the documentation" not in done.stdout
+    done = subprocess.run(
+        [*command, "--json"], env=clean_environment(), capture_output=True, text=True
+    )
+    assert validated(done.stdout)["explained"][0]["address"] is None
+
+
+def test_it_is_said_plainly_whether_trying_again_helps():
+    for number, code in EXIT_CODES.items():
+        assert re.match(r"(yes|no|not needed)\b", code.retry), number
 
 
 def test_off_a_terminal_a_page_is_as_it_was_written():

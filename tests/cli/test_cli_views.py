@@ -15,6 +15,7 @@ from ckptctl.cli.scan import (
 from ckptctl.cli.show import contents_lines
 from ckptctl.cli.verify import next_command, report_lines
 from ckptctl.findings import ByStore, Finding
+from ckptctl.formatting import DAY_S
 from ckptctl.model import STATE_KINDS, Level, WorldSize
 from ckptctl.selection.results import TensorRow
 
@@ -169,6 +170,8 @@ def test_verify_says_times_and_sizes_readable_and_exact():
     assert "written 3 h ago, 2027-01-15 05:00:00 UTC" in lines
     assert "1.2 GiB (1,288,490,188 bytes) in 9 files" in lines
     assert "written by 8 ranks (by its shard files)" in lines
+    lines = "\n".join(text(report_lines(report(1200), NOW_S - 3 * DAY_S, unicode=True)))
+    assert "written in 3 days (do the clocks differ?), 2027-01-15 05:00:00 UTC" in lines
 
 
 def test_verify_says_how_deep_it_looked_and_what_was_not_seen():
@@ -250,6 +253,16 @@ def test_pick_says_what_is_suspicious_about_the_step_that_it_takes():
     renamed = Finding("metadata.foreign", ".metadata", "it was written for step 500")
     lines = text(pick_lines(pick(report(1200, renamed))))
     assert lines[-1] == "  warning  metadata.foreign  .metadata: it was written for step 500"
+    assert lines[0] == "resume from step 1200, 1 warning"
+
+
+def test_verify_names_a_warning_first_and_its_own_command_last():
+    command = f"ckptctl diff {ROOT}/step_1000 {ROOT}/step_1200"
+    same = Finding("shard.stale", "__1_0.distcp", "unchanged", next_command=command)
+    made = report(1200, same, level=Level.CONTENT)
+    lines = text(report_lines(made, NOW_S, unicode=True))
+    assert lines[0].startswith("✓ complete, every byte verified, 1 warning: ")
+    assert lines[-1] == f"next: {command}"
 
 
 def test_pick_says_what_another_world_size_costs_and_no_other_note():

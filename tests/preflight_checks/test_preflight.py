@@ -504,6 +504,12 @@ def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: Outco
     assert says in check.message
 
 
+def test_the_times_of_a_copy_are_no_cadence():
+    check = check_cadence("ckpt", 4 * 3600, Measured(5, interval_s=0.000121, save_s=0.00002))
+    assert check.outcome is Outcome.OK
+    assert check.message == "unknown how often is saved: the steps carry the time of a copy"
+
+
 def test_the_work_behind_the_chosen_step_is_counted_from_the_log(root: Path, tmp_path: Path):
     log = tmp_path / "train.jsonl"
     rows = [
