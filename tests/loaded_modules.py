@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from contextlib import suppress
 
 from ckptctl.data_classes import finish
 
@@ -16,7 +17,9 @@ def load_all_modules() -> None:
     for name in ("checks", "formats", "inspection", "records", "selection", "storage", "cli"):
         package = importlib.import_module(f"ckptctl.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
+            with suppress(ModuleNotFoundError):  # of an extra: no command can import it either
+                importlib.import_module(module.name)
     for name in ("zstandard", "zlib_ng.zlib_ng", "xxhash", "json", "difflib"):
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     finish()
