@@ -20,6 +20,7 @@ include_patterns = [
     "docs/*.md",
     "docs/*/*.md",
     "ckptctl/pages/*.md",
+    "examples/*/*.md",
     "runbooks/*.md",
     "fixtures/*.md",
 ]

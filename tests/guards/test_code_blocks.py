@@ -138,7 +138,16 @@ def test_links_between_the_documents_lead_somewhere():
     broken = []
     for page in PAGES:
         text = _FENCE.sub("", page.read_text())
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text):
-            if "://" not in target and not (page.parent / target).exists():
-                broken.append(f"{page.relative_to(REPOSITORY)}: {target}")
+        for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            found = (page.parent / target) if target else page
+            if not found.exists() or (heading and heading not in anchors(found)):
+                broken.append(f"{page.relative_to(REPOSITORY)}: {target}#{heading}")
     assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The addresses of a page's headings: lower case, no punctuation, a hyphen for each space."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
