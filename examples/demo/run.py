@@ -42,13 +42,13 @@ def main() -> None:
 
     _say(
         f"Step {STEPS} is the newest. Can it be trusted? The job is dead, so nothing is being "
-        "written any more: `--grace 0` says not to wait for it."
+        "written any more: with `--grace 0` the step is not taken for a save in progress."
     )
     _run(f"ckptctl verify {ROOT}@latest --grace 0", expect=20)
 
     _say(
         "A job script asks one question, and gets one path on its standard output: "
-        "the newest step that can be used. Why newer ones were refused is said beside it."
+        "the newest step that can be used. The reasons go to standard error."
     )
     path = _run(f"ckptctl pick {ROOT}", expect=0, capture=True).strip()
     if path != WHOLE:
@@ -69,6 +69,8 @@ def main() -> None:
         "The resumed run went through steps 70 and 80 a second time, and came to the same losses "
         "in every digit: weights, optimizer, schedule, random numbers and data were all restored."
     )
+    ckptctl = os.path.relpath(Path(sys.executable).with_name("ckptctl"))
+    print(f"\nThe steps are kept. To look at them:\n  {ckptctl} scan {ROOT}", flush=True)
     print(f"\nresumed from: {path}\nloss at step {again[-1]}: {after[again[-1]]}", flush=True)
 
 
@@ -91,9 +93,16 @@ def _run(command: str, *, expect: int, capture: bool = False) -> str:
         text=True,
         env={**os.environ, "PATH": tools, "OMP_NUM_THREADS": "1"},
     ) as process:
-        for line in process.stdout or ():
-            print(line, end="", flush=True)
-            written.append(line)
+        try:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                written.append(line)
+            process.wait()
+        except KeyboardInterrupt:
+            # The terminal has sent the same signal to the job, which ends with a traceback.
+            process.wait()
+            print("\nstopped by Ctrl-C", flush=True)
+            raise SystemExit(128 + signal.SIGINT) from None
     if process.returncode != expect:
         _fail(f"{command}: {_ending(process.returncode)}, expected: {_ending(expect)}")
     print(f"({_ending(process.returncode)})", flush=True)
@@ -104,8 +113,10 @@ def _check_that_the_save_was_cut_short() -> None:
     left = {path.name: path.stat().st_size for path in Path(HALF).glob("*")}
     if ".metadata" in left or not left:
         _fail(f"{HALF} was to be left half-written, and holds {sorted(left)}")
-    sizes = ", ".join(f"{name} {size:,} bytes" for name, size in sorted(left.items()))
-    print(f"left in {HALF}: {sizes}; no .metadata", flush=True)
+    # A hard space keeps a number and its unit on one line.
+    sizes = ", ".join(f"{name} {size:,}\xa0bytes" for name, size in sorted(left.items()))
+    text = textwrap.fill(f"left in {HALF}: {sizes}; no .metadata", 80)
+    print(text.replace("\xa0", " "), flush=True)
 
 
 def _ending(code: int) -> str:
