@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.cli.documents import Document, ShownRunbook, document
+from ckptctl.cli.main import Stopped
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, option
 from ckptctl.cli.output import Output
@@ -373,8 +374,7 @@ class TerminalPrompts:
                 f"--set {decision.name}=TEXT makes it, --yes makes none"
             )
         self.told(f"  A person decides: {decision.meaning}")
-        self.out.err.write("  Type it, or [n]o, [l]eave here: ")
-        typed = sys.stdin.readline()
+        typed = self._typed("  Type it, or [n]o, [l]eave here: ")
         text = typed.strip()
         if not typed or text.lower() in ("l", "leave"):
             return None
@@ -410,12 +410,21 @@ class TerminalPrompts:
 
     def _asked(self, question: str) -> bool | None:
         while True:
-            self.out.err.write(f"  {question}")
-            typed = sys.stdin.readline()
+            typed = self._typed(f"  {question}")
             if not typed:
                 return None
             if typed.strip().lower() in _ANSWERS:
                 return _ANSWERS[typed.strip().lower()]
+
+    def _typed(self, prompt: str) -> str:
+        """The line that a person types, and nothing where the input ends."""
+        self.out.err.write(prompt)
+        try:
+            return sys.stdin.readline()
+        except Stopped:
+            # The terminal has echoed `^C` behind the prompt; the error begins a line.
+            self.out.err.write("\n")
+            raise
 
     def _say(self, *lines: Line) -> None:
         if self.out.talks:

@@ -119,7 +119,7 @@ def _head(contents: Contents) -> Iterator[Line]:
     yield line("  ", Span(contents.url, "name"), solid=True)
     yield line(f"  layout {contents.layout}, {ranks_in_words(contents.world_size)}", hang=4)
     if contents.torch_version != "unknown":
-        yield line(f"  metadata version {contents.torch_version}", hang=4)
+        yield line(f"  metadata of torch {contents.torch_version}", hang=4)
     if contents.checkpoint_id is not None:
         yield line(f"  saved as {contents.checkpoint_id}", solid=True)
 

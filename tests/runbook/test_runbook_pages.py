@@ -91,8 +91,8 @@ def broken(old: str, new: str) -> Runbook:
             "Verify, block 'verify': $DEPTH is not an input, and no block sets it",
         ),
         (
-            "| 0 | | Resume | so many ranks saved the step, if it is known |",
-            "| 0 | | next | so many ranks saved the step, if it is known |",
+            "| 0 | | Resume | the number of ranks that saved the step, if it is known |",
+            "| 0 | | next | the number of ranks that saved the step, if it is known |",
             "Verify, block 'saved-ranks': it is the last of its state, so `next` leads nowhere",
         ),
         (
