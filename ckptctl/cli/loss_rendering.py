@@ -136,7 +136,7 @@ def _replay_lines(assessment: Assessment, arrow: str, *, several: bool) -> Itera
     if not rows:
         return
     whose = f"resume {assessment.resume.number}: " if several else ""
-    yield line(f"{whose}{counted(len(rows), 'step')} logged twice")
+    yield line(Span(f"{whose}{counted(len(rows), 'step')} logged twice", "strong"))
     cells: list[tuple[str, ...]] = [_TITLES]
     cells += [_cells(row, arrow) for row in rows[:_MAX_ROWS]]
     shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
@@ -214,14 +214,14 @@ def _fault_lines(report: LossReport) -> Iterator[Line]:
     for excluded, title in ((True, "excluded faults"), (False, "faults not excluded")):
         chosen = [fault for fault in report.faults if fault.excluded is excluded]
         if chosen:
-            yield line(title)
+            yield line(Span(title, "strong"))
         for fault in chosen:
             yield line(f"  {fault.name}: {fault.why}", hang=4)
 
 
 def _missing_lines(report: LossReport) -> Iterator[Line]:
     if report.missing:
-        yield line("the log lacks")
+        yield line(Span("the log lacks", "strong"))
     for each in report.missing:
         yield line(f"  {each.what}: {each.remedy}", hang=4)
 

@@ -168,11 +168,13 @@ def compare_replay(resume: Resume) -> Replay:
     measure = measure_for([number.value for number in (*untouched, *numbers)])
     rounding = rounding_of(numbers)
     noise = noise_of([measure(number.value) for number in untouched], rounding)
+    d = [measure(_loss(new)) - measure(_loss(old)) for old, new in pairs]
+    # The rules compare logarithms; a reader compares the two losses of the row.
+    relative = math.expm1 if measure is math.log else float
     rows = tuple(
-        Replayed(old.step, old, new, measure(_loss(new)) - measure(_loss(old)))
-        for old, new in pairs
+        Replayed(old.step, old, new, relative(each))
+        for (old, new), each in zip(pairs, d, strict=True)
     )
-    d = [row.difference for row in rows]
     shapes = (
         [measure(_loss(row.before)) for row in rows],
         [measure(_loss(row.after)) for row in rows],
@@ -191,9 +193,9 @@ def compare_replay(resume: Resume) -> Replay:
         rows=rows,
         rounding=rounding,
         noise=noise,
-        median=median(abs(each) for each in d),
-        most=most,
-        middle=median(d),
+        median=median(abs(row.difference) for row in rows),
+        most=max(abs(row.difference) for row in rows),
+        middle=relative(median(d)),
         z_score=median(d) / _error(d, noise if other else rounding),
         not_compared=not_compared,
         origin=_origin(resume, rows, earlier[-_N_AMONG - len(rows) :]),

@@ -223,7 +223,7 @@ _Z_SHIFT, _Z_JUMP = 4.0, 6.0
 
 def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding for the steps that were logged twice, unless they prove the resume."""
-    n, d = len(replay.rows), [row.difference for row in replay.rows]
+    n = len(replay.rows)
     if replay.agrees and replay.origin is Origin.COPIED:
         is_timed = resume.after[-1].step > resume.overwritten[-1].step
         why = (
@@ -271,11 +271,11 @@ def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
         meaning = _BY_NORM.get((code, replay.same_first_norm), meaning)
     if code == "loss.higher" and resume.interval > 1:
         meaning = "the same batches at a higher loss, so the weights or their updates are wrong"
-    middle = sorted(d)[len(d) // 2]
     if replay.agreement in (Agreement.HIGHER, Agreement.LOWER):
-        how = f"differ by {signed(middle)}"
+        how = f"differ by {signed(replay.middle)} in the median"
     elif replay.agreement is Agreement.DRIFT:
-        how = f"begin equal ({signed(d[0])}) and then differ by up to {share(replay.most)}"
+        first = replay.rows[0].difference
+        how = f"begin equal ({signed(first)}) and then differ by up to {share(replay.most)}"
     else:
         how = f"differ by up to {share(replay.most)}"
     yield Finding(
@@ -417,10 +417,15 @@ def _where(resume: Resume) -> str:
 
 
 def share(value: float) -> str:
-    """A fraction in percent, with two digits."""
-    return f"{100 * value:.2g} %"
+    """A fraction in percent, with two digits, or all before the point."""
+    return f"{100 * value:{_digits(value)}} %"
 
 
 def signed(value: float) -> str:
-    """A relative difference in percent, with its sign and two digits."""
-    return f"{100 * value:+.2g} %"
+    """A relative difference in percent, with its sign and two digits, or all before the point."""
+    return f"{100 * value:+{_digits(value)}} %"
+
+
+def _digits(value: float) -> str:
+    # `.2g` writes 113 % as 1.1e+02 %.
+    return ".2g" if abs(value) < 0.995 else ",.0f"

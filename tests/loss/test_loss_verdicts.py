@@ -234,6 +234,14 @@ def test_the_same_batches_at_a_higher_loss_are_wrong_weights():
     assert found(assess(times(1.012))) == ("discontinuous", ["loss.higher"])
 
 
+def test_a_difference_is_relative_to_the_loss_before_the_resume():
+    report = assess(times(2.25))
+    (finding,) = (each for each in report.worst.findings if each.code == "loss.higher")
+    assert "differ by +125 % in the median" in finding.message
+    assert finding.found == "median difference 125 %, largest 125 %"
+    assert {round(row.difference, 2) for row in report.worst.replay.rows} == {1.25}
+
+
 def test_the_same_batches_at_a_lower_loss_are_other_weights():
     assert found(assess(times(0.99))) == ("suspect", ["loss.lower"])
 
