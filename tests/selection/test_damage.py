@@ -429,4 +429,4 @@ def test_a_save_over_an_older_step_that_was_killed_is_a_suspicion_by_its_times(r
     (finding,) = report.with_severity(Severity.WARNING)
     assert (finding.code, finding.where) == ("shard.newer", "__1_0.distcp")
     assert (report.verdict, report.exit_code) == (Verdict.COMPLETE, 0)
-    assert "60 minutes" in finding.message
+    assert "60 min or more" in finding.message
