@@ -52,8 +52,8 @@ AREAS: dict[str, Area] = {
     "loading": reader.rows,
     "logs": loss_reading.rows,
     "saving": checkpointer.rows,
-    "devices": devices.rows,
     "resharding": reshard.rows,
+    "devices": devices.rows,
 }
 """What is measured, by the name of its table."""
 
