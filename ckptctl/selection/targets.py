@@ -234,7 +234,7 @@ def check_is_folder(store: Store) -> None:
     if store.folders is None:
         return
     url, path = store.url, store.folders.path_of("")
-    if not os.path.lexists(path):
+    if not os.path.lexists(path) or os.path.isdir(path):  # another process may have made it
         return
     if os.path.islink(path):
         raise StorageUnavailable(

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.targets import check_root_there
+from ckptctl.storage.opening import open_store
 
 
 @pytest.fixture
@@ -150,3 +153,14 @@ def test_a_marker_beside_a_step_says_that_its_save_did_not_end(tmp_path: Path, s
     found = ckptctl.pick(str(tmp_path), grace_s=0)
     assert found.step == 10
     assert "interrupted save" in found.passed_over[0].reason
+
+
+def test_a_root_that_another_process_makes_after_the_listing_is_missing_and_no_file(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "new"
+    with open_store(str(root)) as store:
+        listing = list_root(store)
+        root.mkdir()
+        with pytest.raises(PathNotFound, match="does not exist"):
+            check_root_there(store, listing)
