@@ -87,7 +87,7 @@ def rows(size: Size) -> Iterator[Row]:
     with (
         folder() as name,
         gateway(Path(name)) as (server_name, server),
-        _delayed(server.endpoint) as endpoint,
+        proxied(_answer_late, server.endpoint) as endpoint,
     ):
         near = S3Server(endpoint, server.access_key, server.secret_key)
         yield from _content(size, Path(name), server_name, server, near)
@@ -181,10 +181,10 @@ def _answer_late(endpoint: str, url_sent: Connection) -> None:
 
 
 @contextmanager
-def _delayed(endpoint: str) -> Iterator[str]:
-    """The proxy's own process, so that it takes no peer's interpreter."""
+def proxied(serve: Callable[[str, Connection], None], endpoint: str) -> Iterator[str]:
+    """The address of a proxy in its own process, so that it takes no peer's interpreter."""
     here, there = multiprocessing.Pipe()
-    proxy = multiprocessing.Process(target=_answer_late, args=(endpoint, there), daemon=True)
+    proxy = multiprocessing.Process(target=serve, args=(endpoint, there), daemon=True)
     proxy.start()
     try:
         yield here.recv()

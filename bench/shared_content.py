@@ -8,18 +8,16 @@ limit. Process n of 8 runs `verify --subset n/8`. By the clock, start-up include
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from content_check import SAVE
 from measuring import Row, Size, Spent, ckptctl, folder, in_turns, least, process, python
-from object_stores import S3Server, gateway, put_step
+from object_stores import S3Server, gateway, proxied, put_step
 
 N_PROCESSES, IN_FLIGHT = 8, 4
 BYTES_PER_S, MEGABYTES = 512 << 10, 128
@@ -32,7 +30,7 @@ def rows(size: Size) -> Iterator[Row]:
     with (
         folder() as name,
         gateway(Path(name)) as (server_name, server),
-        _throttled(server.endpoint) as endpoint,
+        proxied(_serve, server.endpoint) as endpoint,
     ):
         near = S3Server(endpoint, server.access_key, server.secret_key)
         step = Path(name, "step_100")
@@ -66,18 +64,6 @@ def _at_once(commands: list[list[object]], server: S3Server) -> Spent:
     with ThreadPoolExecutor(len(commands)) as pool:
         list(pool.map(lambda command: process(command, server.environment), commands))
     return Spent(0.0, time.perf_counter() - began_s)
-
-
-@contextmanager
-def _throttled(endpoint: str) -> Iterator[str]:
-    here, there = multiprocessing.Pipe()
-    proxy = multiprocessing.Process(target=_serve, args=(endpoint, there), daemon=True)
-    proxy.start()
-    try:
-        yield here.recv()
-    finally:
-        proxy.kill()
-        proxy.join()
 
 
 def _serve(endpoint: str, url_sent: Connection) -> None:
