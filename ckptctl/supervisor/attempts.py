@@ -24,7 +24,7 @@ from ckptctl.formats.own.supervision import (
     MemberDocument,
     PartDocument,
 )
-from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher
+from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher, log_size
 from ckptctl.supervisor.nodes import Plan
 from ckptctl.supervisor.options import OutputOptions
 from ckptctl.supervisor.policy import (
@@ -283,7 +283,7 @@ class Logs:
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._sizes = {path: _size(path) for path in paths}
+        self._sizes = {path: log_size(path) for path in paths}
 
     def cause(self, exit_code: int) -> CauseDocument | None:
         """Why the attempt with this exit code failed; None if its logs do not show it."""
@@ -314,12 +314,6 @@ class Logs:
             "rank": found.rank,
             "nodes": [*found.nodes[:MOST_NAMES]],
         }
-
-
-def _size(path: str) -> int:
-    with suppress(OSError):
-        return os.path.getsize(path)
-    return 0
 
 
 def _copy_from(path: str, start: int, copy: str) -> None:

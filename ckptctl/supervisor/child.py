@@ -33,6 +33,13 @@ class Running:
     """Every living process of the job on this node, by one pass over the process table."""
 
 
+def log_size(path: str) -> int:
+    """The bytes of a log of the job; 0 before it is there."""
+    with suppress(OSError):
+        return os.path.getsize(path)
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Hang:
     """An attempt that must be ended because it does not come further."""

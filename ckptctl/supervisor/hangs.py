@@ -13,14 +13,13 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple, cast
 
 from ckptctl.data_classes import dataclass
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import duration
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.supervisor.child import Hang, Running
+from ckptctl.supervisor.child import Hang, Running, log_size
 from ckptctl.supervisor.evidence import Evidence, collect, state_of
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
@@ -357,14 +356,8 @@ class LogGrowth:
 
     def _measure(self) -> None:
         while True:
-            sizes = tuple(_size(path) for path in self.paths)
+            sizes = tuple(log_size(path) for path in self.paths)
             self._measured_s = time.monotonic()
             if sizes != self._sizes:
                 self._sizes, self._grew_s = sizes, self._measured_s
             time.sleep(self.EVERY_S)
-
-
-def _size(path: str) -> int:
-    with suppress(OSError):
-        return os.path.getsize(path)
-    return 0
