@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptctl.data_classes import dataclass, field
@@ -257,6 +257,42 @@ def saved_metadata(decision: Decision, opened: OpenStep) -> Metadata:
     """The decoded metadata of the step. Cost: one read, or none if it was read before."""
     check_one_metadata(decision)
     return opened.metadata
+
+
+def allocate_state(optimizer: Any) -> Callable[[], None]:
+    """Give an Adam or AdamW without state the tensors to load into; returns how to remove them.
+
+    Their content is undefined until the load has filled them. torch (2.13, `_init_optim_state`)
+    makes them by a step with gradients of 0, which takes more time than the load, and the memory
+    of the gradients. Here the optimizer makes the state of one element for each dtype and device;
+    that of a parameter differs only in its shape. Of other optimizers that is not known: they are
+    left to torch.
+    """
+    import torch
+
+    made = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not optimizer.state
+    if not made:
+        return lambda: None
+    for group in optimizer.param_groups:
+        options = {name: group[name] for name in optimizer.defaults if name in group}
+        alike: dict[object, Mapping[str, Any]] = {}
+        for parameter in group["params"]:
+            kind = parameter.dtype, parameter.device
+            if not parameter.requires_grad:
+                continue
+            if kind not in alike:
+                element = torch.zeros(1, dtype=kind[0], device=kind[1], requires_grad=True)
+                element.grad = torch.zeros_like(element)
+                small = type(optimizer)([{**options, "params": [element]}])
+                small.step()
+                alike[kind] = small.state[element]
+            optimizer.state[parameter] = {
+                name: torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                if value.dim()
+                else value.clone()
+                for name, value in alike[kind].items()
+            }
+    return optimizer.state.clear  # type: ignore[no-any-return]
 
 
 def load_into(

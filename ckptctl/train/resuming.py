@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ckptctl.data_classes import replace
@@ -58,12 +58,13 @@ from ckptctl.train.ledger import (
 from ckptctl.train.restoring import (
     Inventory,
     Progress,
+    allocate_state,
     load_into,
     progress_of,
     restore,
     saved_metadata,
 )
-from ckptctl.train.state import template
+from ckptctl.train.state import kinds_in, template
 
 
 class Resume:
@@ -160,18 +161,23 @@ class Resume:
         """The state loaded on this rank, or the failure that all ranks agree on."""
         job = self._job
         loaded: dict[str, Any] = {}
+        undo = ExitStack()
 
         def prepare() -> None:
             try:
                 saved = saved_metadata(decision, opened)
             except PathNotFound as error:  # removed since rank 0 inspected it
                 raise LoadFailed(error.message) from error
+            if "optimizer" in kinds_in(saved):
+                undo.callback(allocate_state(job.parts.optimizer))
             loaded.update(template(job.parts, job.position, saved))
 
         try:
-            # A different model must fail on every rank before any tensor is written to.
-            job.group.from_all(prepare)
-            job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
+            with undo:
+                # A different model must fail on every rank before any tensor is written to.
+                job.group.from_all(prepare)
+                job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
+                undo.pop_all()
         except LoadFailed as error:
             return error
         return loaded

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 from ckptctl.data_classes import dataclass, field
@@ -85,7 +85,7 @@ GLOBAL_DATA = "global"
 
 def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -> dict[str, Any]:
     """The state of this rank, in the form that DCP takes. Every rank calls it."""
-    state = _sharded(parts)
+    state = _sharded(parts, ("model", "optimizer"))
     for name in ("scheduler", "grad_scaler"):
         part = getattr(parts, name)
         if part is not None:
@@ -109,16 +109,16 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
     return state
 
 
-def _sharded(parts: Parts) -> dict[str, Any]:
+def _sharded(parts: Parts, kinds: Collection[str]) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
     )
 
     state: dict[str, Any] = {}
-    if parts.model is not None:
+    if parts.model is not None and "model" in kinds:
         state["model"] = get_model_state_dict(parts.model)
-    if parts.optimizer is not None:
+    if parts.optimizer is not None and "optimizer" in kinds:
         state["optimizer"] = get_optimizer_state_dict(parts.model, parts.optimizer)
     return state
 
@@ -259,10 +259,7 @@ def template(parts: Parts, position: RankPosition, saved: Metadata) -> dict[str,
     It names only what the step contains. Raises `ModelDiffers` if a tensor of the model or
     the optimizer is not in the step, or has another shape there.
     """
-    state = _sharded(parts)
-    for name in list(state):
-        if not any(_belongs(fqn, name) for fqn in (*saved.tensors, *saved.bytes_entries)):
-            del state[name]
+    state = _sharded(parts, kinds_in(saved))
     check_fits(state, saved)
     held = saved.bytes_entries
     for name in ("scheduler", "grad_scaler"):
@@ -283,6 +280,11 @@ def template(parts: Parts, position: RankPosition, saved: Metadata) -> dict[str,
     numbers = [fqn.partition(".")[2] for fqn in held if fqn.startswith("train_state.")]
     state["train_state"] = dict.fromkeys(numbers, 0)
     return state
+
+
+def kinds_in(saved: Metadata) -> frozenset[str]:
+    """The kinds of state that a step contains: the first names of its entries."""
+    return frozenset(fqn.partition(".")[0] for fqn in (*saved.tensors, *saved.bytes_entries))
 
 
 def _belongs(fqn: str, name: str) -> bool:
