@@ -286,22 +286,18 @@ class Logs:
         self._sizes = {path: log_size(path) for path in paths}
 
     def cause(self, exit_code: int) -> CauseDocument | None:
-        """Why the attempt with this exit code failed; None if its logs do not show it."""
-        with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
-            added = []
-            # Opening a pipe would block.
-            for n, path in enumerate(filter(os.path.isfile, self._sizes)):
-                copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
-                # A log that cannot be read must not prevent a restart.
-                with suppress(OSError):
-                    _copy_from(path, self._sizes[path], copy)
-                    added.append(copy)
-            if not added:
-                return None
-            try:
+        """Why the attempt with this exit code failed; None if its logs do not show it.
+
+        Nothing that prevents reading them may prevent a restart.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
+                added = [*self._added(folder)]
+                if not added:
+                    return None
                 found = classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
-            except CkptctlError:
-                return None
+        except (CkptctlError, OSError):  # such as a full disk
+            return None
         if found.failure == _UNKNOWN:
             return None
         return {
@@ -314,6 +310,15 @@ class Logs:
             "rank": found.rank,
             "nodes": [*found.nodes[:MOST_NAMES]],
         }
+
+    def _added(self, folder: str) -> Iterator[str]:
+        """Copies of what the attempt added, in a folder; without logs that cannot be read."""
+        # Opening a pipe would block.
+        for n, path in enumerate(filter(os.path.isfile, self._sizes)):
+            copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
+            with suppress(OSError):
+                _copy_from(path, self._sizes[path], copy)
+                yield copy
 
 
 def _copy_from(path: str, start: int, copy: str) -> None:

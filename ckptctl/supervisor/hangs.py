@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, cast
@@ -82,8 +83,9 @@ class HangWatcher:
         self._reset(0)
 
     def close(self) -> None:
-        """Remove the folder of the heartbeats."""
+        """Remove the folder of the heartbeats, and measure logs no longer."""
         self._folder.remove()
+        self._logs.close()
 
     def prepare(self, attempt: int, logs: Sequence[str]) -> Mapping[str, str]:
         """Forget the attempt before; what the environment of the job must hold."""
@@ -336,6 +338,7 @@ class LogGrowth:
         self._sizes: tuple[int, ...] = ()
         self._grew_s = self._measured_s = time.monotonic()
         self._measures = False
+        self._closed = threading.Event()
 
     def follow(self, paths: Sequence[str]) -> None:
         """Measure these files from now on."""
@@ -343,6 +346,10 @@ class LogGrowth:
         if paths and not self._measures:
             self._measures = True
             start_daemon("ckptctl-logs", self._measure)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
 
     def reset(self) -> None:
         """Count from now on."""
@@ -355,9 +362,9 @@ class LogGrowth:
         return now_s - self._grew_s
 
     def _measure(self) -> None:
-        while True:
+        while not self._closed.is_set():
             sizes = tuple(log_size(path) for path in self.paths)
             self._measured_s = time.monotonic()
             if sizes != self._sizes:
                 self._sizes, self._grew_s = sizes, self._measured_s
-            time.sleep(self.EVERY_S)
+            self._closed.wait(self.EVERY_S)

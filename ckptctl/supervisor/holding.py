@@ -187,9 +187,11 @@ class HeldState:
         if state is not self._written:
             self._copy.write(state)
         try:
-            if max(self._revisions.numbers(), default=0) > self._number:
-                self._overtaken = True
-            elif state is not self._written:
+            newest = max(self._revisions.numbers(), default=0)
+            if newest > self._number:
+                self._overtaken = not self._is_own(newest)
+                self._number = newest
+            if state is not self._written and not self._overtaken:
                 self._revisions.write(self._number + 1, state)
                 self._number += 1
                 self._written = state
@@ -201,6 +203,14 @@ class HeldState:
         except StorageError as error:
             return error.message
         return None
+
+    def _is_own(self, number: int) -> bool:
+        """Whether this process wrote a revision: by a write whose answer was lost."""
+        try:
+            owner = self._revisions.read(number)["owner"]
+        except OwnFileUnreadable:
+            return False
+        return owner is not None and owner["id"] == self._owner
 
 
 def marker_of(state: SupervisorDocument, root: str, place: int | None = None) -> str:

@@ -71,12 +71,17 @@ class NodeOptions:
         for name in self.nodes:
             if not is_node(name):
                 raise UsageError(f"--nodes names {name!r}, which is no name of a host")
-        if self.exclude_command is not None and "{node}" not in self.exclude_command:
-            raise UsageError(
-                "--exclude-command does not say where the name of the node belongs",
-                instead="--exclude-command 'scontrol update NodeName={node} State=DRAIN "
-                "Reason={cause}'",
-            )
+        if self.exclude_command is not None:
+            try:
+                words = shlex.split(self.exclude_command)
+            except ValueError as error:
+                raise UsageError(f"--exclude-command cannot be split into words: {error}") from None
+            if not any("{node}" in word for word in words):
+                raise UsageError(
+                    "--exclude-command does not say where the name of the node belongs",
+                    instead="--exclude-command 'scontrol update NodeName={node} State=DRAIN "
+                    "Reason={cause}'",
+                )
         if any(size < 1 for size in self.world_sizes) or self.min_world_size < 1:
             raise UsageError("--world-sizes and --min-world-size must be 1 or more")
         if self.max_excluded < 0:
@@ -115,9 +120,10 @@ def _numbers(ranges: str) -> tuple[str, ...]:
         if match is None:
             return ("[",)  # makes a name that is none
         first, last = match[1], match[2] or match[1]
-        if int(last) - int(first) >= _MAX_NODES:
+        numbers = range(int(first), int(last) + 1)
+        if len(found) + len(numbers) > _MAX_NODES:
             return ("[",)
-        found += [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
+        found += [f"{n:0{len(first)}}" for n in numbers]
     return tuple(found)
 
 

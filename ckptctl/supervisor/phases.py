@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import MissingExtra, OwnFileUnreadable, StorageError, UsageError
-from ckptctl.options import StorageOptions
-from ckptctl.storage.opening import is_local, join_url, open_store
+from ckptctl.errors import (
+    MissingExtra,
+    OwnFileUnreadable,
+    PathNotFound,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.storage.opening import is_local, join_url
 from ckptctl.supervisor.options import RunOptions
-from ckptctl.supervisor.restarting import supervise
+from ckptctl.supervisor.restarting import stored_state, supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
-from ckptctl.supervisor.state import STATE_FOLDER, Revisions
+from ckptctl.supervisor.state import STATE_FOLDER
 
 _MAX_BYTES = 64 << 10
+_PAUSE_S = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIELDS = {"name": str, "command": list, "root": str, "max-restarts": int, "log": list}
 
@@ -116,10 +123,11 @@ def run_phases(
     for phase in phases:
         roots = phase.root or root
         first = roots if isinstance(roots, str) else roots[0]
-        if _is_done(phase.name, options.state or join_url(first, STATE_FOLDER), options.storage):
+        own = _of_phase(phase, first, options)
+        if _is_done(first, own):
             options.tell(f"{phase.name}: done before")
             continue
-        found = supervise(phase.command, roots, _of_phase(phase, first, options))
+        found = supervise(phase.command, roots, own)
         options = replace(options, budget=replace(options.budget, reset_budget=None))
         attempts += found.attempts
         message = f"{phase.name}: {found.message}"
@@ -150,12 +158,24 @@ def _of_phase(phase: Phase, root: str, options: RunOptions) -> RunOptions:
     return replace(options, output=output, budget=budget)
 
 
-def _is_done(name: str, url: str, storage: StorageOptions) -> bool:
-    """Whether the last attempt of a phase succeeded, as far as its state can be read."""
-    try:
-        with open_store(join_url(url, name), storage=storage) as store:
-            state = Revisions(store, of_root=False).newest()
-    except (StorageError, OwnFileUnreadable):
-        return False
-    attempts = state["attempts"] if state else []
-    return bool(attempts) and attempts[-1]["decision"] == Decision.DONE.value
+def _is_done(root: str, options: RunOptions) -> bool:
+    """Whether the last attempt of a phase succeeded; not where its state is missing or damaged.
+
+    Waits for a storage that does not answer, and raises `StorageError` in the end: the phase
+    may be done.
+    """
+    until_s = time.monotonic() + options.wait_s
+    while True:
+        try:
+            with stored_state(root, options) as revisions:
+                state = revisions.newest()
+        except (PathNotFound, OwnFileUnreadable):
+            return False
+        except StorageUnavailable as error:
+            if time.monotonic() >= until_s:
+                raise
+            options.tell(f"waiting for {root}: {error.message}")
+            time.sleep(_PAUSE_S)
+        else:
+            attempts = state["attempts"] if state else []
+            return bool(attempts) and attempts[-1]["decision"] == Decision.DONE.value

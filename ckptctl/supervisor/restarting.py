@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -89,11 +89,17 @@ def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOpt
     roots = roots_in(root, options.optional_roots)
     for url in roots.urls:
         open_store(url, options.storage).close()
-    with open_store(options.state or roots.first, options.storage) as store:
-        phase = options.output.phase
-        folder = "/".join([*([] if options.state else [STATE_FOLDER]), *([phase] if phase else [])])
-        revisions = Revisions(store, folder, of_root=options.state is None)
+    with stored_state(roots.first, options) as revisions:
         return _Supervisor(tuple(command), roots, revisions, options).run()
+
+
+@contextmanager
+def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
+    """The state of a run whose first root is `root`."""
+    with open_store(options.state or root, options.storage) as store:
+        folders = ["" if options.state else STATE_FOLDER, options.output.phase]
+        folder = "/".join(filter(None, folders))
+        yield Revisions(store, folder, of_root=options.state is None)
 
 
 class _NotStarted(Exception):

@@ -22,6 +22,7 @@ from ckptctl.errors import (
     OwnFileUnreadable,
     OwnFileUnsupported,
     PathNotFound,
+    StorageError,
     StorageUnavailable,
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -82,20 +83,25 @@ class Revisions:
         """
         first: OwnFileUnreadable | None = None
         for number in self.numbers()[:_KEPT]:
-            path = self._path(number)
             try:
-                return read_state(self._store.read(path, limit=MAX_STATE_BYTES))
-            except OwnFileUnsupported as error:
-                raise OwnFileUnsupported(
-                    f"{self.url}/{number:010}.json: {error.message}"
-                ) from error
+                return self.read(number)
+            except OwnFileUnsupported:
+                raise
             except OwnFileUnreadable as error:
-                first = first or OwnFileUnreadable(f"{self.url}/{number:010}.json: {error.message}")
-            except (TooLarge, PathNotFound):
-                first = first or OwnFileUnreadable(f"{self.url}/{number:010}.json cannot be read")
+                first = first or error
         if first is not None:
             raise first
         return None
+
+    def read(self, number: int) -> SupervisorDocument:
+        """One revision; raises `OwnFileUnreadable` where it is damaged or gone."""
+        name = f"{self.url}/{number:010}.json"
+        try:
+            return read_state(self._store.read(self._path(number), limit=MAX_STATE_BYTES))
+        except OwnFileUnreadable as error:
+            raise type(error)(f"{name}: {error.message}") from error
+        except (TooLarge, PathNotFound) as error:
+            raise OwnFileUnreadable(f"{name} cannot be read") from error
 
     def write(self, number: int, state: SupervisorDocument) -> None:
         """Write a revision; raises `AlreadyExists` where another has the number.
@@ -110,7 +116,7 @@ class Revisions:
             # A put that was repeated after a lost answer finds its own file.
             if self._store.read(self._path(number), limit=MAX_STATE_BYTES) != data:
                 raise
-        with suppress(PathNotFound):
+        with suppress(StorageError):  # an old one that stays is in nobody's way
             self._store.remove(self._path(number - _KEPT))
 
     def renew(self, lease: LeaseDocument) -> None:

@@ -16,14 +16,23 @@ from pathlib import Path
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl
 from services.plugin import S3Server
+from storage.faulty import FaultyStore
 from supervisor.supervised_root import KILL_AT, processes_with, states
 
 import ckptctl
-from ckptctl.errors import AlreadySupervised, OwnFileUnreadable, OwnFileUnsupported
+from ckptctl.errors import (
+    AlreadySupervised,
+    OwnFileUnreadable,
+    OwnFileUnsupported,
+    StorageUnavailable,
+)
 from ckptctl.formats.own.files import as_stored
 from ckptctl.formats.own.supervision import STATE_SCHEMA
+from ckptctl.storage.opening import open_store
 from ckptctl.supervisor import holding
+from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.processes import MARKER
+from ckptctl.supervisor.state import LocalCopy, Revisions
 
 KILLABLE = (sys.executable, str(Path(__file__).parent / "supervised_root.py"))
 FAILS = ("sh", "-c", 'echo started >> "$0"; exit 1')
@@ -318,6 +327,45 @@ def test_a_state_that_cannot_be_written_stops_no_job_and_is_written_later(
     assert found.exit_code == 18
     assert any("the state cannot be written now" in line for line in said)
     assert states(root)[-1]["attempts"][-1]["exit_code"] == 18
+
+
+def test_an_old_revision_that_cannot_be_removed_stops_no_job(root: Path):
+    once(root)
+    oldest = min((root / ".ckptctl" / "supervisor").glob("0*.json"))
+    oldest.unlink()
+    (oldest / "in").mkdir(parents=True)  # a folder that is not empty
+    said: list[str] = []
+    assert [once(root, tell=said.append).exit_code for _ in range(2)] == [18] * 2
+    assert [each["exit_code"] for each in states(root)[-1]["attempts"]] == [18] * 3
+    assert said == []
+
+
+class _LosesAnswers(FaultyStore):
+    """Writes a revision, and reports that the storage did not answer."""
+
+    n_lost = 0
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        super().put(path, data, replace=replace)
+        if not replace and self.n_lost:
+            self.n_lost -= 1
+            raise StorageUnavailable("no answer")
+
+
+@pytest.mark.parametrize("at", ["first", "later"])
+def test_a_revision_whose_answer_was_lost_is_no_other_run(root: Path, at: str):
+    with open_store(str(root)) as local:
+        store = _LosesAnswers(local)
+        revisions = Revisions(store, ".ckptctl/supervisor", of_root=False)
+        place = holding.StatePlace(revisions, LocalCopy(str(root)), str(root), lambda _: None)
+        store.n_lost = 1 if at == "first" else 0
+        held = holding.take_over(place, Signals())
+        assert held is not None
+        store.n_lost = 1 if at == "later" else 0
+        held.save({**held.state, "best": 7})
+        held.poll()
+        held.release()
+    assert (states(root)[-1]["best"], states(root)[-1]["owner"]) == (7, None)
 
 
 def test_the_local_copy_counts_where_the_store_lacks_the_newest(root: Path):

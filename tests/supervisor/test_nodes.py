@@ -171,7 +171,8 @@ def test_lists_of_nodes_are_expanded_as_slurm_does():
         "login1",
     )
     assert expand("r[1-2]n[01-02]") == ("r1n01", "r1n02", "r2n01", "r2n02")
-    for bad in ("a[1-", "a[x]", "a[1-999999999]", "-x", "a[0-99999]b[0-99999]"):
+    too_many = f"a[{','.join(['0-65535'] * 20_000)}]"  # more than memory holds
+    for bad in ("a[1-", "a[x]", "a[1-999999999]", "-x", "a[0-99999]b[0-99999]", too_many):
         assert expand(bad) == (), bad
 
 
@@ -180,6 +181,11 @@ def test_what_is_no_name_of_a_node_is_refused(name: str):
     assert not is_node(name)
     with pytest.raises(UsageError):
         NodeOptions(nodes=(name,))
+
+
+def test_a_command_with_an_open_quote_is_refused_before_the_first_attempt():
+    with pytest.raises(UsageError, match="--exclude-command"):
+        NodeOptions(exclude_command="drain '{node}")
 
 
 def test_a_command_without_the_node_is_refused_on_the_command_line(root: Path):

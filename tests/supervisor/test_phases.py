@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
+from storage.faulty import FaultyStore
+
+from ckptctl.errors import StorageUnavailable
+from ckptctl.options import StorageOptions
+from ckptctl.storage.opening import open_store
+from ckptctl.supervisor import phases, restarting
+from ckptctl.supervisor.options import RunOptions
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 
@@ -56,6 +63,23 @@ def test_a_later_invocation_continues_with_the_first_phase_that_is_not_done(
     assert again.returncode == 0
     assert "pretrain: done before" in again.stderr
     assert lines(tmp_path / "ran") == ["pretrain"]
+
+
+def test_a_phase_that_is_done_does_not_run_again_when_the_storage_fails(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    phase = phases.Phase("pretrain", ("sh", "-c", f"echo ran >> {tmp_path}/ran"))
+    assert phases.run_phases([phase], str(root), RunOptions()).exit_code == 0
+
+    def opened(url: str, storage: StorageOptions) -> FaultyStore:
+        store = FaultyStore(open_store(url, storage))
+        store.fail("list_dir", StorageUnavailable("no answer"), path=".ckptctl/supervisor/pretrain")
+        return store
+
+    monkeypatch.setattr(restarting, "open_store", opened)
+    with pytest.raises(StorageUnavailable):
+        phases.run_phases([phase], str(root), RunOptions(wait_s=0))
+    assert lines(tmp_path / "ran") == ["ran"]
 
 
 def test_each_phase_has_its_own_budget(root: Path, tmp_path: Path):

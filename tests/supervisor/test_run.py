@@ -312,6 +312,27 @@ def test_a_log_that_does_not_say_why_or_is_not_there_decides_nothing(job, tmp_pa
     assert ([attempt.cause for attempt in found.attempts], found.exit_code) == ([None] * 3, 93)
 
 
+def test_a_job_that_removes_the_folder_of_temporary_files_is_restarted(tmp_path: Path):
+    scratch, log = tmp_path / "scratch", tmp_path / "log"
+    scratch.mkdir()
+    job = f'echo failed >> {log}; rm -rf {scratch}; [ "$CKPTCTL_RESTART_COUNT" = 1 ]'
+    words = ("run", "--root", tmp_path / "ckpt", "--create", "--backoff", 0, "--log", log)
+    done = subprocess.run(
+        [*COMMAND, *map(str, words), "--", "sh", "-c", job],
+        env={**clean_environment(), "TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_supervisor_that_has_ended_leaves_no_thread_behind(job, tmp_path: Path):
+    kept_running(job(":0"), tmp_path, logs=[str(tmp_path / "log")])
+    while any(each.name.startswith("ckptctl-") for each in threading.enumerate()):
+        time.sleep(0.01)  # the time limit of every test ends a wait in vain
+
+
 def test_what_a_life_leaves_behind_is_gone_before_the_next_begins(tmp_path: Path):
     (tmp_path / "ckpt").mkdir()
     orphan = f"""
