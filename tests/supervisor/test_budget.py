@@ -336,6 +336,7 @@ def test_an_old_revision_that_cannot_be_removed_stops_no_job(root: Path):
     (oldest / "in").mkdir(parents=True)  # a folder that is not empty
     said: list[str] = []
     assert [once(root, tell=said.append).exit_code for _ in range(2)] == [18] * 2
+    shutil.rmtree(oldest)
     assert [each["exit_code"] for each in states(root)[-1]["attempts"]] == [18] * 3
     assert said == []
 
