@@ -83,6 +83,11 @@ def exact_size(n_bytes: int) -> str:
     return f"{size(n_bytes)} ({n_bytes:,} bytes)"
 
 
+def percent(share: float, digits: int = 1) -> str:
+    """A share of one in percent: `36.6 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def duration(seconds: float, *, digits: int | None = None) -> str:
     """Seconds in one unit: `40 s`, `12 min`, `3 h`, `5 days`; a negative duration is `0 s`.
 

@@ -11,7 +11,7 @@ from ckptctl.cli.options import PatternOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line, padded
 from ckptctl.cli.values import parse_duration
-from ckptctl.formatting import duration, listed, size
+from ckptctl.formatting import duration, listed, percent, size
 from ckptctl.goodput.estimating import Given, RecoveryCost
 from ckptctl.options import StorageOptions
 
@@ -168,13 +168,13 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
             yield _row(name, duration(best_s, digits=3), source)
     if found.share is not None:
         low, high = found.share_low, found.share_high
-        bounds = "" if low is None or high is None else f"; 95 %: {low:.1%} to {high:.1%}"
+        bounds = "" if low is None or high is None else f"; 95 %: {percent(low)} to {percent(high)}"
         source = f"of all time, as it is saved now{bounds}"
-        yield _row("effective time", f"{found.share:.1%}", source)
+        yield _row("effective time", percent(found.share), source)
     if found.best_share is not None:
-        yield _row("at the best", f"{found.best_share:.1%}", "with Daly's interval")
+        yield _row("at the best", percent(found.best_share), "with Daly's interval")
     if found.goodput is not None:
-        yield _row("so far", f"{found.goodput:.1%}", "of the recorded time (ckptctl history)")
+        yield _row("so far", percent(found.goodput), "of the recorded time (ckptctl history)")
     yield from next_line(found.next_command)
 
 

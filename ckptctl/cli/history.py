@@ -13,7 +13,7 @@ from ckptctl.cli.options import HtmlOpt, MetricsOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import Mark, glyph
 from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, padded
-from ckptctl.formatting import counted, duration, listed
+from ckptctl.formatting import counted, duration, listed, percent
 from ckptctl.goodput.history import RootHistory, RunHistory
 from ckptctl.goodput.timeline import BUCKETS, Goodput, Mtbf, PastAttempt
 from ckptctl.options import StorageOptions
@@ -117,7 +117,7 @@ def _root_lines(
     history: RootHistory, attempts: Sequence[PastAttempt], width: int, *, unicode: bool, alone: bool
 ) -> Iterator[Line]:
     goodput = history.goodput
-    share = "unknown" if goodput is None or goodput.goodput is None else f"{goodput.goodput:.1%}"
+    share = "unknown" if goodput is None or goodput.goodput is None else percent(goodput.goodput)
     if not alone:
         yield line(Span(history.root, "name"), f"  goodput {share}", solid=True)
     if goodput is not None and attempts:
@@ -188,12 +188,13 @@ def _time_lines(
             "  ",
             glyph(mark, unicode),
             f" {mark.word:<16}{value:>9}",
-            " " * 10 if seconds is None else f"{share:>8.1%}  ",
+            " " * 11 if seconds is None else f"{percent(share):>9}  ",
             bucket,
             solid=True,
         )
     if goodput.ettr is not None and goodput.goodput is not None:
-        yield line(f"  goodput {goodput.goodput:.1%}, ETTR {goodput.ettr:.1%} of all time", hang=2)
+        shares = f"goodput {percent(goodput.goodput)}, ETTR {percent(goodput.ettr)}"
+        yield line(f"  {shares} of all time", hang=2)
 
 
 def mtbf_lines(goodput: Goodput) -> Iterator[Line]:
@@ -306,11 +307,11 @@ def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iter
     yield '<div class=bar role=img aria-label="The shares of the table below">'
     for mark, seconds, _ in rows:
         if seconds:
-            share = 100 * seconds / whole
+            share = seconds / whole
+            title = f"{mark.word}: {duration(seconds, digits=3)}, {percent(share)}"
             yield (
-                f'<span class="{mark.style or "other"}" style="width:{share:.3f}%" '
-                f'title="{escape(mark.word)}: {duration(seconds, digits=3)}, {share:.1f} %">'
-                f"{escape(mark.glyph) if share > 2 else ''}</span>"
+                f'<span class="{mark.style or "other"}" style="width:{100 * share:.3f}%" '
+                f'title="{escape(title)}">{escape(mark.glyph) if share > 0.02 else ""}</span>'
             )
     yield "</div>"
     yield html_table(
@@ -320,7 +321,7 @@ def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iter
                 mark.glyph,
                 Cell((Span(mark.word, mark.style),)),
                 "unknown" if seconds is None else duration(seconds, digits=3),
-                "" if seconds is None else f"{seconds / whole:.1%}",
+                "" if seconds is None else percent(seconds / whole),
                 bucket,
             )
             for mark, seconds, bucket in rows

@@ -118,6 +118,7 @@ class _Shown:
         if self._out.talks and self._table is None:
             self._out.lines(none_lines(scan))
             if scan.reports:
+                self._out.lines([EMPTY])
                 self._begin(None)
         out = self._out.out
         self._out.answer(
@@ -157,7 +158,7 @@ def none_lines(scan: Scan) -> list[Line]:
     if not scan.n_steps:
         fresh = scan.exit_code == EXIT_FRESH
         return [line(Span(scan.message, "strong" if fresh else "bad"), hang=2)]
-    return [line(Span(scan.message, "bad"), hang=2), line("  ", Span(scan.root, "name")), EMPTY]
+    return [line(Span(scan.message, "bad"), hang=2), line("  ", Span(scan.root, "name"))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ckptctl.cli.rendering import (
     state_lines,
 )
 from ckptctl.data_classes import dataclass
-from ckptctl.formatting import counted, exact_size, size
+from ckptctl.formatting import counted, exact_size, percent, size
 from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Contents, TensorRow
 
@@ -128,7 +128,7 @@ def _bytes_by_kind(contents: Contents) -> list[Line]:
     total = sum(n_bytes for _, n_bytes in contents.bytes_by_kind) or 1
     width = max((len(kind) for kind, _ in contents.bytes_by_kind), default=0)
     return [
-        line(f"  {kind:<{width}}  {size(n_bytes):>9}  {100 * n_bytes / total:5.1f} %")
+        line(f"  {kind:<{width}}  {size(n_bytes):>9}  {percent(n_bytes / total):>7}")
         for kind, n_bytes in contents.bytes_by_kind
     ]
 

@@ -238,7 +238,7 @@ def recovery_cost(
     if seen.n_bytes is not None:
         given.append(Given("step", seen.n_bytes, "B", "measured"))
     startup_s = sum(value for _, value in starting if value is not None)
-    answer = _answer(root, tuple(given), interval_s, save_s, mtbf_s, startup_s, n_gpus)
+    answer = _answer(root, seen, tuple(given), startup_s, n_gpus)
     return replace(
         answer,
         goodput=None if past is None else past.goodput.goodput,
@@ -331,14 +331,15 @@ def _known(
 
 def _answer(
     root: str | None,
+    seen: Measured,
     given: tuple[Given, ...],
-    interval_s: float | None,
-    save_s: float | None,
-    mtbf_s: float | None,
     startup_s: float,
     n_gpus: int | None,
 ) -> RecoveryCost:
     of = {each.name: each for each in given}
+    interval_s, save_s, mtbf_s = (
+        of[name].value if name in of else None for name in ("interval", "save", "mtbf")
+    )
     rollback_s = None if interval_s is None else interval_s / 2
     if "lost" in of:
         rollback_s = of["lost"].value
@@ -374,7 +375,11 @@ def _answer(
         share_high=shares[2],
         best_share=best_share,
         lost_gpu_hours_per_failure=gpu_hours,
-        message=_message(interval_s, per_failure_s, daly_s, mtbf_s),
+        message=(
+            seen.why_unknown
+            if per_failure_s is None
+            else _message(interval_s, per_failure_s, daly_s, mtbf_s)
+        ),
         exit_code=0,
         next_command=_next(root, interval_s, save_s, mtbf_s),
         cadence=cadence_of(interval_s, save_s, mtbf_s),
@@ -383,12 +388,10 @@ def _answer(
 
 def _message(
     interval_s: float | None,
-    per_failure_s: float | None,
+    per_failure_s: float,
     daly_s: float | None,
     mtbf_s: float | None,
 ) -> str:
-    if per_failure_s is None:
-        return "fewer than two saves: how often this run saves cannot be measured yet"
     message = f"a failure costs {_duration(per_failure_s)} on average"
     if daly_s is None or interval_s is None or mtbf_s is None:
         return message
@@ -421,7 +424,8 @@ class Measured:
 
     `interval_s` is from save to save, `steps_apart` how many training steps that is,
     `save_s` the time from a save's first file to its last: at least that long it took.
-    `n_bytes` is the size of a step.
+    `n_bytes` is the size of a step. Steps less than a second apart carry the times
+    of a copy, which measure nothing.
     """
 
     n_steps: int
@@ -436,6 +440,13 @@ class Measured:
         if not self.interval_s or not self.steps_apart:
             return None
         return self.interval_s / self.steps_apart
+
+    @property
+    def why_unknown(self) -> str:
+        """Why there is no interval."""
+        if self.n_steps < 2:
+            return "fewer than two saves: how often this run saves cannot be measured yet"
+        return "how often this run saves is unknown: its steps carry the times of a copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,12 +477,16 @@ def measured_in(store: Store, pattern: str | None = None) -> Measured:
     if not saved:
         return Measured(0)
     pairs = [pair for pair in pairwise(saved) if pair[1].last_s > pair[0].last_s]
+    interval_s = _median(later.last_s - sooner.last_s for sooner, later in pairs)
+    n_bytes = _whole(_median(one.n_bytes for one in saved))
+    if len(saved) > 1 and (interval_s is None or interval_s < 1):
+        return Measured(len(saved), n_bytes=n_bytes)
     return Measured(
         n_steps=len(saved),
-        interval_s=_median(later.last_s - sooner.last_s for sooner, later in pairs),
+        interval_s=interval_s,
         steps_apart=_whole(_median(later.number - sooner.number for sooner, later in pairs)),
         save_s=_median(one.last_s - one.first_s for one in saved),
-        n_bytes=_whole(_median(one.n_bytes for one in saved)),
+        n_bytes=n_bytes,
     )
 
 

@@ -11,7 +11,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.slow_ranks import slow_in_logs, slow_ranks_finding
 from ckptctl.findings import Finding
-from ckptctl.formatting import counted, duration
+from ckptctl.formatting import counted, duration, percent
 from ckptctl.goodput.records import read_records
 from ckptctl.goodput.timeline import Goodput, PastAttempt, attempts_of, goodput_of
 from ckptctl.model import ExitCode
@@ -131,4 +131,4 @@ def _message(attempts: list[PastAttempt], goodput: Goodput) -> Iterator[str]:
     yield counted(len(attempts), "attempt") + f" in {duration(goodput.elapsed_s, digits=3)}"
     yield counted(goodput.disruptions, "disruption")
     share = goodput.goodput
-    yield "goodput unknown" if share is None else f"goodput {share:.1%}"
+    yield "goodput unknown" if share is None else f"goodput {percent(share)}"

@@ -13,6 +13,7 @@ from statistics import median
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
+from ckptctl.formatting import percent
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import ClockJump, Split
@@ -221,12 +222,12 @@ def check_cadence(split: Split) -> Iterator[Finding]:
     """Yield `loss.cadence` where failures made the job repeat many steps."""
     if split.n_repeated <= _MAX_REPEATED * split.n_trained or split.n_segments < 3:
         return
-    share = 100 * split.n_repeated / split.n_trained
+    share = percent(split.n_repeated / split.n_trained, 0)
     yield Finding(
         "loss.cadence",
         "",
-        f"{split.n_repeated:,} of {split.n_trained:,} steps ({share:.0f} %) were repeated after "
+        f"{split.n_repeated:,} of {split.n_trained:,} steps ({share}) were repeated after "
         f"{split.n_segments - 1:,} resumes; save more often",
-        expected=f"at most {100 * _MAX_REPEATED:.0f} % repeated",
-        found=f"{share:.0f} %",
+        expected=f"at most {percent(_MAX_REPEATED, 0)} repeated",
+        found=share,
     )

@@ -22,7 +22,7 @@ from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
-from ckptctl.formatting import duration, size
+from ckptctl.formatting import duration, percent, size
 from ckptctl.goodput.estimating import Cadence, Measured, cadence_of, daly_interval
 from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, Outcome, Sized
@@ -143,7 +143,7 @@ def check_capacity(
 
 def _speed(world_size: int, saved: int, seen: Measured) -> str:
     share = world_size / saved
-    words = f"; {share:.0%} of the ranks"
+    words = f"; {percent(share, 0)} of the ranks"
     if seen.step_s is not None:
         words += (
             f", so 1,000 steps take about {duration(1000 * seen.step_s / share, digits=3)} "
@@ -164,10 +164,7 @@ def check_resharding(advice: Advice, command: str) -> Check:
 def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     """How often is saved, against how often it fails and what would be best."""
     if seen.interval_s is None:
-        return Check("cadence", Outcome.OK, "fewer than two saves: nothing to measure yet")
-    if seen.interval_s < 1:  # no job saves so often
-        unknown = "unknown how often is saved: the steps carry the time of a copy"
-        return Check("cadence", Outcome.OK, unknown)
+        return Check("cadence", Outcome.OK, seen.why_unknown)
     words = f"a save every {duration(seen.interval_s, digits=3)}"
     if mtbf_s is None:
         loses = duration(seen.interval_s / 2, digits=3)

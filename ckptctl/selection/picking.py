@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
-from ckptctl.findings import EXIT_NONE_USABLE, Report, Verdict
+from ckptctl.findings import Report, Verdict
+from ckptctl.formatting import counted, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.results import Answer, Pick
-from ckptctl.selection.searching import Search, search
+from ckptctl.selection.searching import Search, candidates_of, search
 from ckptctl.selection.targets import Roots, Tier, roots_in
-from ckptctl.storage.opening import SharedStores, parent_url
+from ckptctl.storage.opening import SharedStores, join_url, parent_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,20 +144,12 @@ def found_message(choice: Choice, chosen: Report) -> str:
 
 
 def _without_step(done: Search, begins: Beginning, *, allow_fresh: bool) -> Pick:
-    again = f"ckptctl pick {done.roots.words}"
-    next_command: str | None = storage_corruption(done.roots)
+    next_command: str | None = after_beginning(done, begins, "pick")
     message, exit_code = begins.message, begins.exit_code
-    if begins.answer is Answer.UNKNOWN:
-        next_command = again
-    elif begins.missing:  # more often a wrong path than a new run
+    if begins.missing:
         message += _NOT_CREATED if allow_fresh else "; a new run needs --allow-fresh --create"
-        next_command = f"ckptctl scan {shlex.quote(parent_url(begins.missing[0]))}"
-        if len(begins.similar) == len(done.roots.urls) == 1:
-            next_command = f"ckptctl pick {shlex.quote(begins.similar[0])}"
-    elif begins.answer is Answer.FRESH:
-        next_command = f"{again} --allow-fresh"
-        if allow_fresh:
-            exit_code, next_command = 0, None
+    elif begins.answer is Answer.FRESH and allow_fresh:
+        exit_code, next_command = 0, None
     return Pick(
         answer=begins.answer,
         roots=done.roots.urls,
@@ -169,6 +162,19 @@ def _without_step(done: Search, begins: Beginning, *, allow_fresh: bool) -> Pick
         exit_code=exit_code,
         next_command=next_command,
     )
+
+
+def after_beginning(done: Search, begins: Beginning, command: str) -> str:
+    """What to run next where there is no usable step; `command` is the caller's."""
+    if begins.answer is Answer.UNKNOWN:
+        return f"ckptctl {command} {done.roots.words}"
+    if begins.missing:  # more often a wrong path than a new run
+        if len(begins.similar) == len(done.roots.urls) == 1:
+            return f"ckptctl {command} {shlex.quote(begins.similar[0])}"
+        return f"ckptctl scan {shlex.quote(parent_url(begins.missing[0]))}"
+    if begins.answer is Answer.FRESH:
+        return f"ckptctl pick {done.roots.words} --allow-fresh"
+    return storage_corruption(done.roots)
 
 
 def _none(done: Search) -> Pick:
@@ -200,10 +206,7 @@ def none_usable(done: Search) -> tuple[str, str]:
         message = f"step {number} could not be inspected, so no older one is chosen: {reason}"
         return message, f"ckptctl pick {roots.words} --skip {number}"
     if not over:
-        return (
-            f"--before and --skip leave none of the {done.n_steps} steps",
-            f"ckptctl explain {EXIT_NONE_USABLE}",
-        )
+        return _none_left(done)
     if choice.stopped == "suspect":
         n_damaged = len(choice.damaged)
         message = (
@@ -217,6 +220,22 @@ def none_usable(done: Search) -> tuple[str, str]:
             f"{_newest_sound(choice)}"
         )
     return message, storage_corruption(roots)
+
+
+def _none_left(done: Search) -> tuple[str, str]:
+    """Which options exclude every step, and the command that proves the oldest of them."""
+    policy, every = done.policy, candidates_of(done.tiers)
+    oldest = min(every, key=lambda each: each.named.number)
+    newest = max(each.named.number for each in every)
+    given = [] if policy.before is None else [f"--before {policy.before}"]
+    given += ["--skip"] if policy.skip else []
+    last = f" to {newest}" if newest != oldest.named.number else ""
+    url = join_url(done.tiers[oldest.tier].store.url, oldest.named.name)
+    message = (
+        f"{' and '.join(given)} {verb(len(given), 'excludes', 'exclude')} all of the "
+        f"{counted(done.n_steps, 'step')}, {oldest.named.number}{last}"
+    )
+    return message, f"ckptctl verify {shlex.quote(url)} --level content"
 
 
 def storage_corruption(roots: Roots) -> str:

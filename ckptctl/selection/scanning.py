@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckptctl.findings import EXIT_NONE_USABLE, Report
+from ckptctl.findings import Report
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Candidate, Choice
 from ckptctl.selection.empty_roots import check_unnumbered
-from ckptctl.selection.picking import found_message, none_usable, storage_corruption
+from ckptctl.selection.picking import after_beginning, found_message, none_usable
 from ckptctl.selection.results import Scan
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import Search, search
@@ -146,9 +146,7 @@ def _formatted(done: Search) -> tuple[str, str | None]:
         return found_message(done.choice, chosen), _deeper(chosen)
     if begins is None:
         return none_usable(done)
-    if begins.exit_code == EXIT_NONE_USABLE:
-        return begins.message, storage_corruption(done.roots)
-    return begins.message, f"ckptctl explain {begins.exit_code}"
+    return begins.message, after_beginning(done, begins, "scan")
 
 
 def _deeper(chosen: Report) -> str | None:

@@ -14,7 +14,7 @@ def test_the_table_names_each_number_and_ends_without_a_next_command_when_all_is
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("a failure costs 35 min on average, 7.77 times a day; ")
     assert f"  {'in GPU hours':18}{'4.7':>12}\n" in done.stdout
-    assert "  at the best              87.6%  with Daly's interval\n" in done.stdout
+    assert "  at the best             87.6 %  with Daly's interval\n" in done.stdout
     assert "next:" not in done.stdout
 
 

@@ -105,7 +105,7 @@ def test_a_wrong_option_is_put_right_in_the_words_of_the_caller(folder, capsys, 
 
 PLACES = [
     # What is asked of a root that is not there.
-    ("scan gone", 10, "ckptctl explain 10", "gone does not exist: check the path"),
+    ("scan gone", 10, "ckptctl scan .", "gone does not exist: check the path"),
     ("pick gone", 10, "ckptctl scan .", "check the path; a new run needs --allow-fresh --create"),
     ("pick --allow-fresh gone", 10, "ckptctl scan .", "a new run also needs --create"),
     ("preflight gone", 10, "ckptctl scan .", "a new run needs --allow-fresh --create"),

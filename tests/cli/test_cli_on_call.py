@@ -289,7 +289,7 @@ CARRIED: Sequence[tuple[tuple[str, ...], str]] = [
     ),
     (
         ("pick", "run", "--before", "5", "--allow-missing-state", "--print", "step"),
-        "ckptctl explain 11",
+        "ckptctl verify run/step_10 --level content --allow-missing-state",
     ),
 ]
 
