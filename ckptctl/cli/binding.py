@@ -21,7 +21,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptctl.cli.commands import COMMANDS, load
-from ckptctl.cli.options import COMMAND_LINE_ONLY, COMMON, OFFERS, Declared, Offer, variable_of
+from ckptctl.cli.options import (
+    COMMAND_LINE_ONLY,
+    COMMON,
+    COMMON_GROUP,
+    GROUPS,
+    OFFERS,
+    Declared,
+    Offer,
+    variable_of,
+)
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, Parameter, parameters_of
 from ckptctl.cli.rendering import Line, line
@@ -98,13 +107,16 @@ def _expanded(own: Mapping[str, Parameter]) -> tuple[Parameter, ...]:
     found = {name: _offers_of(each.annotation) for name, each in own.items()}
     # A command may have its own words for one of them.
     added = {
-        name: offer
-        for _, offers in filter(None, found.values())
+        name: (offer, GROUPS[made])
+        for made, offers in filter(None, found.values())
         for name, offer in offers.items()
         if name not in own
-    } | COMMON
+    } | {name: (offer, COMMON_GROUP) for name, offer in COMMON.items()}
     plain = (each for name, each in own.items() if found[name] is None)
-    options = (Parameter(name, offer.option, offer.default) for name, offer in added.items())
+    options = (
+        Parameter(name, offer.option, offer.default, group)
+        for name, (offer, group) in added.items()
+    )
     return (*plain, *options)
 
 

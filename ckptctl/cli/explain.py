@@ -7,16 +7,15 @@ the tables that decide them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from importlib import resources
 from typing import Annotated
 
 from ckptctl.cli import exit_codes
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import argument
+from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line, padded, page_lines
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 
@@ -33,21 +32,31 @@ def explain(
             "the codes and verdicts are listed.",
         ),
     ] = None,
+    site: Annotated[
+        str | None,
+        option(
+            "--site",
+            metavar="URL",
+            help="Where the documentation is published, as `make docs` builds it; the address of "
+            "the page is then printed as well.",
+        ),
+    ] = None,
     *,
     out: Output,
 ) -> int:
     """Explain a finding code, a verdict or an exit code, and what to do about it.
 
-    The last line is the page of the documentation, where the address of its site is known. With
-    --quiet the title alone is printed. Of a document of --json (`ckptctl.pick/1`) the JSON Schema
-    is printed.
+    With --quiet the title alone is printed. Of a document of --json (`ckptctl.pick/1`) the JSON
+    Schema is printed.
     """
     if name is not None and name.startswith("ckptctl."):
         from ckptctl.cli.schemas import schema
 
         out.document(schema(name))
         return 0
-    pages = [page(name)] if name is not None else list(all_pages())
+    pages = [page(name)] if name is not None else [*all_pages()]
+    base = (site or _published()).rstrip("/")
+    pages = [replace(each, address=f"{base}/{each.address}" if base else None) for each in pages]
     out.answer(
         lambda: document("explain", explained=pages),
         lambda: index_lines(pages) if name is None else _lines(pages[0], out.out.width),
@@ -125,7 +134,7 @@ class Page:
     text: str
     """The page, in Markdown."""
     address: str | None
-    """Where the documentation explains it; null where no address of the site is known."""
+    """Where the documentation explains it; null where no address of the site is stated."""
 
 
 def page(name: str) -> Page:
@@ -134,7 +143,7 @@ def page(name: str) -> Page:
     Raises `UsageError` for anything else, with the names that come close.
     """
     if name in CODES:
-        address = _address(f"ckptctl/pages/{name}.html")
+        address = f"ckptctl/pages/{name}.html"
         return Page(name, "finding", CODES[name].title, _text_of(name), address)
     if name in {verdict.value for verdict in Verdict}:
         return _verdict_page(Verdict(name))
@@ -192,7 +201,7 @@ def _verdict_page(verdict: Verdict) -> Page:
     if codes:
         lines += ["", "Findings with this verdict:", ""]
         lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
-    address = _address("docs/design.html#verdicts-selection-exit-codes")
+    address = "docs/design.html#verdicts-selection-exit-codes"
     return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines), address)
 
 
@@ -208,7 +217,7 @@ def _loss_verdict_page(word: str) -> Page:
     if codes:
         lines += ["", "Findings with this verdict:", ""]
         lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
-    address = _address("docs/loss.html#verdicts")
+    address = "docs/loss.html#verdicts"
     return Page(word, "verdict", _LOSS_VERDICTS[word], "\n".join(lines), address)
 
 
@@ -216,18 +225,12 @@ def _exit_code_page(number: int) -> Page:
     code = exit_codes.EXIT_CODES[number]
     lines = [f"# exit code {number}: {code.title}", "", code.advice]
     lines += ["", f"Does trying again help? {code.retry.capitalize()}."]
-    address = _address("docs/reference.html#exit-codes")
+    address = "docs/reference.html#exit-codes"
     return Page(str(number), "exit-code", code.title, "\n".join(lines), address)
 
 
-def _address(page: str) -> str | None:
-    """The page below the address that `project.urls` of `pyproject.toml` names, if it names one."""
-    base = _documentation()
-    return f"{base.rstrip('/')}/{page}" if base else None
-
-
-@cache
-def _documentation() -> str:
+def _published() -> str:
+    """The address of the documentation in `project.urls` of `pyproject.toml`; "" without one."""
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:

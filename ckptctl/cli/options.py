@@ -404,6 +404,16 @@ of what they give. So no command can offer one of them and drop its value.
 """
 
 
+GROUPS: Mapping[type, str] = {
+    PickPolicy: "Choice of the step",
+    Requirements: "Requirements on a step",
+    ContentOptions: "Comparison of every byte",
+    StorageOptions: "Storage",
+}
+"""The headings of help for the options of each options object."""
+
+COMMON_GROUP = "Output and help"
+
 COMMON = {
     "as_json": _offer(
         bool, False, "--json", help="Write one JSON document to standard output, also on failure."

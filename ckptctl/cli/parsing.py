@@ -31,6 +31,8 @@ class Parameter(NamedTuple):
     name: str
     annotation: Any
     default: Any = REQUIRED
+    group: str = ""
+    """The heading of help under which it stands; that of the command's own by default."""
 
     @property
     def declared(self) -> Declared | None:

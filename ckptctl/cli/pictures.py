@@ -64,7 +64,7 @@ RANK_MARKS: Mapping[str, Mark] = {
     "empty": Mark("·", ".", "", "empty"),
     "none": Mark("-", "-", "", "no file"),
     "present": Mark("□", "p", "", "present, not checked"),
-    "framed": Mark("◇", "=", "", "structure checked, bytes not"),
+    "framed": Mark("◇", "=", "", "structure only"),
     "verified": Mark("✓", "+", "good", "verified"),
 }
 
@@ -252,7 +252,7 @@ def _legend(counts: Mapping[str, int], marks: Mapping[str, Mark], unicode: bool)
             pieces += [
                 Span("   " if pieces else ""),
                 glyph(mark, unicode),
-                Span(f" {mark.word} {counts[state]:,}"),
+                Span(f" {counts[state]:,} {mark.word}"),
             ]
     return line("  ", *pieces, hang=2)
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ckptctl.cli.app import VERSION
 from ckptctl.cli.binding import Bound, with_common
 from ckptctl.cli.commands import SUMMARIES, load
 from ckptctl.cli.completion import script
 from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.options import COMMON_GROUP
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import REQUIRED, Parameter
 from ckptctl.errors import UsageError
@@ -64,6 +66,7 @@ def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> ty
         command = load(name)
         app.command(
             name,
+            cls=_Command,
             help=inspect.cleandoc(command.function.__doc__ or ""),
             epilog=_end(command.examples, command.exit_codes),
             short_help=SUMMARIES[name],
@@ -104,8 +107,40 @@ def _declaration(parameter: Parameter) -> Any:
         min=declared.min,
         help=declared.help,
         envvar=declared.envvar,
+        rich_help_panel=parameter.group or None,
         show_envvar=False,  # help states once that every option has a variable
     )
+
+
+class _Command(TyperCommand):
+    """A command whose help lists its options under headings."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for each in self.get_params(ctx):
+            record = each.get_help_record(ctx)
+            if record is None:
+                continue
+            heading = "Arguments" if each.param_type_name == "argument" else "Options"
+            heading = getattr(each, "rich_help_panel", None) or heading
+            heading = COMMON_GROUP if each.name == "help" else heading
+            groups.setdefault(heading, []).append((record[0], _plain(record[1])))
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+_LEAST = re.compile(r"\bx>=([0-9.]+)(?=[\];])")
+_WHOLE = re.compile(r"(?<=default: )([0-9]+)\.0(?=[\];])")
+
+
+def _plain(text: str) -> str:
+    """The help of an option with its bounds in words: `[default: 600; at least 0]`."""
+    return _WHOLE.sub(r"\1", _LEAST.sub(r"at least \1", text))
 
 
 _HELP_NAMES = {"help_option_names": ["-h", "--help"]}

@@ -14,7 +14,7 @@ from html import escape
 from ckptctl.findings import NO_METADATA
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.own.run_events import EndedEvent, Event
-from ckptctl.formatting import duration
+from ckptctl.formatting import counted, duration
 
 Document = Mapping[str, object]
 
@@ -34,34 +34,42 @@ _DRAWN: Mapping[str, tuple[str, str]] = {
 _DRAWN_UNKNOWN = (_NEUTRAL, "·")
 _WROTE_NOTHING = (_NEUTRAL, "·", "wrote nothing")
 _MAX_STEPS = 40
+_STEPS_PER_ROW = 8
+"""So many are legible at the narrowest width of a picture; a phone shows the newest of them."""
+_ROW = 112
 _MAX_RANKS = 1024
 _CELL = 26
 
 
 def timeline_of_steps(scan: Document, chosen: str | None) -> str:
-    """The steps of a scan, oldest first, each with its verdict; the chosen one is marked."""
+    """The steps of a scan, newest first, each with its verdict; the chosen one is marked."""
     reports = [each for each in _list(scan.get("reports")) if each.get("number") is not None]
-    shown = list(reversed(reports[:_MAX_STEPS]))
+    shown = reports[:_MAX_STEPS]
     if not shown:
         return ""
-    width = max(72, 720 // len(shown))
-    cells = [_step(report, 10 + width * n, width, chosen) for n, report in enumerate(shown)]
-    return _svg(20 + width * len(shown), 112, "Steps under the root, old to new", cells)
+    columns = min(len(shown), _STEPS_PER_ROW)
+    rows = (len(shown) + columns - 1) // columns
+    width = max(72, 720 // columns)
+    cells = [
+        _step(report, 10 + width * (n % columns) + width // 2, _ROW * (n // columns), chosen)
+        for n, report in enumerate(shown)
+    ]
+    title = f"The newest {counted(len(shown), 'step')} under the root, newest first"
+    return _svg(20 + width * columns, _ROW * rows, title, cells)
 
 
-def _step(report: Document, x: int, width: int, chosen: str | None) -> str:
+def _step(report: Document, middle: int, y: int, chosen: str | None) -> str:
     verdict = str(report.get("verdict"))
     color, glyph = _DRAWN.get(verdict, _DRAWN_UNKNOWN)
-    middle = x + width // 2
     taken = chosen is not None and str(report.get("url")).rstrip("/") == chosen.rstrip("/")
     parts = [
-        f'<rect x="{middle - 15}" y="16" width="30" height="30" rx="4" fill="{color}"/>',
-        _words(middle, 37, glyph, fill="#fff", size=16),
-        _words(middle, 64, str(report.get("number")), weight="bold"),
-        _words(middle, 80, verdict, size=11),
+        f'<rect x="{middle - 15}" y="{y + 16}" width="30" height="30" rx="4" fill="{color}"/>',
+        _words(middle, y + 37, glyph, fill="#fff", size=16),
+        _words(middle, y + 64, str(report.get("number")), weight="bold"),
+        _words(middle, y + 80, verdict, size=11),
     ]
     if taken:
-        parts.append(_words(middle, 100, "▲ chosen", size=11, weight="bold"))
+        parts.append(_words(middle, y + 100, "▲ chosen", size=11, weight="bold"))
     return "".join(parts)
 
 

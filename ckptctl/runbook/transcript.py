@@ -222,7 +222,10 @@ def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
     *_, scan = (None, *documents_of(events, "ckptctl.scan"))
     *_, verify = (None, *documents_of(events, "ckptctl.verify"))
     drawn = (
-        ("Steps under the root", "" if scan is None else timeline_of_steps(scan, step)),
+        (
+            "Steps under the root, newest first",
+            "" if scan is None else timeline_of_steps(scan, step),
+        ),
         ("Shards of the step", "" if verify is None else map_of_shards(verify)),
         ("Where the time went", bars_of_time(tuple(_times(events)))),
     )

@@ -128,7 +128,7 @@ def test_scan_names_the_root_of_each_step_where_there_are_several(ckptctl, sound
     local = shutil.copytree(sound_root, tmp_path / "nvme", symlinks=True)
     shutil.rmtree(sound_root / "step_30")
     done = ckptctl("scan", sound_root, local)
-    rows = [line.split() for line in done.stdout.splitlines() if "complete" in line]
+    rows = [line.split() for line in done.stdout.splitlines() if "complete " in line]
     assert [f"root 1: {sound_root}", f"root 2: {local}"] == [
         line.strip() for line in done.stdout.splitlines() if line.strip().startswith("root ")
     ]
@@ -168,7 +168,7 @@ def test_verify_draws_a_map_of_the_ranks(ckptctl, broken_root):
     at = lines.index("ranks 0 to 1")
     assert lines[at + 1 : at + 3] == [
         "  ◇○",
-        "  ○ missing 1   ◇ structure checked, bytes not 1",
+        "  ○ 1 missing   ◇ 1 structure only",
     ]
 
 

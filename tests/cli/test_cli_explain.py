@@ -75,7 +75,7 @@ def test_an_address_leads_to_a_page_of_the_site_that_the_package_states_and_a_he
         assert not heading or heading in [found.strip().replace(" ", "-") for found in headings]
 
 
-def test_without_an_address_of_the_site_none_is_printed():
+def test_without_an_address_of_the_site_only_that_of_the_option_is_printed():
     command = [*COMMAND, "explain", "shard.truncated"]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
     assert "page of the documentation" not in done.stdout
@@ -83,6 +83,10 @@ def test_without_an_address_of_the_site_none_is_printed():
         [*command, "--json"], env=clean_environment(), capture_output=True, text=True
     )
     assert validated(done.stdout)["explained"][0]["address"] is None
+    environment = clean_environment(CKPTCTL_SITE="https://docs.cluster/ckptctl")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    page = "https://docs.cluster/ckptctl/ckptctl/pages/shard.truncated.html"
+    assert done.stdout.endswith(f"page of the documentation: {page}\n")
 
 
 def test_it_is_said_plainly_whether_trying_again_helps():

@@ -38,7 +38,7 @@ def test_steps_go_from_the_oldest_to_the_newest_with_an_arrow_under_the_chosen_o
     assert title == "steps 100 to 700, oldest to newest"
     assert glyphs == "  ◇◇◇◇◇!!"
     assert arrow.index("↑") == glyphs.index("!") - 1
-    assert legend == "  ! incomplete 2   ◇ complete, bytes not compared 5"
+    assert legend == "  ! 2 incomplete   ◇ 5 complete, bytes not compared"
 
 
 def test_the_arrow_is_under_its_step_wherever_that_is():
@@ -74,7 +74,7 @@ def test_many_steps_share_glyphs_and_the_worst_of_them_shows(width):
 def test_a_whole_step_that_was_passed_over_is_not_shown_as_good():
     _, glyphs, _, legend = strip(newest_first(3), chosen=200)
     assert glyphs == "  ◇◇◒"
-    assert "lacks state 1" in legend
+    assert "1 lacks state" in legend
 
 
 def test_one_step_needs_no_strip():
@@ -118,7 +118,7 @@ def test_the_map_has_a_glyph_for_each_rank_and_counts_the_states():
     title, glyphs, legend = (each.text for each in map_of_ranks(report(1, short(3)), unicode=True))
     assert title == "ranks 0 to 7"
     assert glyphs == "  □□□!□□□□"
-    assert legend == "  ! short 1   □ present, not checked 7"
+    assert legend == "  ! 1 short   □ 7 present, not checked"
 
 
 def test_many_ranks_share_glyphs_and_the_worst_of_them_shows():
@@ -127,7 +127,7 @@ def test_many_ranks_share_glyphs_and_the_worst_of_them_shows():
     assert title == "ranks 0 to 511; 8 to a glyph, the worst shows"
     assert len(glyphs.strip()) == MAX_CELLS
     assert glyphs.count("!") == 1
-    assert legend == "  ! short 1   p present, not checked 511"
+    assert legend == "  ! 1 short   p 511 present, not checked"
 
 
 def test_each_part_of_a_step_has_a_row():

@@ -11,6 +11,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import UsageError
 from ckptctl.goodput.estimating import measured
+from ckptctl.preflight_checks.sizing import check_cadence
 
 
 @pytest.fixture
@@ -53,6 +54,15 @@ def test_a_root_of_one_step_says_how_long_it_took_and_not_how_often(root: Path):
     found = ckptctl.recovery_cost(str(root))
     assert found.per_failure_s is None
     assert found.message.startswith("fewer than two saves")
+
+
+def test_the_times_of_a_copy_measure_nothing(root: Path):
+    for each in root.rglob("*"):
+        os.utime(each, (1_700_000_000, 1_700_000_000))
+    seen = measured(str(root))
+    assert (seen.interval_s, seen.save_s, seen.step_s) == (None, None, None)
+    assert "times of a copy" in ckptctl.recovery_cost(str(root)).message
+    assert "times of a copy" in check_cadence(str(root), 4 * 3600, seen).message
 
 
 def test_what_is_measured_and_what_is_given_are_told_apart(root: Path):
