@@ -290,6 +290,8 @@ def target_place(target: str, storage: StorageOptions) -> Iterator[Place]:
             instead=path,
         )
     url = target.rstrip("/") or target
+    if base_name(url) in (".", ".."):
+        raise UsageError(f"{target} already exists; name a step that does not exist")
     with open_store(parent_url(url), storage) as store:
         yield Place(store, base_name(url))
 

@@ -148,7 +148,9 @@ def test_nothing_heavy_is_imported_at_the_start():
 
 
 def test_only_public_names_of_typer_are_used():
-    assert imported(MODULES, forbidden=lambda _, found: found.startswith("typer.")) == []
+    # What typer documents for `cls=`, by which a command lays out its help.
+    public = "typer.core.TyperCommand"
+    assert imported(MODULES, forbidden=lambda _, f: f.startswith("typer.") and f != public) == []
 
 
 def test_a_check_reads_nothing():
