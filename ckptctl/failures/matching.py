@@ -327,7 +327,8 @@ def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) ->
         return False
     if _SPOKEN_OF.search(before) or _IS_ZERO.match(after):
         return False
-    return not _is_quoted(before, after)
+    # Monitors wrap the whole line of a driver in quotes; a text about it leaves the process out.
+    return (rule.kernel and ", pid=" in after) or not _is_quoted(before, after)
 
 
 def _is_quoted(before: str, after: str) -> bool:

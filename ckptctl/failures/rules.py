@@ -29,13 +29,13 @@ class Rule:
 
     One of `patterns` is searched for, ignoring case, in the message, without timestamps,
     rank prefixes and logger names. Groups `host`, `device` and `rank` name what failed.
-    `literals` are texts in lower case; the patterns are tried only on a line that contains
-    one of them. `quotable`: the form itself is proof, so it also counts inside quotes and
-    advice, and beside words such as `skipping`. `level` is the lowest level of a logging line
-    that counts: 10 debug, 20 info, 30 warning, 40 error. `reporter`: the process that prints
-    it waited for another, so its rank and host are not those that failed. `check` names a
-    further condition in `matching`. `restart` and `action` are set if they differ from those
-    of the class.
+    `literals` are texts in lower case, derived from the patterns; these are tried only on a
+    line that contains one of them. `quotable`: the form itself is proof, so it also counts
+    inside quotes and advice, and beside words such as `skipping`. `level` is the lowest level
+    of a logging line that counts: 10 debug, 20 info, 30 warning, 40 error. `reporter`: the
+    process that prints it waited for another, so its rank and host are not those that failed.
+    `check` names a further condition in `matching`. `restart` and `action` are set if they
+    differ from those of the class.
     """
 
     name: str
@@ -82,8 +82,7 @@ RULES = _rules()
 _ONLY_SEEMS = {
     b"inf": b"info",
     b"nan": b"number of nan iterations:",
-    b"batch size": b"global batch size:",
-    b"sample": b"consumed samples:",
+    b"loss scale": b"| loss scale:",
 }
 _FRAMES = (
     *(b"traceback (most recent", b"root cause (first", b"(most recent call first)"),

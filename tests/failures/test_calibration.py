@@ -98,6 +98,29 @@ FORMS = (
         ),
         ("infra-node", "high"),
     ),
+    (
+        "an Xid in a line that a monitor quotes",
+        '[event found] "NVRM: Xid (PCI:0002:00:00): 79, pid=7, name=python, the GPU is gone"',
+        ("infra-node", "high"),
+    ),
+    (
+        "an Xid in a text about it",
+        'the runbook of the site lists "NVRM: Xid (PCI:0002:00:00): 79, the GPU is gone"',
+        ("unknown", "low"),
+    ),
+    (
+        "a call of NCCL that the driver refused",
+        "node66:7:7 [0] transport/nvls.cc:2 NCCL WARN Cuda failure 1 'invalid argument'",
+        ("unknown", "low"),
+    ),
+    (
+        "a request that a hub outside the job did not answer",
+        (
+            'Traceback (most recent call last):\n  File "t.py", line 2, in <module>\n'
+            "requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected(''))"
+        ),
+        ("infra-storage", "low"),
+    ),
     ("an Xid without the driver", "Xid 79: GPU has fallen off the bus", ("infra-node", "high")),
     (
         "stacks of py-spy",
