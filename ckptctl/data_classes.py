@@ -94,19 +94,22 @@ else:
                 ),
                 "_fields": fields,
                 "_compared": attrgetter(*compared) if compared else type,
+                "__init__": _OnFirstUse(_init),
+                "__dataclass_fields__": _OnFirstUse(_standard_fields),
+                "__qualname__": cls.__qualname__,
             },
         )
-        made.__qualname__ = cls.__qualname__
-        made.__init__ = _OnFirstUse("__init__", made, _init)
         _UNFINISHED.append(made)
-        made.__dataclass_fields__ = _OnFirstUse("__dataclass_fields__", made, _standard_fields)
         return made
 
     class _OnFirstUse:
         """An attribute of a class that is made when it is first used."""
 
-        def __init__(self, name, cls, make):
-            self.name, self.cls, self.make = name, cls, make
+        def __init__(self, make):
+            self.make = make
+
+        def __set_name__(self, cls, name):
+            self.cls, self.name = cls, name
 
         def __get__(self, made, owner=None):
             value = self.make(self.cls)

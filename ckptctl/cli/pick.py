@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import ckptctl
-from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import warnings_of
@@ -15,6 +14,9 @@ from ckptctl.cli.rendering import Line, Span, finding_lines, line, next_line, re
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Answer, Pick
+
+if TYPE_CHECKING:
+    from ckptctl.cli.documents import Document
 
 EXAMPLES = (
     'CKPT=$(ckptctl pick /shared/ckpt/run-1234) && torchrun train.py --resume "$CKPT"',
@@ -83,6 +85,8 @@ def pick(
 
 def pick_document(found: Pick, exit_code: int) -> Document:
     """The document of `pick`; `path` and `step` are null where nothing was chosen."""
+    from ckptctl.cli.documents import document  # only --json and --report need it
+
     chosen = found.chosen
     return document(
         "pick",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shlex
 from contextlib import ExitStack
-from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.rendering import Line, Span, Style, line, next_line, padded, refused_lines
@@ -20,6 +18,9 @@ from ckptctl.errors import UsageError
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 from ckptctl.preflight_checks.results import Outcome, Preflight
+
+if TYPE_CHECKING:
+    from ckptctl.cli.documents import Document
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
@@ -146,7 +147,12 @@ def preflight(
             requirements=requirements,
             storage=storage,
         )
-    answer = partial(document, "preflight", found)
+
+    def answer() -> Document:
+        from ckptctl.cli.documents import document  # only --json and --report need it
+
+        return document("preflight", found)
+
     out.save(answer)
     if out.as_json:
         out.document(answer())

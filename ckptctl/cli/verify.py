@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ckptctl
-from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import LevelOpt, MetricsOpt, StepArg
 from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.pictures import (
@@ -40,6 +39,9 @@ from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
 from ckptctl.selection.targets import parse_target
+
+if TYPE_CHECKING:
+    from ckptctl.cli.documents import Document
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -97,6 +99,8 @@ def verify(
 
 def verify_document(report: Report, next_command: str | None) -> Document:
     """The document of `verify`: the report is in its field `report`."""
+    from ckptctl.cli.documents import document  # only --json and --report need it
+
     return document("verify", exit_code=report.exit_code, report=report, next_command=next_command)
 
 

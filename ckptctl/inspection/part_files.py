@@ -9,7 +9,6 @@ checked in `checks/`.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
 from array import array
@@ -26,6 +25,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL, View, read_directory, tail_needed
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
@@ -325,7 +325,7 @@ def _digest(read_tail: Callable[[int], bytes], size: int) -> str:
         held = tail[len(tail) - (size - directory.at) :]
     except RecordUnreadable:
         held = read_tail(min(TAIL, size))
-    return hashlib.sha256(held).hexdigest()
+    return sha256_of(held)
 
 
 def _holds_directory(view: View) -> bool:

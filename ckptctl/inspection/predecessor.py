@@ -15,7 +15,6 @@ from itertools import islice
 
 from ckptctl.checks.shape import own_number, wrong_step
 from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
-from ckptctl.checks.without_metadata import check_fewer
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
@@ -44,6 +43,8 @@ def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
 
     Storage errors of the older step are passed over. Cost: two listings.
     """
+    from ckptctl.checks.without_metadata import check_fewer
+
     for named in islice(older(), 1):
         with suppress(StorageError):
             yield from check_fewer(opened.step, part.part, OpenStep(opened.store, named).step)

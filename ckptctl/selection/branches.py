@@ -9,7 +9,6 @@ of the other roots with these records.
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -161,6 +160,8 @@ def _left(save: LeftBehind) -> Left:
 
 def _named_at(time: str) -> float | None:
     """The time in the name of an attempt, in seconds since 1970; None for what is none."""
+    import datetime
+
     try:
         return datetime.datetime.strptime(f"{time}+0000", "%Y%m%dT%H%M%S.%fZ%z").timestamp()
     except (ValueError, OverflowError):

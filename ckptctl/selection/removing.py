@@ -22,7 +22,6 @@ time. Bytes that a disk has lost since, without a write, are detected only when 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -37,6 +36,7 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     OWN_FOLDER,
@@ -197,7 +197,7 @@ def _noted(store: Store, inspected: Inspection) -> bool:
 def files_digest(files: Iterable[FileInfo]) -> str:
     """A SHA-256 over the files of a step by path, each with its size and write time."""
     saved = {f.path: [f.size, written_ms(f)] for f in files if not is_own(f.path)}
-    return hashlib.sha256(canonical(saved)).hexdigest()
+    return sha256_of(canonical(saved))
 
 
 def _fields(inspected: Inspection) -> ProofDocument:

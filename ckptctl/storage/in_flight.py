@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
-from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Span
 from ckptctl.storage.waiting import start_daemon
+
+if TYPE_CHECKING:
+    from queue import SimpleQueue
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -70,6 +72,8 @@ def in_flight(
     n_bytes: Callable[[Item], int] = lambda _: 0,
 ) -> Iterator[tuple[Item, T]]:
     """Each item with its result; see `read_in_flight`. `n_bytes` returns the size of a result."""
+    from queue import SimpleQueue
+
     waiting: deque[_Request[Item, T]] = deque()
     work: SimpleQueue[_Request[Item, T] | None] = SimpleQueue()
     n_threads = n_waiting = 0
@@ -149,6 +153,8 @@ def _work(work: SimpleQueue[_Request[Item, T] | None], ask: Callable[[Item], T])
 
 
 def _drop(work: SimpleQueue[_Request[Item, T] | None]) -> None:
+    from queue import Empty
+
     with suppress(Empty):
         while True:
             work.get_nowait()

@@ -17,7 +17,6 @@ Source: torch 2.13 `torch/distributed/checkpoint/planner_helpers.py`
 
 from __future__ import annotations
 
-import hashlib
 import re
 from array import array
 from collections import defaultdict
@@ -43,6 +42,7 @@ from ckptctl.formats.dcp.grammar import (
     Encoded,
     Layout,
 )
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
 from ckptctl.formats.pickles.reading import collector_paused, read_pickle
 from ckptctl.formats.pickles.stubs import Dtype, Malformed, Run, Stub, checked_dims, shown
@@ -159,7 +159,7 @@ class _Decoded:
             self.metadata,
             checkpoint_id=checkpoint_id,
             save_id=save_id,
-            digest=hashlib.sha256(data).hexdigest(),
+            digest=sha256_of(data),
         )
 
 
@@ -196,7 +196,7 @@ def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
         version=_text_or_none(fields.get("version"), "the version"),
         rank=rank,
         n_bytes=len(data),
-        digest=hashlib.sha256(data).hexdigest(),
+        digest=sha256_of(data),
     )
 
 

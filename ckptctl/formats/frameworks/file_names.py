@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice, product
 from math import prod
 from typing import NamedTuple
@@ -298,6 +298,32 @@ FILES = (
     ),
 )
 
+_REPEATED = r"(?:[?*+]|\{[^}]*\})"
+_GROUP_OR_SET = rf"(?:\([^()]*\)|\[[^]]*\]){_REPEATED}*"
+_NO_TEXT = rf"\0|(?:\\.|.){_REPEATED}+|\\\w|(?<!\\)\."
+
+
+def full_match(pattern: str, name: str) -> re.Match[str] | None:
+    """`re.fullmatch`, without compiling a pattern whose text the name lacks.
+
+    To compile a pattern takes 0.1 ms, and a name that matches none is compared with all.
+    """
+    return re.fullmatch(pattern, name) if text_in(pattern) in name else None
+
+
+@cache
+def text_in(pattern: str) -> str:
+    """The longest text that every match of a pattern of these tables has; empty for none.
+
+    Groups and sets are left out, from the innermost on, and what may be repeated.
+    """
+    n_left_out = 1
+    while n_left_out:
+        pattern, n_left_out = re.subn(_GROUP_OR_SET, "\0", pattern)
+    texts = [] if "|" in pattern else re.split(_NO_TEXT, pattern)
+    return max((text.replace("\\", "") for text in texts), key=len, default="")
+
+
 _ALWAYS = "+"
 AGAIN = "again_"
 _SHARDED = frozenset({"model", "optimizer"})
@@ -312,7 +338,7 @@ def matches(path: str, layout: str = "") -> tuple[tuple[FileName, re.Match[str]]
 
 def _matching(path: str, layout: str) -> Iterator[tuple[FileName, re.Match[str]]]:
     for row in FILES:
-        match = re.fullmatch(row.name, path) if row.layout in ("", layout) else None
+        match = full_match(row.name, path) if row.layout in ("", layout) else None
         if match:
             yield row, match
 

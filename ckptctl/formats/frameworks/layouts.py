@@ -13,7 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import grids_of, kind_of_file, weights_called
+from ckptctl.formats.frameworks.file_names import (
+    full_match,
+    grids_of,
+    kind_of_file,
+    weights_called,
+)
 from ckptctl.model import FileInfo, Part, PartFormat
 
 MAX_STEP = 2**63 - 1
@@ -74,7 +79,7 @@ def name_of_attempt(name: str, attempt: int) -> str:
 
 def is_of_one_attempt(name: str) -> bool:
     """Whether only one attempt ever writes a step of this name, and only once."""
-    return re.fullmatch(tables.OF_ATTEMPT, name) is not None
+    return full_match(tables.OF_ATTEMPT, name) is not None
 
 
 _PATTERN = "--pattern 'save-(?P<step>[0-9]+)'"
@@ -112,7 +117,7 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         match = pattern.fullmatch(name)
         return _named(name, "dcp", match) if match else None
     inside, unfinished = _finished(name)
-    saved = re.fullmatch(tables.OF_ATTEMPT, inside)
+    saved = full_match(tables.OF_ATTEMPT, inside)
     plain, cut = _finished(saved["rest"]) if saved else (inside, False)
     found = _plain_step(plain)
     if found is None or (saved and found.bare):
@@ -142,7 +147,7 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
     found: dict[StepName, list[FileInfo]] = {}
     for file in files:
         for layout, expression in tables.SCATTERED:
-            match = re.fullmatch(expression, file.path)
+            match = full_match(expression, file.path)
             named = _named("", layout, match) if match and file.kind == "file" else None
             if named is not None:
                 name = scattered_name(named.number)
@@ -173,7 +178,7 @@ def ranks_beside(entries: Iterable[FileInfo], number: int) -> int:
         folder, _, name = entry.path.rpartition("/")
         if entry.kind == "dir" and may_hold_scattered(name):
             held.setdefault(entry.path, set())
-        match = re.fullmatch(expression, entry.path) if entry.kind == "file" else None
+        match = full_match(expression, entry.path) if entry.kind == "file" else None
         named = _named("", layout, match) if match else None
         if named is not None:
             held.setdefault(folder, set()).add(named.number)
@@ -184,14 +189,14 @@ def ranks_beside(entries: Iterable[FileInfo], number: int) -> int:
 
 def may_hold_scattered(folder: str) -> bool:
     """Whether a folder in a session may hold files of steps without a folder."""
-    return re.fullmatch(tables.HOLDS_SCATTERED, folder) is not None
+    return full_match(tables.HOLDS_SCATTERED, folder) is not None
 
 
 def _finished(name: str) -> tuple[str, bool]:
     """The name that a step has once it is saved, and whether `name` is that of one being saved."""
     inside = name
     for _ in range(_MAX_WRAPPERS):
-        wrapped = re.fullmatch(tables.UNFINISHED, inside)
+        wrapped = full_match(tables.UNFINISHED, inside)
         if wrapped is None:
             break
         inside = wrapped["after"] or wrapped["before"]
@@ -203,10 +208,10 @@ def _plain_step(name: str) -> StepName | None:
         return None
     stem = _without_flat_suffix(name)
     for layout, expression in tables.STEP_NAMES:
-        match = re.fullmatch(expression, name) or re.fullmatch(expression, stem)
+        match = full_match(expression, name) or full_match(expression, stem)
         if match:
             return _named(name, layout, match)
-    match = re.fullmatch(tables.BARE_NUMBER, name)
+    match = full_match(tables.BARE_NUMBER, name)
     return _named(name, "dcp", match, bare=True) if match else None
 
 
@@ -216,9 +221,7 @@ def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) 
         return None
     if len(digits) > len(str(MAX_STEP)) or int(digits) > MAX_STEP:
         return None
-    version = (
-        re.fullmatch(tables.LIGHTNING_VERSION, name) if layout in tables.WITH_VERSIONS else None
-    )
+    version = full_match(tables.LIGHTNING_VERSION, name) if layout in tables.WITH_VERSIONS else None
     return StepName(name, int(digits), layout, bare=bare, attempt=int(version[1]) if version else 0)
 
 
@@ -275,7 +278,7 @@ def is_pointer(file: FileInfo) -> bool:
     """Whether a file directly under the root is a pointer that can be read as text or link."""
     if file.kind == "dir" or is_flat_file(file):
         return False
-    return file.path in tables.POINTERS or bool(re.fullmatch(tables.RANK_POINTER, file.path))
+    return file.path in tables.POINTERS or bool(full_match(tables.RANK_POINTER, file.path))
 
 
 def pointed_step(
@@ -302,19 +305,19 @@ METADATA_TMP = ".metadata.tmp"
 
 def shard_rank(file_name: str) -> int | None:
     """The rank in the name of a shard file (`__3_0.distcp`), None for another name."""
-    match = re.fullmatch(tables.SHARD, file_name)
+    match = full_match(tables.SHARD, file_name)
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
 def hugging_face_rank(file_name: str) -> int | None:
     """The rank in the name of a shard of DCP's Hugging Face writer, which counts from 1."""
-    match = re.fullmatch(tables.HUGGING_FACE_SHARD, file_name)
+    match = full_match(tables.HUGGING_FACE_SHARD, file_name)
     return int(match["number"]) - 1 if match and int(match["number"]) > 0 else None
 
 
 def rank_local_rank(file_name: str) -> int | None:
     """The rank in the name of rank-local metadata (`__3.metadata`), None for another name."""
-    match = re.fullmatch(tables.RANK_LOCAL, file_name)
+    match = full_match(tables.RANK_LOCAL, file_name)
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
@@ -402,7 +405,7 @@ def _other_parts(
         for file in folders[folder]
     ]
     for kind, expression in tables.OTHER_FORMATS:
-        if any(re.fullmatch(expression, path) for path in paths):
+        if any(full_match(expression, path) for path in paths):
             return (Part("", kind, _flattened(folders)),)
     safetensors = tuple(
         Part(folder, PartFormat.SAFETENSORS, tuple(inside))
@@ -417,11 +420,9 @@ def _other_parts(
 
 def is_archive(path: str, layout: str = "") -> bool:
     """Whether a file of a rank-file step is one of `torch.save`, by its name."""
-    if re.fullmatch(tables.ARCHIVE, path):
+    if full_match(tables.ARCHIVE, path):
         return True
-    return (
-        bool(re.fullmatch(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
-    )
+    return bool(full_match(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
 
 
 def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...]:
@@ -439,7 +440,7 @@ def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
     """The framework whose step this is, by its name and by the files in it; else `dcp`."""
     paths = [file.path for file in files]
     for layout, names, sign in tables.SIGNATURES:
-        if named.layout in names.split() and any(re.fullmatch(sign, path) for path in paths):
+        if named.layout in names.split() and any(full_match(sign, path) for path in paths):
             return layout
     return "dcp" if named.layout in tables.NEEDS_SIGNATURE else named.layout
 
@@ -470,15 +471,15 @@ def documents_parsed(
 
 def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:
     """Marker files that a framework keeps in a step until it is whole."""
-    return tuple(f.path for f in files if re.fullmatch(tables.UNFINISHED_MARKERS, f.path))
+    return tuple(f.path for f in files if full_match(tables.UNFINISHED_MARKERS, f.path))
 
 
 def missing_stages(parts: Sequence[Part]) -> tuple[str, ...]:
     """Pipeline stages (`pp{K}`) that are missing below the highest one that is there."""
-    stages = {int(match["stage"]) for p in parts if (match := re.fullmatch(tables.STAGE, p.path))}
+    stages = {int(match["stage"]) for p in parts if (match := full_match(tables.STAGE, p.path))}
     return tuple(f"pp{k}" for k in range(max(stages, default=-1)) if k not in stages)
 
 
 def is_stage(path: str) -> bool:
     """Whether a part is a pipeline stage, whose ranks are numbered from 0 again."""
-    return re.fullmatch(tables.STAGE, path) is not None
+    return full_match(tables.STAGE, path) is not None

@@ -15,7 +15,6 @@ seal with a key withstands that.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -40,6 +39,7 @@ from typing import (
 from ckptctl.data_classes import fields as fields_of
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formatting import rfc3339
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def canonical(fields: Mapping[str, object]) -> bytes:
 
 def digest_of(fields: Mapping[str, object]) -> str:
     """The SHA-256 of a document in its canonical form, in hex."""
-    return hashlib.sha256(canonical(fields)).hexdigest()
+    return sha256_of(canonical(fields))
 
 
 def as_stored(schema: str, fields: Mapping[str, object]) -> bytes:

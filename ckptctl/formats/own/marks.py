@@ -8,13 +8,13 @@ by the digest of its metadata, and becomes outdated when the step is saved again
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
 from ckptctl.formats.own.documents import MarkDocument
 from ckptctl.formats.own.files import as_stored, canonical, read_back
@@ -100,7 +100,7 @@ def metadata_digest(digests: Sequence[tuple[str, str]]) -> str | None:
     """One digest for all metadata files of a step, each given by path and SHA-256."""
     if not digests:
         return None
-    return hashlib.sha256(canonical(dict(digests))).hexdigest()
+    return sha256_of(canonical(dict(digests)))
 
 
 def mark_bytes(mark: Mark) -> bytes:

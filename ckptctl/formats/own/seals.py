@@ -10,8 +10,6 @@ it, so that nobody without the key can make one.
 """
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
-import hashlib
-import hmac
 from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
@@ -188,7 +186,9 @@ def seal_bytes(seal: Seal, key: bytes | None) -> bytes:
 
 def is_authentic(seal: Seal, key: bytes) -> bool:
     """Whether the seal was made with this key."""
-    return seal.hmac is not None and hmac.compare_digest(seal.hmac, _hmac(_fields_of(seal), key))
+    from hmac import compare_digest
+
+    return seal.hmac is not None and compare_digest(seal.hmac, _hmac(_fields_of(seal), key))
 
 
 def parse_seal(data: bytes) -> Seal:
@@ -259,7 +259,9 @@ def _fields_of_file(file: SealedFile) -> Fields:
 
 
 def _hmac(fields: Mapping[str, object], key: bytes) -> str:
-    return hmac.new(key, canonical(fields), hashlib.sha256).hexdigest()
+    import hmac
+
+    return hmac.new(key, canonical(fields), "sha256").hexdigest()
 
 
 def _file(file: SealedFileEntry, algorithm: Algorithm) -> SealedFile:

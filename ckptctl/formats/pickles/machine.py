@@ -63,6 +63,7 @@ class Machine:
         "data",
         "end",
         "grammar",
+        "has_runs",
         "marks",
         "memo",
         "n_left",
@@ -82,6 +83,7 @@ class Machine:
         self.opcodes = opcodes
         self.memo = memo or Memo()
         self.shapes: Mapping[str, Shape] = {}
+        self.has_runs = False
         self.at = self.pos = 0
         self.end = len(data)
         self.stack: list[object] = []
@@ -165,15 +167,17 @@ class Machine:
             return False
         self.n_left -= n_containers
         self.memo.skip(run)
+        self.has_runs = True
         self.stack += [run] if values is None else values
         self.pos = end
         return True
 
     def pop(self) -> object:
         """Take the topmost value off the stack."""
-        value = self.top()
-        self.stack.pop()
-        return value
+        if self.stack and not isinstance(self.stack[-1], Run):
+            return self.stack.pop()
+        self.top()
+        return self.stack.pop()
 
     def top(self) -> object:
         """The topmost value, left where it is."""
@@ -198,7 +202,7 @@ class Machine:
 
     def singly(self, items: list[object]) -> list[object]:
         """`items`, with its values in place of each `Run`."""
-        if not any(isinstance(item, Run) for item in items):
+        if not (self.has_runs and any(isinstance(item, Run) for item in items)):
             return items
         values: list[object] = []
         for item in items:
@@ -257,6 +261,10 @@ class Machine:
 
     def _pairs(self, items: list[object]) -> Iterator[tuple[object, object]]:
         """Keys and values; a run of pairs goes in as one key, as long as it begins with one."""
+        if not self.has_runs:
+            if len(items) % 2:
+                self.damaged("a key has no value")
+            return zip(items[::2], items[1::2], strict=True)
         position = 0
         pairs: list[tuple[object, object]] = []
         while position < len(items):
@@ -297,6 +305,8 @@ class Machine:
 
     def checked_key(self, key: object) -> Hashable:
         """`key`, if it is of a kind whose hash and comparison are cheap."""
+        if type(key) is str:
+            return key
         if isinstance(key, tuple):
             self.tuple_keys += 1
             if self.tuple_keys > MAX_TUPLE_KEYS:
