@@ -199,4 +199,5 @@ def rows(size: Size) -> Iterator[Row]:
             "ms",
             1_000 * least(taken, "bare"),
             "adding up elements",
+            goal=1,
         )

@@ -59,7 +59,7 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
     Cost: linear in the chunks, times 2 for each dimension they are cut along,
     less where they form a grid; no bytes are read.
     """
-    if _is_a_row(tensor):
+    if _is_a_grid(tensor):
         return
     slices, n_outside = _slices_of(tensor)
     if n_outside:
@@ -130,31 +130,30 @@ def _together(ranks: Sequence[Chunks]) -> Chunks:
     return Chunks(ranks[0].n_dims, offsets, sizes, RangeColumns.missing(n_chunks))
 
 
-def _is_a_row(tensor: TensorEntry) -> bool:
-    """The usual sound case, told from the columns: chunks cut along one dimension at most."""
+def _is_a_grid(tensor: TensorEntry) -> bool:
+    """The usual sound case, told from the columns: the chunks are the cells of a grid.
+
+    Along each dimension the chunks have few places, which follow each other from end to end: so
+    their products, the cells, fill the tensor. It remains to find each cell once.
+    """
     chunks, n_dims = tensor.chunks, tensor.chunks.n_dims
-    if not chunks or min(chunks.sizes, default=1) < 1:
+    if min(chunks.sizes, default=1) < 1:
         return False
-    row = None
+    n_cells, cut = 1, []
     for dim, n_elements in enumerate(tensor.shape):
         begins, sizes = chunks.offsets[dim::n_dims], chunks.sizes[dim::n_dims]
         if begins.count(0) == len(chunks) == sizes.count(n_elements):
             continue
-        if row is not None:
+        places = dict(zip(begins, sizes, strict=True))
+        if len(places) < len(chunks) and [*map(places.__getitem__, begins)] != sizes.tolist():
             return False
-        row = begins, sizes, n_elements
-    if row is None:
-        return len(chunks) == 1
-    begins, sizes, n_elements = row
-    if _follow(begins, sizes, n_elements):  # in the order of the ranks
-        return True
-    in_order = sorted(zip(begins, sizes, strict=True))
-    return _follow([at for at, _ in in_order], [n for _, n in in_order], n_elements)
-
-
-def _follow(begins: Sequence[int], sizes: Sequence[int], n_elements: int) -> bool:
-    """Whether each chunk begins where the one before ends, from 0 to `n_elements`."""
-    return [0, *map(add, begins, sizes)] == [*begins, n_elements]
+        order = sorted(places)
+        ends = map(add, order, map(places.__getitem__, order))
+        if [0, *ends] != [*order, n_elements]:
+            return False
+        n_cells *= len(places)
+        cut.append(begins)
+    return n_cells == len(chunks) == (len(set(zip(*cut, strict=True))) if len(cut) > 1 else n_cells)
 
 
 def _slices_of(tensor: TensorEntry) -> tuple[list[Bounds], int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,19 +27,19 @@ BLOCK_BYTES = 64 << 20
 """A file has a digest for each block of so many bytes, and one of the whole."""
 
 
-_SHORT = 256 << 10
-_SHA256_ALONE = "_sha2" if sys.version_info >= (3, 12) else "_sha256"
+try:
+    # Python has it in case it is built without OpenSSL, which takes 4 % of a `pick` to load.
+    _sha256_of_few = import_module("_sha2" if sys.version_info >= (3, 12) else "_sha256").sha256
+except ImportError:
+    from hashlib import sha256 as _sha256_of_few
+
+_FEW = 256 << 10
 
 
 def sha256_of(data: bytes) -> str:
-    """The SHA-256 of bytes, in hexadecimal digits.
-
-    For a few bytes the module is used that Python has in case it is built without OpenSSL:
-    to load OpenSSL takes 4 % of a `pick`.
-    """
-    if len(data) <= _SHORT:
-        with suppress(ImportError):
-            return str(import_module(_SHA256_ALONE).sha256(data).hexdigest())
+    """The SHA-256 of bytes, in hexadecimal digits."""
+    if len(data) <= _FEW:
+        return str(_sha256_of_few(data).hexdigest())
     import hashlib
 
     return hashlib.sha256(data).hexdigest()
