@@ -8,6 +8,7 @@ front of every training job.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 from collections.abc import Sequence
@@ -115,13 +116,15 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
     import typer
 
     if isinstance(error, typer.TyperException):
-        message = " ".join(error.format_message().split())
-        message = message[:1].lower() + message[1:]
+        message = _reworded(error.format_message())
         command = _command(argv)
         if command is not None and argv[0] != command:
             at = argv.index(command)
             behind = shlex.join(["ckptctl", *without_secrets([*argv[at:], *argv[:at]])])
             return UsageError("options stand behind the command", next_command=behind)
+        mistyped = re.fullmatch(r"no such command '(.*)'; did you mean '(.*)'\?", message)
+        if mistyped and mistyped[1] in argv:
+            return UsageError(message, instead_of=mistyped[1], instead=mistyped[2])
         return UsageError(message, next_command=_help_command(argv))
     if isinstance(error, MemoryError):
         return OutOfMemory("there is not enough memory; nothing is known, good or bad")
@@ -129,6 +132,21 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         f"{type(error).__name__}: {error}; this is a bug in ckptctl {ckptctl.__version__}",
         next_command="ckptctl explain 1" if "--debug" in argv else _same(argv, "--debug"),
     )
+
+
+def _reworded(message: str) -> str:
+    """What typer found wrong, in one sentence without its type names."""
+    for pattern, words in (
+        (r"\s+", " "),
+        (r"is not in the range x>=([0-9.]+)", r"is less than \1"),
+        (r"is not a valid int(eger)?( range)?\b", "is not a whole number"),
+        (r"is not a valid float( range)?\b", "is not a number"),
+        (r" \(Possible options: (.*)\)", r"; did you mean \1?"),
+        (r"\. Did you mean", "; did you mean"),
+        (r"\.$", ""),
+    ):
+        message = re.sub(pattern, words, message)
+    return message[:1].lower() + message[1:]
 
 
 def _next(error: CkptctlError, argv: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line, padded, pa
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
+from ckptctl.formatting import listed
 
 EXAMPLES = ("ckptctl explain shard.truncated", "ckptctl explain 20")
 EXIT_CODES = (0, 2)
@@ -151,9 +152,16 @@ def page(name: str) -> Page:
         return _loss_verdict_page(name)
     if name.isascii() and name.isdigit() and int(name[:4]) in exit_codes.EXIT_CODES:
         return _exit_code_page(int(name))
+    below = [code for code in sorted(CODES) if code.startswith(f"{name}.")]
+    close = below or _close_to(name)
+    message = f"there is nothing to explain under the name {name!r}"
+    if not close:
+        raise UsageError(message, next_command="ckptctl explain")
     raise UsageError(
-        f"there is nothing to explain under the name {name!r}{_close_to(name)}",
-        next_command="ckptctl explain",
+        f"{message}; the codes below it are {listed(below)}"
+        if below
+        else f"{message}; did you mean {listed(close, 'or')}?",
+        next_command=f"ckptctl explain {close[0]}",
     )
 
 
@@ -241,9 +249,8 @@ def _published() -> str:
     return next((url for label, _, url in named if label == "Documentation"), "")
 
 
-def _close_to(name: str) -> str:
+def _close_to(name: str) -> list[str]:
     from difflib import get_close_matches
 
     names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS]
-    close = get_close_matches(name.lower(), names, n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return get_close_matches(name.lower(), names, n=3)

@@ -281,7 +281,9 @@ def _writing() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(f"the output cannot be written: {error.strerror}") from error
+        raise UsageError(
+            f"the output cannot be written: {error.strerror}", next_command="df -h"
+        ) from error
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -334,14 +336,24 @@ def _can_encode(stream: TextIO, glyphs: str) -> bool:
 
 
 def replace_file(path: str, text: str, what: str = "the report") -> None:
-    """Replace a file atomically, or leave it as it was; `what` names it in an error."""
-    aside = f"{path}.{os.getpid()}.tmp"
+    """Replace a file atomically, or leave it as it was; `what` names it in an error.
+
+    A pipe or a device is written to: a rename would put a file in its place, and root may
+    do so even to `/dev/null`. A link stays; the file that it leads to is replaced.
+    """
+    data = text.encode("utf-8", "backslashreplace")
     try:
-        with open(aside, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, "wb") as stream:
+                stream.write(data)
+            return
+        target = os.path.realpath(path)
+        aside = f"{target}.{os.getpid()}.tmp"
+        with open(aside, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(aside, target)
     except OSError as error:
         raise UsageError(f"{what} cannot be written to {path}: {error.strerror}") from error
 

@@ -1,6 +1,7 @@
 """The commands on real checkpoints, each in a process of its own."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -227,6 +228,21 @@ def test_the_report_file_holds_the_document(ckptctl, broken_root, tmp_path):
     assert done.returncode == 20
     assert validated((tmp_path / "report.json").read_text())["report"]["verdict"] == "incomplete"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["report.json", "run"]
+
+
+def test_a_report_leaves_a_pipe_and_a_link_what_they_are(ckptctl, sound_root, tmp_path):
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link.json", tmp_path / "file.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    link.symlink_to(file)
+    for path in (pipe, link):
+        assert ckptctl("pick", sound_root, "--report", path).returncode == 0
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert validated(os.read(reader, 1 << 16).decode()) | {"generated_at": ""} == validated(
+        file.read_text()
+    ) | {"generated_at": ""}
+    os.close(reader)
 
 
 def test_the_report_file_also_says_what_went_wrong(ckptctl, tmp_path):

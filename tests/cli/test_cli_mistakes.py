@@ -152,8 +152,14 @@ PLACES = [
     ("accept run@10", 0, "ckptctl verify run/step_10", "nothing was written"),
     ("pin run@10 --off", 0, "ckptctl verify run/step_10", "nothing was written"),
     # What is behind a word that nobody knows.
-    ("explain shard.truncted", 2, "ckptctl explain", "did you mean shard.truncated"),
-    ("scn run", 2, "ckptctl --help", "Did you mean 'scan'"),
+    ("explain shard", 2, "ckptctl explain shard.empty", "the codes below it are shard.empty, "),
+    (
+        "explain shard.truncted",
+        2,
+        "ckptctl explain shard.truncated",
+        "did you mean shard.truncated",
+    ),
+    ("scn run", 2, "ckptctl scan run", "did you mean 'scan'"),
     ("scan run --lst 3", 2, "ckptctl scan --help", "--last"),
     ("runbook show rb-8", 2, "ckptctl runbook list", "there are gpu-fault, mfu-regression"),
     ("runbook list", 0, "ckptctl runbook show rb-7", "storage-corruption"),
@@ -165,6 +171,16 @@ PLACES = [
     ("classify ''", 2, "ckptctl classify --help", "'': No such file or directory"),
     ("scan s3://", 2, "ckptctl scan --help", "s3:// names no bucket"),
     ("verify run@newest", 2, "ckptctl scan run", "a step number, latest or auto"),
+    ("convert run@10 .", 2, "ckptctl convert --help", ". already exists"),
+    ("reshard run@10 .. --world-size 2", 2, "ckptctl reshard --help", ".. already exists"),
+    ("scan run --last -1", 2, "ckptctl scan --help", "'--last': -1 is less than 0"),
+    ("scan run --before x", 2, "ckptctl scan --help", "'x' is not a whole number"),
+    (
+        "pick run --before 5",
+        11,
+        "ckptctl verify run/step_10 --level content",
+        "--before 5 excludes",
+    ),
     ("--quiet pick run", 2, "ckptctl pick run --quiet", "options stand behind the command"),
     ("scan run --timeout nan", 2, "ckptctl scan run --timeout 120", "--timeout is nan s"),
 ]

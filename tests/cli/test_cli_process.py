@@ -234,11 +234,15 @@ def test_debug_shows_where_an_error_comes_from(ckptctl):
 @pytest.mark.parametrize(
     ("arguments", "said", "command"),
     [
-        (["sacn"], "did you mean 'scan'?", "ckptctl --help"),
+        (["sacn"], "did you mean 'scan'?", "ckptctl scan"),
         (["pick", "x", "--lvl", "y"], "--level", "ckptctl pick --help"),
         (["pick"], "missing argument 'ROOT...'", "ckptctl pick --help"),
-        (["verify", "x", "--timeout", "0"], "x>=0.1", "ckptctl verify --help"),
-        (["explain", "shard.truncted"], "did you mean shard.truncated", "ckptctl explain"),
+        (["verify", "x", "--timeout", "0"], "is less than 0.1", "ckptctl verify --help"),
+        (
+            ["explain", "shard.truncted"],
+            "did you mean shard.truncated",
+            "ckptctl explain shard.truncated",
+        ),
         (["scan", "x", "--storage-option", "y"], "KEY=VALUE", "--storage-option anon=true"),
         (["pick", "x", "--skip", "y"], "step numbers, not 'y'", "--skip 1400,1600"),
     ],
