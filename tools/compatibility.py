@@ -21,15 +21,18 @@ COLUMNS = {
     "ranks": "ranks; each one's file is missed",
     "sealed": "saves sealed",
     "passed_over": "damaged step passed over",
-    "right": "loss of a right resume",
-    "wrong": "loss of a wrong one",
+    "right": "right resume: its console",
+    "log": "its `train.jsonl`",
+    "wrong": "wrong resume: its console",
 }
 INTRODUCTION = (
     "# Compatibility\n\n"
     "What `tests/integrations` has shown with real frameworks, on two ranks and more. "
     "`make compatibility` writes this page from the last runs; an empty cell was not tried with "
-    "that version. [Frameworks](frameworks/README.md) describes each of them, "
-    "[rank files](rank-files.md) their layouts.\n\n"
+    "that version, a dash means that the framework has nothing of the kind. *DCP*: the steps are "
+    "DCP checkpoints, whose saves are interrupted and whose files are damaged by the "
+    "[campaign](reliability.md), without the framework. [Frameworks](frameworks/README.md) "
+    "describes each of them, [rank files](rank-files.md) their layouts.\n\n"
 )
 
 
@@ -38,7 +41,7 @@ def page() -> str:
     rows: dict[tuple[str, str, str], dict[str, object]] = defaultdict(dict)
     for line in RECORD.read_text().splitlines() if RECORD.exists() else ():
         facts = json.loads(line)
-        name = facts["framework"].replace("_", "-")
+        name = ", ".join(filter(None, (facts["framework"], facts["variant"])))
         rows[name, facts["version"], facts["torch"]] |= facts
     table = [
         ["framework", "version", "torch", *COLUMNS.values()],

@@ -41,6 +41,8 @@ def resolve(
     """
 
     def decide() -> str | None:
+        # `ModelParallelStrategy` keeps its mesh in the module; `fit` connects the real one.
+        trainer.strategy.connect(LightningModule())
         trainer.strategy.setup_environment()
         return resolve_among_ranks(resume_from, root, **keywords)
 

@@ -1,11 +1,14 @@
-"""NVRx: find the newest local checkpoint whose files every rank has verified.
+"""NVRx: load a verified local checkpoint, and share heartbeats with `ckptctl run`.
 
     manager = VerifiedLocalCheckpointManager("/local/checkpoints", session_id="run-7")
     if manager.find_latest() != -1:
         state, _ = manager.load()
 
+    share_heartbeats()  # before the training makes its `fault_tolerance.RankMonitorClient`
+
 Source: nvidia-resiliency-ext 0.4.1 `checkpointing/local/ckpt_managers/base_manager.py`,
-`local_manager.py`.
+`local_manager.py`, `fault_tolerance/rank_monitor_client.py`,
+`ptl_resiliency/fault_tolerance_sections_callback.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,24 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
+from nvidia_resiliency_ext import fault_tolerance
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
     LocalCheckpointManager,
 )
 
+from ckptctl.formats.own.heartbeats import Section
 from ckptctl.records.verification import check_whole
+from ckptctl.train import heartbeat
 from ckptctl.train.ledger import to_stderr
 
-__all__ = ["VerifiedLocalCheckpointManager"]
+__all__ = ["ReportingRankMonitorClient", "VerifiedLocalCheckpointManager", "share_heartbeats"]
+
+_SECTIONS: dict[str, Section] = {
+    "setup": "setup",
+    "checkpointing": "checkpoint",
+    "evaluation": "evaluation",
+}
+"""The sections that Megatron-LM and the callbacks of NVRx name, except `step`; the last is ours."""
 
 
 class VerifiedLocalCheckpointManager(LocalCheckpointManager):
@@ -66,3 +79,54 @@ def _damage(path: Any) -> str | None:
     if found.wrong is not None:
         return f"{found.wrong.names[0]} in it does not match its checksum"
     return found.unreadable
+
+
+class ReportingRankMonitorClient(fault_tolerance.RankMonitorClient):
+    """NVRx's client, whose heartbeats and sections are reported to `ckptctl run` as well.
+
+    The time between two steps counts as `step`, until the end of the first one as
+    `first-step`. A section whose name is not known is `outside`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+        self._between: Section | None = None  # while no section but `step` is open
+
+    def send_heartbeat(self) -> None:
+        """Report that this rank makes progress."""
+        heartbeat()
+        super().send_heartbeat()
+
+    def start_section(self, section: str) -> None:
+        """Report that a section begins."""
+        super().start_section(section)
+        self._open.append(section)
+        self._report()
+
+    def end_section(self, section: str) -> None:
+        """Report that a section has ended."""
+        super().end_section(section)
+        self._open.remove(section)
+        if section in ("setup", "step"):
+            self._between = "first-step" if section == "setup" else "step"
+        self._report()
+
+    def end_all_sections(self) -> None:
+        """Report that every section has ended."""
+        super().end_all_sections()
+        self._open.clear()
+        self._report()
+
+    def _report(self) -> None:
+        inner = [_SECTIONS.get(name, "outside") for name in self._open if name != "step"]
+        heartbeat(inner[-1] if inner else self._between)
+
+
+def share_heartbeats() -> None:
+    """Report what NVRx's client is told to `ckptctl run` too; call it before one is made.
+
+    Megatron-LM and the callbacks for Lightning make a `fault_tolerance.RankMonitorClient` by
+    this name, which has no hooks.
+    """
+    fault_tolerance.RankMonitorClient = ReportingRankMonitorClient

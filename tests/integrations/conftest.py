@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from live_frameworks import JOBS, Run, interpreter, job_environment, version_of
+from live_frameworks import JOBS, Run, interpreter, job_environment, torchrun, version_of
 
 
 @pytest.fixture(scope="session")
@@ -15,11 +15,14 @@ def run_job() -> Run:
     """A function that runs the job of a framework; by default on two ranks of torchrun."""
 
     def run(
-        framework: str, root: Path, *options: object, launcher: Sequence[str] | None = None
+        framework: str,
+        root: Path,
+        *options: object,
+        n_ranks: int = 2,
+        launcher: Sequence[str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         version_of(framework)
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        start = torchrun if launcher is None else launcher
+        start = torchrun(n_ranks) if launcher is None else launcher
         job = JOBS / f"{framework.replace('.', '_')}_job.py"
         return subprocess.run(
             [interpreter(), *start, str(job), str(root), *map(str, options)],

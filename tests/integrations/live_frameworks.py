@@ -10,12 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, clean_environment
+from command_line import REPOSITORY, clean_environment, run_ckptctl
 
 ENVIRONMENT = REPOSITORY / ".cache" / "framework-venv" / "bin" / "python"
 RECORD = REPOSITORY / ".cache" / "compatibility.jsonl"
@@ -44,15 +44,30 @@ def version_of(framework: str) -> str:
     return done.stdout.split()[-1]
 
 
-def record(framework: str, **facts: object) -> None:
-    """Keep what a test has shown of a framework, for `tools/compatibility.py`."""
+def torchrun(n_ranks: int = 2) -> Sequence[str]:
+    """The arguments of Python that start a script on so many ranks."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks))
+
+
+def seal_by_watch(root: Path) -> None:
+    """Seal what a framework without an integration that seals has saved."""
+    for _ in range(2):  # a step is sealed once two listings of it are equal
+        done = run_ckptctl("watch", root, "--once", "--grace", 0)
+        assert done.returncode == 0, done.stdout
+
+
+def record(framework: str, variant: str = "", **facts: object) -> None:
+    """Keep what a test has shown of a framework, for `tools/compatibility.py`.
+
+    `variant` is what a framework can save besides its usual steps.
+    """
     code = "from importlib.metadata import version as v; import sys; print(v(sys.argv[1]))"
-    versions = {
-        name: subprocess.check_output([interpreter(), "-c", code, name], text=True).strip()
-        for name in (DISTRIBUTIONS.get(framework, framework), "torch")
-    }
-    version, torch = versions.values()
-    line = {"framework": framework, "version": version, "torch": torch}
+    names = (DISTRIBUTIONS.get(framework, framework).replace("_", "-"), "torch")
+    version, torch = (
+        subprocess.check_output([interpreter(), "-c", code, name], text=True).strip()
+        for name in names
+    )
+    line = {"framework": names[0], "variant": variant, "version": version, "torch": torch}
     with open(RECORD, "a", encoding="utf-8") as file:
         file.write(json.dumps(line | facts) + "\n")
 

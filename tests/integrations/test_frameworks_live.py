@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY, run_ckptctl, validated
-from live_frameworks import Run, record, version_of
+from live_frameworks import Run, record, seal_by_watch, version_of
 
 import ckptctl
 from ckptctl.loss.verdict import LossVerdict
@@ -19,9 +20,12 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 RECORDED = ("transformers", "accelerate", "lightning", "olmo_core")
 """Those whose integration logs the losses and checks the resume."""
 SEALED = (*RECORDED, "torchtitan", "megatron.core", "verl")
+"""Those whose integration seals; `ckptctl watch` seals what the others save."""
 FRAMEWORKS = (*SEALED, "deepspeed")
-ROUNDED = {"lightning": "four decimals", "olmo_core": "four digits"}
-"""Those whose console prints too few digits of the loss to prove a resume."""
+SHARDED = {"sharded, 2 ranks": 2, "sharded, 4 ranks": 4}
+"""How Lightning saves folders of DCP, besides its files."""
+ROUNDED = ("lightning",)
+"""Those whose console prints too few digits to prove a resume: three, and no gradient norms."""
 IN_CI = ("transformers", "accelerate", "lightning")
 PAGES = REPOSITORY / "docs" / "frameworks" / "README.md"
 SAVED = (12, 24, 36)
@@ -29,24 +33,51 @@ KILLED_AT = 44
 
 
 @dataclass(frozen=True)
+class Case:
+    """A framework, and what it saves besides its usual steps."""
+
+    framework: str
+    variant: str = ""
+
+    def run(self, run_job: Run, root: Path, *options: object) -> subprocess.CompletedProcess[str]:
+        """Run the job of the framework, until each step that it saved is sealed."""
+        sharded = ["--sharded"] if self.variant else []
+        n_ranks = SHARDED.get(self.variant, 2)
+        done = run_job(self.framework, root, *sharded, *options, n_ranks=n_ranks)
+        if self.framework not in SEALED:
+            seal_by_watch(root)
+        return done
+
+    def record(self, **facts: object) -> None:
+        record(self.framework, self.variant, **facts)
+
+
+CASES = [*map(Case, FRAMEWORKS), *(Case("lightning", variant) for variant in SHARDED)]
+
+
+@dataclass(frozen=True)
 class Interrupted:
     """A run that was killed on all ranks after its third save: never resume in `root` itself."""
 
-    framework: str
+    case: Case
     root: Path
     console: str
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(f, marks=[] if f in IN_CI else [pytest.mark.long]) for f in FRAMEWORKS],
-)
+def marked(case: Case) -> object:
+    in_ci = case.framework in IN_CI and not case.variant
+    name = f"{case.framework} {case.variant}".strip()
+    return pytest.param(case, id=name, marks=[] if in_ci else [pytest.mark.long])
+
+
+@pytest.fixture(scope="module", params=map(marked, CASES))
 def interrupted(request, tmp_path_factory, run_job: Run) -> Interrupted:
-    assert version_of(request.param) in PAGES.read_text()
-    root = tmp_path_factory.mktemp(request.param) / "run"
-    done = run_job(request.param, root, "--kill-at", KILLED_AT)
+    case = request.param
+    assert version_of(case.framework) in PAGES.read_text()
+    root = tmp_path_factory.mktemp(case.framework) / "run"
+    done = case.run(run_job, root, "--kill-at", KILLED_AT)
     assert "exitcode: -9" in done.stdout or "exitcode  : -9" in done.stdout, done.stdout
-    return Interrupted(request.param, root, done.stdout)
+    return Interrupted(case, root, done.stdout)
 
 
 @pytest.fixture
@@ -66,67 +97,75 @@ def consoles(tmp_path: Path, *texts: str) -> list[str]:
 
 
 def test_every_save_is_sealed_and_the_newest_is_picked(interrupted):
-    root, is_sealed = interrupted.root, interrupted.framework in SEALED
+    root = interrupted.root
     scanned = ckptctl.scan(str(root))
     steps = [report.number for report in scanned.reports if report.number]
     assert steps == sorted(SAVED, reverse=True)
-    chosen = ckptctl.pick(str(root), require_seal=is_sealed)
+    chosen = ckptctl.pick(str(root), require_seal=True)
     assert chosen.step == SAVED[-1]
     for number in SAVED:
-        sealed = ["--require-seal"] if is_sealed else []
-        done = run_ckptctl("verify", f"{root}@{number}", "--level", "content", *sealed)
+        done = run_ckptctl("verify", f"{root}@{number}", "--level", "content", "--require-seal")
         assert done.returncode == 0, done.stdout
     shown = run_ckptctl("show", chosen.path, "--json")
     assert shown.returncode == 0
     assert validated(shown.stdout)["state"]["optimizer"]["found"]
-    record(interrupted.framework, sealed=is_sealed)
+    case = interrupted.case
+    is_dcp = any(Path(chosen.path).rglob(".metadata"))
+    case.record(
+        sealed=case.framework in SEALED or "by watch",
+        log=None if case.framework in RECORDED else "–",
+        **dict.fromkeys(("stopped", "damaged", "ranks"), "DCP") if is_dcp else {},
+    )
 
 
-def test_a_right_resume_is_proven_by_the_console(interrupted, copied, run_job, tmp_path):
-    done = run_job(interrupted.framework, copied, "--stop")
+def test_a_right_resume_is_proven(interrupted, copied, run_job, tmp_path):
+    case = interrupted.case
+    done = case.run(run_job, copied, "--stop")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("ckptctl: resuming from") == 1
-    if interrupted.framework in RECORDED:
+    if case.framework in RECORDED:
         assert re.search(r"\d+ steps were logged twice and agree", done.stdout)
         log = ckptctl.check_loss(str(copied / "train.jsonl"), report=str(copied))
         assert log.verdict is LossVerdict.CONTINUOUS, log.message
     report = ckptctl.check_loss(consoles(tmp_path, interrupted.console, done.stdout))
     assert report.assessments[0].resume.resume_point.step == SAVED[-1]
-    is_rounded = interrupted.framework in ROUNDED
+    is_rounded = case.framework in ROUNDED
     wanted = LossVerdict.NO_JUMP if is_rounded else LossVerdict.CONTINUOUS
     assert report.verdict is wanted, report.message
-    if interrupted.framework in SEALED:
-        last = ckptctl.verify(f"{copied}@48", level="content", require_seal=True)
-        assert last.exit_code == 0, last.findings
-    record(interrupted.framework, right=report.verdict.value)
+    last = ckptctl.verify(f"{copied}@48", level="content", require_seal=True)
+    assert last.exit_code == 0, last.findings
+    of_log = LossVerdict.CONTINUOUS.value if case.framework in RECORDED else "–"
+    case.record(right=report.verdict.value, log=of_log)
 
 
 def test_a_resume_with_other_weights_is_wrong_by_the_console(
     interrupted, copied, run_job, tmp_path
 ):
-    done = run_job(interrupted.framework, copied, "--stop", "--wrong")
-    if interrupted.framework in RECORDED:
+    case = interrupted.case
+    done = case.run(run_job, copied, "--stop", "--wrong")
+    if case.framework in RECORDED:
         assert "exitcode  : 30" in done.stdout, done.stdout
-        # Two ranks write to one console, now and then into one line.
-        assert len(re.findall("error: .*? differ by", done.stdout)) == 2, done.stdout
+        # The ranks write to one console, now and then into one line.
+        errors = re.findall("error: .*? (?:differ|rises) by", done.stdout)
+        assert len(errors) == SHARDED.get(case.variant, 2), done.stdout
     report = ckptctl.check_loss(consoles(tmp_path, interrupted.console, done.stdout))
     assert report.verdict is LossVerdict.DISCONTINUOUS, report.message
-    record(interrupted.framework, wrong=report.verdict.value)
+    case.record(wrong=report.verdict.value)
 
 
 def test_a_damaged_step_is_passed_over_and_the_reason_is_in_the_log(interrupted, copied, run_job):
+    case = interrupted.case
     newest = ckptctl.pick(str(copied)).path
     damaged = max(
         (path for path in [Path(newest), *Path(newest).rglob("*")] if path.is_file()),
         key=lambda path: path.stat().st_size,
     )
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    done = run_job(interrupted.framework, copied, "--steps", SAVED[-1] + 1)
+    done = case.run(run_job, copied, "--steps", SAVED[-1] + 1)
     assert done.returncode == 0, done.stdout
     (line,) = (line for line in done.stdout.splitlines() if "ckptctl: resuming from" in line)
     assert f"not from step {SAVED[-1]}: " in line
-    is_sealed = interrupted.framework in SEALED
     # torchtitan saves the weights alone in the last step, which is passed over.
-    wanted = (SAVED[-1],) if interrupted.framework == "torchtitan" else (SAVED[-1], SAVED[-1] + 1)
-    assert ckptctl.pick(str(copied), require_seal=is_sealed).step in wanted
-    record(interrupted.framework, passed_over=True)
+    wanted = (SAVED[-1],) if case.framework == "torchtitan" else (SAVED[-1], SAVED[-1] + 1)
+    assert ckptctl.pick(str(copied), require_seal=True).step in wanted
+    case.record(passed_over=True)

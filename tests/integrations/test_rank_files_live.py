@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY
-from live_frameworks import interpreter, job_environment, record, version_of
+from live_frameworks import interpreter, job_environment, record, torchrun, version_of
 
 import ckptctl
 from ckptctl import Level, Severity
@@ -43,10 +43,9 @@ N_RANKS = 2
 
 
 def command(framework: str, out: Path, *arguments: object, n_ranks: int = N_RANKS) -> Sequence[str]:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks))
     script = REPOSITORY / "fixtures" / "rank_files.py"
     options = ("--width", WIDTH, *arguments)
-    return [interpreter(), *torchrun, str(script), framework, str(out), *map(str, options)]
+    return [interpreter(), *torchrun(n_ranks), str(script), framework, str(out), *map(str, options)]
 
 
 def lines(journal: Path) -> list[Mapping[str, object]]:
@@ -251,6 +250,7 @@ def test_damage_is_found_or_does_no_harm(interrupted, tmp_path):
         ("zero3", "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
         ("accelerate", "random_states_{}.pkl"),
         ("verl", "actor/optim_world_size_4_rank_{}.pt"),
+        ("nvrx", "{0}/iter_0000008_{0}_local.pt"),
     ],
 )
 def test_on_four_ranks_each_rank_counts(framework, of_ranks, tmp_path):
@@ -271,7 +271,7 @@ def test_on_four_ranks_each_rank_counts(framework, of_ranks, tmp_path):
     loaded = loaded_by(framework, tmp_path, chosen.path, n_ranks=4)
     assert loaded == {chosen.path: digests[chosen.step]}
     for rank in range(4):
-        path = Path(chosen.path, of_ranks.format(rank))
+        path = Path(chosen.path.partition("@")[0], of_ranks.format(rank))
         aside = path.rename(tmp_path / "aside")
         report = ckptctl.verify(chosen.path, level="structure", grace_s=0)
         # Where no name states the number of ranks, the last one is told by the step before.

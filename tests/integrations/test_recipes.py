@@ -7,16 +7,13 @@ import subprocess
 
 import pytest
 from command_line import REPOSITORY
-from live_frameworks import interpreter, job_environment, version_of
+from live_frameworks import interpreter, job_environment, torchrun, version_of
 
 import ckptctl
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 PAGES = REPOSITORY / "docs" / "frameworks"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
 SEALS = ("transformers", "accelerate", "lightning")
 
 
@@ -31,7 +28,7 @@ def test_the_script_of_a_page_saves_and_resumes(framework, tmp_path):
             code.replace("max_steps=12", f"max_steps={max_step}").replace("13)", f"{max_step + 1})")
         )
         done = subprocess.run(
-            [interpreter(), *TORCHRUN, str(script)],
+            [interpreter(), *torchrun(), str(script)],
             cwd=tmp_path,
             env=job_environment(),
             stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ def job_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--save-every", type=int, default=12)
     parser.add_argument("--epoch", type=int, default=12, help="steps in an epoch")
+    parser.add_argument("--sharded", action="store_true", help="each rank saves its part")
     parser.add_argument("--keep", type=int, help="how many steps the framework keeps")
     parser.add_argument("--kill-at", type=int, default=0, help="SIGKILL on every rank")
     parser.add_argument("--wrong", action="store_true", help="train with other weights than loaded")
@@ -24,13 +25,15 @@ def job_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_recipe(page: str, changes: dict[str, str], **names: Any) -> dict[str, Any]:
-    """Run the Python code of a page, with `changes` to its text; what it knows of afterwards.
+def run_recipe(
+    page: str, changes: dict[str, str], *, part: int = 0, **names: Any
+) -> dict[str, Any]:
+    """Run a part of the Python code of a page, with `changes` to its text; its names afterwards.
 
     `names` are what the code of a reader would have made before.
     """
     text = (PAGES / f"{page}.md").read_text()
-    (code,) = re.findall(r"^```python [^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    code = re.findall(r"^```python [^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[part]
     for written, wanted in changes.items():
         assert written in code, f"{page}.md has no {written}"
         code = code.replace(written, wanted)

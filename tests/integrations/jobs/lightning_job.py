@@ -1,4 +1,4 @@
-"""A small training of Lightning with DDP; run by torchrun, or by Lightning's own launcher."""
+"""A small training of Lightning with DDP or FSDP 2; run by torchrun, or by Lightning's launcher."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import lightning
 import torch
 from job_options import job_options
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from ckptctl import CkptctlError
 from ckptctl.integrations.lightning import CkptctlCallback, RecordOptions, resolve
 
 options = job_options()
+world = int(os.environ.get("WORLD_SIZE", "2"))
 
 
 class Module(lightning.LightningModule):
@@ -23,6 +26,11 @@ class Module(lightning.LightningModule):
         self.network = torch.nn.Sequential(
             torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
         )
+
+    def configure_model(self):
+        if options.sharded:
+            fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
+            self.network.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
     def training_step(self, batch, _):
         loss = (self.network(batch) - batch[:, :4].sin()).pow(2).mean()
@@ -51,12 +59,13 @@ class Killed(Callback):
 lightning.seed_everything(3, verbose=False)
 # An epoch is as long as the interval of the saves: in the middle of one Lightning does not go
 # back to the place in the data.
-data = torch.randn(8 * options.epoch, 16, generator=torch.Generator().manual_seed(1))
+data = torch.randn(4 * world * options.epoch, 16, generator=torch.Generator().manual_seed(1))
 loader = torch.utils.data.DataLoader(data, batch_size=4)
+sharded = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
 trainer = lightning.Trainer(
     accelerator="cpu",
-    strategy="ddp",
-    devices=2,
+    strategy=sharded if options.sharded else "ddp",
+    devices=world,
     max_steps=options.steps,
     logger=False,
     enable_model_summary=False,

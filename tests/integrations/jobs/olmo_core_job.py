@@ -78,6 +78,7 @@ module = TransformerTrainModuleConfig(
     rank_microbatch_size=BATCH // 2,
     max_sequence_length=LENGTH,
     optim=AdamWConfig(lr=0.01),
+    max_grad_norm=1.0,  # the norms in the console prove what losses of four digits do not
     dp_config=TransformerDataParallelConfig(name=DataParallelType.ddp),
 ).build(model.build(init_device="cpu"), device=torch.device("cpu"))
 data = Data(
