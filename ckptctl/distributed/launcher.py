@@ -152,6 +152,20 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
     )
 
 
+def machine() -> str:
+    """The name of this boot of this machine, and of the pid namespace; empty without /proc.
+
+    Two processes with the same value see each other's pids. A host name would not do: a
+    replaced pod has the name of the old one, on another machine.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedRank:
     """The rank of this process among those that a launcher started for one command.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -129,6 +129,38 @@ class ProcessGroup:
             if outcome.error is not None and outcome.error[0] is not _Stopped:
                 outcome.get(f"rank {rank} on {host}: " if self.size > 1 else "")
         return tuple(outcome.get() for _, outcome in outcomes)
+
+    def bytes_from(self, sources: Sequence[int], data: bytes | None) -> bytes | None:
+        """The bytes of another rank: `sources` names one for each rank, itself where it needs none.
+
+        `data` are those of this rank; None where it has none to give. They are sent as they are,
+        from rank to rank: ranks of one machine need no group of their own for it.
+        """
+        sizes = self.gather(0 if data is None else len(data))
+        source = sources[self.rank]
+        if source != self.rank:
+            return self._received(source, sizes[source]) if sizes[source] else None
+        others = [rank for rank, one in enumerate(sources) if one == source != rank]
+        if data and others:
+            self._communicate(partial(self._send, data, others))
+        return data
+
+    def _send(self, data: bytes, ranks: Sequence[int]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        # A bytearray, because torch warns of tensors over memory that must not be written to.
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        for rank in ranks:
+            dist.send(sent, rank, group=self.handle)
+
+    def _received(self, source: int, n_bytes: int) -> bytes:
+        import torch
+        import torch.distributed as dist
+
+        received = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+        self._communicate(lambda: dist.recv(received, source, group=self.handle))
+        return bytes(received.cpu().numpy().data)
 
     def most(self, *numbers: int) -> tuple[int, ...]:
         """The maximum of each number over all ranks: one small message, cheap at every step."""

@@ -59,16 +59,23 @@ class OpenStep:
     """A step under the root that `store` is opened on.
 
     `named` is its folder, with the number in its name where it has one; an empty name is
-    the root itself. `files` is its listing where the caller has one. Attributes that read
-    raise `StorageError`; after an error the next use reads again.
+    the root itself. `files` is its listing where the caller has one, `metadata` the bytes of
+    its own metadata file. Attributes that read raise `StorageError`; after an error the next
+    use reads again.
     """
 
     def __init__(
-        self, store: Store, named: StepName | str, files: Sequence[FileInfo] | None = None
+        self,
+        store: Store,
+        named: StepName | str,
+        files: Sequence[FileInfo] | None = None,
+        *,
+        metadata: bytes | None = None,
     ) -> None:
         self.store = store
         self.named = named
         self._given = files
+        self._given_metadata = metadata
 
     @property
     def name(self) -> str:
@@ -151,13 +158,21 @@ class OpenStep:
         """The global metadata of the step's own folder; what most steps have alone.
 
         It is not listed for this. Raises `PathNotFound`, `MetadataUnreadable`,
-        `MetadataUnsafe`. Cost: one read, none if the parts were read.
+        `MetadataUnsafe`. Cost: one read, none if the parts were read or its bytes were given.
         """
+        data, self._given_metadata = self._given_metadata, None
+        if data is not None:
+            return decode_metadata(data)
         for part in self.parts if "parts" in self.__dict__ else ():
             if not part.path and part.metadata and part.metadata[0].rank is None:
                 return part.metadata[0]
         path = self.in_store(layouts.METADATA)
         return decode_metadata(self.store.read(path, limit=MAX_METADATA_BYTES))
+
+    @property
+    def has_metadata(self) -> bool:
+        """Whether `metadata` takes no read and no part."""
+        return self._given_metadata is not None or "metadata" in self.__dict__
 
     @cached_property
     def sidecars(self) -> tuple[Sidecar, ...]:

@@ -88,10 +88,12 @@ def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Findi
     if file.size > MAX_METADATA_BYTES:
         return _unreadable(at, where, f"{file.size:,} bytes, more than any metadata takes")
     try:
-        data = at.store.read(at.in_store(file.path), limit=MAX_METADATA_BYTES)
-        if len(data) != file.size:
-            return _changed(where, f"{file.size:,} bytes", f"{len(data):,} bytes")
-        return decode_metadata(data, rank=rank)
+        known = at.opened.metadata if where == METADATA and at.opened.has_metadata else None
+        data = b"" if known else at.store.read(at.in_store(file.path), limit=MAX_METADATA_BYTES)
+        n_bytes = known.n_bytes if known else len(data)
+        if n_bytes != file.size:
+            return _changed(where, f"{file.size:,} bytes", f"{n_bytes:,} bytes")
+        return known or decode_metadata(data, rank=rank)
     except (PathNotFound, ShortRead):
         return _changed(where, f"{file.size:,} bytes", "missing or shorter")
     except MetadataUnreadable as error:

@@ -19,7 +19,7 @@ from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import parts_of
 from ckptctl.goodput.estimating import Measured, measured_in
-from ckptctl.inspection.open_step import list_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds
@@ -284,12 +284,10 @@ def _sizes(
     if chosen is None or not asked:
         return ()
     root = _root_of(stores, chosen)
-    store, name = stores[root], name_below(root, chosen.url)
+    opened = OpenStep(stores[root], name_below(root, chosen.url))
     as_saved = chosen.world_size is not None and set(asked) == {chosen.world_size.size}
-    source = None if as_saved else countable(store, name)
-    return tuple(
-        sized(asked, chosen, parts_of(list_step(store, name), chosen.layout), source, seen)
-    )
+    source = None if as_saved else countable(opened)
+    return tuple(sized(asked, chosen, parts_of(opened.files, chosen.layout), source, seen))
 
 
 def _root_of(stores: Mapping[str, Store], chosen: Report) -> str:

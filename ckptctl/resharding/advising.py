@@ -20,10 +20,9 @@ from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import size
 from ckptctl.inspection.inspecting import inspect_step
-from ckptctl.inspection.open_step import OpenStep, list_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level, Positive
 from ckptctl.options import Requirements, StorageOptions, without_secrets
-from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
@@ -71,29 +70,28 @@ class Advice:
         return {**asdict(self), "message": self.message}
 
 
-def advise(store: Store, name: str, world_size: int) -> Advice | None:
-    """The advice for the intact step `name` of a root; None as for `countable`.
+def advise(opened: OpenStep, world_size: int) -> Advice | None:
+    """The advice for an intact step; None as for `countable`.
 
     Cost: that of `countable`, and some 10 µs per chunk.
     """
-    source = countable(store, name)
+    source = countable(opened)
     return None if source is None else advice_for(source, world_size)
 
 
-def countable(store: Store, name: str) -> Source | None:
+def countable(opened: OpenStep) -> Source | None:
     """The step in the form that `advice_for` takes.
 
     None if it is not sharded DCP, has too much metadata, or the storage fails: nothing
-    depends on the advice. Cost: one listing and the metadata.
+    depends on the advice. Cost: one listing and the metadata, as far as they were not read.
     """
     from ckptctl.resharding.sources import source_of
 
     try:
-        files = list_step(store, name)
-        if sum(one.size for one in files if one.path.endswith(METADATA)) > MAX_METADATA_BYTES:
+        sizes = (one.size for one in opened.files if one.path.endswith(METADATA))
+        if sum(sizes) > MAX_METADATA_BYTES:
             return None
-        asked = Requirements(grace_s=0.0)
-        source = source_of(inspect_step(OpenStep(store, name, files), asked, level=Level.LISTING))
+        source = source_of(inspect_step(opened, Requirements(grace_s=0.0), level=Level.LISTING))
     except (StorageError, UsageError):
         return None
     return source if source.parts else None

@@ -137,6 +137,13 @@ class Folders(Protocol):
         """The absolute local path of a file or folder of the root."""
         ...
 
+    def file_id(self, path: str) -> tuple[int, int]:
+        """Device and inode number of a regular file: its name on this running system.
+
+        Opens the file, so that a network file system asks its server whether it changed.
+        """
+        ...
+
     def make_folder(self, path: str) -> None:
         """Create a folder in the root or in an existing one; raises `AlreadyExists`.
 

@@ -143,6 +143,10 @@ class LocalStore:
         root = os.path.abspath(self._root)
         return os.path.join(root, *parts_of(path))
 
+    def file_id(self, path: str) -> tuple[int, int]:
+        """See `Folders.file_id`."""
+        return self._tried(path, partial(self._id, path))
+
     def make_folder(self, path: str) -> None:
         """See `Folders.make_folder`."""
         *folders, name = parts_of(path)
@@ -346,6 +350,11 @@ class LocalStore:
                 data = data + more if data else more
         size = max(size, len(data))
         raise TooLarge(f"{self._named(path)} is {size:,} bytes; the limit is {limit:,}")
+
+    def _id(self, path: str) -> tuple[int, int]:
+        with self._file(path) as file:
+            found = os.fstat(file.fd)
+        return found.st_dev, found.st_ino
 
     def _spans_in_turn(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         path, file = "", Descriptor(-1)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from ckptctl.distributed.launcher import machine
 from ckptctl.errors import (
     AlreadyExists,
     AlreadySupervised,
@@ -45,7 +46,6 @@ from ckptctl.supervisor.processes import (
     Process,
     end_processes,
     is_alive,
-    machine,
     marked,
     own_process,
 )

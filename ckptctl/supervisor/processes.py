@@ -26,6 +26,8 @@ from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
+from ckptctl.distributed.launcher import machine
+
 MARKER = "CKPTCTL_SUPERVISED"
 """The variable that marks the processes of a job; its value is `RUN@ROOT`."""
 
@@ -53,20 +55,6 @@ class _Entry(NamedTuple):
     state: str
     parent: int
     session: int
-
-
-def machine() -> str:
-    """The name of this boot of this machine, and of the pid namespace; empty without /proc.
-
-    Two processes with the same value see each other's pids. A host name would not do: a
-    replaced pod has the name of the old one, on another machine.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
 
 
 def own_process() -> Process:

@@ -13,7 +13,6 @@ from ckptctl.errors import MissingExtra
 if TYPE_CHECKING:
     from ckptctl.distributed.launcher import Cluster, cluster_context
     from ckptctl.distributed.process_group import ProcessGroup, make_group
-    from ckptctl.train.agreement import resolve
     from ckptctl.train.checkpointer import Checkpointer
     from ckptctl.train.graceful import GracefulStop, outlive_stop
     from ckptctl.train.heartbeats import heartbeat
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping, simulate_fault
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
+    from ckptctl.train.resolving import resolve
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
     from ckptctl.train.writer import Writer
 
@@ -62,7 +62,7 @@ _HOMES = {
     "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping simulate_fault",
     "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",
     "ckptctl.train.reader": "Reader",
-    "ckptctl.train.agreement": "resolve",
+    "ckptctl.train.resolving": "resolve",
     "ckptctl.train.writer": "Writer",
     "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",
 }

@@ -8,6 +8,7 @@ from typing import Any
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageError
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import Store
 from ckptctl.train.agreement import Decision, Rejected, Selection
@@ -70,9 +71,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The chosen step, after it was restored into the objects of the script."""
+    """The chosen step, after it was restored into the objects of the script.
+
+    `opened` is the step as this rank read it, None for a fresh run.
+    """
 
     decision: Decision
     rejected: tuple[Rejected, ...]
     saved: Progress
     inventory: Inventory
+    opened: OpenStep | None = None

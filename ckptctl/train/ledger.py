@@ -26,7 +26,7 @@ from ckptctl.formats.own.ledger import LedgerLine
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+from ckptctl.storage.opening import join_url
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.train.heartbeats import started_ticks
 from ckptctl.train.job import Job, Restored
@@ -184,11 +184,9 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
 
 def _advice(job: Job, restored: Restored) -> Advice | None:
     """The reads that a load of this step takes, if the number of ranks has changed."""
-    path = restored.decision.path
-    if path is None or restored.saved.world_size in (None, job.group.size):
+    if restored.opened is None or restored.saved.world_size in (None, job.group.size):
         return None
-    with open_store(parent_url(path), job.selection.storage) as store:
-        return advise(store, base_name(path), job.group.size)
+    return advise(restored.opened, job.group.size)
 
 
 def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]:

@@ -36,12 +36,8 @@ from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede
 from ckptctl.train.agreement import (
     Decision,
     Rejected,
-    changed,
     check_roots,
     decide,
-    opened_here,
-    prove_content,
-    prove_seen,
     too_many,
     wanted_step,
 )
@@ -55,6 +51,7 @@ from ckptctl.train.ledger import (
     resume_document,
     resume_lines,
 )
+from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
     Progress,
@@ -135,15 +132,14 @@ class Resume:
             decision = job.group.from_first(lambda: self._decide(tuple(failed)))
             if decision.path is None or decision.step is None:
                 return Restored(decision, decision.rejected, Progress(0), Inventory())
-            prove_seen(decision, job.group, job.selection)
-            opened = opened_here(decision, job.selection, self._opened)
+            opened = open_on_all(decision, job.group, job.selection, self._opened)
             error = prove_content(decision, job.group, job.selection, opened)
             if error is None:
                 loaded = self._load(decision, opened)
                 if not isinstance(loaded, LoadFailed):
                     saved, inventory = self._restore(decision.step, loaded)
                     rejected = (*failed.values(), *decision.rejected)
-                    return Restored(decision, rejected, saved, inventory)
+                    return Restored(decision, rejected, saved, inventory, opened)
                 error = loaded
             step = decision.step
             failed[step] = Rejected(step, decision.path, "corrupt", error.message, not_loaded=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from made_steps import grid, write_step
 
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.resharding import advising
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.storage.local import LocalStore
@@ -23,7 +24,7 @@ def advice(folder: Path, cuts: list[int], world_size: int) -> Advice:
         "model.bias": (torch.zeros(25), grid((25,), [[]])),
     }
     write_step(folder / "step_1", tensors, {"step": 1})
-    found = advise(LocalStore(str(folder)), "step_1", world_size)
+    found = advise(OpenStep(LocalStore(str(folder)), "step_1"), world_size)
     assert found is not None
     return found
 
@@ -60,4 +61,4 @@ def test_what_would_gain_little_is_loaded_as_it_is(tmp_path):
 def test_a_step_with_too_many_chunks_to_count_gets_no_advice(tmp_path, monkeypatch):
     advice(tmp_path, [32], 16)
     monkeypatch.setattr(advising, "MAX_METADATA_BYTES", 100)
-    assert advise(LocalStore(str(tmp_path)), "step_1", 16) is None
+    assert advise(OpenStep(LocalStore(str(tmp_path)), "step_1"), 16) is None

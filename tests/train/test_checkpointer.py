@@ -369,11 +369,14 @@ def test_a_step_that_does_not_load_is_told_with_the_reason(root):
 def test_a_step_that_is_removed_between_choice_and_load_is_passed_over(root, monkeypatch):
     from ckptctl.train import resuming
 
-    def prove(decision, group, looking):
+    opened = resuming.open_on_all
+
+    def removed(decision, *others):
         if decision.step == 12:
             shutil.rmtree(decision.path)
+        return opened(decision, *others)
 
-    monkeypatch.setattr(resuming, "prove_seen", prove)
+    monkeypatch.setattr(resuming, "open_on_all", removed)
     job = Job(root)
     start = job.resume()
     assert (start.step, start.fell_back) == (9, True)

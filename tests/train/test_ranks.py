@@ -117,12 +117,11 @@ def damage_rank(step: Path, rank: int) -> None:
 
 
 def test_a_rank_that_sees_an_empty_mount_is_named_and_nobody_loads(folder, tmp_path):
+    (tmp_path / "empty" / "run").mkdir(parents=True)
     hook = tmp_path / "hook.py"
     hook.write_text(
-        "from ckptctl.train import agreement\n"
-        "if rank == 1:\n"
-        "    real = agreement._differs\n"
-        "    agreement._differs = lambda path, *rest: real('/nowhere/step_6', *rest)\n"
+        f"os.chdir({str(tmp_path / 'empty')!r} if rank == 1 else {str(folder)!r})\n"
+        "options.root = 'run'\n"
     )
     done = run_job(
         folder, "--ranks", 3, "--steps", 8, "--hook", hook, "--options", '{"settle_s": 0.5}'
@@ -153,11 +152,12 @@ def test_a_step_that_is_deleted_under_all_ranks_is_passed_over(folder, tmp_path)
     hook.write_text(
         "import shutil\n"
         "from ckptctl.train import resuming\n"
-        "proved = resuming.prove_seen\n"
+        "opened = resuming.open_on_all\n"
         "def removed(decision, *rest):\n"
-        "    proved(decision, *rest)\n"
+        "    step = opened(decision, *rest)\n"
         "    if decision.step == 6 and rank == 0: shutil.rmtree(decision.path)\n"
-        "resuming.prove_seen = removed\n"
+        "    return step\n"
+        "resuming.open_on_all = removed\n"
     )
     done = run_job(folder, "--ranks", 2, "--steps", 8, "--hook", hook)
     assert codes_of(done) == [0], done.stderr
