@@ -175,24 +175,36 @@ class _Watcher:
                     yield _no_root(self._root)
                 return
             before = _read_state(tier.store)
-            inspector = CachingInspector((tier,), self._requirements, self._policy.level)
-            candidates = candidates_of((tier,))[:MAX_STEPS]
             seen: dict[str, WatchedStep] = {}
-            for place, candidate in enumerate(candidates):
-                name = candidate.named.name
-                with suppress(PathNotFound):  # removed since the root was listed
-                    step = self._seen(tier, candidate, before.get(name))
-                    seen[name] = step
-                    # Listed before, with the same files, at least `grace_s` ago.
-                    unchanged = step is before.get(name)
-                    if unchanged and step["verdict"] is None and self._is_due(step):
-                        found = self._finish(tier, candidate, candidates[place + 1 :], inspector)
-                        # Kept before it is reported: an event is never repeated.
-                        seen[name] = {**step, "verdict": found.verdict}
-                        _write_state(tier.store, [*seen.values(), *_later(before, seen)])
-                        yield from found.events
+            try:
+                yield from self._finished(tier, before, seen)
+            except StorageError:
+                # A step that cannot be listed must not make the watch forget the others.
+                with suppress(StorageError):
+                    _write_state(tier.store, [*seen.values(), *_later(before, seen)])
+                raise
             if seen != before:
                 _write_state(tier.store, seen.values())
+
+    def _finished(
+        self, tier: Tier, before: dict[str, WatchedStep], seen: dict[str, WatchedStep]
+    ) -> Iterator[Watched]:
+        """Finish each step that has not changed since `before`; `seen` receives every step."""
+        inspector = CachingInspector((tier,), self._requirements, self._policy.level)
+        candidates = candidates_of((tier,))[:MAX_STEPS]
+        for place, candidate in enumerate(candidates):
+            name = candidate.named.name
+            with suppress(PathNotFound):  # removed since the root was listed
+                step = self._seen(tier, candidate, before.get(name))
+                seen[name] = step
+                # Listed before, with the same files, at least `grace_s` ago.
+                unchanged = step is before.get(name)
+                if unchanged and step["verdict"] is None and self._is_due(step):
+                    found = self._finish(tier, candidate, candidates[place + 1 :], inspector)
+                    # Kept before it is reported: an event is never repeated.
+                    seen[name] = {**step, "verdict": found.verdict}
+                    _write_state(tier.store, [*seen.values(), *_later(before, seen)])
+                    yield from found.events
 
     def _seen(self, tier: Tier, candidate: Candidate, before: WatchedStep | None) -> WatchedStep:
         """A step as it is now: since when it has these files, and what became of it."""

@@ -35,6 +35,7 @@ from ckptctl.options import (
     PickPolicy,
     Requirements,
 )
+from ckptctl.selection.choosing import refusal
 from ckptctl.selection.empty_roots import decide_beginning
 from ckptctl.selection.picking import pick_step
 from ckptctl.selection.results import Answer, PassedOver
@@ -176,6 +177,8 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[Decision, Open
     if found.answer is Answer.FRESH and not skip:
         return Decision(None, None, rejected=rejected), None
     if found.chosen is None:
+        if skip and not rejected:
+            raise too_many(skip, selection.roots)
         raise NothingToResume(
             found.message,
             exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
@@ -202,7 +205,7 @@ def _named(
     level = _first_level(selection) or Level.STRUCTURE
     with open_target(target, selection.requirements, selection.storage) as found:
         report = found.inspect(selection.requirements, level).report
-    if not report.usable:
+    if refusal(report, selection.policy) is not None:
         raise _not_usable(report)
     if report.number is None:
         raise UsageError(f"{report.url}: the folder name contains no step number")
@@ -239,11 +242,12 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
 
 
 def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
-    """The error for several steps that passed inspection but did not load."""
+    """The error for steps that passed inspection but did not load."""
     steps = ", ".join(str(step) for step in failed)
+    many = "s" if len(failed) > 1 else ""
     return NothingToResume(
-        f"{len(failed)} steps passed inspection but did not load ({steps}): check the storage "
-        "before using an older step",
+        f"{len(failed)} step{many} passed inspection but did not load ({steps}): check the "
+        "storage before using an older step",
         exit_code=11,
         next_command=f"ckptctl scan {roots.words}",
     )

@@ -391,7 +391,8 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        # An exit that reports success must not hide that the last save is lost.
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
         if self._attempt is not None:

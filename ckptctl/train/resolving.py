@@ -30,6 +30,7 @@ from ckptctl.options import (
     StorageOptions,
     options_from,
 )
+from ckptctl.selection.choosing import refusal
 from ckptctl.selection.roots import list_root, older_steps
 from ckptctl.selection.targets import roots_in
 from ckptctl.selection.verifying import content_asked
@@ -185,12 +186,11 @@ def prove_content(
         )
     )
     report = reports[0]
-    if report.usable:
-        return None
-    first = report.with_severity(Severity.FAULT)[0]
     if report.verdict is Verdict.UNKNOWN:
+        first = report.with_severity(Severity.FAULT)[0]
         raise StorageUnavailable(first.message, next_command=first.next_command)
-    return LoadFailed(f"{report.verdict.value} at level content: {first.message}")
+    reason = refusal(report, selection.policy)
+    return None if reason is None else LoadFailed(f"at level content: {reason}")
 
 
 def resolve(

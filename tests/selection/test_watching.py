@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import StorageUnavailable
+from ckptctl.errors import StorageError, StorageUnavailable
+from ckptctl.formats.own.seals import SEAL
 from ckptctl.model import Level
 from ckptctl.records.byte_pass import Pace
 from ckptctl.selection.watching import STATE, Event
@@ -46,6 +47,14 @@ def test_a_step_is_sealed_after_two_equal_listings_and_reported_once(root):
         report = ckptctl.verify(f"{root}@{number}", level=Level.CONTENT, require_seal=True)
         assert report.exit_code == 0
     assert inspected(root) == []
+
+
+def test_a_step_that_cannot_be_listed_keeps_no_newer_one_from_its_seal(root):
+    (root / "step_5").symlink_to("step_5")
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            inspected(root)
+    assert [(root / f"step_{n}" / SEAL).exists() for n in (30, 20, 10)] == [True] * 3
 
 
 def test_a_step_that_changed_between_two_listings_waits_for_a_third(root):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args
@@ -675,6 +676,17 @@ def test_what_goes_wrong_beside_the_training_is_raised_at_the_next_call(half):
         each.die()
 
 
+def test_an_exit_that_reports_success_does_not_hide_a_save_that_is_lost(half):
+    job, other = Job(half), Job(half)
+    job.resume()
+    other.resume()
+    job.train(7, 9, save=job.ckpt.save_async)
+    with pytest.raises(Fenced), job.ckpt:
+        sys.exit(0)
+    with pytest.raises(SystemExit), other.ckpt:
+        sys.exit(3)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -721,6 +733,17 @@ def test_resolve_answers_as_pick_does(root):
     with pytest.raises(NothingToResume, match="step_12 was requested, but it is corrupt") as bad:
         resolve(12, str(root))
     assert bad.value.exit_code == 21
+
+
+@pytest.mark.parametrize("resume_from", ["auto", 100])
+def test_resolve_accepts_at_level_content_what_nothing_can_prove_where_pick_does(
+    checkpoints, resume_from
+):
+    root = str(checkpoints / "no_crc_2")
+    with pytest.raises(NothingToResume, match=r"not be loaded|did not load"):
+        resolve(resume_from, root, level="content")
+    accepted = {"level": "content", "accept_unverifiable": True}
+    assert resolve(resume_from, root, **accepted) == ckptctl.pick(root, **accepted).path
 
 
 def test_processes_that_do_not_know_of_each_other_are_told(tmp_path, monkeypatch):
