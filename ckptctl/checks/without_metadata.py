@@ -242,7 +242,7 @@ def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Itera
     names = {name for kind in kinds if kind for name in kind.names}
     for file in part.files:
         if not file.size and is_archive(file.path) and kind_of_file(step.layout, file.path) is None:
-            yield _empty(step, file.path)
+            yield empty_file(step, file.path)
     is_one_file = [file.path for file in part.files] == [step.name]
     if "model" in names or is_one_file:
         return
@@ -387,7 +387,8 @@ def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
             return
 
 
-def _empty(step: Step, path: str) -> Finding:
+def empty_file(step: Step, path: str) -> Finding:
+    """The finding for a file of `torch.save` without a byte."""
     return Finding(
         "file.unreadable",
         path,

@@ -26,7 +26,7 @@ from ckptctl.cli.rendering import (
     state_lines,
 )
 from ckptctl.data_classes import dataclass
-from ckptctl.formatting import counted, exact_size, percent, size
+from ckptctl.formatting import counted, exact_size, percent, size, some_of
 from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Contents, TensorRow
 
@@ -70,13 +70,14 @@ def show(
 ) -> int:
     """Show the contents of a step: tensors, sizes, ranks, and what a resume restores.
 
-    Only the metadata is read. With --quiet the names of the tensors are printed, one a line.
+    The metadata is read; of rank files the pickles, of safetensors the headers. With --quiet
+    the names of the tensors are printed, one a line.
     """
     contents = ckptctl.show(step, pattern=pattern, storage=storage)
     out.answer(
         lambda: document("show", contents),
         lambda: contents_lines(contents, every_tensor=tensors, width=out.out.width),
-        bare=(safe(tensor.fqn) for tensor in contents.tensors)
+        bare=map(safe, dict.fromkeys(tensor.fqn for tensor in contents.tensors))
         if printed is None
         else _values(contents, printed),
         bare_only=printed is not None,
@@ -96,15 +97,12 @@ def _values(contents: Contents, printed: Printed) -> tuple[str, ...]:
 
 def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None) -> list[Line]:
     """Facts first, then the tensors, then the shard files."""
-    rows = contents.tensors
-    groups = [Group.of([row]) for row in rows] if every_tensor else grouped(_of_the_model(rows))
-    n_unlisted = 0 if every_tensor else len(rows) - sum(group.n_tensors for group in groups)
     return [
         *section(_head(contents)),
         *section(finding_lines(contents.findings)),
         *section(state_lines(contents.state, usable=contents.exit_code == 0)),
         *section(_bytes_by_kind(contents)),
-        *section([*_tensor_table(groups, width), *_unlisted(n_unlisted)]),
+        *_tables(contents, every_tensor=every_tensor, width=width),
         *section(_shards(contents)),
         *next_line(contents.next_command),
     ]
@@ -112,8 +110,7 @@ def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None)
 
 def _head(contents: Contents) -> Iterator[Line]:
     number = "" if contents.number is None else f"step {contents.number}: "
-    is_listed = bool(contents.tensors) or not contents.shards
-    params = f"{contents.n_params:,} parameters, " if is_listed else ""
+    params = "" if contents.n_params is None else f"{contents.n_params:,} parameters, "
     said = f"{number}{params}{exact_size(contents.n_bytes)}"
     yield line(Span(said, "strong"), hang=2)
     yield line("  ", Span(contents.url, "name"), solid=True)
@@ -131,6 +128,47 @@ def _bytes_by_kind(contents: Contents) -> list[Line]:
         line(f"  {kind:<{width}}  {size(n_bytes):>9}  {percent(n_bytes / total):>7}")
         for kind, n_bytes in contents.bytes_by_kind
     ]
+
+
+def _tables(contents: Contents, *, every_tensor: bool, width: int | None) -> Iterator[Line]:
+    """A table of the tensors in shard files, and of each file that states its own.
+
+    Files that hold tensors of the same names, dtypes and shapes, as those of ranks do, share one.
+    """
+    by_file: dict[str | None, list[TensorRow]] = {}
+    for row in contents.tensors:
+        by_file.setdefault(row.file, []).append(row)
+    alike: dict[tuple[object, ...], list[str | None]] = {}
+    for file, rows in by_file.items():
+        key = tuple((row.fqn, row.dtype, row.shape, row.whole_shape) for row in rows)
+        alike.setdefault((*key, file is None), []).append(file)
+    if not every_tensor and any(row.kind == "model" for row in contents.tensors):
+        alike = {
+            key: files
+            for key, files in alike.items()
+            if any(row.kind == "model" for row in by_file[files[0]])
+        }
+    n_listed = 0
+    for files in alike.values():
+        rows = by_file[files[0]]
+        groups = [Group.of([row]) for row in rows] if every_tensor else grouped(_of_the_model(rows))
+        n_listed += len(files) * sum(group.n_tensors for group in groups)
+        names = [name for name in files if name is not None]
+        yield from section([*_in_files(names), *_tensor_table(groups, width)])
+    n_more = len(contents.tensors) - n_listed
+    if n_more:
+        yield from section([line(f"  and {counted(n_more, 'tensor')} more (--tensors)")])
+    if contents.unlisted:
+        what = f"the tensors of {counted(len(contents.unlisted), 'file')} are not listed"
+        yield from section([line(f"  {what}: {some_of(contents.unlisted)}", hang=4)])
+
+
+def _in_files(names: Sequence[str]) -> list[Line]:
+    """The files that hold the tensors of a table."""
+    if not names:
+        return []
+    each = ", each" if len(names) > 1 else ""
+    return [line("  ", Span(safe(some_of(names)), "name"), each, solid=True)]
 
 
 _COLUMNS = ("tensor", "dtype", "shape", "chunks", "size")
@@ -157,10 +195,6 @@ def _of_the_model(rows: Sequence[TensorRow]) -> Sequence[TensorRow]:
     return [row for row in rows if row.kind == "model"] or rows
 
 
-def _unlisted(n_tensors: int) -> list[Line]:
-    return [line(f"  and {counted(n_tensors, 'tensor')} more (--tensors)")] if n_tensors else []
-
-
 def _shards(contents: Contents) -> Iterator[Line]:
     if not contents.shards:
         return
@@ -182,6 +216,7 @@ class Group:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    whole_shape: tuple[int, ...] | None
     n_tensors: int
     n_chunks: int
     n_bytes: int
@@ -193,6 +228,7 @@ class Group:
             _common_name([row.fqn for row in rows]),
             rows[0].dtype,
             rows[0].shape,
+            rows[0].whole_shape,
             len(rows),
             sum(row.n_chunks for row in rows),
             sum(row.n_bytes for row in rows),
@@ -201,9 +237,15 @@ class Group:
     @property
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        shape = " x ".join(str(n) for n in self.shape) or "scalar"
+        shape = _shape(self.shape)
+        if self.whole_shape is not None:
+            shape += f" of {_shape(self.whole_shape)}"
         times = f"  ({self.n_tensors:,} of them)" if self.n_tensors > 1 else ""
         return (self.name, self.dtype, shape + times, f"{self.n_chunks:,}", size(self.n_bytes))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 _INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
@@ -214,9 +256,10 @@ def grouped(rows: Sequence[TensorRow]) -> list[Group]:
 
     A group holds every combination of the numbers that its name shows.
     """
-    alike: dict[tuple[str, str, tuple[int, ...]], list[TensorRow]] = {}
+    alike: dict[tuple[object, ...], list[TensorRow]] = {}
     for row in rows:
-        alike.setdefault((_INDEX.sub("*", row.fqn), row.dtype, row.shape), []).append(row)
+        key = (_INDEX.sub("*", row.fqn), row.dtype, row.shape, row.whole_shape)
+        alike.setdefault(key, []).append(row)
     return [Group.of(part) for group in alike.values() for part in _complete(group)]
 
 

@@ -106,7 +106,7 @@ def inspect_content(
     sealed = None
     if seal is not None and asked.choose is None:
         sealed = Comparison(opened.folder, seal, opened.files, passed_over)
-    parts = [part for part in opened.parts if part.metadata]
+    parts = [part for part in (*opened.parts, opened.beside) if part and part.metadata]
     checks = [
         ContentCheck(part.ranges, part.part.files, part.path, choose=_own_share(asked))
         for part in parts

@@ -196,7 +196,8 @@ def settled(found: Found) -> list[Finding]:
 
 def report_on(opened: OpenStep, found: Found) -> Report:
     """Add up what was found of a step, and hold it against the requirements."""
-    return _report(opened.step, opened.parts, found, settled(found))
+    findings = [*_in_flight(opened, settled(found), found.requirements.grace_s)]
+    return _report(opened.step, opened.parts, found, findings)
 
 
 def report_failed(step: Step, found: Found, failed: Finding) -> Report:
@@ -213,7 +214,7 @@ def _report(
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {part.path: frozenset(part.ranges.file_names) for part in parts if part.metadata}
     saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
-    findings = [*_in_flight(step, findings, requirements.grace_s)]
+    findings = [*findings]
     if is_known and step.parts:
         if _holds_metadata(parts):
             findings += check_required(state, requirements.require, step.url)
@@ -304,18 +305,20 @@ MAX_AHEAD_S = 12 * 3600.0
 """How far a storage's clock may be ahead: local time for UTC, at most."""
 
 
-def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Iterator[Finding]:
+def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) -> Iterator[Finding]:
     """The findings, with those of an unfinished save as one `step.in-progress` while it is young.
 
     The storage's clock may be ahead of this host's, so that a time in the future is young too.
     One further ahead than `MAX_AHEAD_S` is no clock's, and says nothing.
     """
-    newest = _newest(_saved_files(step))
+    step = opened.step
+    beside = [] if opened.beside is None else [opened.beside.file]
+    newest = _newest([*_saved_files(step), *beside])
     age_s = None if newest is None else time.time() - newest
     ahead_s = max(grace_s, MAX_AHEAD_S) if grace_s else 0.0
     young = age_s is not None and -ahead_s <= age_s < grace_s
     codes = NEVER_FINISHED
-    if any(part.format is PartFormat.RANK_FILES for part in step.parts):
+    if beside or any(part.format is PartFormat.RANK_FILES for part in step.parts):
         codes |= _HALF_WRITTEN
     unfinished = [finding for finding in findings if finding.code in codes]
     if age_s is None or not (young and unfinished):

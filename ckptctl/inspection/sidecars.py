@@ -96,7 +96,7 @@ def read_sidecars(
         # Their damage is what the checks of records report.
         large = [file for file in sidecars if file not in read and _is_large(step.layout, file)]
         for file in large[:MAX_SIDECARS]:
-            yield Sidecar(file.path, _pickled_in(store, inside(folder, file.path), file.size))
+            yield Sidecar(file.path, value_in_archive(store, inside(folder, file.path), file.size))
         return
     others = [file for file in held if file not in read and not file.path.endswith(".json")]
     for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
@@ -174,28 +174,29 @@ def _is_large(layout: str, file: FileInfo) -> bool:
     return is_archive(file.path, layout) and is_first and (kind is None or len(kind.names) > 1)
 
 
-class _Reads:
-    """The bytes of a file, each read when it is asked for, up to a limit."""
+class FileReads:
+    """The bytes of a file, each read when it is asked for, at most `limit` at once."""
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: Store, path: str, limit: int = MAX_SIDECAR_BYTES) -> None:
         self._store = store
         self._path = path
+        self._limit = limit
 
     def get(self, start: int, end: int) -> bytes | None:
-        if end - start > MAX_SIDECAR_BYTES:
-            return None
-        return self.span(start, end - start)
+        """See `Readable.get`; None for more than the limit."""
+        return None if end - start > self._limit else self.span(start, end - start)
 
     def span(self, start: int, n_bytes: int) -> bytes:
+        """The bytes of a range, however long."""
         return read_range(self._store, self._path, start, n_bytes)
 
 
-def _pickled_in(store: Store, path: str, size: int) -> object | None:
+def value_in_archive(store: Store, path: str, size: int) -> object | None:
     """The value in an archive without the elements of its tensors; None where it is damaged.
 
     Cost: three short reads, and one for each number in a tensor at its top level.
     """
-    reads = _Reads(store, path)
+    reads = FileReads(store, path)
     try:
         if is_before_archives(reads.get(0, min(16, size)) or b""):
             return open_one_record(reads.span, size, open_before_archives).value

@@ -95,6 +95,10 @@ def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
         if not _has_fault(findings):
             found.readable.add(part.path)
         yield from findings
+    if opened.beside is not None and not opened.beside.file.size:
+        from ckptctl.checks.without_metadata import empty_file
+
+        yield empty_file(opened.step, opened.beside.file.path)
     sharded = [part.metadata for part in opened.parts if part.part.format in SHARDED]
     yield from check_holds_anything(sharded)
     if found.chooses_level:
@@ -144,6 +148,8 @@ def structure(opened: OpenStep, found: Found) -> Iterator[Finding]:
             if part.path in found.readable and not _has_fault(findings):
                 found.sound.add(part.path)
             yield from findings
+    if found.is_deep and opened.beside is not None:
+        yield from opened.beside.structure.findings
 
 
 def _has_fault(findings: Sequence[Finding]) -> bool:
@@ -179,6 +185,10 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
     step, sidecars = opened.step, sidecars_of(opened.step)
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
     contents: dict[str, object] = {}
+    if opened.beside is not None:
+        sidecars = (*sidecars, opened.beside.file)
+        if opened.beside.content is not None:
+            contents[opened.beside.file.path] = opened.beside.content
     damaged = {one.where for one in found.findings if one.severity is Severity.FAULT}
     if is_cheap:
         for sidecar in opened.sidecars:

@@ -26,9 +26,9 @@ from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import (
     INDEX_SUFFIX,
     MAX_HEADER,
-    NAMES,
     PREFIX,
     SUFFIX,
+    TORCH_NAMES,
     StoredTensor,
     parse_header,
     parse_index,
@@ -300,9 +300,6 @@ def _answer(
     )
 
 
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
 class SafetensorsPart(NamedTuple):
     """One folder of safetensors. `unnamed` are files that its index does not name."""
 
@@ -401,7 +398,7 @@ def _part(
     entries = {}
     for name, held in by_name.items():
         first = held[0][0]
-        dtype = _DTYPES.get(first.dtype)
+        dtype = TORCH_NAMES.get(first.dtype)
         if dtype is None:
             raise UsageError(f"{name} is of dtype {first.dtype}, which torch does not support")
         ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in held]

@@ -21,6 +21,7 @@ from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verd
 from ckptctl.formats.frameworks.layouts import (
     FLAT_SUFFIXES,
     NO_RUN_BELOW,
+    is_beside,
     saved_weights,
     step_name,
 )
@@ -303,7 +304,8 @@ def check_unnumbered(
     Cost: one listing per folder that is not a step, at most `MAX_FOLDERS_TRIED`.
     """
     inside = _listed_folders(store, listing, pattern)
-    names = [*listing.unnumbered, *(name for name, one in inside if one.is_step or one.unnumbered)]
+    folders = [name for name, one in inside if one.is_step or one.unnumbered]
+    names = [*listing.unnumbered, *(name for name in folders if not is_beside(name))]
     if not names:
         return
     seem = "looks like a checkpoint" if len(names) == 1 else "look like checkpoints"

@@ -147,6 +147,10 @@ class TensorRow:
     """Bytes of its elements."""
     kind: str
     """The kind of train state that it belongs to."""
+    file: str | None = None
+    """The file that holds it, relative to the step; null where chunks of it lie in shard files."""
+    whole_shape: tuple[int, ...] | None = None
+    """Of a DTensor in a rank file, the shape of the whole; `shape` is then that of the part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,9 @@ class Contents:
     exit_code: ExitCode
     """The exit code of the command."""
     tensors: tuple[TensorRow, ...]
-    """Every tensor."""
+    """Every tensor; in rank files and safetensors those of each file."""
+    unlisted: tuple[str, ...]
+    """Files whose tensors are not listed: damaged ones, and those after 200,000 tensors."""
     bytes_entries: tuple[str, ...]
     """The FQNs of entries that are not tensors."""
     shards: tuple[ShardRow, ...]
@@ -185,8 +191,8 @@ class Contents:
     """What a resume would restore."""
     world_size: WorldSize | None
     """How many ranks wrote the step; null where that is unknown."""
-    n_params: int
-    """Elements of the model's tensors."""
+    n_params: int | None
+    """Elements of the model's tensors; null where the files do not state which are copies."""
     n_bytes: int
     """Size of all files in bytes."""
     bytes_by_kind: tuple[tuple[str, int], ...]

@@ -212,10 +212,11 @@ def show(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> Contents:
-    """List what a step holds, by its metadata and its small files.
+    """List what a step holds, by its metadata, or by the pickles and headers of its files.
 
     `step` is named as for `verify`, and the same is raised. The step is inspected at
-    `listing`: what is wrong with it is in `findings`.
+    `listing`: what is wrong with it is in `findings`. Cost: that of `listing`, and of
+    `held_tensors` for rank files and safetensors.
     """
     requirements = Requirements(pattern=pattern)
     storage = options_from(keywords, storage)
@@ -224,8 +225,17 @@ def show(
 
 
 def _contents(inspected: Inspection) -> Contents:
+    # Imported here: no other command lists the tensors of files.
+    from ckptctl.inspection.stored_tensors import held_tensors
+
     report = inspected.report
-    tensors = tuple(row for part in inspected.parts for row in _tensors(part))
+    tensors = [row for part in inspected.parts for row in _tensors(part)]
+    beside = inspected.opened.beside if inspected.parts else None
+    held, unlisted = held_tensors([*inspected.parts, *([] if beside is None else [beside])])
+    tensors += [
+        TensorRow(one.fqn, one.dtype, one.shape, 1, one.n_bytes, one.kind, one.file, one.whole)
+        for one in held
+    ]
     sharded = [part for part in inspected.parts if part.part.format in SHARDED]
     metadata = [one for part in sharded for one in part.metadata]
     by_kind: Counter[str] = Counter()
@@ -236,12 +246,13 @@ def _contents(inspected: Inspection) -> Contents:
         number=report.number,
         layout=report.layout,
         exit_code=report.exit_code,
-        tensors=tensors,
+        tensors=tuple(tensors),
+        unlisted=tuple(unlisted),
         bytes_entries=tuple(fqn for one in metadata for fqn in one.bytes_entries),
         shards=tuple(row for part in inspected.parts for row in _shards(part)),
         state=report.state,
         world_size=report.world_size,
-        n_params=sum(prod(row.shape) for row in tensors if row.kind == "model"),
+        n_params=None if unlisted else _n_params(tensors),
         n_bytes=report.n_bytes,
         bytes_by_kind=tuple(by_kind.most_common()),
         checkpoint_id=next((one.checkpoint_id for one in metadata if one.checkpoint_id), None),
@@ -267,6 +278,21 @@ def _tensors(part: OpenPart) -> Iterator[TensorRow]:
                     _n_bytes(entry),
                     kinds[fqn].names[0],
                 )
+
+
+def _n_params(tensors: Sequence[TensorRow]) -> int | None:
+    """Elements of the model; None where several files hold what may be copies or parts.
+
+    Files whose paths differ in numbers alone are those of several ranks.
+    """
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    for row in tensors:
+        key = (re.sub("[0-9]+", "N", row.file or ""), row.fqn)
+        if row.kind == "model" and key in shapes and row.whole_shape is None:
+            return None
+        if row.kind == "model":
+            shapes[key] = row.whole_shape or row.shape
+    return sum(map(prod, shapes.values()))
 
 
 def _n_bytes(entry: TensorEntry) -> int:

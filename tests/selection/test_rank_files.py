@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,57 @@ def test_ranks_and_train_state_are_those_that_the_framework_wrote(root):
     assert (report.world_size and report.world_size.size) == RANKS[root.name]
     lost = set(ckptctl.model.STATE_KINDS) - set(report.state.held)
     assert lost == LOSES[root.name]
+
+
+def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """What torch loads: keys, dtype and shape of each tensor, of a DTensor those of its part."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        yield path, str(local.dtype).removeprefix("torch."), tuple(local.shape)
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_in(item, f"{path}.{key}" if path else str(key))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("root", ["verl", "transformers", "accelerate", "lightning"], indirect=True)
+def test_show_lists_the_tensors_that_torch_loads(root):
+    import torch
+    from safetensors.torch import load_file
+
+    step = root / NEWEST[root.name]
+    contents = ckptctl.show(str(step))
+    files = [step] if step.is_file() else [path for path in step.rglob("*") if path.is_file()]
+    wanted = {}
+    for path in files:
+        if path.name == "training_args.bin":
+            wanted[path] = set()  # an object of transformers, which is not installed here
+        elif path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
+            loaded = torch.load(path, map_location="cpu", weights_only=False)
+            wanted[path] = {*tensors_in(loaded)}
+        elif path.suffix == ".safetensors":
+            wanted[path] = {*tensors_in(load_file(path))}
+    listed = {path: set() for path in wanted}
+    for row in contents.tensors:
+        listed[step / row.file if step.is_dir() else step].add((row.fqn, row.dtype, row.shape))
+    assert listed == wanted
+    assert contents.unlisted == ()
+    n_params = {"verl": 2336, "transformers": 2080, "accelerate": 676, "lightning": 676}
+    assert contents.n_params == n_params[root.name]
+
+
+@pytest.mark.parametrize("root", ["zero3"], indirect=True)
+def test_show_names_a_file_whose_tensors_cannot_be_listed(root):
+    step = root / NEWEST[root.name]
+    shown = ckptctl.show(str(step))
+    assert shown.n_params is None  # each rank holds a part, and no file says which
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (step / name).write_bytes((step / name).read_bytes()[:-100])
+    damaged = ckptctl.show(str(step))
+    assert damaged.unlisted == (name,)
+    assert {row for row in shown.tensors if row.file != name} == {*damaged.tensors}
 
 
 @each_framework

@@ -420,3 +420,58 @@ def test_a_file_without_a_step_number_is_verified_and_no_sign_of_a_fresh_run(tmp
 def test_a_bare_state_dict_restores_a_model(tmp_path):
     path = save(tmp_path / "step_30.pt", torch.nn.Linear(4, 4).state_dict())
     assert ckptctl.verify(str(path), level="structure").state.held == ("model",)
+
+
+def torchtune(root: Path, *, epochs: int = 3, epochs_run: int = 3) -> Path:
+    """Weights of each epoch, and beside them the train state of the last."""
+    for epoch in range(epochs):
+        save(root / f"epoch_{epoch}" / "model-00001-of-00001.bin", {"w": torch.ones(8, 8)})
+    recipe = {"optimizer": state(1)["optimizer"], "epochs_run": epochs_run, "seed": 1}
+    return save(root / "recipe_state" / "recipe_state.pt", recipe)
+
+
+def test_torchtunes_train_state_is_of_the_epoch_that_it_was_saved_with(tmp_path):
+    torchtune(tmp_path)
+    scanned = ckptctl.scan(str(tmp_path))
+    found = {report.number: report.state.optimizer.found for report in scanned.reports}
+    assert found == {2: True, 1: False, 0: False}
+    assert not scanned.findings
+    newest = ckptctl.verify(f"{tmp_path}@2", level="content")
+    assert (newest.exit_code, newest.records_proven) == (0, 2)
+    shown = ckptctl.show(f"{tmp_path}@2")
+    (moment,) = (row for row in shown.tensors if row.kind == "optimizer")
+    assert moment.file == "../recipe_state/recipe_state.pt"
+    # The next save replaces it: a seal of the step stays valid.
+    assert ckptctl.seal(f"{tmp_path}@2").exit_code == 0
+    torchtune(tmp_path, epochs=4, epochs_run=4)
+    assert ckptctl.verify(f"{tmp_path}@2", level="content", require_seal=True).exit_code == 0
+
+
+def test_an_epoch_whose_train_state_torchtune_did_not_save_is_passed_over(tmp_path):
+    # Killed between its two files, torchtune loads new weights with the optimizer of old ones.
+    torchtune(tmp_path, epochs=4)
+    chosen = ckptctl.pick(str(tmp_path))
+    assert chosen.step == 2
+    assert chosen.required == ("model", "optimizer", "scheduler", "dataloader", "step")
+    assert ckptctl.pick(str(tmp_path), allow_missing_state=True).step == 3
+
+
+@pytest.mark.parametrize("how", ["halved", "emptied", "flipped"])
+def test_damage_in_torchtunes_train_state_is_that_of_the_epoch(tmp_path, how):
+    path = torchtune(tmp_path)
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 0xFF
+    else:
+        del data[len(data) // 2 if how == "halved" else 0 :]
+    path.write_bytes(data)
+    report = ckptctl.verify(f"{tmp_path}@2", level="content", grace_s=0)
+    (fault,) = report.with_severity(Severity.FAULT)
+    assert fault.where == "../recipe_state/recipe_state.pt"
+    assert report.exit_code == 21
+    assert ckptctl.pick(str(tmp_path), level="content", grace_s=0).step == 1
+    young = ckptctl.verify(f"{tmp_path}@2", level="content")
+    assert {one.code for one in young.with_severity(Severity.FAULT)} in (
+        {"step.in-progress"},
+        {"record.crc"},
+    )

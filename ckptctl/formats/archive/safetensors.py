@@ -58,6 +58,9 @@ NAMES: Mapping[str, str] = {
 }
 """What the format calls torch's dtypes; it has no others."""
 
+TORCH_NAMES: Mapping[str, str] = {name: dtype for dtype, name in NAMES.items()}
+"""The names of the same dtypes in torch; the format has some that torch lacks."""
+
 _BITS: Mapping[str, int] = {
     "BOOL": 8,
     "F4": 4,

@@ -209,6 +209,8 @@ FILES = (
     FileName(
         rf"{_IN}random_states_(?P<rank>{_N})\.pkl", "rng", grid="accelerate", what="RNG states"
     ),
+    # torchtune derives the schedule and the place in the data from the number of epochs.
+    FileName(rf"{_IN}recipe_state\.pt", "optimizer +step +scheduler +dataloader", "torchtune"),
     FileName(r"train_state\.pt", "step tokens rng scheduler dataloader", "kempnerforge"),
     FileName(r"train_state\.pt", "step tokens", "megatron-bridge"),
     FileName(r"meta\.pt", "step scheduler", "lightning"),

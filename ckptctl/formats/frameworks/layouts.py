@@ -297,6 +297,27 @@ def pointed_step(
     return named.number if named else None
 
 
+STATE_BESIDE = "recipe_state/recipe_state.pt"
+"""torchtune's optimizer and count of epochs, of the last save that was not the end of the run.
+
+Source: torchtune 0.6 `training/checkpointing/_checkpointer.py`, `recipes/`.
+"""
+
+
+def is_beside(folder: str) -> bool:
+    """Whether a folder of a root holds state of its steps, and is none itself."""
+    return STATE_BESIDE.startswith(f"{folder}/")
+
+
+def number_beside(content: object, newest: int) -> int:
+    """The number of the step that a file at `STATE_BESIDE` is of, by its content.
+
+    It counts the epochs that were run. One whose content is not known counts for the `newest`.
+    """
+    epochs = content.get("epochs_run") if isinstance(content, Mapping) else None
+    return epochs - 1 if type(epochs) is int else newest
+
+
 # Parts: the folders of tensors in a step.
 
 METADATA = ".metadata"

@@ -120,6 +120,8 @@ _MODEL_HEAD = (
     r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|ema(?:_model)?|actor|critic"
     r"|pytorch_model(?:_fsdp)?_[0-9]+"
 )
+_OF_THE_TRAINER = frozenset({"callbacks", "loops"})
+"""Keys under which Lightning keeps what belongs to none of the kinds."""
 _RANK = r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})"
 
 CPU_RNG_BYTES = 5056
@@ -157,6 +159,8 @@ def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
         return Kind(("scheduler",))
     if re.fullmatch(_DATALOADER_HEAD, head) or not _DATALOADER_MARKS.isdisjoint(words):
         return Kind(("dataloader",), _rank_in(words))
+    if head in _OF_THE_TRAINER:
+        return Kind(("other",))
     if tensor is not None and tensor.dtype == "uint8" and tensor.shape == (CPU_RNG_BYTES,):
         return Kind(("rng",), _rank_in(words))
     if tensor is None or tensor.shape == ():
