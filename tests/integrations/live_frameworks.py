@@ -20,8 +20,18 @@ from command_line import REPOSITORY, clean_environment, run_ckptctl
 ENVIRONMENT = REPOSITORY / ".cache" / "framework-venv" / "bin" / "python"
 RECORD = REPOSITORY / ".cache" / "compatibility.jsonl"
 JOBS = Path(__file__).parent / "jobs"
-DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core", "megatron.core": "megatron-core"}
+DISTRIBUTIONS = {
+    "composer": "mosaicml",
+    "olmo_core": "ai2-olmo-core",
+    "megatron.core": "megatron-core",
+}
 """Where the name of a module is not that of its distribution."""
+
+BEFORE = {
+    "composer": "import torch; [torch.library.define(f'torchvision::{name}', '(Tensor a, Tensor b, "
+    "float c) -> Tensor') for name in ('nms', 'qnms')]; "
+}
+"""What has to run before an import: Composer's torchvision lacks its operators without CUDA."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -35,7 +45,8 @@ def interpreter() -> str:
 @cache
 def version_of(framework: str) -> str:
     """The version of a framework that can be imported; skips the test if it cannot."""
-    code = f"import {framework}, torch; from importlib.metadata import version as v"
+    code = f"{BEFORE.get(framework, '')}import {framework}, torch"
+    code += "; from importlib.metadata import version as v"
     code += f"; print(v({DISTRIBUTIONS.get(framework, framework)!r}))"
     done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True)
     if done.returncode:

@@ -21,11 +21,11 @@ RECORDED = ("transformers", "accelerate", "lightning", "olmo_core")
 """Those whose integration logs the losses and checks the resume."""
 SEALED = (*RECORDED, "torchtitan", "megatron.core", "verl")
 """Those whose integration seals; `ckptctl watch` seals what the others save."""
-FRAMEWORKS = (*SEALED, "deepspeed")
+FRAMEWORKS = (*SEALED, "deepspeed", "composer")
 SHARDED = {"sharded, 2 ranks": 2, "sharded, 4 ranks": 4}
 """How Lightning saves folders of DCP, besides its files."""
-ROUNDED = ("lightning",)
-"""Those whose console prints too few digits to prove a resume: three, and no gradient norms."""
+ROUNDED = ("lightning", "composer")
+"""Those whose console prints too few digits to prove a resume, and no gradient norms."""
 IN_CI = ("transformers", "accelerate", "lightning")
 PAGES = REPOSITORY / "docs" / "frameworks" / "README.md"
 SAVED = (12, 24, 36)

@@ -17,7 +17,9 @@ PAGES = REPOSITORY / "docs" / "frameworks"
 SEALS = ("transformers", "accelerate", "lightning")
 
 
-@pytest.mark.parametrize("framework", [*SEALS, "deepspeed"])
+@pytest.mark.parametrize(
+    "framework", [*SEALS, "deepspeed", pytest.param("composer", marks=pytest.mark.long)]
+)
 def test_the_script_of_a_page_saves_and_resumes(framework, tmp_path):
     assert version_of(framework) in (PAGES / "README.md").read_text()
     text = (PAGES / f"{framework}.md").read_text()
@@ -25,7 +27,9 @@ def test_the_script_of_a_page_saves_and_resumes(framework, tmp_path):
     script = tmp_path / "train_it.py"
     for max_step in (8, 12):
         script.write_text(
-            code.replace("max_steps=12", f"max_steps={max_step}").replace("13)", f"{max_step + 1})")
+            code.replace("max_steps=12", f"max_steps={max_step}")
+            .replace("13)", f"{max_step + 1})")
+            .replace("12ba", f"{max_step}ba")
         )
         done = subprocess.run(
             [interpreter(), *torchrun(), str(script)],
