@@ -27,7 +27,7 @@ Choose = Callable[[Sequence[int]], Collection[int]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the records of a part said to one process, for another to add to its own.
+    """The results of the records of a part in one process, which another adds to its own.
 
     Records are numbers in the ranges of the part, which are the same in both as long as
     both read the same metadata.
@@ -88,7 +88,7 @@ class ContentCheck:
 
     @property
     def outcome(self) -> Outcome:
-        """What the records have said so far."""
+        """The results of the records so far."""
         wrong = tuple(
             (number, code, checked)
             for (_, code), alike in self._wrong.items()
@@ -100,7 +100,7 @@ class ContentCheck:
         return Outcome(self._n_chosen, sound, wrong, unverifiable, folds, values)
 
     def add(self, other: Outcome) -> None:
-        """Take what other records of the part said to another process."""
+        """Add the results of other records of the part, from another process."""
         self._n_chosen += other.n_chosen
         self._sound += other.sound
         self._folds |= dict(other.folds)
@@ -112,7 +112,7 @@ class ContentCheck:
             self._add_values(fqn, values)
 
     def findings(self, sealed: Collection[str] = ()) -> Iterator[Finding]:
-        """What the bytes that were read say against the part.
+        """The findings about the bytes of the part that were read.
 
         Yields `record.crc`, `record.framing`, and of compressed records `record.mismatch` and
         `record.unsafe`, one for each file; `values.not-finite`,
@@ -132,7 +132,7 @@ class ContentCheck:
         )
 
     def _can_read(self, number: int) -> bool:
-        # Of those that went through something else, `structure` says so.
+        # For those that went through something else, `structure` has a finding.
         return self.ranges.owner(number).transforms in ((), (ZSTD,))
 
     def report(self, number: int, checked: Checked) -> None:
@@ -160,7 +160,7 @@ class ContentCheck:
         """Checksums against `serialization_id`, which torch makes of them.
 
         How it does so is no promise: where no record of the part bears it out, a torch
-        that does it in another way wrote them, and nothing is said.
+        that does it in another way wrote them, and there is no finding.
         """
         folds, self._folds = self._folds, {}
         differing = [number for number, (saved, found) in folds.items() if saved != found]

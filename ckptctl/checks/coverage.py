@@ -54,7 +54,7 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
 
     Yields `coverage.overlap`, `coverage.outside`, `coverage.gap`; nothing for a
     sound tensor. Exact for any number of dimensions. `format.unsupported` where
-    chunks of many dimensions are so entangled that it would take too long to say.
+    chunks of many dimensions are so entangled that a proof would take too long.
 
     Cost: linear in the chunks, times 2 for each dimension they are cut along,
     less where they form a grid; no bytes are read.
@@ -131,7 +131,7 @@ def _together(ranks: Sequence[Chunks]) -> Chunks:
 
 
 def _is_a_grid(tensor: TensorEntry) -> bool:
-    """The usual sound case, told from the columns: the chunks are the cells of a grid.
+    """The usual sound case, recognized by its columns: the chunks are the cells of a grid.
 
     Along each dimension the chunks have few places, which follow each other from end to end: so
     their products, the cells, fill the tensor. It remains to find each cell once.

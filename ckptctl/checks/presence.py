@@ -31,7 +31,7 @@ def check_sizes(ranges: Ranges, part_path: str = "") -> Iterator[Finding]:
 
     Yields `record.mismatch`, since the file is as it may be and the metadata
     contradicts itself; `format.unsupported`, and nothing else, for tensors in
-    safetensors form. A dtype that ckptctl does not know has one byte per
+    safetensors form. A dtype that is not in the table has one byte per
     element here. Chunks whose bytes were compressed may be of any length.
     """
     if holds_safetensors(ranges):
@@ -120,7 +120,7 @@ def check_presence(
 def check_holds_anything(parts: Sequence[Sequence[Metadata]]) -> Iterator[Finding]:
     """Yield `metadata.empty` where the metadata of all parts of a step name no entry at all.
 
-    One part may be empty beside others; a part without metadata says nothing.
+    One part may be empty beside others; a part without metadata proves nothing.
     """
     if not parts or not all(parts):
         return

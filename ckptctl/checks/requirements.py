@@ -184,9 +184,9 @@ def _is_empty(value: object) -> bool:
 
 
 def check_required(state: TrainState, require: Iterable[str], url: str) -> Iterator[Finding]:
-    """Yield one `state.missing` that says what a resume would not restore.
+    """Yield one `state.missing` that lists what a resume would not restore.
 
-    `require` are the kinds that the caller asked for; the message says which of
+    `require` are the kinds that the caller asked for; the message states which of
     them are missing. Yields nothing where everything is there.
     """
     missing = [kind for kind in STATE_KINDS if kind not in state.held]
@@ -257,7 +257,7 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
     """The ranks that left a shard file or rank-local metadata in a part, or all their rank files.
 
     `named` are the shard files that the part's metadata names. A file with bytes
-    that it does not name was left by another save, and says nothing of this one.
+    that it does not name was left by another save, and does not count for this one.
     """
     if part.grids:
         counted_all = [one for one in part.grids if one.n_ranks is not None]
@@ -282,10 +282,10 @@ def _is_left_over(file: FileInfo, named: Collection[str] | None) -> bool:
 def saved_world_size(
     parts: Sequence[Part], named: Mapping[str, Collection[str]], state: TrainState
 ) -> WorldSize | None:
-    """How many ranks wrote the step, and where that was read from; None where nothing says so.
+    """How many ranks wrote the step, and where that was read from; None where nothing states it.
 
     `named` are the shard files that the metadata of each part names, by its path,
-    without the parts whose metadata says nothing. Pipeline stages number their
+    without the parts whose metadata does not state it. Pipeline stages number their
     ranks from 0 each, so they add up; other parts are written by the same ranks.
     State that exists once per rank can show more ranks than the shard files do.
     """
@@ -297,7 +297,7 @@ def saved_world_size(
         sum(len(found) for found in stages),
         max((max(found, default=-1) + 1 for found in others), default=0),
     )
-    # A rank with nothing to write leaves no safetensors file: such a part says the size
+    # A rank with nothing to write leaves no safetensors file: such a part states the size
     # only where no other does, and not for sure.
     telling = [part for part in sharded if part.format is not PartFormat.SAFETENSORS]
     of_rank_files = {part.path: n for part in parts if (n := _rank_files(part))}

@@ -107,7 +107,7 @@ def best_of(kept: Kept, can_compute: Callable[[str], bool]) -> Checksum | None:
 def as_kept(
     path: str, kept: Kept, checksum: Checksum | None, computed: str | None
 ) -> tuple[Stored | None, tuple[Finding, ...]]:
-    """What a seal says of a file that the store keeps so, None where it keeps nothing.
+    """The entry of a seal for a file that the store keeps so, None where it keeps nothing.
 
     `computed` is what the bytes of the file come to by the algorithm of `checksum`, None
     where nobody computed it. Finds `store.contradicts` where that is another.
@@ -233,7 +233,7 @@ def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], u
 
 
 def without_seal(url: str, why: str, *, there: bool) -> Finding:
-    """The finding for a step of which no seal says all; `there` is one, but `why` it does not."""
+    """The finding for a step of which no seal covers all; `there` is one, but `why` it does not."""
     quoted = shlex.quote(url)
     return Finding(
         "store.unverifiable",

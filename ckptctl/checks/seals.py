@@ -34,7 +34,7 @@ PROVES_NOTHING = frozenset(
         "seal.no-key",
     }
 )
-"""Findings after which a step is not proven by its seal, whatever its digests say."""
+"""Findings after which a step is not proven by its seal, even where its digests agree."""
 
 _IS_ANOTHER = frozenset({"seal.foreign", "seal.outdated", "seal.bad-signature"})
 
@@ -58,7 +58,7 @@ class Seen:
 
 
 def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[Finding]:
-    """Yield what the listing and the metadata say against a seal, or it against them.
+    """Yield the contradictions between the listing, the metadata and a seal.
 
     Yields `seal.bad-signature`, `seal.unkeyed`, `seal.no-key` about the seal itself;
     `seal.foreign`, `seal.outdated`, `step.foreign` about whose it is; `seal.gone`,

@@ -9,7 +9,7 @@ over the step and was interrupted: the old metadata fits the new shards, and eve
 Times can be lost in a copy, so this is a suspicion only. So is another name in the metadata: a
 writer notes there what it called the folder, and a folder may be copied or renamed. Where the
 train state's own count of steps agrees with that name, the folder claims to be further, and a step
-that is further lies beside it, it is a copy that stands in the way. Only a seal proves that shards
+that is further is beside it, it is a copy that stands in the way. Only a seal proves that shards
 belong together.
 """
 
@@ -50,8 +50,8 @@ def sidecars_of(step: Step) -> tuple[FileInfo, ...]:
 def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
     """Yield faults that the names in a step show. Cost: one comparison per name.
 
-    `unfinished` says that the folder itself bears the name of a save in flight, or that a
-    file beside it says so.
+    `unfinished` means that the folder itself has the name of a save in flight, or that a
+    file beside it marks it so.
     Yields `step.unfinished`, `part.missing`, `file.missing`, `file.unreadable`,
     `metadata.missing`, `format.unsupported`.
     """
@@ -206,7 +206,7 @@ metadata, all shards are younger.
 def check_times(step: Step, part: Part, named: Collection[str]) -> Iterator[Finding]:
     """Yield one `shard.newer` for shards that a later save has left among older ones.
 
-    `named` are the shard files that the metadata names. Nothing is said where the
+    `named` are the shard files that the metadata names. There is no finding where the
     storage keeps no times, or where all shards are younger alike.
     """
     times = {file.path: file.mtime_s for file in part.files if file.mtime_s is not None}
@@ -237,7 +237,7 @@ _NEAR = 1
 
 
 def own_number(metadata: Metadata) -> int | None:
-    """The step that the writer named the folder after, None where it did not say."""
+    """The step that the writer named the folder after, None where the metadata does not name it."""
     if metadata.checkpoint_id is None:
         return None
     numbers = [

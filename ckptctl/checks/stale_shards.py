@@ -88,7 +88,7 @@ class StaleShardCheck:
         self._told = {file for file, n in n_tensors.items() if n >= MIN_TENSORS}
 
     def first(self) -> tuple[int, ...]:
-        """A few records of each file; none where nothing could be told of any file."""
+        """A few records of each file; none where no file could be assessed."""
         files = self._ranges.files
         n_left = dict.fromkeys(self._told, FEW)
         chosen: dict[int, None] = {}
@@ -97,7 +97,7 @@ class StaleShardCheck:
             if not wanted:
                 continue
             within = {files[n] for n in wanted}
-            if len(within) == 1:  # alone it tells nothing
+            if len(within) == 1:  # alone it proves nothing
                 wanted += [n for n in split.numbers if files[n] not in within][:1]
             for number in wanted:
                 chosen[number] = None

@@ -1,4 +1,4 @@
-"""Check that each record is one sound archive that holds what the metadata says.
+"""Check that each record is one sound archive with the dtype and shape that the metadata states.
 
 The head and the tail of each record are read, not its elements: its frame, the tensor
 that it describes, and the checksum of every member that was read whole. `content`

@@ -54,7 +54,7 @@ def check_safetensors(
     headers: Iterable[tuple[FileInfo, bytes]],
     indexes: Iterable[tuple[FileInfo, bytes]],
 ) -> Iterator[Finding]:
-    """Yield what the headers of a part's files, and its indexes, say against it.
+    """Yield the faults that the headers of a part's files and its indexes show.
 
     `headers` are those of its regular safetensors files, `indexes` the content of its
     index files of at most `MAX_HEADER` bytes; see `records.reads`. Yields
@@ -227,7 +227,7 @@ def check_numbers(paths: Iterable[str]) -> Iterator[Finding]:
 
 
 def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
-    """Yield what the names in a rank-file part say against it. Cost: one match of each name.
+    """Yield the faults that the names in a rank-file part show. Cost: one match of each name.
 
     `archives` are the paths of its `torch.save` files. Yields `file.missing` for each kind of
     which a rank lacks its file and where no file holds weights, `state.mixed` where files of

@@ -27,7 +27,7 @@ where they are no `integers`; or left as they are printed (`text`)."""
 class NotJson(ValueError):
     """The text is not JSON, or exceeds a bound.
 
-    `malformed` says that the text breaks the grammar of JSON, `cut_short` that it does so
+    `malformed` means that the text breaks the grammar of JSON, `cut_short` that it does so
     at its end; neither is true of a document that only exceeds a bound.
     """
 

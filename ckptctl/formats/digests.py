@@ -87,7 +87,7 @@ def n_blocks(size: int) -> int:
 class Digester:
     """Digests bytes that come in pieces of any length, in order, however many they are.
 
-    Bytes behind the first block are digested twice: xxh3 hardly notices.
+    Bytes behind the first block are digested twice, which hardly slows xxh3.
     """
 
     __slots__ = ("_block", "_blocks", "_left", "_new", "_whole")

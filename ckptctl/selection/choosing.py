@@ -279,7 +279,7 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
 
 
 def _part(path: str) -> str:
-    # The part without a path lies at the top of the step's folder.
+    # The part without a path is the top of the step's folder.
     return f"the part {path}" if path else "the tensors at the top of its folder"
 
 

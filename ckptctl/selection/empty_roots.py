@@ -1,8 +1,8 @@
 """Decide whether roots without a usable step are those of a new run.
 
-`decide_beginning` is the one function that answers "fresh". A job that starts fresh over a
+`decide_beginning` is the one function that returns "fresh". A job that starts fresh over a
 good run loses all of it, so the answer needs evidence: what lies in each root and in the
-folders below it, what the root's own record says about earlier steps, whether the
+folders below it, what the root's own record states about earlier steps, whether the
 scheduler or a supervisor has started the job before, and whether the root exists.
 """
 
@@ -181,7 +181,7 @@ def _after_interrupted(
             f"{urls}: {saves}, and no record proves that no step was ever usable: do not start "
             "fresh over them",
         )
-    # A counter says that the attempt which was saving has ended.
+    # A counter shows that the attempt which was saving has ended.
     if counter is None and any(one.verdict is Verdict.IN_PROGRESS for one in interrupted):
         return Beginning(
             Answer.UNKNOWN,

@@ -160,7 +160,7 @@ class ShardRow:
     path: str
     """Path relative to the step."""
     rank: int | None
-    """The rank that wrote it, where its name says so."""
+    """The rank that wrote it, where its name states it."""
     n_bytes: int
     """Size in bytes."""
     n_records: int

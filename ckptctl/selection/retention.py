@@ -426,7 +426,7 @@ class RetentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """A step that counts, as `pick` sees it; `is_compared` if older steps were compared."""
+    """A step that counts, as `pick` inspects it; `is_compared` if older steps were compared."""
 
     candidate: Candidate
     report: Report

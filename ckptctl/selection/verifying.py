@@ -58,7 +58,7 @@ def verify(
     group: ProcessGroup | None = None,
     **keywords: Unpack[VerifyKeywords],
 ) -> Report:
-    """Inspect one step as deep as `level` says, and report everything that is found.
+    """Inspect one step as deep as `level`, and report everything that is found.
 
     `level` None is as deep as `pick` inspects: as deep as is cheap on that storage.
     `step` is `PATH`, `ROOT@1200`, `ROOT@latest` or `ROOT@auto`, the step that `pick` takes
@@ -74,7 +74,7 @@ def verify(
     The rest is for level `content`. `stop` ends the reading from another thread or a signal
     handler, as the deadline of `content` does. What was compared until then is in the
     report, whose level is then `structure`; an inspection that was ended before all that was
-    asked for had been compared is `unverifiable` (22). `on_progress` is told bytes read and
+    asked for had been compared is `unverifiable` (22). `on_progress` gets bytes read and
     bytes to read. With a `group` (see `ckptctl.distributed`) several processes share the
     bytes: each calls this with the same arguments, and rank 0 has the report.
 
@@ -311,7 +311,7 @@ def _shards(part: OpenPart) -> Iterator[ShardRow]:
 
 
 def _torch_version(metadata: Metadata) -> str:
-    """Which torch wrote metadata that looks like this.
+    """Which torch wrote metadata of this form.
 
     Source: `torch/distributed/checkpoint/metadata.py` of 2.1 to 2.15.
     """

@@ -45,7 +45,7 @@ MOST_NAMES = 64
 class AttemptRunner:
     """Starts the attempts of one job and watches each until it ends.
 
-    `log_folder` is where the output of each attempt goes; without it, where `options` say.
+    `log_folder` is where the output of each attempt goes; without it, that of `options`.
     """
 
     def __init__(

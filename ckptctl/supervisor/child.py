@@ -4,7 +4,7 @@ The command runs in its own session. Signals are forwarded only to the command, 
 handles its own processes. When it has ended, what is left of the job is killed: a process
 of the old attempt must not write beside the new one.
 
-Each watcher is asked about once a second. A watcher that reports a hang has collected its
+Each watcher is polled about once a second. A watcher that reports a hang has collected its
 evidence by then: the processes of the job are ended next.
 """
 
@@ -106,7 +106,7 @@ _POLL_S = 1.0
 
 
 class Signals:
-    """Receives signals, forwards them to the job, and keeps the one that asks it to end."""
+    """Receives signals, forwards them to the job, and keeps the one that ends it."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None

@@ -2,7 +2,7 @@
 
 One launcher leads. It begins an attempt when all are there and none has processes of an earlier
 one, ends it on all nodes when it has ended on one, and decides when the last part has ended. The
-others follow what the revisions of the state say. A leader that is gone is replaced by a
+others follow the revisions of the state. A leader that is gone is replaced by a
 follower, and the attempt that it led ends everywhere.
 """
 
@@ -204,7 +204,7 @@ class Coordination:
         self._launchers.watch_all(True)
 
     def end_to_lead(self) -> None:
-        """Give the state up, or notice that another holds it."""
+        """Give the state up, or detect that another holds it."""
         held, self.held = self.held, None
         self._launchers.watch_all(False)
         if held is not None:
@@ -236,7 +236,7 @@ class Coordination:
         return self.held
 
     def _check_lead(self) -> None:
-        """Raise `Fenced` where another one leads; the reader learns it before the writer."""
+        """Raise `Fenced` where another one leads; a read detects it before a write does."""
         held, state = self.leading, self._launchers.state
         held.poll()
         owner = None if state is None else state["owner"]
@@ -295,7 +295,7 @@ class Coordination:
         return next((each for each in signals if each is not None), None)
 
     def end_together(self, number: int, own: Ended | None, began_s: float) -> Ended:
-        """Wait until all parts of an attempt have ended, and say how it did.
+        """Wait until all parts of an attempt have ended, and return how it did.
 
         `own` is the end of the leader's part, None where it has none.
         """

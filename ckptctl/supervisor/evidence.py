@@ -68,8 +68,8 @@ class RankEvidence:
 
     `state` is the state of its main thread that all samples had, by proc(5): `T` for stopped, `D`
     for waiting in the kernel; empty where it changed, or where the process is gone. `stack` is
-    that of the main thread, None where no sample has one. `asked` says that the process has a
-    handler which was called. `moves` says that its stack changed between the samples.
+    that of the main thread, None where no sample has one. `asked` means that the process has a
+    handler which was called. `moves` means that its stack changed between the samples.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class RankEvidence:
 class Evidence(NamedTuple):
     """What was found on this node, and the files in which it was kept.
 
-    `works` says that processes which ranks have started were busy meanwhile: an evaluation in a
+    `works` means that processes which ranks have started were busy meanwhile: an evaluation in a
     process of its own.
     """
 
@@ -214,7 +214,7 @@ def _samples(
 
 def _sample(beat: Heartbeat, process: Process, folder: str, out: str, of_save: bool) -> _Sample:
     state = state_of(process)
-    # A stopped process answers nobody, and py-spy would wait for it.
+    # A stopped process does not answer, and py-spy would wait for it.
     if state == "T":
         return _Sample(state, None, asked=False)
     kept = os.path.join(out, f"stacks-rank-{beat['rank']}.txt")

@@ -60,7 +60,7 @@ class _Late(NamedTuple):
 class HangWatcher:
     """Watches one attempt after the other; a `Watcher`.
 
-    `limits` learn from what the ranks needed. The logs of an attempt are watched where it
+    `limits` are extended by what the ranks needed. The logs of an attempt are watched where it
     writes no heartbeats. Evidence is kept in `folder`, by default a new one for temporary
     files: the storage of the root may be what hangs.
     """
@@ -151,7 +151,7 @@ class HangWatcher:
     # Heartbeats
 
     def _take_in(self, beats: Mapping[int, Heartbeat], now_s: float) -> None:
-        """Start the timer of each rank that has reported, and learn how long it took."""
+        """Start the timer of each rank that has reported, and record how long it took."""
         first = min(beats, default=0)
         for number in self._ranks.keys() - beats.keys():
             self._ranks[number].since_s = now_s  # somebody has removed its heartbeat

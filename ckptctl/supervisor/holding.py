@@ -223,7 +223,7 @@ def marker_of(state: SupervisorDocument, root: str, place: int | None = None) ->
 
 
 class StatePlace(NamedTuple):
-    """Where the state of a run is kept, and to whom its warnings are told."""
+    """Where the state of a run is kept, and where its warnings go."""
 
     revisions: Revisions
     copy: LocalCopy
@@ -253,7 +253,7 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
         except AlreadyExists:
             continue  # another one came first
         except StorageError:
-            # The thread writes it later; until then no other process learns of this one.
+            # The thread writes it later; until then no other process finds this one.
             held = HeldState(revisions, copy, state, number, tell)
             held.save({**state})
             return held

@@ -1,4 +1,4 @@
-"""Show the `ckptctl run` of one node to those of the others, and see which of them live.
+"""Show the `ckptctl run` of one node to those of the others, and detect which of them run.
 
 Each launcher of a job keeps a report beside the state, under its number, which it alone writes
 and renews. The one that holds the state leads: its decisions are revisions of the state, so two
@@ -6,7 +6,7 @@ never decide at once.
 
 A launcher is gone when its report has not changed for a lease. Only time in which the storage
 answered this process counts, by its own monotonic clock: clocks of nodes differ, processes are
-suspended, and a storage that answers nobody shows nothing about the others. A launcher on this
+suspended, and a storage that does not answer shows nothing about the others. A launcher on this
 machine is gone when its process is.
 """
 

@@ -151,7 +151,7 @@ def blamed(
     named = set.intersection(*(set(each["nodes"]) for each in last))
     had = [set(expand(each["allocation"])) for each in last]
     common = set.intersection(*had)
-    if common != had[-1]:  # the same nodes each time say nothing about one of them
+    if common != had[-1]:  # the same nodes each time do not single one out
         named |= common
     return [(node, SUSPECT) for node in sorted(named)]
 

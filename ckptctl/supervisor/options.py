@@ -49,7 +49,7 @@ def _nothing(_: object) -> None:
 class RunOptions:
     """How a job is supervised.
 
-    `budget` bounds the restarts, `output` says what becomes of the logs, `nodes` how nodes are
+    `budget` bounds the restarts, `output` sets what becomes of the logs, `nodes` how nodes are
     excluded and with how many ranks the job can run, `launchers` how many processes start the
     job together. `policy` and `requirements` are those of
     `pick`; steps are inspected at `structure` if no level is given. `optional_roots` may be

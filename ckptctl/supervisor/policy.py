@@ -47,7 +47,7 @@ WRONG_PATH = UsageError.exit_code
 NOT_INSPECTED = (NO_ANSWER, EXIT_DENIED)
 
 _AT_ONCE = frozenset({"python.assertion", "compile.failed"})
-"""Rules of `classify` whose cause comes again, whatever else their class says."""
+"""Rules of `classify` whose cause comes again, whatever their class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

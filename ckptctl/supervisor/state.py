@@ -1,7 +1,7 @@
 """Read and write the state of a supervised run: its revisions in a store, and a local copy.
 
 Each revision is a file of its own under the next number (`0000000012.json`), created only
-where none is there. So a revision is whole or absent, and of two writers one learns that the
+where none is there. So a revision is whole or absent, and of two writers one fails because the
 other was first, on every storage that keeps conditional writes. The last few revisions
 remain, so that a damaged one does not lose the budget.
 
@@ -45,7 +45,7 @@ from ckptctl.storage.contract import Store, TooLarge, read_if_there
 from ckptctl.storage.opening import absolute_url, join_url
 
 STATE_FOLDER = f"{OWN_FOLDER}/supervisor"
-"""Where the state lies in a root."""
+"""The path of the state in a root."""
 
 _NUMBERED = re.compile(r"([0-9]{10})\.json")
 _KEPT = 4

@@ -1,7 +1,7 @@
 """Read the directory of an archive that `torch.save` wrote.
 
 A record is a zip archive with every member stored. Its directory lies in the
-last bytes, so that the tail of a record says where everything is, and its head
+last bytes, so that the tail of a record states where everything is, and its head
 holds the pickle that describes the tensor: nobody has to read the elements.
 What is accepted is what torch writes and nothing more. Zip readers differ in
 which of two contradicting fields they believe (torch takes the first of two
@@ -314,7 +314,7 @@ def _read_entry(tail: bytes, pos: int, end: int) -> tuple[_Entry, int]:
 
 
 def _read_zip64(name: str, extra: bytes, *fields: int) -> list[int]:
-    """The fields, each that says so replaced by its 64-bit value, in this order."""
+    """The fields, each marked one replaced by its 64-bit value, in this order."""
     n_wide = fields.count(_IN_ZIP64)
     wide = Struct(f"<2H{n_wide}Q")
     if len(extra) != wide.size or wide.unpack(extra)[:2] != (_ZIP64_EXTRA, 8 * n_wide):

@@ -48,7 +48,7 @@ class _Member(NamedTuple):
 def pickled_state(state: object) -> bytes:
     """The pickle of a nested state of dicts and lists, `TensorStub` and `Written`, at protocol 2.
 
-    Anything else stands for an item of a list that nobody knows: it becomes None.
+    Anything else stands for an item of a list whose value is unknown: it becomes None.
     """
     return b"\x80\x02" + b"".join(_state(state)) + b"."
 
@@ -140,7 +140,7 @@ Path = tuple[str | int, ...]
 
 
 class NotPlain(Exception):
-    """A value cannot be an entry; the message says which, and why."""
+    """A value cannot be an entry; the message states which, and why."""
 
 
 class Leaf(NamedTuple):

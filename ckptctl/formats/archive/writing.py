@@ -71,7 +71,7 @@ class Placed:
         return pack(form, b"PK\7\x08", crc, self.size, self.size)
 
     def entry(self, crc: int) -> bytes:
-        """What the directory says of the member."""
+        """The entry of the member in the directory."""
         wide = _wide(self.size, self.at)
         size, at = min(self.size, _IN_ZIP64), min(self.at, _IN_ZIP64)
         flags = _HAS_DESCRIPTOR if self.size else _EMPTY
@@ -238,7 +238,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_value(dtype: str, shape: Sequence[int], key: str) -> bytes:
-    """What a pickle says of a row-major tensor whose storage is called `key`, without memo."""
+    """The pickle of a row-major tensor whose storage is called `key`, without memo."""
     n_elements = prod(shape)
     storage = _STORAGES.get(dtype)
     kind = f"torch\n{storage}\n" if storage else "torch.storage\nUntypedStorage\n"
@@ -353,9 +353,9 @@ def _check_extra(member: Member, extra: bytes) -> None:
 
 
 def saved_fold(directory: RecordDirectory, view: Readable) -> int | None:
-    """What `serialization_id` says that the checksums came to; None where it says nothing.
+    """The combined checksum that `serialization_id` states; None where it states none.
 
-    Not for a record with an empty member: torch then folds in what nobody can know.
+    Not for a record with an empty member: torch then adds a value that cannot be computed again.
     """
     member = directory.find(ID.decode())
     if member is None or not directory.has_crcs or not all(m.size for m in directory.members):

@@ -152,8 +152,8 @@ class FastPathShape:
     """One shape in one reading: what was learned of it so far.
 
     `template` is the pattern of one object, its groups the parts that differ;
-    `expects` says for each hole in it what the reference must stand for. `push`
-    makes a `Run` of a window, pushes it, and says how many rows are in it. `begins`
+    `expects` states for each hole in it what the reference must stand for. `push`
+    makes a `Run` of a window, pushes it, and returns how many rows are in it. `begins`
     are the opcodes that an object of the shape can begin with.
     """
 
@@ -292,7 +292,7 @@ Meaning = TypeVar("Meaning")
 
 
 class Unfit(Exception):
-    """A part that only looks as if it were of its kind."""
+    """A part that has the form of its kind but is none."""
 
 
 class Known(dict[bytes, Meaning], Generic[Meaning]):

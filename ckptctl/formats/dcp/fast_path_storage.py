@@ -2,10 +2,10 @@
 
 A byte range is a `MetadataIndex`, the key, and the `_StorageInfo` that it leads to. Each
 rank sent its own results to the coordinator, so names and files are written anew for each
-rank, and referred to by what follows them: a run knows in which slots of the memo they are.
+rank, and referred to by what follows them: a run records in which slots of the memo they are.
 
 Megatron-Core keeps the save plans of all ranks beside the metadata: a `WriteItem` for
-every chunk, larger than all the rest. Nothing in it is needed to know what a checkpoint
+every chunk, larger than all the rest. Nothing in it is needed to state what a checkpoint
 holds, so a `Run` of them has no columns. That each reference leads to something that is
 there is checked, as it is for any other.
 """

@@ -154,7 +154,7 @@ def _template(hole: Hole) -> str:
 
 
 class TensorRun(Run):
-    """Entries of tensors. They are on the stack themselves; the memo asks here for its slots."""
+    """Entries of tensors. They are on the stack themselves; the memo reads its slots from here."""
 
     __slots__ = ("entries", "first_slots")
 
@@ -170,7 +170,7 @@ class TensorRun(Run):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry: what its first slots in the memo hold, None where only a replay can tell."""
+    """One entry: what its first slots in the memo hold, None where only a replay decides."""
 
     name: str
     tensor: Stub

@@ -9,7 +9,7 @@ torch's loader looks a byte range up by (FQN, offset); the index in the key is a
 may ignore. A `ChunkTable` has the chunks while that is being answered: their slices, and the
 range that each was given so far.
 
-Whether what the metadata says is complete, or fits the files, is for `checks`.
+Whether the metadata is complete, or fits the files, is for `checks`.
 
 Source: torch 2.13 `torch/distributed/checkpoint/planner_helpers.py`
 (`create_read_items_for_chunk_list`).
@@ -96,8 +96,8 @@ def decode_metadata(
 
     `shapes` is for tests: without it the answer is the same and takes longer.
 
-    Raises `MetadataUnsafe` when it asks for anything but metadata's types, and
-    `MetadataUnreadable` when it is damaged or says what no writer can mean.
+    Raises `MetadataUnsafe` when it names anything but metadata's types, and
+    `MetadataUnreadable` when it is damaged or holds what no writer writes.
     Nothing of it runs. Time and memory are linear in its size.
     """
     usual = shapes is shapes_that_pay

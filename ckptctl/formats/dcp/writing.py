@@ -2,7 +2,7 @@
 
 A pickle of the objects that torch itself would pickle, at protocol 4, emitted opcode
 by opcode: torch's classes are named, and never imported. As `pickle` does, every
-object is put into the memo, so that readers who know its habits find them. What is in
+object is put into the memo, so that readers that rely on the memo find them. What is in
 it is the caller's; how it is read is the question of `metadata`.
 
 Source: torch 2.13 `torch/distributed/checkpoint/metadata.py` and `filesystem.py`;

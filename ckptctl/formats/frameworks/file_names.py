@@ -1,6 +1,6 @@
 """The names of the files that hold train state: what each holds, and whose rank it is of.
 
-One table. A row says what a file of that name holds, which axes of a grid of ranks the name
+One table. A row states what a file of that name holds, which axes of a grid of ranks the name
 states, and what the file is called where it lies in a root without a step number. The first
 row that matches decides. Nothing is read here.
 
@@ -334,7 +334,7 @@ _SHARDED = frozenset({"model", "optimizer"})
 @lru_cache(maxsize=1 << 14)
 def matches(path: str, layout: str = "") -> tuple[tuple[FileName, re.Match[str]], ...]:
     """The rows that a path below a step of `layout` matches, the one that decides first."""
-    # Every check of an inspection asks for the same names.
+    # Every check of an inspection looks up the same names.
     return tuple(_matching(path, layout))
 
 

@@ -16,7 +16,7 @@ from ckptctl.model import PartFormat
 
 _N = r"(?P<step>[0-9]+)"
 
-# In this order: the first that matches the whole name says what it is.
+# In this order: the first that matches the whole name decides what it is.
 STEP_NAMES = (
     ("torchtitan", rf"step-{_N}"),
     ("dcp", rf"step_{_N}"),
@@ -125,7 +125,7 @@ ARCHIVE = r"(?:.*/)?[^/]+(?<!\.dirty)\.(?:pt|pth|ckpt|pth\.tar)"
 """Files of `torch.save`, by a suffix that nothing else has."""
 
 PERHAPS_ARCHIVE = r"(?:.*/)?[^/]+\.(?:bin|pkl|tar)"
-"""Files that are those of `torch.save` where their name says that they hold train state."""
+"""Files that are those of `torch.save` where their name states that they hold train state."""
 
 SIGNATURES = (
     # layout, layouts by name that it may refine, a file that only it writes
@@ -168,7 +168,7 @@ PARSED: Mapping[str, tuple[str, ...]] = {"transformers": ("config.json", "adapte
 Source: transformers 5.23 `trainer.py` (`_load_from_checkpoint`); PEFT `PeftConfig`.
 """
 
-# Megatron's torch_dist: `metadata.json` says what the folder is, and no load works without.
+# Megatron's torch_dist: `metadata.json` states what the folder is, and no load works without.
 MEGATRON = ("megatron", "megatron-bridge")
 
 STAGE = r"pp(?P<stage>[0-9]{1,6})"

@@ -41,12 +41,12 @@ _MAX_NAME = 1024
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """What a name under the root says: the step's number, and whose naming it is.
+    """What a name under the root states: the step's number, and whose naming it is.
 
     `unfinished` names are those that a framework gives a step while it is being
     saved and takes away when it is whole. `bare` is a name of digits alone, which
-    is a step only if its content says so too. `attempt` is which attempt saved it, where
-    the name says so (`step_1200.attempt-7`, and Lightning's versions, `step=200-v2.ckpt`):
+    is a step only if its content confirms it. `attempt` is which attempt saved it, where
+    the name states it (`step_1200.attempt-7`, and Lightning's versions, `step=200-v2.ckpt`):
     of one number, the last attempt's counts.
     """
 
@@ -107,7 +107,7 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
 
 
 def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | None:
-    """What `name` says about a step, or None for a name that is none.
+    """What `name` states about a step, or None for a name that is none.
 
     With `pattern`, only names that match the whole of it are steps.
     """
@@ -243,7 +243,7 @@ def _without_flat_suffix(name: str) -> str:
 
 
 def unfinished_beside(file: FileInfo) -> str | None:
-    """The step that a file beside it (`NAME-unfinished`) says is being saved; else None."""
+    """The step that a file beside it (`NAME-unfinished`) marks as being saved; else None."""
     is_marker = file.kind == "file" and file.path.endswith(tables.UNFINISHED_BESIDE)
     return file.path.removesuffix(tables.UNFINISHED_BESIDE) if is_marker else None
 

@@ -19,7 +19,7 @@ from ckptctl.model import Metadata, TensorEntry
 
 Path = Sequence[str | int]
 
-# Words in front of everything else that say nothing about the kind.
+# Words in front of everything else that do not determine the kind.
 _WRAPPERS = frozenset(
     {
         "app",
@@ -132,7 +132,7 @@ CPU_RNG_BYTES = 5056
 class Kind:
     """What one entry or file is: a kind of train state (`other` for none), and whose.
 
-    `rank` tells apart the copies of state that exists once per rank; it is None
+    `rank` distinguishes the copies of state that exists once per rank; it is None
     for state that exists once. `names` is more than one for a file that holds
     several kinds, of which `always` are in it whatever its keys are.
     """
@@ -234,14 +234,14 @@ def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, Kind]:
 
 
 def is_wrapper(key: str) -> bool:
-    """Whether a key says nothing about what is below it: one has to look there."""
+    """Whether a key does not determine what is below it, so that the entries there decide."""
     return key.lower() in _WRAPPERS
 
 
 def optimizer_is_hollow(paths: Iterable[Path]) -> bool:
     """The optimizer's entries are settings of an Adam without any moments.
 
-    A plain `optimizer.state_dict()` of a fresh Adam looks like this: a resume
+    A plain `optimizer.state_dict()` of a fresh Adam has this form: a resume
     from it starts the moments at zero.
     """
     leaves: set[str] = set()

@@ -49,7 +49,7 @@ class Heartbeat(_HeartbeatOptions):
 
     rank: int
     local_world_size: int | None
-    """How many ranks the launcher started on this node; null where it does not tell."""
+    """How many ranks the launcher started on this node; null where it does not state it."""
     node: str
     pid: int
     started: int

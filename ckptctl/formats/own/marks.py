@@ -31,7 +31,7 @@ _MAX_OBJECTS = 64
 
 
 class MarkKind(str, Enum):
-    """What a mark can say of a step. `accepted` and `unpinned` lift what was said before."""
+    """The decision of a mark. `accepted` and `unpinned` lift earlier ones."""
 
     REJECTED = "rejected"
     SUPERSEDED = "superseded"
@@ -49,7 +49,7 @@ class MarkKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One word on a step; `at` is RFC 3339, `evidence` says where to look for the reasons."""
+    """One decision about a step; `at` is RFC 3339, `evidence` names the sources of the reasons."""
 
     id: str
     """Its identifier, unique among marks."""
@@ -73,7 +73,7 @@ class Mark:
     """The ids of the marks that it lifts."""
 
     def speaks_of(self, number: int | None, metadata: str | None) -> bool:
-        """Whether it is about this save of this step; where the step lies may have changed.
+        """Whether it is about this save of this step; the path of the step may have changed.
 
         A mark on an interrupted save holds when its metadata arrives later, where one
         attempt alone writes under that name: there is no other save that it could mean.
@@ -84,7 +84,7 @@ class Mark:
 
 
 def named_word(path: str) -> MarkKind | None:
-    """The word that the name of a mark's file says (`…Z-rejected-….json`); None for another name.
+    """The decision in the name of a mark's file (`…Z-rejected-….json`); None for another name.
 
     Known where the file itself cannot be read.
     """
@@ -146,7 +146,7 @@ def _word(word: str) -> MarkKind:
 def standing(marks: Iterable[Mark]) -> tuple[Mark, ...]:
     """The marks that no other one has lifted, oldest first.
 
-    A mark is lifted only by one that names it: what two writers say in the same
+    A mark is lifted only by one that names it: what two writers decide in the same
     moment, with clocks that differ, is all kept.
     """
     known = sorted(marks, key=lambda mark: (mark.at, mark.id))

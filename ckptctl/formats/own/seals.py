@@ -1,9 +1,9 @@
 """Read and write seals.
 
-A seal, `.ckptctl/seal.json` in a step, says what the step was when it was proven
+A seal, `.ckptctl/seal.json` in a step, records what the step was when it was proven
 whole: every file with its size and digests, and whose files they are: step
 number, metadata, save ids, world size, train state. It is read strictly;
-whether the step still is what the seal says is the question of `checks.sealed_bytes`.
+`checks.sealed_bytes` compares the step with it.
 
 With a key the digests are SHA-256 and the seal bears an HMAC-SHA-256 over all of
 it, so that nobody without the key can make one.
@@ -152,7 +152,7 @@ class SealedFile:
 class Seal:
     """A seal; `sealed_at` is RFC 3339, `files` are sorted by path.
 
-    `hmac` is there where it was made with a key. `origin` says which attempt saved the
+    `hmac` is there where it was made with a key. `origin` states which attempt saved the
     step, where one of `ckptctl.train` did.
     """
 
@@ -176,7 +176,7 @@ class Seal:
 
 
 def seal_bytes(seal: Seal, key: bytes | None) -> bytes:
-    """The seal as it is stored; with a key, it bears an HMAC whatever `seal.hmac` says."""
+    """The seal as it is stored; with a key, it has an HMAC of its own instead of `seal.hmac`."""
     fields = _fields_of(seal)
     document: Fields = {**fields, "digest": digest_of(fields)}
     if key is not None:

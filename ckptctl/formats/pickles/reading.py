@@ -1,15 +1,15 @@
 """Interpret a pickle without executing anything in it.
 
 One interpreter of pickle's opcodes, protocols 2 to 5. A global stands for what
-a `Grammar` says it stands for; a pickle that asks for any other is refused
+a `Grammar` states it stands for; a pickle that names any other is refused
 with that name. Nothing is imported, nothing of the pickle is called, and what
 comes out is plain values and inert objects.
 
 Lengths, memo slots, nesting and the number of containers are checked before
 anything is allocated, so time and memory grow with the size of the pickle and
-with nothing that it says about itself.
+with nothing that it states about itself.
 
-What the objects mean is not known here: `dcp.metadata` and `pickles.values` say that.
+What the objects mean is defined in `dcp.metadata` and `pickles.values`.
 
 `OPCODES` is the table, by the byte. Only what writers of protocols 2 to 5 use is
 there; the opcodes that reach outside the pickle (extensions, buffers, instances
@@ -38,7 +38,7 @@ def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> 
     Raises `MetadataUnsafe` for a name, a call or an opcode that the grammar does
     not have, `MetadataUnreadable` for anything that is not a whole, well-formed
     pickle. Both name the offset in bytes. Time and memory are linear in the size: a
-    `MemoryError` says nothing against the pickle, and passes through.
+    `MemoryError` is no fault of the pickle, and passes through.
     """
     with collector_paused():
         try:

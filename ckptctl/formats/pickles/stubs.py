@@ -3,7 +3,7 @@
 Functions are our own, objects have a class's name and a state and do nothing, and a
 `Grammar` lists the names that a pickle may ask for. The memo's slots are filled one after
 the other and never again. Slots that a fast path skipped cost nothing but their `Run`:
-what they hold is worked out when, and if, the pickle asks for it.
+what they hold is computed when the pickle needs it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Function(Callee):
 
 
 class Stub:
-    """An object of a class that the grammar knows: which class, and its state.
+    """An object of a class of the grammar: which class, and its state.
 
-    `owns_state` says that a dict it is given may not be changed any more, nor given
+    `owns_state` means that a dict it is given may not be changed any more, nor given
     to another: Python copies it, and copies without end could be asked for.
     """
 
@@ -123,8 +123,8 @@ class Run(Stub):
     """Values that a hot shape took in one go; on the stack it stands for all of them.
 
     It fills `n_slots` slots of the memo from `first_slot` on. `kind` is the kind of
-    the first value; `in_pairs` says that the values are keys and what they lead to,
-    by turns. `find_rows` says where each row is; it is asked once somebody needs a
+    the first value; `in_pairs` means that the values are keys and what they lead to,
+    by turns. `find_rows` returns where each row is; it is called once a caller needs a
     value by itself.
     """
 
@@ -159,7 +159,7 @@ class Run(Stub):
         return bisect_right(self.rows.first_slots, slot) - 1
 
     def known_at(self, slot: int) -> object:  # noqa: ARG002
-        """What one of its slots holds, a run in it that knows, or None: only a replay can tell."""
+        """What one of its slots holds, a run in it that does, or None: only a replay decides."""
         return None
 
 

@@ -327,7 +327,7 @@ TOLERANT = Grammar(
 def _as_stored(
     rebuild: Callable[[tuple[object, ...]], object], n_usual: int
 ) -> Callable[[tuple[object, ...]], object]:
-    """Give what a tensor is rebuilt from, unless more is said of how elements are read."""
+    """Give what a tensor is rebuilt from, unless an argument states how elements are read."""
 
     def rebuilt(args: tuple[object, ...]) -> object:
         if any(args[n_usual:]):
