@@ -42,12 +42,13 @@ h1 { font-size: 1.35rem; line-height: 1.3; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 code, pre { font: .9em/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 pre, .wide, figure { overflow-x: auto; }
+.from-end { direction: rtl; } .from-end > * { direction: ltr; }
 pre { padding: .6rem .8rem; border-radius: 6px; background: #8881; }
 figure { margin: 1rem 0; } svg { max-width: 100%; min-width: 36rem; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; }
 td { border-top: 1px solid var(--line); }
-td div { width: max-content; max-width: 24rem; }
+td div { width: max-content; max-width: min(24rem, 60vw); }
 .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
 .survived { color: var(--good); } .failed { color: var(--bad); }
 pre.command { border-left: 4px solid #3b6ea5; } img { max-width: 100%; background: #fff; }

@@ -51,7 +51,7 @@ _MARKS = {
     "both": Mark("◉", "@", "good", "both"),
     "beyond": Mark("▲", "^", "bad", "beyond"),
     "resume_point": Mark("│", "|", "", "resume"),
-    "limit": Mark("╌", "-", "", "a median above is a jump"),
+    "limit": Mark("╌", "-", "", "limit of a jump"),
 }
 _ORDER = ("limit", "resume_point", "before", "overwritten", "after", "both", "beyond")
 _AXES = {True: ("┤", "└", "─"), False: ("|", "+", "-")}
@@ -358,7 +358,8 @@ def write_html(path: str, report: LossReport) -> None:
         f"{report.verdict.value}: {report.message}",
         STYLES[report.verdict],
         (
-            *([f"<figure>{picture}</figure>"] if picture else []),
+            # A phone shows the end of the curve, behind the resume.
+            *([f"<figure class=from-end>{picture}</figure>"] if picture else []),
             *as_html(loss_lines(report, width=None, unicode=True)[2:]),
         ),
     )

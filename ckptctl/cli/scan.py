@@ -334,7 +334,11 @@ def _write_html(path: str, found: Scan) -> None:
 
     from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page
     from ckptctl.runbook.pictures import timeline_of_steps
+    from ckptctl.storage.opening import absolute_url
 
+    # The page is read elsewhere.
+    root = absolute_url(found.root)
+    address = absolute_url(found.chosen) if found.chosen else root
     chosen = next((each for each in found.reports if each.url == found.chosen), None)
     headline = chosen_lines(chosen)[0].text if chosen else found.message
     good = chosen is not None or found.exit_code == EXIT_FRESH
@@ -363,11 +367,11 @@ def _write_html(path: str, found: Scan) -> None:
     picture = timeline_of_steps(scan_document(found), found.chosen)
     write_page(
         path,
-        f"Steps of {found.root}",
+        f"Steps of {root}",
         headline,
         "good" if good else "bad",
         (
-            f"<p><code>{escape(found.chosen or found.root)}</code></p>",
+            f"<p><code>{escape(address)}</code></p>",
             *([f"<figure>{picture}</figure>"] if picture else []),
             f"<h2>{counted(len(found.reports), 'step')}, newest first{n_more}</h2>",
             html_table(columns, rows),
