@@ -39,7 +39,7 @@ PROVES_NOTHING = frozenset(
 _IS_ANOTHER = frozenset({"seal.foreign", "seal.outdated", "seal.bad-signature"})
 
 
-def speaks_of_step(findings: Collection[Finding]) -> bool:
+def applies_to_step(findings: Collection[Finding]) -> bool:
     """Whether the digests of the seal are those of this save, by what `check_seal` found."""
     return not any(finding.code in _IS_ANOTHER for finding in findings)
 
@@ -279,7 +279,7 @@ def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iter
     `marks` are all that were found on the step, whichever save of it they apply to;
     `metadata` is the `metadata_digest` of the save that lies here.
     """
-    own = [mark for mark in marks if mark.speaks_of(step.number, metadata)]
+    own = [mark for mark in marks if mark.applies_to(step.number, metadata)]
     stand = standing(own)
     for mark in stand:
         if mark.word in _CODES:

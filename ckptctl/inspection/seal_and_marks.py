@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.sealed_bytes import check_stored, without_seal
-from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_marks, check_seal, speaks_of_step
+from ckptctl.checks.seals import PROVES_NOTHING, Seen, applies_to_step, check_marks, check_seal
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported, UsageError
 from ckptctl.findings import ByStore, Finding
@@ -84,7 +84,7 @@ def read_notes(
     if requirements.marks is not None:
         marks += read_marks_file(requirements.marks).on_step(step.url, step.number, current)
     found = [*damaged, *check_marks(marks, step, current)]
-    own = standing(mark for mark in marks if mark.speaks_of(step.number, current))
+    own = standing(mark for mark in marks if mark.applies_to(step.number, current))
     named = {part.in_step(name) for part in opened.parts for name in part.ranges.file_names}
     seal, unread = opened.seal
     about = [*unread]
@@ -96,7 +96,7 @@ def read_notes(
         seal is None or any(finding.code in PROVES_NOTHING for finding in about)
     ):
         about.append(_required(step, seal, about))
-    usable = seal if speaks_of_step(about) else None
+    usable = seal if applies_to_step(about) else None
     pins = tuple(mark for mark in standing(marks) if mark.word is MarkKind.PINNED)
     return Notes(usable, own, (*found, *about), pins)
 
@@ -265,7 +265,7 @@ class MarksInFile:
         return tuple(
             mark
             for mark in self.marks
-            if mark.url == lies_at or (metadata is not None and mark.speaks_of(number, metadata))
+            if mark.url == lies_at or (metadata is not None and mark.applies_to(number, metadata))
         )
 
 

@@ -43,7 +43,7 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class AbandonedSave:
     """A save that was listed but not chosen; `metadata` is None for one that had none yet."""
 
     url: str
@@ -64,7 +64,7 @@ class Resume:
     step: int | None
     at_s: float
     loaded: str | None = None
-    left: frozenset[Left] = frozenset()
+    left: frozenset[AbandonedSave] = frozenset()
 
     def leaves(self, report: Report, seal: Seal | None) -> bool:
         """Whether the step was saved on the branch that this resume abandoned.
@@ -78,10 +78,13 @@ class Resume:
         if number is None or (self.step is not None and number <= self.step):
             return False
         metadata = metadata_digest(report.digests)
-        if Left("", number, metadata) in self.left:
+        if AbandonedSave("", number, metadata) in self.left:
             return True
         name = base_name(report.url)
-        if is_of_one_attempt(name) and Left(absolute_url(report.url), number, None) in self.left:
+        if (
+            is_of_one_attempt(name)
+            and AbandonedSave(absolute_url(report.url), number, None) in self.left
+        ):
             return True
         if seal is not None and seal.origin is not None:
             if seal.origin.attempt >= self.attempt:
@@ -152,10 +155,10 @@ def _parsed(named: Resume, data: bytes) -> Resume:
     )
 
 
-def _left(save: LeftBehind) -> Left:
+def _left(save: LeftBehind) -> AbandonedSave:
     # A copy of the same save counts in every root.
     url = save["url"] if save["metadata"] is None else ""
-    return Left(url, save["number"], save["metadata"])
+    return AbandonedSave(url, save["number"], save["metadata"])
 
 
 def _named_at(time: str) -> float | None:

@@ -238,30 +238,12 @@ class _Stream(Protocol):
     def decompress(self, data: bytes) -> Iterator[bytes]: ...
 
 
-class _Gzip:
-    def __init__(self) -> None:
-        self._stream = zlib.decompressobj(wbits=31)
-
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._stream.unused_data
-
-    def decompress(self, data: bytes) -> Iterator[bytes]:
-        while out := self._stream.decompress(data, _PIECE):
-            yield out
-            data = self._stream.unconsumed_tail
-            if self._stream.eof:
-                return
-
-
 class _Limited:
-    """bz2 and xz; both keep the input that they have not decompressed yet."""
+    """gzip, bz2 and xz: the standard library decompresses at most `_PIECE` bytes at once."""
 
-    def __init__(self, stream: bz2.BZ2Decompressor | lzma.LZMADecompressor) -> None:
+    def __init__(
+        self, stream: zlib._Decompress | bz2.BZ2Decompressor | lzma.LZMADecompressor
+    ) -> None:
         self._stream = stream
 
     @property
@@ -275,9 +257,10 @@ class _Limited:
     def decompress(self, data: bytes) -> Iterator[bytes]:
         while out := self._stream.decompress(data, _PIECE):
             yield out
-            data = b""
-            if self._stream.eof or self._stream.needs_input:
+            if self._stream.eof:
                 return
+            # zlib gives back the input that it has not decompressed; the others keep it.
+            data = getattr(self._stream, "unconsumed_tail", b"")
 
 
 class _Zstd:
@@ -313,7 +296,7 @@ class _Zstd:
 
 def _stream_for(head: bytes) -> _Stream | None:
     if head.startswith(_GZIP):
-        return _Gzip()
+        return _Limited(zlib.decompressobj(wbits=31))
     if head.startswith(_BZIP2):
         return _Limited(bz2.BZ2Decompressor())
     if head.startswith(_XZ):

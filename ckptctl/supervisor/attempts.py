@@ -32,9 +32,9 @@ from ckptctl.supervisor.policy import (
     NO_RESTART,
     NOT_INSPECTED,
     RERUN,
+    Conclusion,
     Ended,
-    Seen,
-    Verdict,
+    RootState,
 )
 from ckptctl.supervisor.results import Attempt
 
@@ -129,7 +129,12 @@ def begun(number: int, plan: Plan) -> AttemptDocument:
 
 
 def closed(
-    attempt: AttemptDocument, ended: Ended, seen: Seen, verdict: Verdict, *, progress: bool
+    attempt: AttemptDocument,
+    ended: Ended,
+    seen: RootState,
+    conclusion: Conclusion,
+    *,
+    progress: bool,
 ) -> AttemptDocument:
     """The record of an attempt that has ended."""
     attempt = {
@@ -139,9 +144,9 @@ def closed(
         "step": seen.step,
         "inspected": seen.code not in NOT_INSPECTED,
         "progress": progress,
-        "free": verdict.free,
-        "decision": verdict.decision.value,
-        "reason": verdict.reason[:MAX_STRING],
+        "free": conclusion.free,
+        "decision": conclusion.decision.value,
+        "reason": conclusion.reason[:MAX_STRING],
     }
     if ended.hang is not None:
         attempt["cause"] = "hang"
@@ -155,7 +160,9 @@ def closed(
     return attempt
 
 
-def reported(attempt: AttemptDocument, verdict: Verdict, left: int, phase: str | None) -> Attempt:
+def reported(
+    attempt: AttemptDocument, conclusion: Conclusion, left: int, phase: str | None
+) -> Attempt:
     """The attempt as `run` reports it; `left` are the restarts that are left."""
     return Attempt(
         number=attempt["number"],
@@ -166,8 +173,8 @@ def reported(attempt: AttemptDocument, verdict: Verdict, left: int, phase: str |
         inspected=attempt["inspected"],
         progress=attempt["progress"],
         left=left,
-        decision=verdict.decision,
-        reason=verdict.reason,
+        decision=conclusion.decision,
+        reason=conclusion.reason,
         cause=attempt["cause"],
         section=attempt["section"],
         ranks=tuple(attempt["ranks"]),

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
-from ckptctl.supervisor.processes import GRACE_S, MARKER, Job, Process, children, receiving
+from ckptctl.supervisor.processes import GRACE_S, MARKER, JobProcesses, Process, children, receiving
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Signals:
         if self.asked is not None:
             # The signal arrived before there was a process to forward it to.
             child.send_signal(self.asked)
-        job = Job(variables[MARKER], child.pid, bystanders)
+        job = JobProcesses(variables[MARKER], child.pid, bystanders)
         running = Running(job.leader, job.processes)
         stop = None
         try:

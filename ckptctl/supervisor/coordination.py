@@ -30,7 +30,7 @@ from ckptctl.supervisor.child import EndedElsewhere, Running, Signals
 from ckptctl.supervisor.holding import LEASE_S, HeldState, end_left_behind, marker_of
 from ckptctl.supervisor.launchers import POLL_S, Launchers
 from ckptctl.supervisor.nodes import Place
-from ckptctl.supervisor.policy import Ended, Verdict
+from ckptctl.supervisor.policy import Conclusion, Ended
 from ckptctl.supervisor.results import Decision
 
 _LEAVING_S = 60.0
@@ -341,14 +341,14 @@ class Coordination:
         """End what a launcher that is gone left on this machine."""
         end_left_behind(marker_of(self.leading.state, self._root, place), self._tell)
 
-    def conclude(self, verdict: Verdict) -> None:
+    def conclude(self, conclusion: Conclusion) -> None:
         """Write how the job ends for all, and wait until the others have read it."""
         self.write(
             self.leading.state,
             ending=True,
-            exit_code=verdict.exit_code,
-            decision=verdict.decision.value,
-            reason=verdict.reason[:MAX_STRING],
+            exit_code=conclusion.exit_code,
+            decision=conclusion.decision.value,
+            reason=conclusion.reason[:MAX_STRING],
         )
         until_s = time.monotonic() + _LEAVING_S
         while len(self._launchers.living()) > 1 and time.monotonic() < until_s:

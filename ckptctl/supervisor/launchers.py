@@ -71,7 +71,7 @@ class LauncherOptions:
             )
 
 
-class Seen(NamedTuple):
+class LastReport(NamedTuple):
     """A report of a launcher; `changed_s` is the counted time of its last change.
 
     `changes` is that it was seen to change: a report can be left from an earlier job.
@@ -119,7 +119,7 @@ class Launchers:
         self.unreadable: OwnFileUnreadable | None = None
         """The state is damaged, or of another version."""
         self._revisions = revisions
-        self._seen: dict[int, Seen | None] = {}
+        self._seen: dict[int, LastReport | None] = {}
         self._counted_s = 0.0
         self._replaced = False
         self._written_beat = -1
@@ -191,7 +191,7 @@ class Launchers:
             same = seen is not None and seen.report["id"] == name
             return not (seen is not None and same and self._lives(seen, proven=True))
 
-    def _lives(self, seen: Seen, *, proven: bool = False) -> bool:
+    def _lives(self, seen: LastReport, *, proven: bool = False) -> bool:
         """Whether a launcher lives; one that was not seen to change does if that is `proven`."""
         report = seen.report
         if report["machine"] and report["machine"] == self.own["machine"]:
@@ -281,4 +281,4 @@ class Launchers:
                     # One that leads removes its report after it gave the state up, not before.
                     self._seen[place] = None if self.leads else before
                 elif before is None or before.report != report:
-                    self._seen[place] = Seen(report, self._counted_s, place in self._seen)
+                    self._seen[place] = LastReport(report, self._counted_s, place in self._seen)

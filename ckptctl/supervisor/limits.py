@@ -56,7 +56,7 @@ _BUILT_IN: Mapping[Section, _BuiltIn] = {
 }
 
 
-class Seen(NamedTuple):
+class SectionTimes(NamedTuple):
     """What earlier attempts needed in a section: reports, and the longest time between two."""
 
     n: int = 0
@@ -84,7 +84,7 @@ class SectionLimits:
     """
 
     def __init__(
-        self, given: Mapping[Section, float], seen: Mapping[Section, Seen] | None = None
+        self, given: Mapping[Section, float], seen: Mapping[Section, SectionTimes] | None = None
     ) -> None:
         for section, seconds in given.items():
             if section not in SECTIONS:
@@ -103,14 +103,14 @@ class SectionLimits:
         """The limit of a section."""
         if section in self.given:
             return Limit(self.given[section], given=True)
-        built_in, seen = _BUILT_IN[section], self.seen.get(section, Seen())
+        built_in, seen = _BUILT_IN[section], self.seen.get(section, SectionTimes())
         least_s = built_in.least_s if seen.n >= built_in.enough else built_in.first_s
         return Limit(max(least_s, FACTOR * seen.longest_s), given=False)
 
     def learn(self, section: Section, seconds: float, n: int) -> None:
         """Take in the longest time between two of `n` reports of a sound rank."""
-        seen = self.seen.get(section, Seen())
-        self.seen[section] = Seen(seen.n + n, max(seen.longest_s, seconds))
+        seen = self.seen.get(section, SectionTimes())
+        self.seen[section] = SectionTimes(seen.n + n, max(seen.longest_s, seconds))
 
     def recall(self, documents: Mapping[str, SectionDocument]) -> None:
         """Go on from what the state of the run holds; unknown sections are passed over."""

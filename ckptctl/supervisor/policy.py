@@ -90,7 +90,7 @@ class BudgetOptions:
         return min(LONGEST_PAUSE_S, self.backoff_s * 2.0**doublings)
 
 
-class Seen(NamedTuple):
+class RootState(NamedTuple):
     """The result of inspecting the roots: `pick`'s exit code, 2 for a wrong path."""
 
     code: int
@@ -115,7 +115,7 @@ class Ended(NamedTuple):
     ordered: bool = False
 
 
-class Verdict(NamedTuple):
+class Conclusion(NamedTuple):
     """What follows an attempt, why, and the exit code if nothing more is started."""
 
     decision: Decision
@@ -165,10 +165,10 @@ def budget_of(attempts: Sequence[AttemptDocument]) -> Budget:
 def decide(
     past: Sequence[AttemptDocument],
     ended: Ended,
-    seen: Seen,
+    seen: RootState,
     best: int | None,
     options: BudgetOptions,
-) -> Verdict:
+) -> Conclusion:
     """What follows an attempt that has ended.
 
     `past` are the attempts before it since the last progress; none of them where it made
@@ -177,37 +177,37 @@ def decide(
     """
     code = ended.code
     if ended.asked:
-        return Verdict(Decision.STOPPED, "a signal asked for it", code, free=True)
+        return Conclusion(Decision.STOPPED, "a signal asked for it", code, free=True)
     if ended.hang is None:
         if code == 0:
-            return Verdict(Decision.DONE, "the command succeeded", 0, free=True)
+            return Conclusion(Decision.DONE, "the command succeeded", 0, free=True)
         if code in options.no_restart:
-            return Verdict(Decision.NEVER, _reason_of(code), code)
+            return Conclusion(Decision.NEVER, _reason_of(code), code)
     if seen.code in NOT_INSPECTED:
-        return Verdict(Decision.NEVER, seen.message, seen.code, free=True)
+        return Conclusion(Decision.NEVER, seen.message, seen.code, free=True)
     if seen.code != WRONG_PATH and best is not None and not seen.holds_steps:
         reason = f"step {best} was usable, but the root no longer contains a step"
-        return Verdict(Decision.NEVER, reason, NO_ANSWER)
+        return Conclusion(Decision.NEVER, reason, NO_ANSWER)
     if seen.code == EXIT_NONE_USABLE:
-        return Verdict(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
+        return Conclusion(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
     if ended.hang is None and code == RERUN and any(each["exit_code"] == RERUN for each in past):
-        return Verdict(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
+        return Conclusion(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
     free = ended.hang is None and _is_free(code, ended.cause)
     before = budget_of(past)
     after = Budget(before.spent + (not free), before.free + free)
     if after.exhausted(options):
         which = "free restart" if free else "restart"
         reason = f"no {which} is left, and no newer step was saved"
-        return Verdict(Decision.GIVEN_UP, reason, GIVEN_UP, free)
+        return Conclusion(Decision.GIVEN_UP, reason, GIVEN_UP, free)
     if ended.hang is None and ended.cause is not None and _comes_again(ended.cause, past):
         reason = f"{ended.cause['failure']}: {ended.cause['message']}"
-        return Verdict(Decision.NEVER, reason, code)
+        return Conclusion(Decision.NEVER, reason, code)
     if free:
         reason = f"it cost nothing; {after.left(options)} of {options.max_restarts} restarts left"
     else:
         left = after.left(options)
         reason = f"{left} of {options.max_restarts} restarts left without a newer step"
-    return Verdict(Decision.RESTART, reason, code, free)
+    return Conclusion(Decision.RESTART, reason, code, free)
 
 
 def _reason_of(code: int) -> str:

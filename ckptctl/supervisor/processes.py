@@ -74,7 +74,7 @@ def marked(value: str) -> list[Process]:
     return [each.process for each in _of_job(_table(), partial(_has_marker, value=value))]
 
 
-class Job:
+class JobProcesses:
     """The processes of one attempt that this process has started.
 
     `bystanders` are the children that this process had before; they are never signalled.

@@ -43,9 +43,9 @@ from ckptctl.supervisor.policy import (
     RERUN,
     WAIT_FOR_CAPACITY,
     WRONG_PATH,
+    Conclusion,
     Ended,
-    Seen,
-    Verdict,
+    RootState,
     budget_of,
     decide,
     series,
@@ -112,7 +112,7 @@ class _NotStarted(Exception):
         self.next_command = next_command
 
 
-_TOO_FEW = Verdict(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
+_TOO_FEW = Conclusion(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
 
 
 class _Supervisor:
@@ -174,14 +174,14 @@ class _Supervisor:
                 about = (self._command, self._roots.url, (), (), message)
                 return Supervised(*about, stop.code, stop.next_command)
             stack.callback(held.release)
-            verdict = self._run_alone(held, self._runner(held, hangs))
-        return self._summary(verdict)
+            conclusion = self._run_alone(held, self._runner(held, hangs))
+        return self._summary(conclusion)
 
     def _runner(self, *watchers: Watcher) -> AttemptRunner:
         output = self._options.output
         return AttemptRunner(output, self._log_folder, watchers, self._signals, self._tell)
 
-    def _run_alone(self, held: HeldState, runner: AttemptRunner) -> Verdict:
+    def _run_alone(self, held: HeldState, runner: AttemptRunner) -> Conclusion:
         """Run attempts until none follows."""
         self._sections.recall(held.state["sections"])
         while True:
@@ -200,20 +200,20 @@ class _Supervisor:
             except UsageError:
                 held.save(before)  # nothing was started
                 raise
-            verdict = self._conclude(held, ended)
-            if verdict.decision is not Decision.RESTART:
-                return verdict
+            conclusion = self._conclude(held, ended)
+            if conclusion.decision is not Decision.RESTART:
+                return conclusion
 
     def _pause_s(self, held: HeldState) -> float:
         return self._options.budget.pause_s(budget_of(since_progress(held.state)))
 
     @staticmethod
-    def _asked(number: int) -> Verdict:
-        return Verdict(Decision.RESTART, "a signal asked for it", 128 + number)
+    def _asked(number: int) -> Conclusion:
+        return Conclusion(Decision.RESTART, "a signal asked for it", 128 + number)
 
     # One of several launchers
 
-    def _run_together(self, hangs: HangWatcher, stack: ExitStack) -> Verdict:
+    def _run_together(self, hangs: HangWatcher, stack: ExitStack) -> Conclusion:
         """Lead the launchers of all nodes, or follow the one that leads, until the job ends."""
         launchers = Launchers(self._revisions, self._options.launchers)
         stack.callback(launchers.close)
@@ -228,16 +228,16 @@ class _Supervisor:
                 raise _NotStarted(NO_ANSWER, error.message) from error
             if isinstance(turn, Outcome):
                 self._report_followed(together, launchers.state)
-                return Verdict(Decision(turn.decision), turn.reason, turn.exit_code)
+                return Conclusion(Decision(turn.decision), turn.reason, turn.exit_code)
             if isinstance(turn, Part):
                 self._sections.recall(turn.state["sections"])
                 self._run_part(together, turn, runner)
                 continue
             try:
                 if self._take_lead(together, turn):
-                    verdict = self._lead(together, runner)
-                    together.conclude(verdict)
-                    return verdict
+                    conclusion = self._lead(together, runner)
+                    together.conclude(conclusion)
+                    return conclusion
             except Fenced:
                 launchers.check()
                 self._tell("another `ckptctl run` leads now")
@@ -268,7 +268,7 @@ class _Supervisor:
         self._sections.recall(held.state["sections"])
         return True
 
-    def _lead(self, together: Coordination, runner: AttemptRunner) -> Verdict:
+    def _lead(self, together: Coordination, runner: AttemptRunner) -> Conclusion:
         """Run attempts on all nodes until none follows; raises `Fenced` where another leads."""
         held = together.leading
         pause_s = 0.0
@@ -281,18 +281,18 @@ class _Supervisor:
             # No process of the job is left, also none of a leader that was killed.
             seen = self._roots.await_answer(self._signals, self._tell)
             if seen.code not in (0, EXIT_FRESH, WRONG_PATH):
-                return Verdict(Decision.NEVER, seen.message, seen.code)
+                return Conclusion(Decision.NEVER, seen.message, seen.code)
             try:
                 self._take_in(held, seen)
             except _NotStarted as stop:
-                return Verdict(Decision.GIVEN_UP, stop.why, stop.code)
+                return Conclusion(Decision.GIVEN_UP, stop.why, stop.code)
             self._nodes.meet([each["node"] for each in idle.values()], together.count)
             plan = self._nodes.plan(held.state, self._roots.loads)
             if plan is None:
                 return _TOO_FEW
-            verdict = self._lead_attempt(together, plan, idle, seen.step, runner)
-            if verdict.decision is not Decision.RESTART:
-                return verdict
+            conclusion = self._lead_attempt(together, plan, idle, seen.step, runner)
+            if conclusion.decision is not Decision.RESTART:
+                return conclusion
             pause_s = self._pause_s(held)
 
     def _lead_attempt(
@@ -302,14 +302,14 @@ class _Supervisor:
         idle: Mapping[int, LauncherDocument],
         step: int | None,
         runner: AttemptRunner,
-    ) -> Verdict:
+    ) -> Conclusion:
         """Begin an attempt on all nodes, run the own part, and decide when all have ended."""
         held = together.leading
         members = members_of(plan.runs_on, idle)
         state, restarts = self._begun(held.state, plan)
         changes = {"members": members, "restarts": restarts, "step": step}
         if not together.write(state, **changes, ending=False, signal=None):
-            return Verdict(Decision.NEVER, "the state cannot be written", NO_ANSWER)
+            return Conclusion(Decision.NEVER, "the state cannot be written", NO_ANSWER)
         number, began_s = state["attempts"][-1]["number"], time.monotonic()
         part = together.part(held.state)
         ended = None if part is None else self._run_part(together, part, runner)
@@ -338,14 +338,14 @@ class _Supervisor:
         """Report the attempts that this launcher followed, as the leader has decided."""
         for attempt in () if state is None else state["attempts"]:
             if attempt["number"] in together.followed and attempt["decision"] is not None:
-                verdict = Verdict(Decision(attempt["decision"]), attempt["reason"], 0)
+                conclusion = Conclusion(Decision(attempt["decision"]), attempt["reason"], 0)
                 self._attempts.append(
-                    reported(attempt, verdict, 0, self._options.output.phase or None)
+                    reported(attempt, conclusion, 0, self._options.output.phase or None)
                 )
 
     # Before, between and after attempts
 
-    def _prepare(self) -> Seen:
+    def _prepare(self) -> RootState:
         """Inspect the roots before the first attempt; raises `_NotStarted`."""
         seen = self._roots.await_answer(self._signals, self._tell)
         scan = f"ckptctl scan {self._roots.words}"
@@ -377,7 +377,7 @@ class _Supervisor:
         self._roots.use(seen)
         return seen
 
-    def _hold(self, seen: Seen) -> HeldState:
+    def _hold(self, seen: RootState) -> HeldState:
         """Take the state over; raises `_NotStarted` where its budget is spent."""
         url, reset = self._roots.url, self._options.budget.reset_budget
         place = StatePlace(self._revisions, self._copy, url, self._tell)
@@ -392,7 +392,7 @@ class _Supervisor:
             raise
         return held
 
-    def _take_in(self, held: HeldState, seen: Seen) -> None:
+    def _take_in(self, held: HeldState, seen: RootState) -> None:
         """Record the progress of an attempt whose supervisor was killed.
 
         Raises `_NotStarted` where the budget is spent.
@@ -431,7 +431,7 @@ class _Supervisor:
             number, plan, {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
         )
 
-    def _conclude(self, held: HeldState, ended: Ended) -> Verdict:
+    def _conclude(self, held: HeldState, ended: Ended) -> Conclusion:
         """Inspect the roots after an attempt, decide what follows, and record both."""
         *earlier, attempt = held.state["attempts"]
         number = attempt["number"]
@@ -442,8 +442,8 @@ class _Supervisor:
         if progress:
             self._roots.use(seen)
         budget = self._options.budget
-        verdict = decide(() if progress else before, ended, seen, best, budget)
-        attempt = closed(attempt, ended, seen, verdict, progress=progress)
+        conclusion = decide(() if progress else before, ended, seen, best, budget)
+        attempt = closed(attempt, ended, seen, conclusion, progress=progress)
         if slow := self._step_times.documents():
             attempt["slow"] = slow
         state = {
@@ -452,7 +452,7 @@ class _Supervisor:
             "attempts": [*earlier, attempt],
             "sections": self._sections.documents(),
         }
-        if verdict.decision is Decision.RESTART:
+        if conclusion.decision is Decision.RESTART:
             n_excluded = len(state["excluded"])
             state = self._nodes.exclude(state, ended.hang, ended.cause)
             if ended.code == RERUN and len(state["excluded"]) == n_excluded:
@@ -460,16 +460,16 @@ class _Supervisor:
         held.save(state)
         left = budget_of(since_progress(held.state)).left(budget)
         phase = self._options.output.phase or None
-        self._attempts.append(reported(attempt, verdict, left, phase))
+        self._attempts.append(reported(attempt, conclusion, left, phase))
         if self._log_folder is not None:
             self._log_folder.note(
                 f"attempt {number} ended with {ended.code} after {ended.seconds:.0f} s, newest "
-                f"usable step {seen.step}: {verdict.decision.value}, {verdict.reason}"
+                f"usable step {seen.step}: {conclusion.decision.value}, {conclusion.reason}"
             )
         self._options.on_attempt(self._attempts[-1])
-        return verdict
+        return conclusion
 
-    def _seen_after(self, ended: Ended) -> Seen:
+    def _seen_after(self, ended: Ended) -> RootState:
         """The roots after an attempt; waited for only where a restart needs the answer."""
         stops_at = self._options.budget.no_restart
         again = ended.hang is not None or (ended.code != 0 and ended.code not in stops_at)
@@ -477,17 +477,17 @@ class _Supervisor:
             return self._roots.await_answer(self._signals, self._tell)
         return self._roots.inspect()
 
-    def _summary(self, verdict: Verdict) -> Supervised:
+    def _summary(self, conclusion: Conclusion) -> Supervised:
         last = self._attempts[-1] if self._attempts else None
         next_command: str | None = None
-        if verdict.decision in (Decision.GIVEN_UP, Decision.NEVER):
+        if conclusion.decision in (Decision.GIVEN_UP, Decision.NEVER):
             next_command = f"ckptctl scan {self._roots.words}"
             of_storage = (EXIT_NONE_USABLE, *NOT_INSPECTED)
             if (
                 last
                 and last.cause is not None
                 and self._options.output.logs
-                and verdict.exit_code not in of_storage
+                and conclusion.exit_code not in of_storage
             ):
                 words = ["ckptctl", "classify", *self._options.output.logs]
                 next_command = shlex.join([*words, "--exit-code", str(last.exit_code)])
@@ -498,14 +498,14 @@ class _Supervisor:
             Decision.NEVER: "not restarted",
             Decision.GIVEN_UP: "given up",
             Decision.WAIT: "waiting for capacity",
-        }[verdict.decision]
+        }[conclusion.decision]
         n = len(self._attempts)
         return Supervised(
             self._command,
             self._roots.url,
             tuple(self._attempts),
             tuple(self._warnings),
-            f"{word} after {n} attempt{'' if n == 1 else 's'}: {verdict.reason}",
-            verdict.exit_code,
+            f"{word} after {n} attempt{'' if n == 1 else 's'}: {conclusion.reason}",
+            conclusion.exit_code,
             next_command,
         )

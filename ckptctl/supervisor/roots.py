@@ -13,7 +13,7 @@ from ckptctl.selection.results import Pick
 from ckptctl.selection.targets import Roots
 from ckptctl.storage.contract import Store
 from ckptctl.supervisor.child import Signals
-from ckptctl.supervisor.policy import NO_ANSWER, Seen
+from ckptctl.supervisor.policy import NO_ANSWER, RootState
 
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
@@ -37,18 +37,18 @@ class WatchedRoots:
         self._wait_s = wait_s
         self._used = False
 
-    def inspect(self) -> Seen:
+    def inspect(self) -> RootState:
         """The newest usable step, without waiting for a storage that does not answer."""
         try:
             # No process saves between two attempts, so an unfinished save is not in progress.
             found = self._inspect(allow_fresh=True, **({"grace_s": 0.0} if self._used else {}))
         except (StorageError, UsageError) as error:
-            return Seen(error.exit_code, error.message)
+            return RootState(error.exit_code, error.message)
         step = found.chosen.number if found.chosen else None
         if found.exit_code == EXIT_FRESH and self._used:
-            return Seen(NO_ANSWER, f"{self.url} existed, but no longer exists")
+            return RootState(NO_ANSWER, f"{self.url} existed, but no longer exists")
         holds_steps = bool(found.passed_over or found.chosen)
-        return Seen(found.exit_code, found.message, step, holds_steps, found.next_command)
+        return RootState(found.exit_code, found.message, step, holds_steps, found.next_command)
 
     def loads(self, world_size: int) -> bool:
         """Whether the newest usable step loads with so many ranks, and loses nothing required."""
@@ -59,7 +59,7 @@ class WatchedRoots:
             return False
         return seen.step is None or (found.chosen is not None and found.chosen.number == seen.step)
 
-    def await_answer(self, signals: Signals, tell: Callable[[str], None]) -> Seen:
+    def await_answer(self, signals: Signals, tell: Callable[[str], None]) -> RootState:
         """The same, waiting for the storage to answer up to the limit."""
         until_s = time.monotonic() + self._wait_s
         pause_s = _FIRST_WAIT_S
@@ -73,7 +73,7 @@ class WatchedRoots:
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
         return seen
 
-    def use(self, seen: Seen) -> None:
+    def use(self, seen: RootState) -> None:
         """Write the sentinels, or record the usable step, before an attempt begins."""
         self._used = True
         with ExitStack() as stack:

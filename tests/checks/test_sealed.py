@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.checks import seals as checks
-from ckptctl.checks.seals import Seen, check_seal, speaks_of_step, written_ms
+from ckptctl.checks.seals import Seen, applies_to_step, check_seal, written_ms
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
 from ckptctl.inspection.content import Comparison
@@ -160,7 +160,7 @@ def test_a_seal_that_lists_nothing_covers_nothing(root):
     findings = list(check_seal(nothing, seen(root)))
     assert codes(findings) == ["seal.partial", "seal.extra"]
     assert "3 files that the step needs" in findings[0].message
-    assert speaks_of_step(findings)
+    assert applies_to_step(findings)
 
 
 def test_metadata_that_was_replaced_under_old_shards_is_corrupt(root):
@@ -176,7 +176,7 @@ def test_a_seal_lapses_when_metadata_and_all_its_shards_were_written_anew(root):
         os.utime(root / "step_5" / name, (1.7e9 + 60, 1.7e9 + 60))
     findings = list(check_seal(seal, seen(root, metadata="cd" * 32)))
     assert codes(findings) == ["seal.outdated"]
-    assert not speaks_of_step(findings)
+    assert not applies_to_step(findings)
 
 
 def test_one_shard_that_was_not_written_anew_is_enough_to_be_corrupt(root):
@@ -190,7 +190,7 @@ def test_one_shard_that_was_not_written_anew_is_enough_to_be_corrupt(root):
 def test_a_seal_copied_from_another_step_proves_nothing_and_damns_nothing(root):
     findings = list(check_seal(sealed(root), seen(root, metadata="cd" * 32, number=6)))
     assert codes(findings) == ["seal.foreign"]
-    assert not speaks_of_step(findings)
+    assert not applies_to_step(findings)
 
 
 def test_a_whole_step_under_another_number_is_corrupt(root):
@@ -215,7 +215,7 @@ def test_a_forged_seal_is_not_asked_anything_further(root):
     (root / "step_5" / "__1_0.distcp").unlink()
     findings = list(check_seal(signed, seen(root), key=KEY))
     assert codes(findings) == ["seal.bad-signature"]
-    assert not speaks_of_step(findings)
+    assert not applies_to_step(findings)
 
 
 def test_many_files_that_differ_are_told_together(tmp_path):

@@ -102,11 +102,11 @@ def test_a_word_lifts_only_what_it_takes_back(word, lifter):
     assert one in standing([one, said(lifter, "two", lifts=("one",))])
 
 
-def test_a_mark_speaks_of_one_save_of_one_step():
-    assert MARK.speaks_of(1200, "ab" * 32)
-    assert not MARK.speaks_of(1200, "cd" * 32)
-    assert not MARK.speaks_of(1300, "ab" * 32)
-    assert not MARK.speaks_of(1200, None)
+def test_a_mark_applies_to_one_save_of_one_step():
+    assert MARK.applies_to(1200, "ab" * 32)
+    assert not MARK.applies_to(1200, "cd" * 32)
+    assert not MARK.applies_to(1300, "ab" * 32)
+    assert not MARK.applies_to(1200, None)
 
 
 def test_one_digest_stands_for_all_metadata_files_in_any_order():

@@ -19,7 +19,7 @@ from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
 from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
-from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, Seen
+from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, SectionTimes
 from ckptctl.train.heartbeats import started_ticks
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
@@ -219,7 +219,7 @@ def test_heartbeats_that_somebody_removed_are_not_held_against_the_job(watch):
 
 
 def test_a_limit_that_nobody_gave_is_extended_while_stacks_change(watch):
-    one = watch(seen={"step": Seen(0, LONGEST_S / FACTOR - 10)})
+    one = watch(seen={"step": SectionTimes(0, LONGEST_S / FACTOR - 10)})
     one.ranks.start(0)
     one.ranks.start(1, BUSY)
     assert one.wait(LONGEST_S - 10) is None
@@ -273,11 +273,13 @@ def test_an_asynchronous_save_has_a_limit_beside_the_step(watch):
 
 
 def test_limits_are_learned_from_what_ranks_needed_and_kept_above_the_least():
-    limits = SectionLimits({}, {"step": Seen(5000, 1.0), "checkpoint": Seen(50, 2000.0)})
+    limits = SectionLimits(
+        {}, {"step": SectionTimes(5000, 1.0), "checkpoint": SectionTimes(50, 2000.0)}
+    )
     assert limits.of("step").seconds == 180
     assert limits.of("checkpoint").seconds == FACTOR * 2000
-    assert SectionLimits({}, {"step": Seen(10, 1.0)}).of("step").seconds == 600
-    assert SectionLimits({"step": 7.0}, {"step": Seen(10, 1e6)}).of("step") == (7.0, True)
+    assert SectionLimits({}, {"step": SectionTimes(10, 1.0)}).of("step").seconds == 600
+    assert SectionLimits({"step": 7.0}, {"step": SectionTimes(10, 1e6)}).of("step") == (7.0, True)
 
 
 def test_times_between_reports_are_learned(watch):
@@ -328,7 +330,7 @@ def test_a_log_that_does_not_grow_ends_a_job_only_by_a_limit_that_a_person_gave(
 
 
 def test_a_job_that_reported_in_an_earlier_attempt_is_expected_to_report(watch):
-    one = watch({"outside": 60}, seen={"step": Seen(3, 1.0)})
+    one = watch({"outside": 60}, seen={"step": SectionTimes(3, 1.0)})
     assert one.wait(50) is None
     assert one.wait(20).section == "outside"
 

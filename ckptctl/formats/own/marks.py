@@ -72,7 +72,7 @@ class Mark:
     lifts: tuple[str, ...] = ()
     """The ids of the marks that it lifts."""
 
-    def speaks_of(self, number: int | None, metadata: str | None) -> bool:
+    def applies_to(self, number: int | None, metadata: str | None) -> bool:
         """Whether it is about this save of this step; the path of the step may have changed.
 
         A mark on an interrupted save holds when its metadata arrives later, where one
