@@ -1,19 +1,25 @@
-"""`Checkpointer.save` and `resume`, beside torch's save and load: one process, one state.
+"""`Checkpointer.save` and `resume`, beside torch's save and load of the same state.
 
-`save` with its seal beside `dcp.save`, which flushes its files; the whole of `resume`
-(choosing, proving, loading, restoring) beside stock `dcp.load` of the same step. Both load
-into a model that was initialized, with an optimizer that was not. The limit of a save is a
-bare loop that writes the same bytes from tensor memory in pieces of 1 MiB, with CRC-32,
-xxh3-128 and one flush; that of a resume is `dcp.load` with `measuring.bare_reader`, into the
-state that torch builds.
+`save` with its seal beside `dcp.save`, which flushes its files. The whole of `resume` (making
+and closing the `Checkpointer`, choosing, proving, loading, restoring) beside stock `dcp.load` of
+the same step, in one process and in two gloo processes with `fully_shard`. Both load into a
+model that was initialized, with an optimizer that was not. The limit of a save is a bare loop
+that writes the same bytes from tensor memory in pieces of 1 MiB, with CRC-32, xxh3-128 and one
+flush; that of a resume builds the state, without a step of the optimizer, and calls `dcp.load`
+with `measuring.bare_reader`.
+
+The stages of a resume are measured by the profiler, on rank 0 and in processor time.
 """
 
 from __future__ import annotations
 
+import cProfile
+import json
 import os
 import shutil
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +36,29 @@ from measuring import (
     least,
     time_is_up,
 )
+from reader import in_processes
 
 WIDTH, STATE_MIB, KEPT_MIB = 2048, 768, 96
 MEASURES: tuple[tuple[Measure, str], ...] = (("clock_s", "by the clock"), ("cpu_s", "processor"))
 
 
+RANKS = (1, 2)
+
+
 class Script:
-    """A model with AdamW: three times its weights are saved."""
+    """A model with AdamW: three times its weights are saved; sharded if there is a group."""
 
     def __init__(self, n_layers: int) -> None:
         import torch
+        import torch.distributed as dist
 
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(n_layers)))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def train(self) -> None:
@@ -64,6 +80,14 @@ class Script:
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
         }
 
+    def allocate(self) -> None:
+        """Give the optimizer the tensors of its state, of any content."""
+        import torch
+
+        for one in self.model.parameters():
+            moments = {name: torch.empty_like(one) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[one] = {"step": torch.tensor(0.0), **moments}
+
     def checkpointer(self, root: Path, keep: int | None = None) -> Any:
         """The same, as ckptctl is given it."""
         from ckptctl.train import Checkpointer
@@ -79,10 +103,10 @@ def rows(size: Size) -> Iterator[Row]:
     layer_bytes = 3 * 4 * (WIDTH * WIDTH + WIDTH)
     n_layers = max(1, size.of(STATE_MIB) * MIB // layer_bytes)
     with folder() as name:
-        taken = _measured(Path(name), n_layers, size.rounds)
+        saves = _saved(Path(name), n_layers, size.rounds)
     shown = f"{n_layers * layer_bytes / MIB:.0f} MiB"
     for measure, how in MEASURES:
-        spent = {what: least(taken, what, measure) for what in taken}
+        spent = {what: least(saves, what, measure) for what in saves}
         yield Row(
             f"`Checkpointer.save` of {shown}, sealed and durable, {how}",
             spent["save"],
@@ -92,6 +116,18 @@ def rows(size: Size) -> Iterator[Row]:
             spent["bare"],
             0.6,
         )
+    for n_ranks in RANKS:
+        with folder() as name:
+            answers = Path(name, "answers")
+            in_processes(n_ranks, _resumed, name, n_layers, size.rounds, str(answers))
+            found = json.loads(answers.read_text())
+        yield from _resume_rows(f"{shown}, {n_ranks} process{'es' * (n_ranks > 1)}", found)
+    yield _retention(size)
+
+
+def _resume_rows(shown: str, found: Mapping[str, Any]) -> Iterator[Row]:
+    for measure, how in MEASURES:
+        spent = found[measure]
         yield Row(
             f"`Checkpointer.resume` of {shown}, {how}",
             spent["resume"],
@@ -101,19 +137,21 @@ def rows(size: Size) -> Iterator[Row]:
             spent["bare load"],
             0.8,
         )
-    yield _retention(size)
+    whole = found["stages"].pop("resume")
+    for stage, took_s in found["stages"].items():
+        yield Row(f"of which {stage}", 1000 * took_s, "ms", 1000 * whole, "the resume")
 
 
-def _measured(parent: Path, n_layers: int, rounds: int) -> Taken:
+def _saved(parent: Path, n_layers: int, rounds: int) -> Taken:
     taken: dict[str, list[Spent]] = {}
     for turn in range(rounds):
         if turn and time_is_up():
             break
         root = parent / f"run-{turn}"
-        for acts in (_saves(root, n_layers), _loads(root, n_layers)):
-            for what, act in reversed(acts) if turn % 2 else acts:
-                os.sync()  # each waits for its own bytes only
-                taken.setdefault(what, []).append(called(act))
+        acts = _saves(root, n_layers)
+        for what, act in reversed(acts) if turn % 2 else acts:
+            os.sync()  # each waits for its own bytes only
+            taken.setdefault(what, []).append(called(act))
         shutil.rmtree(root)
     return taken
 
@@ -168,20 +206,89 @@ def memories(state: object) -> Iterator[memoryview]:
             yield from memories(value)
 
 
-def _loads(root: Path, n_layers: int) -> Acts:
+# In the processes of a job
+
+
+def _resumed(name: str, n_layers: int, rounds: int, answers: str) -> None:
+    """Save a step and load it in turns; rank 0 writes the least figures, and the stages."""
+    import torch.distributed as dist
+
+    root = Path(name, "run")
+    script = Script(n_layers)
+    script.train()
+    with script.checkpointer(root) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+    taken: dict[str, list[Spent]] = {}
+    for turn in range(rounds):
+        for what, act in reversed(LOADS) if turn % 2 else LOADS:
+            script = Script(n_layers)
+            dist.barrier()
+            spent = called(lambda act=act, script=script: act(script, root))
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (spent.cpu_s, spent.clock_s))
+            cpu_s, clock_s = zip(*everyone, strict=True)
+            taken.setdefault(what, []).append(Spent(sum(cpu_s), max(clock_s)))
+    stages = _stages(Script(n_layers), root)
+    if dist.get_rank() == 0:
+        least_of = {
+            measure: {what: least(taken, what, measure) for what in taken}
+            for measure, _ in MEASURES
+        }
+        Path(answers).write_text(json.dumps({**least_of, "stages": stages}))
+
+
+def _stock_load(script: Script, root: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    stock, built, script = (Script(n_layers) for _ in range(3))
-    ckpt = script.checkpointer(root)
+    dcp.load(script.state(), checkpoint_id=root / "step_1")
 
-    def resume() -> None:
+
+def _resume(script: Script, root: Path) -> None:
+    with script.checkpointer(root) as ckpt:
         ckpt.resume("auto")
 
-    return [
-        ("dcp.load", lambda: dcp.load(stock.state(), checkpoint_id=root / "step_1")),
-        ("resume", resume),
-        ("bare load", lambda: dcp.load(built.state(), storage_reader=bare_reader(root / "step_1"))),
-    ]
+
+def _bare_load(script: Script, root: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    script.allocate()
+    dcp.load(script.state(), storage_reader=bare_reader(root / "step_1"))
+
+
+LOADS: list[tuple[str, Callable[[Script, Path], None]]] = [
+    ("dcp.load", _stock_load),
+    ("resume", _resume),
+    ("bare load", _bare_load),
+]
+
+
+def _stages(script: Script, root: Path) -> dict[str, float]:
+    """Seconds of the processor in each stage of a resume on this rank, by the profiler."""
+    from ckptctl.selection.fencing import take_token
+    from ckptctl.train import reader, resolving, restoring, resuming, state
+
+    run = resuming.Resume
+    stages = {
+        "resume": run.run,
+        "choosing the step: metadata, structure, predecessor": run._decide,
+        "proving that every rank sees it": resolving.open_on_all,
+        "building the state: allocation": restoring.allocate_state,
+        "building the state: state dicts": state.template,
+        "loading": restoring.load_into,
+        "reading and comparing bytes, a part of loading": reader.Reader.read_data,
+        "restoring": run._restore,
+        "taking the root over": take_token,
+        "ledger, report, marks": run._complete,
+    }
+    ckpt = script.checkpointer(root)
+    profiler = cProfile.Profile(time.process_time)
+    profiler.enable()
+    ckpt.resume("auto")
+    profiler.disable()
+    ckpt.close()
+    spent = {entry.code: entry.totaltime for entry in profiler.getstats()}
+    return {stage: spent.get(act.__code__, 0.0) for stage, act in stages.items()}
 
 
 def _retention(size: Size) -> Row:
