@@ -262,7 +262,9 @@ class Resume:
         put_report(job.store, attempt.token.attempt, report)
         # The sentinel before the ledger, which also names the step.
         begin_run([job.stores[url] for url in job.selection.roots.mandatory], decision.step)
-        attempt.ledger.add(
+        # The report and the sentinel already name the step, so no reader needs this line before
+        # the first step; a failure is written behind it, by the same thread.
+        attempt.ledger.add_later(
             ResumedLine(
                 step=decision.step,
                 path=decision.path,
