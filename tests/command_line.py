@@ -60,6 +60,11 @@ def run_ckptctl(
     )
 
 
+def forked_python() -> str:
+    """A program in the place of `python` for commands of ckptctl, which are forked."""
+    return _server().python
+
+
 @cache
 def _server() -> ForkServer:
     """Forks processes that have imported all of ckptctl that needs no torch, and clients of S3."""
@@ -70,7 +75,7 @@ def _server() -> ForkServer:
         if path.parts[1] not in _NEEDS_TORCH and path.name != "__main__.py"
     ]
     clients = ("s3fs", "obstore", "services.botocore_data")
-    return ForkServer([*sorted(modules), *clients], clean_environment())
+    return ForkServer([*sorted(modules), *clients, "warm_patterns"], clean_environment())
 
 
 def validated(text: str) -> dict:

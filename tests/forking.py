@@ -52,6 +52,7 @@ class ForkServer:
     @property
     def python(self) -> str:
         """A program in the place of `python` whose processes are forked, too, for `-c` and `-m`."""
+        self._start()
         return str(self._folder / "python")
 
     def forks(self, variables: Mapping[str, str]) -> bool:
@@ -91,8 +92,9 @@ class ForkServer:
             about = (sys.executable, at_start(self._variables))
             (self._folder / "server").write_bytes(marshal.dumps(about))
             command = shlex.join([sys.executable, "-IS", forked_call.__file__, str(self._folder)])
-            Path(self.python).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-            Path(self.python).chmod(0o755)
+            program = self._folder / "python"
+            program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            program.chmod(0o755)
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(f"{self._folder}/socket")
                 listener.listen(64)

@@ -14,6 +14,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,14 @@ def _block(name: str) -> str:
     return "".join(f"{line}\n" for line in writers[what](command))
 
 
+@cache
 def parameters(command: str) -> list[Any]:
     """The arguments and options of a command, as the command line has them."""
-    group: Any = get_command(build_app(COMMANDS, Output()))
+    group: Any = get_command(build_app((command,), Output()))
     return list(group.commands[command].params)
 
 
+@cache
 def _shared() -> set[str]:
     each = [{p.name for p in parameters(command)} for command in COMMANDS if command != "explain"]
     return set.intersection(*each) - {"pattern"}

@@ -182,7 +182,15 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("with-plans", "of-few-ranks")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in LARGE
+    ],
+)
 def test_large_saves_are_read_the_same_across_frames_batches_and_windows(name: str) -> None:
     data = dumped(LARGE[name])
     assert len(data) > 4 * 65_536

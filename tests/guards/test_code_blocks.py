@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import clean_environment
+from command_line import clean_environment, forked_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PAGES = [
@@ -83,7 +83,7 @@ def folder(framework_roots: Path, tmp_path: Path) -> Path:
         shutil.copytree(saved / source, tmp_path / "ckpt" / f"step_{number}00")
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "ckptctl"
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptctl "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(forked_python())} -m ckptctl "$@"\n')
     command.chmod(0o755)
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     return tmp_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -26,6 +27,7 @@ REFERENCE = (REPOSITORY / "docs" / "reference.md").read_text()
 PAGES = resources.files("ckptctl") / "pages"
 
 
+@cache
 def commands() -> dict:
     return get_command(build_app(COMMANDS, Output())).commands
 

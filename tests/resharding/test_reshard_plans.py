@@ -38,6 +38,7 @@ def large_source(report: ckptctl.Report) -> Source:
     return Source("ckpt/step_1", report, (SourcePart("", tuple(tensors), (), {}, ("d",)),), ())
 
 
+@pytest.mark.slow
 def test_half_a_million_chunks_are_planned_and_every_byte_has_its_place(checkpoints):
     report = ckptctl.verify(str(checkpoints / "fsdp_2" / "step_100"))
     planned = plan(large_source(report), Wanted(Mesh((("dp", 192),))))

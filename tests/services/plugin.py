@@ -22,6 +22,9 @@ from services import ceph
 from services.counting_proxy import CountingProxy
 from services.moto_server import moto_server
 
+PAGE = 100
+"""Names in one answer of `s3_moto` to a listing; a thousand would take long to write."""
+
 
 @dataclass(frozen=True)
 class S3Server:
@@ -79,8 +82,8 @@ class S3Server:
 
 @pytest.fixture(scope="session")
 def s3_moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """moto's server, over HTTP."""
-    with moto_server(tmp_path_factory.mktemp("moto")) as endpoint:
+    """moto's server, over HTTP, with small pages."""
+    with moto_server(tmp_path_factory.mktemp("moto"), page=PAGE) as endpoint:
         yield S3Server(endpoint, "test", "test")
 
 

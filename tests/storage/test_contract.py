@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from services.plugin import PAGE
 
 from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound
 from ckptctl.model import Checksum
@@ -17,10 +18,11 @@ from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.waiting import Retries
 
 LOCAL = ("local",)
+CLIENTS = ("s3fs", "obstore")
 ON_S3 = tuple(
     pytest.param(f"{server}-{client}", marks=pytest.mark.server)
     for server in ("moto", "ceph")
-    for client in ("s3fs", "obstore")
+    for client in CLIENTS
 )
 OF_OBJECTS = ("memory", *ON_S3)
 
@@ -166,12 +168,24 @@ def test_a_root_that_is_not_there_is_not_found_or_empty_where_there_are_no_folde
             root.list_dir()
 
 
-def test_a_listing_goes_on_after_the_first_thousand_names(opened: Open):
+@pytest.mark.parametrize(
+    ("where", "page"),
+    [
+        *((where, PAGE) for where in (*LOCAL, "memory")),
+        *(pytest.param(f"moto-{client}", PAGE, marks=pytest.mark.server) for client in CLIENTS),
+        *(
+            pytest.param(f"ceph-{client}", 1000, marks=[pytest.mark.server, pytest.mark.slow])
+            for client in CLIENTS
+        ),
+    ],
+)
+def test_a_listing_goes_on_after_the_first_page_of_names(opened: Open, page: int):
     root = opened("many")
-    for n in range(1003):
-        root.put(f"s/{n:04}", b"", replace=True)
-    assert [info.path for info in root.list_dir("s")] == [f"s/{n:04}" for n in range(1003)]
-    assert [info.path for info in root.list_tree()] == [f"s/{n:04}" for n in range(1003)]
+    names = [f"s/{n:04}" for n in range(page + 3)]
+    for name in names:
+        root.put(name, b"", replace=True)
+    assert [info.path for info in root.list_dir("s")] == names
+    assert [info.path for info in root.list_tree()] == names
 
 
 def test_a_whole_file_is_read(store: Store):

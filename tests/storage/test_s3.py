@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from services.counting_proxy import CountingProxy, Fault
 from services.moto_server import moto_server
-from services.plugin import S3Server
+from services.plugin import PAGE, S3Server
 from services.processes import free_port, wait_until
 
 from ckptctl.errors import (
@@ -41,8 +41,9 @@ PASSING = (Fault.UNAVAILABLE, Fault.RESET, Fault.SHORT, Fault.LOST)
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(obstore_client, "PAGE_KEYS", PAGE)
 
 
 @pytest.fixture
@@ -86,19 +87,19 @@ def put_many(server: S3Server, prefix: str, names: list[str]) -> None:
 # Requests
 
 
-def test_a_tree_costs_one_listing_request_for_each_thousand_keys_and_obstore_one_to_be_sure(
+def test_a_tree_costs_one_listing_request_for_each_page_of_keys_and_obstore_one_to_be_sure(
     store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, client: str
 ):
-    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(1100)])
-    assert len(store.list_tree()) == 1104
+    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(PAGE + 10)])
+    assert len(store.list_tree()) == PAGE + 14
     assert proxy.counts == {"LIST": 2 if client == "s3fs" else 3}
 
 
 def test_one_level_costs_one_listing_request_however_much_lies_below(
     store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
 ):
-    put_many(s3_moto, prefix, [f"step_{n}/{m}" for n in range(2, 102) for m in range(11)])
-    assert len(store.list_dir()) == 101
+    put_many(s3_moto, prefix, [f"step_{n}/{m}" for n in range(2, 12) for m in range(PAGE // 10)])
+    assert len(store.list_dir()) == 11
     assert proxy.counts == {"LIST": 1}
 
 
@@ -183,9 +184,9 @@ def test_a_server_that_is_silent_once_is_asked_again(
 def test_the_second_page_is_asked_again_and_the_first_is_not(
     store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, client: str
 ):
-    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(1100)])
+    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(PAGE + 10)])
     proxy.break_request("LIST", Fault.UNAVAILABLE, nth=2)
-    assert len(store.list_tree()) == 1104
+    assert len(store.list_tree()) == PAGE + 14
     # obstore hides its pages, so that all of them are asked for again.
     assert proxy.counts == {"LIST": 3 if client == "s3fs" else 5}
 
@@ -368,7 +369,7 @@ def test_a_storage_that_is_away_for_more_tries_than_the_count_is_waited_for_whil
 def test_a_listing_whose_second_page_fails_is_an_error_and_not_half_a_listing(
     store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
 ):
-    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(1100)])
+    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(PAGE + 10)])
     proxy.break_request("LIST", Fault.UNAVAILABLE, nth=2, lasts=True)
     with pytest.raises(StorageUnavailable):
         store.list_tree()
