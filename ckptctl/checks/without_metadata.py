@@ -226,15 +226,19 @@ def check_numbers(paths: Iterable[str]) -> Iterator[Finding]:
             yield Finding("shard.missing", name, f"{len(there):,} of {total:,} files exist")
 
 
-def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
+def check_rank_files(
+    step: Step, part: Part, archives: Collection[str], of_rank_0: Collection[str] = ()
+) -> Iterator[Finding]:
     """Yield the faults that the names in a rank-file part show. Cost: one match of each name.
 
-    `archives` are the paths of its `torch.save` files. Yields `file.missing` for each kind of
+    `archives` are the paths of its `torch.save` files, `of_rank_0` the kinds of file that rank 0
+    alone wrote in the step before, too. Yields `file.missing` for each kind of
     which a rank lacks its file and where no file holds weights, `state.mixed` where files of
     several world sizes lie in one folder, and `format.unlisted` where nothing states which
     files belong to the step.
     """
-    yield from at_most_few(_missing(step, one) for one in part.grids if one.missing)
+    lacking = (one for one in part.grids if one.missing)
+    yield from at_most_few(_missing(step, one) for one in lacking if one.what not in of_rank_0)
     yield from _mixed(step, part.grids)
     if not any(re.fullmatch(tables.TORCH_INDEX, file.path) for file in part.files):
         yield from check_numbers(path for path in archives)

@@ -28,7 +28,7 @@ from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.file_names import is_of_rank_0, kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
@@ -91,7 +91,7 @@ def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
     """Check each part by its metadata, or by the headers of its safetensors files."""
     for part in opened.parts:
         findings = [one for one in part.decoded if isinstance(one, Finding)]
-        findings += _check_part(opened, part)
+        findings += _check_part(opened, part, found.older)
         if not _has_fault(findings):
             found.readable.add(part.path)
         yield from findings
@@ -111,13 +111,18 @@ def cheap_level(opened: OpenStep) -> Level:
     return Level.STRUCTURE if is_cheap else Level.LISTING
 
 
-def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
+def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part)
     if part.part.format is PartFormat.RANK_FILES:
         from ckptctl.checks.without_metadata import check_named, check_rank_files
 
-        yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
+        of_rank_0: frozenset[str] = frozenset()
+        if older is not None and any(map(is_of_rank_0, part.part.grids)):
+            from ckptctl.inspection.predecessor import kinds_of_rank_0
+
+            of_rank_0 = kinds_of_rank_0(opened, part, older)
+        yield from check_rank_files(opened.step, part.part, part.ranges.file_names, of_rank_0)
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
         yield from check_identity(opened.step, part.part, part.metadata[0])

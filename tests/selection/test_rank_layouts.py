@@ -183,6 +183,7 @@ NAMED_BY_RANK = [
     ("model-rank-{}.bin", "optimizer-rank-{}.bin"),
     ("model_step7_rank{}.pt",),
     ("rank_{}/model.pt", "rank_{}/optimizer.pt"),
+    ("rank_{}/model.pt", "rank_{}/optim.pt"),
 ]
 
 
@@ -217,6 +218,22 @@ def test_a_kind_of_file_has_as_many_ranks_as_the_others(tmp_path):
     report = ckptctl.verify(str(step), grace_s=0)
     assert (report.exit_code, faults(report)) == (0, set())
     assert "file.fewer" in {finding.code for finding in report.findings}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_rank_0_alone_writes_is_missed_of_no_other_rank(tmp_path, ranks):
+    (model, optimizer) = NAMED_BY_RANK[0]
+    for step in (20, 30):
+        by_rank(tmp_path, step, (optimizer,), ranks)
+        by_rank(tmp_path, step, (model,), ranks=1)
+    assert ckptctl.verify(f"{tmp_path}@30").exit_code == 0
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    # Of two ranks, only the step before shows that the second had none.
+    by_rank(tmp_path, 20, (model,), ranks)
+    assert ckptctl.verify(f"{tmp_path}@30").exit_code == (20 if ranks == 2 else 0)
+    if ranks > 2:
+        (tmp_path / "ckpt-000030" / optimizer.format(1)).unlink()
+        assert ckptctl.verify(f"{tmp_path}@30", grace_s=0).exit_code == 20
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ FILES = (
     FileName(rf"{_SAYS_WEIGHTS}\.(?:npz|h5|hdf5|keras|msgpack)", weights="saved weights"),
     FileName(
         rf"(?P<folder>)(?!.*{_OTHER_RANK})(?!.*rank.*rank)(?:.*[^a-z])?rank[-_]?(?P<rank>{_N})"
-        r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt)",
+        r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt|safetensors)",
         grid=BY_RANK,
     ),
 )
@@ -367,13 +367,17 @@ def weights_called(name: str) -> str | None:
 
 def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | None:
     """The row of a rank file, and where in its name the axes are; None for any other file."""
+    without_axes = None
     for row, match in matches(path, layout):
-        if row.grid:
+        if row.grid and axes_in(match):
             return row, match
-        if match.groupdict().get("rank"):
+        if row.grid:
+            # `rank_3/optim.pt`: the folder of a rank outweighs a name that has no axis here.
+            without_axes = without_axes or (row, match)
+        elif match.groupdict().get("rank"):
             # State beside the shards that not every rank writes, such as that of a data loader.
-            return None
-    return None
+            break
+    return without_axes
 
 
 def axes_in(match: re.Match[str]) -> Mapping[str, int]:
@@ -488,8 +492,10 @@ def _grids(framework: str, members: Sequence[_Named], stated: Mapping[str, int])
     kinds: dict[tuple[str, Sequence[str]], list[_Named]] = defaultdict(list)
     for member in members:
         kinds[member.what, member.grid_axes].append(member)
-    for alike in kinds.values():
-        yield _grid(alike, lengths)
+    grids = [_grid(alike, lengths) for alike in kinds.values()]
+    # What rank 0 of three and more wrote, and the others did not beside kinds that all wrote.
+    is_enough = any(grid.n_present == grid.n_files > 2 for grid in grids)
+    yield from (grid for grid in grids if not (is_enough and is_of_rank_0(grid)))
 
 
 def _grid(alike: Sequence[_Named], lengths: Mapping[str, int]) -> Grid:
@@ -513,6 +519,11 @@ def _grid(alike: Sequence[_Named], lengths: Mapping[str, int]) -> Grid:
         first.row.grid in CONVERSIONS,
         frozenset(numbers) if counts_all else frozenset(),
     )
+
+
+def is_of_rank_0(grid: Grid) -> bool:
+    """Whether rank 0 alone has a file of a kind whose names no framework writes."""
+    return grid.framework == BY_RANK and grid.ranks == {0} and grid.n_files > 1
 
 
 def _number(place: Sequence[int], lengths: Sequence[int]) -> int:
