@@ -20,6 +20,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import Line, Span, line, next_line
 from ckptctl.cli.values import parse_duration, parse_size
 from ckptctl.errors import UsageError
+from ckptctl.formatting import duration
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.watching import BYTES_PER_S, INTERVAL_S, Event, Watched
 
@@ -93,6 +94,10 @@ def watch(
         requirements=requirements,
         storage=storage,
     )
+    if out.talks and not once:
+        grace = duration(requirements.grace_s)
+        begun = f"watching {root}: a step is read once it has not changed for {grace}; Ctrl-C ends"
+        out.lines([line(begun, hang=2)], to=out.err)
     with Notifier(notify, out) as notifier:
         try:
             for found in events:
