@@ -194,8 +194,10 @@ def open_target(
         except PathNotFound as error:
             root, hint = store.url, ""
             if "@" in base_name(step):
-                root, _, _ = step.rpartition("@")
+                above, _, _ = step.rpartition("@")
+                root = above or "."
                 hint = "; after an @ comes a step number, latest or auto"
+                hint += "" if above else f", and before it the root: .{step}"
             message = f"{found.url} does not exist{hint}"
             scan = f"ckptctl scan {shlex.quote(root)}"
             raise PathNotFound(message, next_command=scan) from error

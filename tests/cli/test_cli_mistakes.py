@@ -170,6 +170,7 @@ PLACES = [
     ("loss ''", 2, "ckptctl loss --help", "'': No such file or directory"),
     ("classify ''", 2, "ckptctl classify --help", "'': No such file or directory"),
     ("scan s3://", 2, "ckptctl scan --help", "s3:// names no bucket"),
+    ("verify @10", 2, "ckptctl scan .", "and before it the root: .@10"),
     ("verify run@newest", 2, "ckptctl scan run", "a step number, latest or auto"),
     ("convert run@10 .", 2, "ckptctl convert --help", ". already exists"),
     ("reshard run@10 .. --world-size 2", 2, "ckptctl reshard --help", ".. already exists"),
