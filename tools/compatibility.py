@@ -29,7 +29,7 @@ INTRODUCTION = (
     "# Compatibility\n\n"
     "What `tests/integrations` has shown with real frameworks, on two ranks and more. "
     "`make compatibility` writes this page from the last runs; an empty cell was not tried with "
-    "that version, a dash means that the framework has nothing of the kind. *DCP*: the steps are "
+    "that version, a dash means that there is none. *DCP*: the steps are "
     "DCP checkpoints, whose saves are interrupted and whose files are damaged by the "
     "[campaign](reliability.md), without the framework. [Frameworks](frameworks/README.md) "
     "describes each of them, [rank files](rank-files.md) their layouts.\n\n"

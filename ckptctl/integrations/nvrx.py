@@ -93,6 +93,11 @@ class ReportingRankMonitorClient(fault_tolerance.RankMonitorClient):
         self._open: list[str] = []
         self._between: Section | None = None  # while no section but `step` is open
 
+    def init_workload_monitoring(self) -> None:
+        """Connect to NVRx's monitor, which then knows no open section."""
+        super().init_workload_monitoring()
+        self._open.clear()
+
     def send_heartbeat(self) -> None:
         """Report that this rank makes progress."""
         heartbeat()
