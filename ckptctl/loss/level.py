@@ -101,11 +101,8 @@ class Shift:
     """The relative rise of the loss."""
     threshold: float
     """The largest relative rise of a healthy run."""
-
-    @property
-    def excess(self) -> float:
-        """`found` in units of the threshold."""
-        return self.found / self.threshold
+    excess: float
+    """The rise in units of the threshold; of a loss above zero, their logarithms are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ class Level:
     @property
     def smallest_jump(self) -> float | None:
         """The smallest relative rise of the loss that would have been detected."""
-        return min((math.expm1(shift.threshold) for shift in self.shifts), default=None)
+        return min((shift.threshold for shift in self.shifts), default=None)
 
 
 def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
@@ -142,11 +139,12 @@ def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
     rounded = rounding_of([number for _, number in earlier[-N_NOISE:]])
     noise = noise_of(y, rounded)
     enough = len(y) >= MIN_BEFORE
-    shifts = tuple(
-        Shift(n, median(z[:n]) - median(y[-_N_BASE:]), _threshold(y, noise, n))
-        for n in WINDOWS
-        if enough and len(z) >= n
-    )
+    relative = math.expm1 if measure is math.log else float
+    shifts = []
+    for n in WINDOWS:
+        if enough and len(z) >= n:
+            rise, threshold = median(z[:n]) - median(y[-_N_BASE:]), _threshold(y, noise, n)
+            shifts.append(Shift(n, relative(rise), relative(threshold), rise / threshold))
     # The loss at the start of a run is high, so only recent rows define a spike.
     high = max(y[-N_NOISE:]) + max(_SPIKE, 6 * noise) if enough else math.inf
     return Level(
@@ -155,7 +153,7 @@ def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
         n_before=len(y),
         n_after=len(z),
         base=median(number.value for _, number in earlier[-_N_BASE:]) if earlier else None,
-        shifts=shifts,
+        shifts=tuple(shifts),
         n_spikes=sum(value > high for value in z[:_N_SPIKES]),
     )
 

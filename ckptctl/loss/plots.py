@@ -88,9 +88,9 @@ def curve_of(assessment: Assessment) -> Curve | None:
 
 def _limit(assessment: Assessment) -> float | None:
     level = assessment.level
-    if not level.shifts or level.base is None or level.base <= 0:
+    if level.smallest_jump is None or level.base is None or level.base <= 0:
         return None
-    return level.base * math.exp(min(shift.threshold for shift in level.shifts))
+    return level.base * (1 + level.smallest_jump)
 
 
 def _points(rows: Sequence[Row]) -> tuple[Point, ...]:

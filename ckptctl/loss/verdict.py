@@ -229,14 +229,17 @@ def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
         why = (
             "their times repeat, which would not happen in another attempt"
             if is_timed
-            else "no step follows that was not logged before"
+            else "no row has a time and no step follows that was not logged before"
         )
         yield Finding(
             "loss.copied",
             _where(resume),
             f"{n} rows repeat rows of the log, and {why}: a logger or a log shipper may have "
             "written them twice",
-            expected="rows of another attempt",
+            expected="rows of another attempt"
+            if is_timed
+            else "rows of another attempt: with a time, or a first step after "
+            f"{resume.overwritten[-1].step}",
             found=f"{n} equal rows",
         )
     elif replay.agrees and not replay.varies:

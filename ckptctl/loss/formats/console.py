@@ -53,6 +53,15 @@ class LineFormat:
 
 LINE_FORMATS = (
     LineFormat(
+        "nemo",
+        "Training epoch",
+        # `iteration` starts again in each epoch.
+        r"\bTraining epoch \d{1,9}, iteration \d{1,12}/\d{1,12} \|"
+        r"(?=.{0,2000}?\bglobal_step: (?P<step>\d{1,12})\b)",
+        _BARS,
+        trimmed=True,
+    ),
+    LineFormat(
         "megatron",
         "iteration",
         r"\biteration\s{1,20}(?P<step>\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|",
@@ -82,6 +91,13 @@ LINE_FORMATS = (
         r"\biter\s+(?P<step>\d+):\s+(?=loss)",
         r"(?<![a-z])([a-z]{1,40}) ([^\s,]+)",
         tail=r"time \S+ms",
+    ),
+    LineFormat(
+        "verl",
+        "step:",
+        # Each number with its path; NumPy's since 2.0 with their type.
+        r"\bstep:(?P<step>\d{1,12}) - (?=[\w/-]{1,100}(?:\([^)]{0,20}\))?:)",
+        r"(?<![\w/])([A-Za-z][\w/-]{0,99})(?:\([^)]{0,20}\))?:(?:np\.float\d\d\()?([^\s,)]{1,64})",
     ),
     LineFormat(
         "modded-nanogpt",
@@ -121,6 +137,18 @@ LINE_FORMATS = (
         _COLONS,
         tail=r"peak_memory\w{0,40}:|tokens_per_second\w{0,40}:.{0,400}\b(?:lr|loss):",
         trimmed=True,
+    ),
+    LineFormat(
+        "torchtune-bar",
+        "|Loss: ",
+        r"(?:^|(?<=\s))\d{1,9}\|(?P<step>\d{1,12})\|Loss: (?P<loss>[^\s:]{1,64}):",
+        redrawn=True,
+    ),
+    LineFormat(
+        "litgpt",
+        "loss train:",
+        r"\biter \d{1,12} step (?P<step>\d{1,12}) \| loss train: (?P<loss>[^\s,]{1,64})",
+        redrawn=True,
     ),
     LineFormat(
         "fairseq",
@@ -226,10 +254,10 @@ LINE_FORMATS = (
         r"(?!.*(?:\b|_)(?:val|valid|validation|eval|evaluation|test)(?:\b|_)))"
         r"(?:.{0,300}?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d{1,9}))?"
         r".{0,300}?(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[(]{1,9}"
-        r"(?P<step>\d[\d,]{0,15})(?!\.?\d)(?:\s?/\s?(?P<per>\d{1,12}))?"
+        r"(?P<step>\d[\d,]{0,15})(?!\.?\d|\s?%)(?:\s?/\s?(?P<per>\d{1,12}))?"
         r"(?=\D.{0,300}?(?:\b|_)loss)",
         r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test) )?"
-        r"[a-z][\w/]{0,99}(?: norm| rate)?)[ :=]{1,3}"
+        r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
         r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
         rounds=True,
         fallback=True,
@@ -239,8 +267,9 @@ LINE_FORMATS = (
         "oss",
         # `[5/1000] loss=2.34`, and torchvision's `Epoch: [0][ 10/5005] ... Loss 6.9 (7.0)`.
         r"(?i)^(?!.{0,200}\b(?:val|valid|validation|eval|evaluation|test)\b)"
-        r"[^\[]{0,200}(?:\[(?P<epoch>\d{1,9})\] ?)?"
-        r"\[ *(?P<step>\d{1,12}) ?/ ?(?P<per>\d{1,12})(?: \([^)]{0,20}\))?\](?=.{0,1000}\bloss\b)",
+        r"[^\[]{0,200}(?:\[ *(?P<epoch>\d{1,9})(?: ?/ *\d{1,9})?\] ?)?"
+        r"\[ *(?P<step>\d{1,12}) ?/ *(?P<per>\d{1,12})(?: \([^)]{0,20}\))?\]"
+        r"(?=.{0,1000}(?:\b|_)loss\b)",
         r"(?<![\w/])([A-Za-z][\w/]{0,99})(?: ?[=:] {0,4}| {1,4}|\t)"
         r"([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
         rounds=True,

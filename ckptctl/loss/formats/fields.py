@@ -41,12 +41,13 @@ _NAMES = {
     "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
         globalstepmaxsteps currentsteps currentstep steps batch _step timebatch
         trainingstep optimizerstep optimstep gradientstep niter itr updates update numsteps
-        globaliter trainiter""",
+        globaliter trainiter it""",
     "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
         traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
         losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
         trainsamplestrainloss losstotal lossestotal totallosstrain avgloss lossavg averageloss
-        meanloss lossmean losscurrent crossentropy nll nllloss ce trainlossepoch""",
+        meanloss lossmean losscurrent steploss pgloss policyloss crossentropy nll nllloss ce
+        trainlossepoch""",
     "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
         lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
         traininnerlr trainsampleslr""",
@@ -91,7 +92,9 @@ _LR_DIGITS = 3
 _EPOCH_S = 1e8
 
 # A name that is not in the table may be a known one with a folder before it.
-_FOLDERS = re.compile(r"^(?:(?:metrics?|data|scalars?|stats|logs?|values?|train(?:ing|er)?)[/.])+")
+_FOLDERS = re.compile(
+    r"^(?:(?:metrics?|data|scalars?|stats|logs?|values?|train(?:ing|er)?|actor|policy)[/.])+"
+)
 _VALUE_OF = re.compile(r"[/.]values?$")
 
 _T = TypeVar("_T")

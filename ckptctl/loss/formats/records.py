@@ -200,7 +200,8 @@ class TableReader:
         if not _STEP_WORD.search(text) and not self._maker.own:
             return False
         for delimiter in _DELIMITERS:
-            cells = _cells(text, delimiter)
+            # W&B's export of a chart puts the name of the run before that of the metric.
+            cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
             fields = [self._maker.field(name) for name in cells]
             # A sentence is not a header: between blanks, every cell must be a known name.
             named = all(fields) if delimiter is None else all(map(plain_name, cells[1:]))
@@ -213,7 +214,7 @@ class TableReader:
 # TensorBoard's download of one tag; the name of the file holds the tag.
 _TENSORBOARD_EXPORT = "Wall time,Step,Value"
 _TAG = re.compile(r"-tag-([^/]{1,200})\.csv")
-_STEP_WORD = re.compile(r"(?i)step|iter")
+_STEP_WORD = re.compile(r"(?i)step|iter|\bit\b")
 
 
 def _cells(text: str, delimiter: str | None) -> list[str]:
