@@ -20,6 +20,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,14 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     return copy
 
 
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that gives a folder which one worker of this run makes for all: `NAME`, `make`."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return partial(_made_once, folder=shared)
+
+
 def _unpacked(name: str) -> Path:
     """The folder `name` of `fixtures/{name}.tar.xz`, unpacked once for all workers."""
     archive = ROOT / "fixtures" / f"{name}.tar.xz"
@@ -152,18 +161,18 @@ def _unpacked(name: str) -> Path:
     return _made_once(f"{name}-{digest[:16]}", unpack) / name
 
 
-def _made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `.cache/{name}`, made by `make` unless an earlier run did.
+def _made_once(name: str, make: Callable[[Path], None], folder: Path = CACHE) -> Path:
+    """The folder `name` below `folder`, made by `make` unless another run or worker did.
 
     It is made aside and renamed when whole: a run that was killed leaves
     nothing that the next one would take for finished. `make clean` removes
     what older sources left.
     """
-    target = CACHE / name
-    CACHE.mkdir(exist_ok=True)
-    with _locked(CACHE / f"{name}.lock"):
+    target = folder / name
+    folder.mkdir(exist_ok=True)
+    with _locked(folder / f"{name}.lock"):
         if not target.is_dir():
-            aside = CACHE / f"{name}.part"
+            aside = folder / f"{name}.part"
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             make(aside)

@@ -28,14 +28,16 @@ WATCHDOG = (
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory) -> Path:
+def recorded(once) -> Path:
     """A folder for each case, with a pickle and a JSON dump of each rank."""
     pytest.importorskip("torch")
-    folder = tmp_path_factory.mktemp("recorded")
-    command = [sys.executable, str(JOB), str(folder), "4", *CASES]
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True)
-    return folder
+
+    def record(folder: Path) -> None:
+        command = [sys.executable, str(JOB), str(folder), "4", *CASES]
+        environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environment, check=True)
+
+    return once("flight-recorder", record)
 
 
 def compared(folder: Path, pattern: str = "nccl_trace_rank_*") -> Stall:

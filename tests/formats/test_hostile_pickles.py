@@ -248,22 +248,29 @@ BOMBS: Mapping[str, bytes] = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What became of each pickle in each decoder; the canary would be in the working folder."""
-    folder, work = tmp_path_factory.mktemp("hostile"), tmp_path_factory.mktemp("work")
+def decode_watched(folder: Path) -> None:
+    """Decode each pickle with each decoder; the canary would be in the working folder."""
+    pickles, work = folder / "pickles", folder / "work"
+    pickles.mkdir()
+    work.mkdir()
     for name, data in {**PAYLOADS, **BOMBS, "benign": weight()}.items():
-        (folder / name).write_bytes(data)
+        (pickles / name).write_bytes(data)
     done = subprocess.run(
-        [sys.executable, str(WATCHED), str(LIMIT_MIB), str(folder)],
+        [sys.executable, str(WATCHED), str(LIMIT_MIB), str(pickles)],
         cwd=work,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3_000:]
     assert not list(work.iterdir()), "a payload ran"
+    (folder / "outcomes").write_text(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def outcomes(once: Callable[..., Path]) -> Outcomes:
+    """What became of each pickle in each decoder."""
     found = {}
-    for line in done.stdout.splitlines():
+    for line in (once("hostile-pickles", decode_watched) / "outcomes").read_text().splitlines():
         name, decoder, kind, message, _, events = json.loads(line)
         found[name, decoder] = Outcome(kind, message, tuple(events))
     return found

@@ -204,7 +204,13 @@ job.train(1, 10_000, save_every=1)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM)),
+    ],
+)
 def test_the_ledger_names_every_step_that_keep_removed_however_the_job_ends(
     tmp_path: Path, number: signal.Signals
 ):

@@ -98,7 +98,10 @@ DAMAGED = (
 DAMAGES = (("cut", 1), ("cut", 3), ("lose", 1), ("lose", 3))
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [DAMAGES[0], DAMAGES[3], *(pytest.param(d, marks=pytest.mark.slow) for d in DAMAGES[1:3])],
+)
 @pytest.mark.parametrize("words", DAMAGED, ids=lambda words: " ".join(map(str, words[:-1])))
 def test_a_refusal_over_damaged_steps_leads_on(
     bucket: Bucket, words: tuple[object, ...], damage: tuple[str, int]

@@ -99,7 +99,8 @@ def test_what_is_saved_beside_the_training_is_sealed_too(s3: S3Server, root: str
         assert f"step_{step}.attempt-1/.ckptctl/seal.json" in keys(s3, root)
 
 
-@pytest.mark.parametrize("moment", ["metadata:2", pytest.param("seal:2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["metadata:2", "seal:2"])
 def test_ranks_killed_in_a_save_go_on_and_lose_nothing(
     s3: S3Server, root: str, tmp_path: Path, moment: str
 ):
