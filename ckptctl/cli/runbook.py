@@ -276,8 +276,9 @@ def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
         yield line("  step: ", Span(ran.step, "name"), solid=True)
     if ran.url is not None:
         yield line("  record: ", ran.url, solid=True)
-    if transcript is not None:
-        yield line("  transcript: ", transcript, solid=True)
+    folder = ran.url if transcript is None else transcript
+    if folder is not None:
+        yield line("  transcript: ", f"{folder.rstrip('/')}/transcript.html", solid=True)
     yield from next_line(ran.next_command)
 
 
