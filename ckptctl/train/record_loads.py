@@ -9,12 +9,9 @@ threads read the elements. torch plans what is needed; `records.elements` maps t
 
 from __future__ import annotations
 
-import io
-import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -22,11 +19,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ckptctl.checks.presence import check_presence, check_sizes, escape_reason, holds_safetensors
-from ckptctl.checks.structure import SAYS
-from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable, StepDamaged
-from ckptctl.findings import Finding, Severity
+from ckptctl.data_classes import dataclass
+from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.formats.pickles.values import TensorStub
@@ -47,15 +41,22 @@ from ckptctl.records.opening import (
 )
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, open_records
-from ckptctl.records.slices import Dims, TensorSlice, dense_order
+from ckptctl.records.slices import Dims, TensorSlice
 from ckptctl.records.templates import Template, Templates
 from ckptctl.records.verification import ElementChecksum
 from ckptctl.storage.contract import Kind, ShortRead
+from ckptctl.train.load_errors import Damage
 from ckptctl.train.safe_values import safe_copy
-from ckptctl.train.tensor_copy import TensorSink, elements, is_plain, memory_of
+from ckptctl.train.tensor_copy import (
+    QUANTIZED,
+    TensorSink,
+    copy_from_record,
+    is_plain,
+    memory_of,
+    order_of,
+    signed,
+)
 from ckptctl.train.torch_metadata import torch_dtype
-
-QUANTIZED = "quantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,12 +308,14 @@ class RecordLoads:
             # A copy into a quantized tensor sets its scales too; an alias would keep its own.
             if QUANTIZED not in tensor.stub.signs:
                 target = target.detach()
-            self.loaded.n_needed += prod(item.lengths) * tensor.dtype.itemsize
+            wanted = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
+            self.loaded.n_needed += wanted.n_elements * tensor.dtype.itemsize
             if len(view.head) == view.length:
-                self._copy(view, tensor, item, target)
+                copy_from_record(view, tensor.member, tensor.stub, tensor.dtype, wanted, target)
+                self.loaded.n_proven += tensor.member.size if tensor.has_crcs else 0
                 self._planner.commit_tensor(item, target)
             else:
-                self._wait(tensor, item, target, first=place == 0)
+                self._wait(tensor, item, wanted, target, first=place == 0)
 
     def _target(self, number: int, item: ReadItem) -> torch.Tensor:
         """The tensor of the planner for an item, which it is asked for once."""
@@ -340,46 +343,25 @@ class RecordLoads:
             raise self._damage.record(number, "record.mismatch", reason)
         return _Tensor(number, stub, member, dtype, found.directory.has_crcs)
 
-    def _copy(self, view: View, tensor: _Tensor, item: ReadItem, target: torch.Tensor) -> None:
-        """Copy the elements from a record that is in memory and verified."""
-        stub, dtype = tensor.stub, tensor.dtype
-        data = view.get(tensor.member.start, tensor.member.end) or b""
-        if tensor.has_crcs:
-            self.loaded.n_proven += len(data)
-        if not target.numel():
-            return
-        as_saved = tuple(item.lengths) == stub.shape and target.dtype == dtype and not stub.signs
-        if as_saved and order_of(stub) == tuple(range(len(stub.shape))):
-            memory = memory_of(target)
-            if memory is not None:
-                memory[:] = data
-                return
-        there = tuple(
-            slice(at, at + size)
-            for at, size in zip(item.storage_offsets, item.lengths, strict=True)
-        )
-        if QUANTIZED in stub.signs:
-            # The record also holds its scales; `open_record` has allowed every name in its pickle.
-            source = torch.load(io.BytesIO(view.head), map_location="cpu", weights_only=True)
-        else:
-            source = elements(memoryview(data), dtype)
-            source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
-        with torch.no_grad():
-            target.copy_(_signed(source[there], stub.signs))
-
-    def _wait(self, tensor: _Tensor, item: ReadItem, target: torch.Tensor, *, first: bool) -> None:
+    def _wait(
+        self,
+        tensor: _Tensor,
+        item: ReadItem,
+        wanted: TensorSlice,
+        target: torch.Tensor,
+        *,
+        first: bool,
+    ) -> None:
         """Queue the elements to be read with those of other records."""
         dtype, member, ranges = tensor.dtype, tensor.member, self._ranges
-        signs = tensor.stub.signs
+        shape, signs = tensor.stub.shape, tensor.stub.signs
         straight = is_plain(target) and not signs
-        buffer = None if straight else torch.empty(item.lengths, dtype=dtype)
+        buffer = None if straight else torch.empty(wanted.sizes, dtype=dtype)
         self._waiting.append(_Waiting(item, target, buffer, signs))
-        self._n_waiting += prod(item.lengths) * dtype.itemsize
+        self._n_waiting += wanted.n_elements * dtype.itemsize
         order = order_of(tensor.stub)
         if order is None or not target.numel():  # without order it was read as a whole
             return
-        shape = tensor.stub.shape
-        wanted = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
         checksum = None
         if tensor.has_crcs and (wanted.sizes == shape or (self._prove_slices and first)):
             wrong = self._damage.wrong_crc(tensor.number, member)
@@ -411,7 +393,7 @@ class RecordLoads:
         self.loaded.n_read += read_runs(self._source.store, self._runs, limits, to_the_last=True)
         for one in self._waiting:
             if one.buffer is not None:
-                one.target.copy_(_signed(one.buffer, one.signs))
+                one.target.copy_(signed(one.buffer, one.signs))
             self._planner.commit_tensor(one.item, one.target)
         for number in set(self._unlike):
             if number in alike:
@@ -455,78 +437,3 @@ def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
         return target
 
     return resolve
-
-
-def _signed(elements: torch.Tensor, signs: tuple[str, ...]) -> torch.Tensor:
-    """The elements with their conjugation and their sign applied."""
-    if "conj" in signs:
-        elements = elements.conj()
-    return -elements if "neg" in signs else elements
-
-
-def order_of(stub: TensorStub) -> tuple[int, ...] | None:
-    """The dimensions of a tensor from the slowest to the fastest.
-
-    None unless its elements fill their storage exactly once, from beginning to end.
-    """
-    if stub.storage_offset or prod(stub.shape) != stub.n_elements_in_storage:
-        return None
-    return dense_order(stub.shape, stub.strides)
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Errors about the records of one part, whose `ranges` are those of its metadata."""
-
-    opened: OpenStep
-    ranges: Ranges
-
-    def record(self, number: int, code: str, reason: str) -> StepDamaged:
-        """The error for a damaged record, that of range `number`."""
-        ranges = self.ranges
-        if code == "record.framing" and holds_safetensors(ranges):
-            return self.finding(next(check_sizes(ranges)))
-        start = ranges.starts[number]
-        message = (
-            f"the record of {ranges.owner(number).name}, bytes {start:,} to "
-            f"{start + ranges.lengths[number]:,}, {SAYS[code][0]}: {reason}"
-        )
-        return self.finding(Finding(code, self._file(number), message))
-
-    def wrong_crc(self, number: int, member: Member) -> Callable[[int], None]:
-        """A callback for a member whose bytes do not match the saved checksum."""
-
-        def wrong(found: int) -> None:
-            reason = f"{member.name} has CRC-32 {found:08x}, but {member.crc:08x} was saved"
-            raise self.record(number, "record.crc", reason)
-
-        return wrong
-
-    def check_paths(self, numbers: Iterable[int]) -> None:
-        """Raise `StepDamaged` if the file of a record lies outside the step."""
-        for name in {self._file(number) for number in numbers}:
-            reason = escape_reason(name)
-            if reason is not None:
-                message = f"the path {reason}, and was not followed"
-                raise self.finding(Finding("path.escape", name, message))
-
-    def missing(self, error: Exception, numbers: Iterable[int]) -> StepDamaged:
-        """The error for a file that is missing, truncated or a link. Cost: one listing."""
-        needed = {self._file(number) for number in numbers}
-        # List again: the state after the failed read matters.
-        for finding in check_presence(self.ranges, self.opened.list_again()):
-            if finding.severity is Severity.FAULT and finding.where in needed:
-                return self.finding(finding)
-        message = (
-            f"it changed while it was loaded ({error}): another process writes or deletes there"
-        )
-        return self.finding(Finding("step.changed", "", message))
-
-    def finding(self, finding: Finding) -> StepDamaged:
-        """A finding as an error, with the command that inspects the whole step."""
-        url = self.opened.url
-        command = f"ckptctl verify {shlex.quote(url)} --level content"
-        return StepDamaged(url, replace(finding, next_command=command))
-
-    def _file(self, number: int) -> str:
-        return self.ranges.file_names[self.ranges.files[number]]

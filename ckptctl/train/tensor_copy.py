@@ -9,13 +9,28 @@ verifies them.
 from __future__ import annotations
 
 import ctypes
+import io
 import threading
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, flattened, position, row_major
+from ckptctl.formats.archive.directory import Member, View
+from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.records.slices import (
+    ByteSlice,
+    Dims,
+    TensorSlice,
+    dense_order,
+    flattened,
+    position,
+    row_major,
+)
+
+QUANTIZED = "quantized"
+"""The sign of a tensor whose record holds scales beside its elements."""
 
 _WRITABLE = 0x200
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -169,6 +184,57 @@ def elements(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     if data.readonly:
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+
+
+def order_of(stub: TensorStub) -> tuple[int, ...] | None:
+    """The dimensions of a tensor from the slowest to the fastest.
+
+    None unless its elements fill their storage exactly once, from beginning to end.
+    """
+    if stub.storage_offset or prod(stub.shape) != stub.n_elements_in_storage:
+        return None
+    return dense_order(stub.shape, stub.strides)
+
+
+def copy_from_record(
+    record: View,
+    member: Member,
+    stub: TensorStub,
+    dtype: torch.dtype,
+    wanted: TensorSlice,
+    target: torch.Tensor,
+) -> None:
+    """Copy a slice of the tensor of a record that is in memory and verified.
+
+    `member` of the record holds the elements.
+    """
+    if not target.numel():
+        return
+    data = record.get(member.start, member.end) or b""
+    as_saved = wanted.sizes == stub.shape and target.dtype == dtype and not stub.signs
+    if as_saved and order_of(stub) == tuple(range(len(stub.shape))):
+        memory = memory_of(target)
+        if memory is not None:
+            memory[:] = data
+            return
+    there = tuple(
+        slice(at, at + size) for at, size in zip(wanted.offsets, wanted.sizes, strict=True)
+    )
+    if QUANTIZED in stub.signs:
+        # The record also holds its scales; `open_record` has allowed every name in its pickle.
+        source = torch.load(io.BytesIO(record.head), map_location="cpu", weights_only=True)
+    else:
+        source = elements(memoryview(data), dtype)
+        source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
+    with torch.no_grad():
+        target.copy_(signed(source[there], stub.signs))
+
+
+def signed(elements: torch.Tensor, signs: tuple[str, ...]) -> torch.Tensor:
+    """The elements with their conjugation and their sign applied."""
+    if "conj" in signs:
+        elements = elements.conj()
+    return -elements if "neg" in signs else elements
 
 
 class Stager:
