@@ -111,6 +111,7 @@ class StructureCheck:
         self._wanted = {id(entry) for entry in ranges.entries if wanted(entry.fqn)}
         self._n_without_crcs = self._n_transformed = self._n_plain = 0
         self._templates = Templates()
+        self._alike_in: dict[int, Expected | None] = {}
         self._alike: dict[tuple[int, str], _Alike] = {}
         self._by_order: dict[str, list[int]] = defaultdict(list)
         self.n_records = 0
@@ -136,6 +137,26 @@ class StructureCheck:
         self._alike[key] = _Alike(1, self._ranges.owner(number), start, reason)
 
     def _inspect(self, number: int, view: View) -> Need | None:
+        at = self._ranges.entry_number(number)
+        if at not in self._alike_in:
+            self._alike_in[at] = self._expected_in_all(at)
+        expected = self._alike_in[at]
+        alike = expected and self._templates.like(view, expected)
+        if alike:
+            self._keep(number, alike.template.opened.byte_order, alike.crc)
+            return None
+        return self._inspect_alone(number, view)
+
+    def _expected_in_all(self, at: int) -> Expected | None:
+        """What each record of an entry holds, where it is the same in all and not wanted."""
+        entry = self._ranges.entries[at]
+        if not isinstance(entry, TensorEntry) or id(entry) in self._wanted:
+            return None
+        chunks = entry.chunks
+        alike = chunks.sizes == chunks.sizes[: chunks.n_dims] * len(chunks)
+        return Expected.chunk(entry, 0) if chunks and alike and not chunks.transforms else None
+
+    def _inspect_alone(self, number: int, view: View) -> Need | None:
         owner = self._ranges.owner(number)
         if owner.transforms:
             self._inspect_transformed(owner, view)

@@ -140,7 +140,7 @@ class Templates:
 
         Members that were read whole match their checksums.
         """
-        template = self.get(view.length, expected)
+        template = self._templates.get((view.length, expected))
         if template is None:
             return None
         head, tail = view.head, view.tail
