@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.file_names import CONVERSIONS, kind_of_file
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.grids import CONVERSIONS
 from ckptctl.formats.frameworks.layouts import (
     hugging_face_rank,
     is_stage,

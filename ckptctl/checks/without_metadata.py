@@ -5,7 +5,7 @@ no checksums, and DCP's Hugging Face writer states neither the number of ranks n
 the whole tensor: a shard that held the end of all its tensors can be lost without a trace.
 
 A rank-file step has one file of each kind for every rank. Only names are compared: the grid
-that they state (`formats.frameworks.file_names`), and the files that an index lists. Whether
+that they state (`formats.frameworks.grids`), and the files that an index lists. Whether
 the files are whole is checked as for records.
 """
 
@@ -32,7 +32,8 @@ from ckptctl.formats.archive.safetensors import (
     parse_index,
 )
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import MAX_STATED, STATED_INSIDE, grids_of, kind_of_file
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.grids import MAX_STATED, STATED_INSIDE, grids_of
 from ckptctl.formats.frameworks.layouts import is_archive
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, counted, inside, some_of

@@ -166,7 +166,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "history": Kind("ckptctl history --json", ("goodput.history:RunHistory",)),
     "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
     "drilled": Kind("ckptctl drill --json", ("drill.results:Drilled",)),
-    "rerun": Kind("ckptctl rerun --json", ("rerun.rerunning:Rerun",)),
+    "rerun": Kind("ckptctl rerun --json", ("rerun.results:Rerun",)),
     "reshard": Kind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": Kind("ckptctl convert --json", ("resharding.results:Converted",)),
     "diff": Kind("ckptctl diff --json", ("resharding.results:Diff",)),

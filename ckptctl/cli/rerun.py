@@ -15,8 +15,9 @@ from ckptctl.cli.values import parse_duration, parts
 from ckptctl.options import StorageOptions
 from ckptctl.rerun.deciding import Answer
 from ckptctl.rerun.recording import Comparison
-from ckptctl.rerun.rerunning import LoggedLoss, Replay, Rerun, RerunOptions
+from ckptctl.rerun.rerunning import RerunOptions
 from ckptctl.rerun.rerunning import rerun as lead_replays
+from ckptctl.rerun.results import LoggedLoss, Replay, Rerun
 from ckptctl.supervisor.nodes import NodeOptions
 
 EXAMPLES = (

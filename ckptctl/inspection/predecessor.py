@@ -20,7 +20,7 @@ from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.formats.frameworks.file_names import is_of_rank_0
+from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import METADATA, StepName
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import ByteRange, Metadata, TensorEntry

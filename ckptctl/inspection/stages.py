@@ -28,7 +28,8 @@ from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import is_of_rank_0, kind_of_file
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep

@@ -18,7 +18,7 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import parts_of
-from ckptctl.goodput.estimating import Measured, measured_in
+from ckptctl.goodput.measuring import Measured, measured_in
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from

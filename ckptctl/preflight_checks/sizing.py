@@ -23,7 +23,8 @@ from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
 from ckptctl.formatting import duration, percent, size
-from ckptctl.goodput.estimating import Cadence, Measured, cadence_of, daly_interval
+from ckptctl.goodput.estimating import Cadence, cadence_of, daly_interval
+from ckptctl.goodput.measuring import Measured
 from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, Outcome, Sized
 from ckptctl.resharding.advising import Advice, advice_for

@@ -19,11 +19,9 @@ from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_lau
 from ckptctl.drill.job import Ending, Job, JobOptions, TrialFailed, new_work_folder
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
-from ckptctl.model import ExitCode, NonNegative
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.rerun.deciding import Answer, Decision, Nodes, decide
 from ckptctl.rerun.recording import (
-    Comparison,
     Record,
     compare,
     ended_at,
@@ -32,6 +30,7 @@ from ckptctl.rerun.recording import (
     read_record,
     with_failure,
 )
+from ckptctl.rerun.results import LoggedLoss, Replay, Rerun
 from ckptctl.selection.picking import pick
 from ckptctl.supervisor.nodes import SUSPECT, NodeOptions, expand, run_exclusion
 
@@ -75,75 +74,6 @@ class RerunOptions:
         replace(self.nodes, nodes=self.other_nodes)
         if self.other_nodes and set(self.other_nodes) <= set(self.nodes.nodes):
             raise UsageError("--other-nodes names no node that --nodes does not name")
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedLoss:
-    """The loss of one step."""
-
-    step: int
-    """The training step."""
-    loss: float | None
-    """The loss; null where it is not finite, or the run failed at this step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """One replay, and how it compares with the first record."""
-
-    nodes: Nodes
-    """Whether it ran on the nodes of the record or on others."""
-    names: tuple[str, ...]
-    """The names of these nodes."""
-    command: tuple[str, ...]
-    """The command, as it was started."""
-    exit_code: int | None
-    """How it ended; null where it was ended after its last step."""
-    losses: tuple[LoggedLoss, ...]
-    """The losses that it logged, around the suspicious step."""
-    compared: Comparison | None
-    """How its values compare with those of the first record; null where it logged none."""
-    copied_by: str
-    """`reflink`, `copy`, or `download` from an object store; empty in a dry run."""
-    folder: str
-    """Where its output is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rerun:
-    """Where a suspicious value comes from, and the evidence."""
-
-    answer: Answer | None
-    """Where it comes from; null in a dry run."""
-    message: str
-    """The answer and its reason in one line."""
-    root: str
-    """The checkpoint root, which no replay used."""
-    step: int
-    """The suspicious training step."""
-    from_step: int
-    """The training step from which it was replayed."""
-    last_step: int
-    """The last step of a replay."""
-    losses: tuple[LoggedLoss, ...]
-    """The losses of the first record, around the suspicious step."""
-    replays: tuple[Replay, ...]
-    """The replays, in order; in a dry run those that would come first."""
-    scatter: NonNegative | None
-    """The largest relative difference between losses of replays on the same nodes: 0 for a
-    deterministic job; null where they were replayed once."""
-    suspects: tuple[str, ...]
-    """The nodes at fault, if it is persistent."""
-    excluded: bool
-    """The node at fault was excluded."""
-    root_read_only: bool
-    """Whether the real root was read-only for the job."""
-    root_unchanged: bool
-    """Whether the real root is the same as before."""
-    exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
 
 
 def rerun(

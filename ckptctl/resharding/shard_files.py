@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.state_file import NotPlain
-from ckptctl.formats.frameworks.file_names import CONVERSIONS, axes_in, kind_of_file, rank_file
+from ckptctl.formats.frameworks.file_names import axes_in, kind_of_file, rank_file
+from ckptctl.formats.frameworks.grids import CONVERSIONS
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formats.pickles.shards import SUBCLASS, ShardStub, decode_shards
 from ckptctl.formats.pickles.values import Opaque, TensorStub

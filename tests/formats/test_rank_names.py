@@ -13,10 +13,10 @@ from ckptctl.formats.frameworks import layout_tables
 from ckptctl.formats.frameworks.file_names import (
     FILES,
     full_match,
-    grids_of,
     rank_in_name,
     text_in,
 )
+from ckptctl.formats.frameworks.grids import grids_of
 from ckptctl.model import FileInfo
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import UsageError
-from ckptctl.goodput.estimating import measured
+from ckptctl.goodput.measuring import measured
 from ckptctl.preflight_checks.sizing import check_cadence
 
 

@@ -19,7 +19,7 @@ from next_commands import run_and_follow as run_ckptctl
 import ckptctl
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import NothingToResume, UsageError
-from ckptctl.goodput.estimating import Measured
+from ckptctl.goodput.measuring import Measured
 from ckptctl.preflight_checks.nodes import StorageProbe, check_nodes, check_probe
 from ckptctl.preflight_checks.results import NodeFacts, Outcome
 from ckptctl.preflight_checks.sizing import check_cadence, check_capacity, ranks_in

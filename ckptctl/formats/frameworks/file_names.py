@@ -4,9 +4,7 @@ One table. A row states what a file of that name holds, which axes of a grid of 
 states, and what the file is called where it lies in a root without a step number. The first
 row that matches decides. Nothing is read here.
 
-A rank-file checkpoint has no metadata. Each rank writes one `torch.save` file of each kind,
-and the name of a file states its place in a grid of ranks. The files that exist therefore
-state which others must exist: `grids_of` returns the grids, each with what it lacks.
+`grids` reads which ranks the names of a step state.
 
 Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; DeepSpeed 0.19.8
 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`) and
@@ -18,16 +16,11 @@ sidecars of torchtitan, KempnerForge, OLMo-core, Lightning, nanotron, ByteCheckp
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from itertools import islice, product
-from math import prod
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.frameworks.state_keys import Kind
-from ckptctl.model import FileInfo, Grid
 
 
 class FileName(NamedTuple):
@@ -391,161 +384,3 @@ def rank_in_name(path: str) -> int | None:
     """The rank in the name of a rank file; None for one that names several axes, or none."""
     found = rank_file(path)
     return axes_in(found[1]).get("rank") if found else None
-
-
-_STATED = "of_"
-_APART = "each_"
-
-_LEAST: Mapping[str, int] = {"transformers": 2}
-"""Ranks that a numbered name implies: alone, transformers writes `rng_state.pth`."""
-
-_DATA_PARALLEL = ("rank", "dp")
-"""Axes that, with the others, count every rank; a grid without one counts model-parallel ranks."""
-
-CONVERSIONS: Mapping[str, str] = {
-    "verl": "python -m verl.model_merger merge --backend fsdp --local_dir {step} --target_dir OUT",
-    "deepspeed": "ds_to_universal --input_folder {step} --output_folder {step}-universal",
-    "nvrx": "ckptctl show {step}",
-    "composer": "ckptctl show {step}",
-    "verl-megatron": "python -m verl.model_merger merge --backend megatron --local_dir {step} "
-    "--target_dir OUT",
-    "accelerate-fsdp": "ckptctl show {step}",
-    "megatron-legacy": "python tools/checkpoint/convert.py --model-type GPT --loader mcore "
-    "--saver mcore --load-dir {root} --save-dir OUT --target-tensor-parallel-size N",
-}
-"""The frameworks whose files hold shards, which only as many ranks can load, and each one's own
-way to another number of ranks; NVRx and Composer have none."""
-
-MAX_NAMED = 8
-
-MAX_STATED = 1_000_000
-
-STATED_INSIDE: Mapping[str, str] = {"dp_world_size": "dp", "mp_world_size": "mp"}
-"""Keys of DeepSpeed's model states that state the length of an axis."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """One file, by its place in the grid."""
-
-    row: FileName
-    match: re.Match[str]
-    axes: Mapping[str, int]
-
-    @property
-    def of_ranks(self) -> int | None:
-        """How many ranks the name states."""
-        return next((n for axis, n in self.axes.items() if axis.startswith(_STATED)), None)
-
-    @property
-    def what(self) -> str:
-        """What the file holds, with its number on each axis that has grids of its own."""
-        if self.row.grid == BY_RANK:
-            # Every number is left out: the rank's, and one that may change with it, as a node's.
-            return f"state in {re.sub('[0-9]+', 'N', self.match.string)}"
-        apart = [str(n) for axis, n in self.axes.items() if axis.startswith(_APART)]
-        return " ".join((self.row.what, *apart))
-
-    @property
-    def grid_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.axes if not axis.startswith((_STATED, _APART)))
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        return tuple(self.axes[axis] for axis in self.grid_axes)
-
-
-def grids_of(
-    files: Iterable[FileInfo], layout: str = "", stated: Mapping[str, int] | None = None
-) -> tuple[Grid, ...]:
-    """The grids of rank files among the files of a step of `layout`, each with what it lacks.
-
-    `stated` are the lengths of axes that the content of a file states. All kinds of one
-    framework in one folder share the lengths of their axes. Files that state different
-    world sizes were written by different attempts, and are apart. Names with a rank that no
-    framework writes form a grid where they differ by it. Cost: one match of each
-    name; a grid that names claim to be huge is counted, not listed.
-    """
-    together: dict[tuple[str, str, int | None], list[_Named]] = defaultdict(list)
-    for file in files:
-        found = rank_file(file.path, layout) if file.kind == "file" else None
-        if found is not None:
-            row, match = found
-            named = _Named(row, match, axes_in(match))
-            together[row.grid, match["folder"], named.of_ranks].append(named)
-    return tuple(
-        grid
-        for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
-        if framework != BY_RANK or len({member.place for member in members}) > 1
-        for grid in _grids(framework, members, stated or {})
-    )
-
-
-def _grids(framework: str, members: Sequence[_Named], stated: Mapping[str, int]) -> Iterator[Grid]:
-    lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), stated)
-    for member in members:
-        for axis, n in member.axes.items():
-            if axis.startswith(_STATED):
-                lengths[axis.removeprefix(_STATED)] = max(n, lengths[axis.removeprefix(_STATED)])
-            elif not axis.startswith(_APART):
-                lengths[axis] = max(n + 1, lengths[axis])
-    kinds: dict[tuple[str, Sequence[str]], list[_Named]] = defaultdict(list)
-    for member in members:
-        kinds[member.what, member.grid_axes].append(member)
-    grids = [_grid(alike, lengths) for alike in kinds.values()]
-    # What rank 0 of three and more wrote, and the others did not beside kinds that all wrote.
-    is_enough = any(grid.n_present == grid.n_files > 2 for grid in grids)
-    yield from (grid for grid in grids if not (is_enough and is_of_rank_0(grid)))
-
-
-def _grid(alike: Sequence[_Named], lengths: Mapping[str, int]) -> Grid:
-    first = min(alike, key=lambda member: member.match.string)
-    axes = first.grid_axes
-    there = {member.place for member in alike}
-    numbers = {_number(place, [lengths[axis] for axis in axes]) for place in there}
-    places = product(*(range(lengths[axis]) for axis in axes))
-    missing = (place for place in places if place not in there)
-    counts_all = any(axis in _DATA_PARALLEL for axis in axes)
-    n_files = prod(lengths[axis] for axis in axes)
-    return Grid(
-        first.row.grid,
-        first.what,
-        first.match["folder"],
-        n_files,
-        len(there),
-        tuple(_name_at(first, place) for place in islice(missing, MAX_NAMED)),
-        n_files if counts_all else None,
-        first.of_ranks is not None,
-        first.row.grid in CONVERSIONS,
-        frozenset(numbers) if counts_all else frozenset(),
-    )
-
-
-def is_of_rank_0(grid: Grid) -> bool:
-    """Whether rank 0 alone has a file of a kind whose names no framework writes."""
-    return grid.framework == BY_RANK and grid.ranks == {0} and grid.n_files > 1
-
-
-def _number(place: Sequence[int], lengths: Sequence[int]) -> int:
-    """The rank at a place of the grid: the last axis varies fastest."""
-    number = 0
-    for n, length in zip(place, lengths, strict=True):
-        number = number * length + n
-    return number
-
-
-def _name_at(member: _Named, place: Sequence[int]) -> str:
-    """The path of the file at another place of the grid, from that of one that exists."""
-    text, match = member.match.string, member.match
-    numbers = dict(zip(member.grid_axes, place, strict=True))
-    groups = [group for group in match.groupdict() if group.removeprefix(AGAIN) in numbers]
-    for group in sorted(groups, key=match.start, reverse=True):
-        start, end = match.span(group)
-        number = str(numbers[group.removeprefix(AGAIN)])
-        text = text[:start] + number.zfill(_width(match[group])) + text[end:]
-    return text
-
-
-def _width(digits: str) -> int:
-    # Names are padded with zeros where a framework pads them: `mp_rank_00`, `rank_0`.
-    return len(digits) if digits.startswith("0") else 1

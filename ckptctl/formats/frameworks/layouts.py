@@ -15,10 +15,10 @@ from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import (
     full_match,
-    grids_of,
     kind_of_file,
     weights_called,
 )
+from ckptctl.formats.frameworks.grids import grids_of
 from ckptctl.model import FileInfo, Part, PartFormat
 
 MAX_STEP = 2**63 - 1
