@@ -154,8 +154,8 @@ class OpenStep:
         """The train state that torchtune keeps beside its steps, where it is of this one.
 
         Each save replaces it, so no seal or mark is bound to it. It is of the step after whose
-        epoch it was saved. One that is damaged counts for the newest step, with which torchtune
-        loads it. Cost: none for other layouts; else two listings and three short reads.
+        epoch it was saved; one that is damaged counts for the newest step. Cost: none for other
+        layouts; else two listings and three short reads.
         """
         if isinstance(self.named, str) or self.step.layout != "torchtune":
             return None

@@ -35,6 +35,8 @@ DISTRIBUTIONS = {
     "lightning": "lightning",
     "verl": "verl",
     "nvrx": "nvidia_resiliency_ext",
+    "composer": "composer",
+    "torchtune": "torchtune",
 }
 FOLDERS = {"accelerate": "checkpoints", "nvrx": "session"}
 """Where the steps of a framework are in the folder that it is given."""
@@ -170,14 +172,26 @@ def test_the_framework_restores_what_is_called_complete(interrupted, tmp_path):
         for report in ckptctl.scan(str(moment.root), level=Level.CONTENT, grace_s=0).reports:
             is_complete = report.verdict.value in ("complete", "unverifiable")
             assert is_complete or report.number not in moment.saved, report.findings
-            if is_complete and report.number not in moment.saved:
+            # Of torchtune's epochs only the last has an optimizer: the others start a new run.
+            is_whole = is_complete and report.state.optimizer.found
+            if is_whole and report.number not in moment.saved:
                 complete[report.url] = report.number
-    chosen = ckptctl.pick(str(interrupted.moments[-1].root), grace_s=0)
+    chosen = ckptctl.pick(str(resumable(interrupted)), grace_s=0)
     complete[chosen.path] = chosen.step
     assert loaded_by(interrupted.framework, tmp_path, *complete) == {
         path: interrupted.digests[step] for path, step in complete.items()
     }
     record(DISTRIBUTIONS[interrupted.framework], stopped=len(interrupted.moments))
+
+
+def resumable(interrupted: Interrupted) -> Path:
+    """The root at the last moment in which an optimizer can be restored from it.
+
+    torchtune writes over that of the epoch before, which a kill can leave without one.
+    """
+    roots = [moment.root for moment in reversed(interrupted.moments)]
+    chosen = (ckptctl.pick(str(root), grace_s=0).chosen for root in roots)
+    return next(root for root, one in zip(roots, chosen, strict=True) if one.state.optimizer.found)
 
 
 def _halved(data: bytes) -> bytes:
@@ -206,14 +220,15 @@ FAULTS = {
 def test_damage_is_found_or_does_no_harm(interrupted, tmp_path):
     """Of each file in turn: deleted, halved, a byte flipped, emptied."""
     root = tmp_path / "root"
-    shutil.copytree(interrupted.moments[-1].root, root, symlinks=True)
+    shutil.copytree(resumable(interrupted), root, symlinks=True)
     chosen = ckptctl.pick(str(root), grace_s=0)
     of_step = re.compile(rf"(?<![0-9])0*{chosen.step}(?![0-9])")
     harmless: dict[str, int] = {}
     n_damaged = 0
     for name in sorted(names_in(root)):
         path = Path(name)
-        if path.is_symlink() or not of_step.search(str(path.relative_to(root))):
+        is_of_step = path.name == "recipe_state.pt" or of_step.search(str(path.relative_to(root)))
+        if path.is_symlink() or not is_of_step:
             continue
         data = path.read_bytes()
         for damage, codes in FAULTS.items():
@@ -227,7 +242,8 @@ def test_damage_is_found_or_does_no_harm(interrupted, tmp_path):
             found = ckptctl.pick(
                 str(root), level="content", accept_unverifiable=True, grace_s=0, max_fallback=9
             )
-            if found.chosen is not None and found.path == chosen.path:
+            is_named = found.chosen is not None and found.absent != chosen.absent
+            if found.chosen is not None and found.path == chosen.path and not is_named:
                 copied = tmp_path / f"harmless-{len(harmless)}"
                 shutil.copytree(root, copied, symlinks=True)
                 harmless[found.path.replace(str(root), str(copied))] = chosen.step
