@@ -239,6 +239,7 @@ def _reject_since(
         token = held_token(root)
         suspect = [step for step in steps if step.number >= first_bad - 1] or list(steps[:1])
         addresses = [join_url(root, step.name) for step in suspect]
+        failed: list[tuple[str, CkptctlError]] = []
         for address in addresses:
             if token is not None:
                 check_token(store, token)
@@ -250,12 +251,16 @@ def _reject_since(
                     by="ckptctl.train.LossGuard",
                     storage=storage,
                 )
-            except CkptctlError as error:
-                words = ["reject", address, "--reason", reason]
-                raise StorageUnavailable(
-                    f"{address} could not be rejected ({error.message}): do not resume from it",
-                    next_command=_command_for(words, storage),
-                ) from error
+            except CkptctlError as error:  # the other steps must not stay usable
+                failed.append((address, error))
+        if failed:
+            address, why = failed[0]
+            more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            words = ["reject", address, "--reason", reason]
+            raise StorageUnavailable(
+                f"{address}{more} could not be rejected ({why.message}): do not resume from it",
+                next_command=_command_for(words, storage),
+            ) from why
         return tuple(addresses)
 
 

@@ -145,6 +145,15 @@ def test_a_mark_that_cannot_be_written_does_not_keep_the_training_going(root: Pa
     assert verdict.next_command.startswith(f"ckptctl reject {root}/step_300 --reason '")
 
 
+def test_a_step_that_cannot_be_rejected_leaves_no_other_usable(root: Path):
+    shutil.rmtree(root / "step_300")
+    (root / "step_300").symlink_to("step_300")
+    guard = LossGuard("stop", root=root)
+    verdict = guard.check(150, math.nan)
+    assert f"{root}/step_300 could not be rejected" in verdict.message
+    assert ckptctl.verify(f"{root}/step_200").verdict.value == "rejected"
+
+
 def test_the_next_command_repeats_every_option_of_the_storage_and_no_secret(root: Path):
     options = {"anon": True, "secret": "hunter2", "cache_dir": "a b"}
     guard = LossGuard("stop", root=root, storage_options=options, timeout_s=7.5)
