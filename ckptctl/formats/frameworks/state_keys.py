@@ -173,7 +173,7 @@ def _holds_weights(tensor: TensorEntry | None) -> bool:
 
 
 def _words(path: Path) -> list[str]:
-    return [word for part in path for word in re.split(r"[./]", str(part).lower())]
+    return ".".join(map(str, path)).lower().replace("/", ".").split(".")
 
 
 def _unwrapped(words: list[str]) -> list[str]:
