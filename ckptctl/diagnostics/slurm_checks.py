@@ -211,7 +211,7 @@ def _wrapped(name: str, script: Script) -> Iterator[Advice]:
 
 
 def _is_list(text: str) -> bool:
-    # bash execs a single command without being told.
+    # bash execs a single command by itself.
     return bool(re.search(r"[;&|\n]", text))
 
 

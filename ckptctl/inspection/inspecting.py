@@ -75,7 +75,7 @@ def inspect_step(
 ) -> Inspection:
     """Inspect one step.
 
-    `level` None is as deep as is cheap on this storage, see `stages.cheap_level`. `content` says
+    `level` None is as deep as is cheap on this storage, see `stages.cheap_level`. `content` states
     which bytes are read at that level, and within which limits. From `structure` on its
     records are compared with those of the first of the `older` steps, where the caller
     gives these. A storage that fails, or a lack of memory, gives a report with the verdict
@@ -167,7 +167,7 @@ _NOT_KNOWN = {
 _REPLACES = {
     # Metadata of another step is a suspicion, until the train state agrees with it.
     "step.wrong-step": frozenset({"metadata.foreign"}),
-    # What a storage says that contradicts itself proves no change.
+    # Contradictory answers of a storage prove no change.
     "step.unknown": frozenset({"step.changed"}),
 }
 """Findings that explain others, which are left out then."""
@@ -201,7 +201,7 @@ def report_on(opened: OpenStep, found: Found) -> Report:
 
 
 def report_failed(step: Step, found: Found, failed: Finding) -> Report:
-    """The report on a step that could not be inspected: `failed` alone says why."""
+    """The report on a step that could not be inspected: `failed` is the reason."""
     blank = Found(found.requirements, found.level)
     return _report(step, (), blank, [failed])
 
@@ -309,7 +309,7 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
     """The findings, with those of an unfinished save as one `step.in-progress` while it is young.
 
     The storage's clock may be ahead of this host's, so that a time in the future is young too.
-    One further ahead than `MAX_AHEAD_S` is no clock's, and says nothing.
+    One further ahead than `MAX_AHEAD_S` is no clock's, and proves nothing.
     """
     step = opened.step
     beside = [] if opened.beside is None else [opened.beside.file]

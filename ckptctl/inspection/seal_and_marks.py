@@ -61,12 +61,12 @@ class Notes:
 
     @property
     def unread(self) -> bool:
-        """A mark cannot be read: nobody knows what it says."""
+        """Whether a mark cannot be read, so that its decision is unknown."""
         return any(finding.code == "mark.damaged" for finding in self.findings)
 
     @property
     def accepted(self) -> bool:
-        """Somebody has said of this save that it is to be taken as it is."""
+        """Whether a mark accepts this save as it is."""
         return any(mark.word is MarkKind.ACCEPTED for mark in self.marks)
 
 
@@ -102,7 +102,7 @@ def read_notes(
 
 
 ReadSeal = tuple[Seal | None, tuple[Finding, ...]]
-"""A seal, None where there is none that can be read; and the finding that says why."""
+"""A seal, None where there is none that can be read; and the finding with the reason."""
 
 ReadMarks = tuple[tuple[Mark, ...], tuple[Finding, ...]]
 """The marks on a step, and a finding for each file that could not be read as one."""

@@ -41,7 +41,7 @@ MAX_SIDECAR_BYTES = 16 * 2**20
 MAX_SIDECARS = 32
 MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_ENDS = 4096
-_TAIL = 98  # `tail_needed` wants as much
+_TAIL = 98  # `tail_needed` needs as much
 MAX_SCALAR_BYTES = 64 * 2**10
 MAX_NUMBERS = 16
 
@@ -168,7 +168,7 @@ def _worth_reading(layout: str, sidecars: Sequence[FileInfo]) -> Iterator[FileIn
 
 
 def _is_large(layout: str, file: FileInfo) -> bool:
-    """Whether only the pickle of a file tells what it holds: its name tells nothing, or not all."""
+    """Whether only the pickle of a file shows what it holds, and its name does not, or not all."""
     kind = kind_of_file(layout, file.path)
     is_first = kind is None or kind.rank in (None, "0")
     return is_archive(file.path, layout) and is_first and (kind is None or len(kind.names) > 1)

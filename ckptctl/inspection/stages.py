@@ -254,7 +254,7 @@ def wrong_step(opened: OpenStep, found: Found) -> Iterator[Finding]:
     """Find a step that lies under another step's number, by its metadata and its train state."""
     if found.older is None or not _claims_further(opened):
         return
-    # Who has accepted the step knows, and a seal that names another step says so already.
+    # An acceptance covers this, and `step.foreign` already reports a seal of another step.
     if (found.notes is not None and found.notes.accepted) or found.places("step.foreign"):
         return
     own = {number for part in opened.parts if (number := part.own_number) is not None}
@@ -335,7 +335,7 @@ HELPER_STAGES: tuple[Stage, ...] = (content,)
 
 
 MAX_ASKED = 4
-"""Missing files that are asked for by name; a listing that lacks one is told by any."""
+"""Missing files that are asked for by name; any of them shows that a listing lacks one."""
 
 _MISSING = frozenset({"shard.missing", "metadata.missing", "file.missing"})
 
@@ -371,7 +371,7 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
     """A `step.unknown` where a `step.changed` among the findings is not borne out; else None.
 
     The step is listed once more: a change that no listing shows, and one that a read
-    contradicts, says that the storage cannot be trusted. Storage errors pass through.
+    contradicts, states that the storage cannot be trusted. Storage errors pass through.
     Cost: nothing without a `step.changed`; else one listing, and a read of one byte for
     each file that is gone from it, at most `MAX_ASKED`.
     """

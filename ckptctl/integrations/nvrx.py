@@ -94,7 +94,7 @@ class ReportingRankMonitorClient(fault_tolerance.RankMonitorClient):
         self._between: Section | None = None  # while no section but `step` is open
 
     def init_workload_monitoring(self) -> None:
-        """Connect to NVRx's monitor, which then knows no open section."""
+        """Connect to NVRx's monitor, which then has no open section."""
         super().init_workload_monitoring()
         self._open.clear()
 
@@ -129,7 +129,7 @@ class ReportingRankMonitorClient(fault_tolerance.RankMonitorClient):
 
 
 def share_heartbeats() -> None:
-    """Report what NVRx's client is told to `ckptctl run` too; call it before one is made.
+    """Report to `ckptctl run` what NVRx's client gets, too; call it before one is made.
 
     Megatron-LM and the callbacks for Lightning make a `fault_tolerance.RankMonitorClient` by
     this name, which has no hooks.

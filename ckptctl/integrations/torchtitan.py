@@ -30,7 +30,7 @@ class VerifiedCheckpointManager(CheckpointManager):
 
     @dataclasses.dataclass(kw_only=True, slots=True)  # torchtitan reads its fields
     class Config(CheckpointManager.Config):
-        """The options of torchtitan's manager; torchtitan wants a class of its own."""
+        """The options of torchtitan's manager; torchtitan requires a class of its own."""
 
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)

@@ -130,7 +130,7 @@ class Replay:
     """Steps whose rows are means over different numbers of steps."""
     origin: Origin = Origin.UNKNOWN
     """Where the second rows are from: another attempt (shown by the rows, or assumed because a
-    file, a line or the caller says so), a copy, or unknown."""
+    file, a line or the caller states it), a copy, or unknown."""
     varies: bool = False
     """The loss differs from step to step, so that an equality is evidence."""
     fine_enough: bool = False

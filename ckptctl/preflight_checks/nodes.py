@@ -140,7 +140,7 @@ def _seen(nodes: Sequence[NodeFacts]) -> str:
     first = nodes[0]
     hosts = len({one.host for one in nodes})
     by = f"{hosts} nodes see the same" if hosts > 1 else f"{first.host} sees it"
-    # What is read of a small file says nothing about the storage.
+    # What is read of a small file proves nothing about the storage.
     read = [one.read_bytes / one.read_s / 1e6 for one in nodes if one.read_bytes >= _SOME_BYTES]
     speed = f", read at {min(read):,.0f} MB/s or more" if read else ""
     free = [_free(one) for one in nodes if one.free is not None]

@@ -168,7 +168,7 @@ def preflight(
             room = room_for * step_bytes if room_for else None
             reports = _reports(picked)
             if probe_storage and reports:
-                # The policy says which step is taken, not which ones are damaged.
+                # The policy decides which step is taken, not which ones are damaged.
                 deep = scan(
                     *roots,
                     optional_roots=optional_roots,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def ranks_in(cluster: Cluster) -> tuple[int, str] | None:
-    """How many ranks the job will have by the environment, and who says so; None if nobody does.
+    """How many ranks the job will have by the environment, and its source; None if unknown.
 
     Processes of torchrun know it. A batch script, and what it starts on each node, know
     the nodes and the GPUs of one: a rank for each GPU.
@@ -221,7 +221,7 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
 
     The attempt is the newest on record that resumed from an older step; its ranks leave a
     file each, since each has random numbers of its own to save. None where no record or a
-    seal says how many ranks wrote: a resharded step is sealed with its own number.
+    seal states how many ranks wrote: a resharded step is sealed with its own number.
     """
     if chosen is None or chosen.number is None or not chosen.ranks:
         return None

@@ -276,7 +276,7 @@ def named_step(
 
     `auto` is not decided here. Raises `UsageError` where the root holds no such
     step. Cost: one listing for a number or `latest`, nothing for a path; one more before
-    it is said that there is none.
+    the error states that there is none.
     """
     if target.name is not None:
         return step_name(target.name, pattern) or target.name

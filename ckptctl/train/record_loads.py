@@ -336,7 +336,7 @@ class RecordLoads:
             raise self._damage.record(number, "format.unsupported", reason)
         member = found.elements
         n_bytes = stub.n_elements_in_storage * dtype.itemsize
-        # `open_record` cannot compare this for dtypes whose size only torch knows.
+        # `open_record` cannot compare this for dtypes whose size only torch defines.
         if member is None or member.size != n_bytes:
             has = 0 if member is None else member.size
             reason = f"it holds {has:,} bytes of elements instead of {n_bytes:,}"
