@@ -224,9 +224,9 @@ class Checkpointer:
         """Like `save`, in the background: the state is copied to memory, and a thread writes it.
 
         One save is in flight at a time: a second call waits for the first. An error is
-        raised at the next call of `save`, `save_async`, `flush` or `close`. The step is
-        complete and sealed once `flush` has returned. Costs one copy of this rank's state
-        in memory, which the next save reuses.
+        raised at the next call of `save`, `save_async`, `flush` or `close`, and at the end of
+        `with` unless another error ends it. The step is complete and sealed once `flush` has
+        returned. Costs one copy of this rank's state in memory, which the next save reuses.
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
