@@ -181,8 +181,6 @@ class Contents:
     """The exit code of the command."""
     tensors: tuple[TensorRow, ...]
     """Every tensor; in rank files and safetensors those of each file."""
-    unlisted: tuple[str, ...]
-    """Files whose tensors are not listed: damaged ones, and those after 200,000 tensors."""
     bytes_entries: tuple[str, ...]
     """The FQNs of entries that are not tensors."""
     shards: tuple[ShardRow, ...]
@@ -207,6 +205,8 @@ class Contents:
     """The findings, worst first."""
     next_command: str | None
     """The command to run next; null where there is nothing to do."""
+    unlisted: tuple[str, ...] = ()
+    """Files whose tensors are not listed: damaged ones, and those after 200,000 tensors."""
 
     @property
     def train_step(self) -> int | None:
