@@ -17,10 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
+from torch.utils._traceback import CapturedTraceback
 
 
 def main() -> None:
     folder, world_size, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    # The first stack that a process names loads the symbols of torch, a second of processor time.
+    CapturedTraceback.extract(script=True).summary()
     started = []
     for case in cases:
         (folder / case).mkdir()
