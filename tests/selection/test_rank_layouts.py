@@ -492,3 +492,30 @@ def test_damage_in_torchtunes_train_state_is_that_of_the_epoch(tmp_path, how):
         {"step.in-progress"},
         {"record.crc"},
     )
+
+
+# Folders of frameworks without a page of their own: files of step 30, one that is lost, and
+# the verdict without it.
+FOLDERS = {
+    "step-00000030": (("lit_model.pth",), "", 0),
+    "step30": (
+        tuple(f"{kind}/rank{rank}.pt" for kind in ("model", "optim", "train") for rank in range(4)),
+        "optim/rank2.pt",
+        20,
+    ),
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_of_litgpt_or_olmo_is_a_step_and_a_lost_rank_is_named(tmp_path, folder):
+    names, lost, expected = FOLDERS[folder]
+    for name in names:
+        save(tmp_path / folder / name, state(30))
+    assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / folder)
+    if lost:
+        (tmp_path / folder / lost).unlink()
+    report = ckptctl.verify(str(tmp_path / folder), grace_s=0)
+    assert report.exit_code == expected
+    assert {finding.where for finding in report.findings if finding.code == "file.missing"} == (
+        {lost} if lost else set()
+    )

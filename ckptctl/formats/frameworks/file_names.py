@@ -251,6 +251,12 @@ FILES = (
         "composer",
         "state",
     ),
+    FileName(rf"{_IN}lit_model\.pth", "model optimizer step", weights=_TORCH_WEIGHTS),
+    # OLMo's `local` checkpointer.
+    FileName(rf"{_ABOVE}model/rank(?P<rank>{_N})\.pt", "model", "olmo-core", "olmo", "model"),
+    FileName(
+        rf"{_ABOVE}optim/rank(?P<rank>{_N})\.pt", "optimizer", "olmo-core", "olmo", "optimizer"
+    ),
     FileName(rf"{_IN}(?!optim)[^/]+\.safetensors", "model", weights="safetensors weights"),
     FileName(r".+\.safetensors(?:\.index\.json)?", weights="safetensors weights"),
     FileName(
