@@ -61,4 +61,8 @@ def _would_install(requirement: str) -> set[str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+    raise SystemExit(code)
