@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from command_line import COMMAND, clean_environment, validated
 from next_commands import run_and_follow as run_ckptctl
+from services.processes import wait_until
 
 import ckptctl
 from ckptctl.errors import UsageError
@@ -328,9 +329,14 @@ def test_a_job_that_removes_the_folder_of_temporary_files_is_restarted(tmp_path:
 
 
 def test_a_supervisor_that_has_ended_leaves_no_thread_behind(job, tmp_path: Path):
+    before = set(threading.enumerate())
     kept_running(job(":0"), tmp_path, logs=[str(tmp_path / "log")])
-    while any(each.name.startswith("ckptctl-") for each in threading.enumerate()):
-        time.sleep(0.01)  # the time limit of every test ends a wait in vain
+
+    def is_alone() -> bool:
+        left = set(threading.enumerate()) - before
+        return not any(each.name.startswith("ckptctl-") for each in left)
+
+    wait_until(is_alone, what="the end of every thread")
 
 
 def test_what_a_life_leaves_behind_is_gone_before_the_next_begins(tmp_path: Path):

@@ -10,12 +10,14 @@ import pytest
 from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 from running import codes_of, rows_of, run_job
+from services.processes import wait_until
 
 torch = pytest.importorskip("torch")
 
 from one_process import Job, run  # noqa: E402
 
 from ckptctl.errors import NothingToResume, UsageError  # noqa: E402
+from ckptctl.selection.history import ATTEMPTS_FOLDER  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -99,6 +101,9 @@ def test_a_replay_of_a_named_step_begins_there(root):
 def test_a_replay_beside_the_run_takes_nothing_from_it(root):
     training = Job(root)
     training.resume()
+    ledger = max(root.glob(f"{ATTEMPTS_FOLDER}/*.jsonl"))
+    # A thread writes the last line of a resume.
+    wait_until(lambda: len(ledger.read_text().splitlines()) == 2, what=f"line 2 of {ledger}")
     before = everything(root)
     beside = Job(root, keep=1)
     start = beside.ckpt.resume(replay=3)
