@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formatting import counted, verb
+from ckptctl.formatting import verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
@@ -223,18 +223,25 @@ def none_usable(done: Search) -> tuple[str, str]:
 
 
 def _none_left(done: Search) -> tuple[str, str]:
-    """Which options exclude every step, and the command that proves the oldest of them."""
+    """Which options exclude every step, and what to run next.
+
+    `verify` leads from a damaged step to `--before` its number: where that is the oldest step,
+    the storage is to be checked; otherwise, that step is to be proven.
+    """
     policy, every = done.policy, candidates_of(done.tiers)
     oldest = min(every, key=lambda each: each.named.number)
-    newest = max(each.named.number for each in every)
+    first, newest = oldest.named.number, max(each.named.number for each in every)
     given = [] if policy.before is None else [f"--before {policy.before}"]
     given += ["--skip"] if policy.skip else []
-    last = f" to {newest}" if newest != oldest.named.number else ""
-    url = join_url(done.tiers[oldest.tier].store.url, oldest.named.name)
-    message = (
-        f"{' and '.join(given)} {verb(len(given), 'excludes', 'exclude')} all of the "
-        f"{counted(done.n_steps, 'step')}, {oldest.named.number}{last}"
+    excluded = (
+        f"the only step, {first}"
+        if first == newest
+        else f"all of the {done.n_steps} steps, {first} to {newest}"
     )
+    message = f"{' and '.join(given)} {verb(len(given), 'excludes', 'exclude')} {excluded}"
+    if policy.before == first:
+        return message, storage_corruption(done.roots)
+    url = join_url(done.tiers[oldest.tier].store.url, oldest.named.name)
     return message, f"ckptctl verify {shlex.quote(url)} --level content"
 
 
