@@ -87,6 +87,13 @@ def test_steps_that_are_counted_again_in_each_epoch_go_on():
     # Where the step is that of the run, it stays so.
     lines = [f"epoch {step // 40} step {step} loss {4 - step / 100:.4f}" for step in range(1, 121)]
     assert [row.step for row in rows("\n".join(lines))] == list(range(1, 121))
+    # Where they begin at 0, the first of an epoch follows the last row of the epoch before.
+    lines = [
+        f"DEBUG TRAIN Batch {epoch}/{batch} loss 4.1{batch} rank 0"
+        for epoch in (1, 2, 3)
+        for batch in range(0, 400, 100)
+    ]
+    assert [row.step for row in rows("\n".join(lines))] == list(range(0, 1200, 100))
 
 
 def test_an_epoch_that_is_begun_again_has_the_steps_that_it_had():

@@ -206,6 +206,14 @@ LINE_FORMATS = (
         rounds=True,
     ),
     LineFormat(
+        "wenet",
+        "TRAIN Batch ",
+        # The epoch, and the batch of it; validation prints `CV`.
+        r"\bTRAIN Batch (?P<epoch>\d{1,9})/(?P<step>\d{1,12}) (?=loss )",
+        r"(?<!\w)([a-z]\w{0,99}) (\S+)",
+        rounds=True,
+    ),
+    LineFormat(
         "rwkv",
         "-",
         r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",
@@ -460,6 +468,7 @@ class Rounds:
         self._before: dict[int | None, int] = {}
         self._epoch: int | None = None
         self._last = 0
+        self._spacing = 1
         self._per: int | None = None
         self._longest = 0
         self._resumed: int | None = None
@@ -493,7 +502,11 @@ class Rounds:
             self._before = {known: n for known, n in self._before.items() if known is not None}
             self._before[epoch] = before
         elif self._begins(step, per, epoch):
-            self._before[epoch] = self._before[self._epoch] + (self._per or self._last)
+            # Where rounds begin at 0, the last row of one is not its end.
+            ended = self._last + (self._spacing if step == 0 else 0)
+            self._before[epoch] = self._before[self._epoch] + (self._per or ended)
+        elif epoch == self._epoch and step > self._last:
+            self._spacing = step - self._last
         before = self._before.setdefault(epoch, self._before.get(self._epoch, 0))
         self._epoch, self._last, self._per = epoch, step, per
         return before + step
