@@ -76,9 +76,11 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
         listing = _with_scattered(listing, scattered)
     if entries or store.kind is not Kind.OBJECT:
         return listing
-    if store.list_dir(""):
-        raise _contradicted(store)
-    return replace(listing, exists=False)
+    again = store.list_dir("")
+    if all(entry.path == OWN_FOLDER for entry in again):
+        # Another launcher may have begun the run between the two.
+        return replace(listing, exists=bool(again), known=bool(again))
+    raise _contradicted(store)
 
 
 def list_all(

@@ -15,7 +15,7 @@ from ckptctl import AccessDenied, Answer, Level, StorageError, StorageUnavailabl
 from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.errors import PathNotFound
 from ckptctl.selection import targets, verifying
-from ckptctl.selection.history import put_sentinel
+from ckptctl.selection.history import put_sentinel, read_history
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import open_store
 
@@ -147,6 +147,20 @@ def test_a_root_that_lists_empty_once_is_no_fresh_run(
     for ask in (lambda: ckptctl.pick(str(root)), lambda: ckptctl.verify(f"{root}@20")):
         with pytest.raises(StorageUnavailable, match="two listings"):
             ask()
+
+
+def test_a_run_that_another_launcher_begins_between_two_listings_begins(tmp_path: Path) -> None:
+    def begin(listed):
+        if not listed:
+            (tmp_path / ".ckptctl").mkdir()
+            (tmp_path / ".ckptctl" / "supervised.json").touch()
+        return listed
+
+    store = FaultyStore(open_store(str(tmp_path)), kind=Kind.OBJECT)
+    store.show(begin)
+    put_sentinel(store)
+    assert (tmp_path / ".ckptctl" / "root.json").exists()
+    assert read_history(store).never_held
 
 
 def test_a_step_that_is_saved_over_while_we_look_is_a_change(
