@@ -87,6 +87,7 @@ def joined(rank: int, size: int, method: str, act: Callable[..., None], args: An
     act(*args)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # what gloo's threads still hold can abort the end of an interpreter
 
 
 def make_state(job: Job) -> dict[str, Any]:
