@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shlex
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
@@ -196,14 +196,23 @@ def value_in_archive(store: Store, path: str, size: int) -> object | None:
 
     Cost: three short reads, and one for each number in a tensor at its top level.
     """
-    reads = FileReads(store, path)
     try:
-        if is_before_archives(reads.get(0, min(16, size)) or b""):
-            return open_one_record(reads.span, size, open_before_archives).value
-        directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
-        return _value_in(directory, reads)
+        return value_in_file(FileReads(store, path), size, _value_in)
     except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
         return None
+
+
+def value_in_file(
+    reads: FileReads, size: int, decode: Callable[[RecordDirectory, FileReads], object]
+) -> object:
+    """The value in a file of `torch.save`; `decode` makes it of an archive.
+
+    Raises `RecordUnreadable`, and what `decode` raises.
+    """
+    if is_before_archives(reads.get(0, min(16, size)) or b""):
+        return open_one_record(reads.span, size, open_before_archives).value
+    directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
+    return decode(directory, reads)
 
 
 def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:

@@ -12,17 +12,16 @@ from math import prod
 from typing import NamedTuple
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
-from ckptctl.formats.archive.directory import read_directory, read_member
+from ckptctl.formats.archive.directory import RecordDirectory, read_member
 from ckptctl.formats.archive.safetensors import PREFIX, SUFFIX, TORCH_NAMES, parse_header
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.state_keys import Path, kind_of_entry
 from ckptctl.formats.pickles.shards import ShardStub, decode_shards, tensors_in
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.inspection.open_step import OpenPart
-from ckptctl.inspection.sidecars import FileReads
+from ckptctl.inspection.sidecars import FileReads, value_in_file
 from ckptctl.model import DTYPE_SIZES, Chunk, Chunks, FileInfo, PartFormat, TensorEntry
-from ckptctl.records.opening import is_before_archives, open_before_archives
-from ckptctl.records.reads import open_one_record, read_headers
+from ckptctl.records.reads import read_headers
 
 _File = tuple[str, Callable[[], "list[HeldTensor] | None"]]
 """A file by its path in the step, and what reads its tensors: None if it is damaged."""
@@ -89,17 +88,14 @@ def _headers(part: OpenPart) -> Iterator[_File]:
 def _in_archive(part: OpenPart, file: FileInfo, layout: str) -> list[HeldTensor] | None:
     reads = FileReads(part.store, part.in_store(file.path), MAX_PICKLE_BYTES)
     try:
-        state = _state_in(reads, file.size)
+        state = value_in_file(reads, file.size, _state_in)
     except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
         return None
     where = part.in_step(file.path)
     return [_held(where, path, tensor, layout) for path, tensor in tensors_in(state)]
 
 
-def _state_in(reads: FileReads, size: int) -> object:
-    if is_before_archives(reads.span(0, min(16, size))):
-        return open_one_record(reads.span, size, open_before_archives).value
-    directory, _ = read_directory(lambda n: reads.span(size - n, n), size)
+def _state_in(directory: RecordDirectory, reads: FileReads) -> object:
     pickle = read_member(directory, "data.pkl", reads)
     if pickle is None:
         raise RecordUnreadable(f"it has no pickle of at most {MAX_PICKLE_BYTES:,} bytes")
