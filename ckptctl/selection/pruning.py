@@ -258,19 +258,13 @@ def _resumed_from(store: Store, steps: Sequence[StepName]) -> Mapping[int, str]:
 def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -> Pruned:
     decisions = tuple(retained.decisions)
     going = [one for one in decisions if one.removed]
-    n_counted = sum(one.counts for one in decisions)
     quoted = shlex.quote(root)
     command: str | None = None
     if not decisions:
         message = f"nothing is removed: {root} holds no step at all"
-    elif n_counted < keep:
-        command, why = _makes_count(decisions, again, quoted)
-        message = f"nothing is removed: {n_counted} of {keep} good steps exist{why}"
-        if n_counted == 0 and command == f"ckptctl seal {quoted}@auto":
-            message = (
-                "nothing is removed: no good step is sealed, and only sealed steps count "
-                f"(--keep {keep})"
-            )
+    elif sum(one.counts for one in decisions) < keep:
+        command, why = _too_few(decisions, keep, again, quoted)
+        message = f"nothing is removed: {why}"
     elif apply:
         message = f"removed {_steps(going)}"
     elif going:
@@ -301,20 +295,23 @@ _UNPROVEN = f"{Verdict.UNVERIFIABLE.value}: "
 """How the reason begins where the bytes of a step were read and something cannot prove them."""
 
 
-def _makes_count(
-    decisions: Sequence[PruneDecision], again: str, root: str
+def _too_few(
+    decisions: Sequence[PruneDecision], keep: int, again: str, root: str
 ) -> tuple[str | None, str]:
-    """The command after which one more step counts, None if there is none; and an explanation."""
+    """The command after which one more step counts, None if there is none; and what is lacking."""
+    n_counted = sum(one.counts for one in decisions)
+    exist = f"{n_counted} of {keep} good steps exist"
     for one in decisions:
         if one.reason.startswith(SEALED_UNVERIFIABLE):
-            return f"{again} --accept-unverifiable", ""
+            return f"{again} --accept-unverifiable", exist
         unproven = one.verdict is Verdict.UNVERIFIABLE or one.reason.startswith(_UNPROVEN)
         if unproven and not one.counts:
-            why = "; a step without checksums counts once it is sealed, with --accept-unverifiable"
-            return f"ckptctl seal {shlex.quote(one.url)} --accept-unverifiable", why
+            why = "a step without checksums counts once it is sealed, with --accept-unverifiable"
+            return f"ckptctl seal {shlex.quote(one.url)} --accept-unverifiable", f"{exist}; {why}"
         if "not sealed" in one.reason:
-            return f"ckptctl seal {root}@auto", ""
-    return None, ""
+            none = f"no good step is sealed, and only sealed steps count (--keep {keep})"
+            return f"ckptctl seal {root}@auto", exist if n_counted else none
+    return None, exist
 
 
 def _newest(keep: int) -> str:
