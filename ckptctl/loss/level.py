@@ -62,6 +62,11 @@ def measure_for(losses: Sequence[float]) -> Measure:
     return lambda loss: loss / scale
 
 
+def relative_for(measure: Measure) -> Measure:
+    """A function that makes a difference of two measured losses relative to the first of them."""
+    return math.expm1 if measure is math.log else float
+
+
 def finite(rows: Sequence[Row]) -> list[tuple[Row, Number]]:
     """The rows with a finite loss, each with that loss."""
     return [(row, row.loss) for row in rows if row.loss and math.isfinite(row.loss.value)]
@@ -139,7 +144,7 @@ def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
     rounded = rounding_of([number for _, number in earlier[-N_NOISE:]])
     noise = noise_of(y, rounded)
     enough = len(y) >= MIN_BEFORE
-    relative = math.expm1 if measure is math.log else float
+    relative = relative_for(measure)
     shifts = []
     for n in WINDOWS:
         if enough and len(z) >= n:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from ckptctl.data_classes import dataclass
-from ckptctl.loss.level import finite, measure_for, noise_of, rounding_of
+from ckptctl.loss.level import finite, measure_for, noise_of, relative_for, rounding_of
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import Boundary
@@ -170,7 +170,7 @@ def compare_replay(resume: Resume) -> Replay:
     noise = noise_of([measure(number.value) for number in untouched], rounding)
     d = [measure(_loss(new)) - measure(_loss(old)) for old, new in pairs]
     # The rules compare logarithms; a reader compares the two losses of the row.
-    relative = math.expm1 if measure is math.log else float
+    relative = relative_for(measure)
     rows = tuple(
         Replayed(old.step, old, new, relative(each))
         for (old, new), each in zip(pairs, d, strict=True)
