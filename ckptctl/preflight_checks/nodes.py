@@ -22,6 +22,7 @@ from functools import partial
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import EXIT_DENIED
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome
@@ -89,7 +90,7 @@ def _read(store: Store, name: str, rank: int) -> tuple[str, int, float]:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+    return sha256_of(data)[:16]
 
 
 def check_nodes(root: str, nodes: Sequence[NodeFacts], room: int | None) -> Iterator[Check]:

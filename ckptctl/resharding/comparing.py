@@ -18,6 +18,7 @@ from ckptctl.findings import EXIT_DIFFERS
 from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.state_file import Written
 from ckptctl.formats.archive.writing import WRITABLE
+from ckptctl.formats.digests import sha256_of
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import SHARDED, Level
@@ -342,9 +343,7 @@ def _members(files: SourceFiles, entry: SourceBytes) -> str:
 
 def _hash_of(data: bytes) -> str:
     """A digest that is short enough to print."""
-    import hashlib
-
-    return hashlib.sha256(data).hexdigest()[:16]
+    return sha256_of(data)[:16]
 
 
 def _answer(compared: _Compared, found: Sequence[Difference], *, values: bool) -> Diff:

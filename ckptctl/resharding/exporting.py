@@ -11,7 +11,6 @@ publishes the result.
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes
 from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nested, pickled_state
 from ckptctl.formats.archive.writing import strides_of
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import counted
 from ckptctl.inspection.open_step import list_step
@@ -168,7 +168,7 @@ def write_export(
         files,
         place,
         room,
-        identity=hashlib.sha256((content + digests).encode()).hexdigest()[:32],
+        identity=sha256_of((content + digests).encode())[:32],
         on_progress=on_progress,
     )
 

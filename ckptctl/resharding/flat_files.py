@@ -7,7 +7,6 @@ Tensors may share a storage; each is an entry, and the storage is verified once.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -27,6 +26,7 @@ from ckptctl.formats.archive.directory import (
 )
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, flattened, pickled_value
 from ckptctl.formats.archive.writing import WRITABLE, value_record
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formats.pickles.values import TensorStub, decode_state
 from ckptctl.model import (
@@ -268,7 +268,7 @@ def _part(
         else:
             others.append(SourceBytes(fqn, place, kind.names[0], kind.rank))
     content = repr([(m.name, m.crc, m.size) for m in directory.members])
-    digest = hashlib.sha256((files.url + content).encode()).hexdigest()
+    digest = sha256_of((files.url + content).encode())
     paths = {leaf.fqn: leaf.path for leaf in leaves}
     part = SourcePart("", tuple(tensors), tuple(others), paths, (digest,))
     return part, files.holding(views, bytes(values))

@@ -6,13 +6,13 @@ the same time, and calls the engine.
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.own.run_events import MAX_TEXT, Event, OpenedEvent, ResumedEvent
 from ckptctl.model import ExitCode
 from ckptctl.options import TIMEOUT_S, StorageOptions
@@ -259,7 +259,7 @@ def _open(book: Runbook, record: Record, root: str, inputs: Mapping[str, Value])
 
 
 def _digest(book: Runbook) -> str:
-    return hashlib.sha256(book.text.encode()).hexdigest()
+    return sha256_of(book.text.encode())
 
 
 def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:

@@ -11,7 +11,6 @@ too, where the store could not be written to before the supervisor was killed.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -25,6 +24,7 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.supervision import (
     MAX_ATTEMPTS,
@@ -169,7 +169,7 @@ class LocalCopy:
     def __init__(self, root: str, phase: str = "") -> None:
         given = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         about = "\0".join([absolute_url(root).rstrip("/"), *([phase] if phase else [])])
-        name = hashlib.sha256(about.encode()).hexdigest()[:32]
+        name = sha256_of(about.encode())[:32]
         self.path = os.path.join(given, "ckptctl", "supervisor", f"{name}.json")
 
     def read(self) -> SupervisorDocument | None:

@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
@@ -43,9 +42,6 @@ from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import Roots, open_tiers
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.opening import SharedStores, open_store
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from ckptctl.distributed.launcher import machine
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import LoadFailed, StorageError, StorageUnavailable
 from ckptctl.findings import Severity, Verdict
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
@@ -56,10 +56,11 @@ def open_on_all(
     rank of a step that has several metadata files or none.
     """
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
-    store = open_store(parent_url(decision.path), selection.storage)
-    step = OpenStep(store, base_name(decision.path))
     if inspected is not None and inspected.url == decision.path:
         step = inspected
+    else:
+        store = open_store(parent_url(decision.path), selection.storage)
+        step = OpenStep(store, base_name(decision.path))
     if group.size == 1:
         return step
     views = group.gather(_view(step, decision, group.rank))
@@ -75,7 +76,7 @@ def open_on_all(
 
     group.from_all(read)
     data = group.bytes_from(readers, data)
-    return step if step is inspected else OpenStep(store, step.name, metadata=data)
+    return step if step is inspected else OpenStep(step.store, step.name, metadata=data)
 
 
 def _view(step: OpenStep, decision: Decision, rank: int) -> tuple[object, ...]:
@@ -154,7 +155,7 @@ def _read_now(step: OpenStep, files: Sequence[str]) -> tuple[Mapping[str, str], 
     digests, data = {}, None
     for file in files:
         data = step.store.read(step.in_store(file), limit=MAX_METADATA_BYTES)
-        digests[file] = hashlib.sha256(data).hexdigest()
+        digests[file] = sha256_of(data)
     return digests, data if files == [METADATA] else None
 
 
