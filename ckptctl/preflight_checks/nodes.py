@@ -323,11 +323,12 @@ def _pieces(seed: int) -> Iterator[memoryview]:
 
 
 def _content(seed: int) -> Iterator[bytes]:
+    """The blocks of one file, without a byte of zero: a lost block differs in every byte."""
     import random
 
     made = random.Random(seed)  # noqa: S311 - the same bytes again are what is wanted
     for _ in range(FILE_BYTES // _BLOCK):
-        yield made.randbytes(_BLOCK)
+        yield made.randbytes(_BLOCK).replace(b"\0", b"\1")
 
 
 def _difference(number: int, offset: int, expected: bytes, found: bytes) -> str:
