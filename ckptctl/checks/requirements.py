@@ -29,7 +29,7 @@ from ckptctl.formats.frameworks.layouts import (
     shard_rank,
 )
 from ckptctl.formats.frameworks.state_keys import (
-    Kind,
+    StateKind,
     entry_kinds,
     is_count_of_one_rank,
     is_wrapper,
@@ -153,7 +153,7 @@ def _path(metadata: Metadata, fqn: str) -> Sequence[str | int]:
     return entry.path or (fqn,)
 
 
-def _held_by(content: object, by_name: Kind | None) -> Mapping[str, int | None]:
+def _held_by(content: object, by_name: StateKind | None) -> Mapping[str, int | None]:
     """The kinds that a decoded file holds, with the value of a step or token count."""
     names = by_name.names if by_name else ()
     if not isinstance(content, Mapping):

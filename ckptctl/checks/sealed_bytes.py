@@ -19,7 +19,7 @@ from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, Stored
 from ckptctl.formatting import at_most_few, counted, some_of, verb
 from ckptctl.model import Checksum, FileInfo, Kept
 
-Found = Mapping[str, Sequence[str | None]]
+FoundDigests = Mapping[str, Sequence[str | None]]
 """The digests of the blocks of files, by path; None for a block that was not read whole."""
 
 
@@ -39,7 +39,7 @@ def comparable(
     )
 
 
-def proven(files: Sequence[SealedFile], found: Found) -> frozenset[str]:
+def proven(files: Sequence[SealedFile], found: FoundDigests) -> frozenset[str]:
     """The files that are what was sealed, to the last byte."""
     return frozenset(
         sealed.path
@@ -48,7 +48,9 @@ def proven(files: Sequence[SealedFile], found: Found) -> frozenset[str]:
     )
 
 
-def check_sealed_bytes(seal: Seal, files: Sequence[SealedFile], found: Found) -> Iterator[Finding]:
+def check_sealed_bytes(
+    seal: Seal, files: Sequence[SealedFile], found: FoundDigests
+) -> Iterator[Finding]:
     """Yield a `seal.digest` for each of `files` with a block that is not what was sealed."""
     owners = {sealed.digests.by_block: sealed.path for sealed in seal.files}
     yield from at_most_few(

@@ -123,7 +123,7 @@ class Failed(TypedDict):
     """The command to run next; null where there is nothing to do."""
 
 
-class Kind(NamedTuple):
+class DocumentKind(NamedTuple):
     """A kind of document: its title, and the classes whose fields it has, as `module:Class`.
 
     Answers have an envelope and are open. Files of a root are closed: they have these fields
@@ -139,8 +139,8 @@ class Kind(NamedTuple):
     """It is one of several classes, which its field `event` names, and has no field `schema`."""
 
 
-def _own_file(title: str, holds: str, module: str = "documents") -> Kind:
-    return Kind(
+def _own_file(title: str, holds: str, module: str = "documents") -> DocumentKind:
+    return DocumentKind(
         title,
         (f"formats.own.{module}:{holds}",),
         is_answer=False,
@@ -149,34 +149,36 @@ def _own_file(title: str, holds: str, module: str = "documents") -> Kind:
     )
 
 
-DOCUMENTS: Mapping[str, Kind] = {
-    "scan": Kind("ckptctl scan --json", ("selection.results:Scan",)),
-    "verify": Kind("ckptctl verify --json", ("cli.documents:Verified",)),
-    "pick": Kind("ckptctl pick --json", ("cli.documents:Chosen", "selection.results:Pick")),
-    "show": Kind("ckptctl show --json", ("selection.results:Contents",)),
-    "sealed": Kind("ckptctl seal --json", ("selection.results:Sealed",)),
-    "watched": Kind("ckptctl watch --json", ("selection.watching:Watched",)),
-    "marked": Kind("ckptctl reject, accept and pin --json", ("selection.results:Marked",)),
-    "pruned": Kind("ckptctl prune --json", ("selection.pruning:Pruned",)),
-    "preflight": Kind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
-    "supervised": Kind("ckptctl run --json", ("supervisor.results:Supervised",)),
-    "attempt": Kind(
+DOCUMENTS: Mapping[str, DocumentKind] = {
+    "scan": DocumentKind("ckptctl scan --json", ("selection.results:Scan",)),
+    "verify": DocumentKind("ckptctl verify --json", ("cli.documents:Verified",)),
+    "pick": DocumentKind("ckptctl pick --json", ("cli.documents:Chosen", "selection.results:Pick")),
+    "show": DocumentKind("ckptctl show --json", ("selection.results:Contents",)),
+    "sealed": DocumentKind("ckptctl seal --json", ("selection.results:Sealed",)),
+    "watched": DocumentKind("ckptctl watch --json", ("selection.watching:Watched",)),
+    "marked": DocumentKind("ckptctl reject, accept and pin --json", ("selection.results:Marked",)),
+    "pruned": DocumentKind("ckptctl prune --json", ("selection.pruning:Pruned",)),
+    "preflight": DocumentKind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
+    "supervised": DocumentKind("ckptctl run --json", ("supervisor.results:Supervised",)),
+    "attempt": DocumentKind(
         "ckptctl run --notify, for an attempt that failed", ("cli.documents:Attempted",)
     ),
-    "history": Kind("ckptctl history --json", ("goodput.history:RunHistory",)),
-    "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
-    "drilled": Kind("ckptctl drill --json", ("drill.results:Drilled",)),
-    "rerun": Kind("ckptctl rerun --json", ("rerun.results:Rerun",)),
-    "reshard": Kind("ckptctl reshard --json", ("resharding.results:Reshard",)),
-    "convert": Kind("ckptctl convert --json", ("resharding.results:Converted",)),
-    "diff": Kind("ckptctl diff --json", ("resharding.results:Diff",)),
-    "runbooks": Kind("ckptctl runbook list, show and lint --json", ("cli.documents:Runbooks",)),
-    "runbook": Kind("ckptctl runbook run --json", ("runbook.running:Ran",)),
-    "classify": Kind("ckptctl classify --json", ("failures.results:Classification",)),
-    "loss": Kind("ckptctl loss --json", ("loss.checking:LossReport",)),
-    "doctor": Kind("ckptctl doctor --json", ("diagnostics.results:Diagnosis",)),
-    "explain": Kind("ckptctl explain --json", ("cli.documents:Explained",)),
-    "error": Kind("An error, with --json", ("cli.documents:Failed",)),
+    "history": DocumentKind("ckptctl history --json", ("goodput.history:RunHistory",)),
+    "cost": DocumentKind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
+    "drilled": DocumentKind("ckptctl drill --json", ("drill.results:Drilled",)),
+    "rerun": DocumentKind("ckptctl rerun --json", ("rerun.results:Rerun",)),
+    "reshard": DocumentKind("ckptctl reshard --json", ("resharding.results:Reshard",)),
+    "convert": DocumentKind("ckptctl convert --json", ("resharding.results:Converted",)),
+    "diff": DocumentKind("ckptctl diff --json", ("resharding.results:Diff",)),
+    "runbooks": DocumentKind(
+        "ckptctl runbook list, show and lint --json", ("cli.documents:Runbooks",)
+    ),
+    "runbook": DocumentKind("ckptctl runbook run --json", ("runbook.running:Ran",)),
+    "classify": DocumentKind("ckptctl classify --json", ("failures.results:Classification",)),
+    "loss": DocumentKind("ckptctl loss --json", ("loss.checking:LossReport",)),
+    "doctor": DocumentKind("ckptctl doctor --json", ("diagnostics.results:Diagnosis",)),
+    "explain": DocumentKind("ckptctl explain --json", ("cli.documents:Explained",)),
+    "error": DocumentKind("An error, with --json", ("cli.documents:Failed",)),
     "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument", "seals"),
     "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "MarkDocument"),
     "proof": _own_file("A proof: .ckptctl/proof.json of a step", "ProofDocument"),
@@ -202,25 +204,25 @@ DOCUMENTS: Mapping[str, Kind] = {
         "LauncherDocument",
         "supervision",
     ),
-    "resume": Kind(
+    "resume": DocumentKind(
         "A resume report: .ckptctl/attempts/ATTEMPT.resume.json of a root",
         ("formats.own.documents:ResumeDocument",),
         is_answer=False,
         is_closed=True,
     ),
-    "ledger": Kind(
+    "ledger": DocumentKind(
         "A line of a ledger: .ckptctl/attempts/ATTEMPT.jsonl of a root",
         ("formats.own.ledger:LedgerEvent",),
         is_answer=False,
         is_line=True,
     ),
-    "runbook-event": Kind(
+    "runbook-event": DocumentKind(
         "An event of a run of a runbook: .ckptctl/runbooks/NAME/RUN/NUMBER.json of a root",
         ("formats.own.run_events:Event",),
         is_answer=False,
         is_line=True,
     ),
-    "node": Kind(
+    "node": DocumentKind(
         "ckptctl preflight --node-report",
         ("preflight_checks.launching:NodeDocument",),
         is_answer=False,

@@ -20,7 +20,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ckptctl.cli.documents import DOCUMENTS, OBJECTS, Kind, field_names
+from ckptctl.cli.documents import DOCUMENTS, OBJECTS, DocumentKind, field_names
 from ckptctl.errors import UsageError
 
 Schema = dict[str, Any]
@@ -84,7 +84,7 @@ def schema(name: str) -> Schema:
     }
 
 
-def _classes(kind: Kind) -> Iterator[Any]:
+def _classes(kind: DocumentKind) -> Iterator[Any]:
     for place in (*(("cli.documents:Envelope",) if kind.is_answer else ()), *kind.holds):
         module, _, name = place.partition(":")
         yield getattr(import_module(f"ckptctl.{module}"), name)

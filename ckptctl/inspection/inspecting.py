@@ -40,7 +40,7 @@ from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found, contradicted
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Kind, ShortRead
+from ckptctl.storage.contract import ShortRead, StoreKind
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
@@ -111,7 +111,7 @@ def why_not_deeper(inspection: Inspection) -> str:
         return f"the checksums of its {n_bytes:,} bytes were not compared"
     n_reads = inspection.opened.n_structure_reads
     many = f"more than {MAX_QUICK_READS:,}" if n_reads > MAX_QUICK_READS else f"{n_reads:,}"
-    if inspection.opened.store.kind is Kind.OBJECT:
+    if inspection.opened.store.kind is StoreKind.OBJECT:
         return f"--level structure would send {many} further requests"
     return f"--level structure would take {many} reads"
 

@@ -29,7 +29,7 @@ from ckptctl.formats.archive.legacy import LegacyFile
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import is_archive
-from ckptctl.formats.frameworks.state_keys import Kind
+from ckptctl.formats.frameworks.state_keys import StateKind
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
@@ -295,7 +295,7 @@ def _damaged(path: str, why: str, url: str) -> Finding:
 
 
 def read_numbers(
-    store: Store, folder: str, metadata: Metadata, kinds: Mapping[str, Kind]
+    store: Store, folder: str, metadata: Metadata, kinds: Mapping[str, StateKind]
 ) -> dict[str, int]:
     """The values of the `step` and `tokens` entries of a part, by FQN, where they are small.
 

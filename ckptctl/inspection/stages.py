@@ -37,7 +37,7 @@ from ckptctl.inspection.part_files import MAX_QUICK_READS, read_named, steps_by_
 from ckptctl.inspection.sidecars import check_documents
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Kind, ShortRead, Span, Store
+from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
@@ -108,7 +108,9 @@ def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
 
 def cheap_level(opened: OpenStep) -> Level:
     """The level of an inspection for which nobody asked for a level."""
-    is_cheap = opened.store.kind is not Kind.OBJECT and opened.n_structure_reads <= MAX_QUICK_READS
+    is_cheap = (
+        opened.store.kind is not StoreKind.OBJECT and opened.n_structure_reads <= MAX_QUICK_READS
+    )
     return Level.STRUCTURE if is_cheap else Level.LISTING
 
 
@@ -186,7 +188,7 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
     """Find the train state, in the entries and in the files beside the shards."""
     # A request for each file on an object store: there they wait for a deeper level, or
     # for a reason.
-    is_cheap = found.is_deep or opened.store.kind is not Kind.OBJECT
+    is_cheap = found.is_deep or opened.store.kind is not StoreKind.OBJECT
     is_cheap = is_cheap or _claims_further(opened)
     step, sidecars = opened.step, sidecars_of(opened.step)
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
@@ -346,7 +348,7 @@ def left_out(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]
     A local file system is taken at its word. Storage errors pass through. Cost: a read
     of one byte for each file that is missing, at most `MAX_ASKED`.
     """
-    if opened.store.kind is Kind.LOCAL:
+    if opened.store.kind is StoreKind.LOCAL:
         return
     listed = {file.path for file in opened.files}
     missing = [f.where for f in findings if f.code in _MISSING and f.where not in listed]

@@ -23,7 +23,7 @@ from typing import Protocol
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import OutOfMemory
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
-from ckptctl.storage.contract import Kind, Span, Store, spread
+from ckptctl.storage.contract import Span, Store, StoreKind, spread
 from ckptctl.storage.waiting import start_daemon
 
 PIECE_BYTES = 1 << 20
@@ -203,7 +203,7 @@ def read_runs(
 def _start(store: Store, board: _Board, n_wanted: int) -> int:
     """Start the threads; returns how many. Fewer threads than intended still read everything."""
     board.n_read = [0] * n_wanted
-    read = _read_objects if store.kind is Kind.OBJECT else _read_files
+    read = _read_objects if store.kind is StoreKind.OBJECT else _read_files
     for number in range(n_wanted):
         try:
             start_daemon("ckptctl-bytes", _work, read, store, board, number)
@@ -215,10 +215,10 @@ def _start(store: Store, board: _Board, n_wanted: int) -> int:
 
 
 def _n_threads(store: Store, jobs: int | None, n_runs: int) -> int:
-    if store.kind is Kind.OBJECT:
+    if store.kind is StoreKind.OBJECT:
         return min(1, n_runs)
     # A thread that waits for a server leaves the processor to the others.
-    usual = MAX_JOBS if store.kind is Kind.NETWORK else min(MAX_JOBS, os.cpu_count() or 1)
+    usual = MAX_JOBS if store.kind is StoreKind.NETWORK else min(MAX_JOBS, os.cpu_count() or 1)
     return min(jobs or usual, n_runs)
 
 

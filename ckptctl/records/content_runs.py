@@ -33,8 +33,8 @@ from ckptctl.records.verification import (
     NO_ZSTD,
     PLAIN,
     Checked,
-    Part,
     Passing,
+    RecordPart,
     check_parts,
     check_whole,
 )
@@ -70,7 +70,7 @@ class _Results:
         self._report = report
         self._nan_scan = nan_scan
         self._lock = threading.Lock()
-        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._parts: dict[int, list[RecordPart]] = defaultdict(list)
 
     def path_of(self, number: int) -> str:
         """The path of a record's file in the store."""
@@ -95,7 +95,7 @@ class _Results:
         with self._lock:
             self._report(number, checked)
 
-    def join(self, number: int, directory: RecordDirectory, part: Part, tail: bytes) -> None:
+    def join(self, number: int, directory: RecordDirectory, part: RecordPart, tail: bytes) -> None:
         """Take a part of a record; the last part completes its verification."""
         with self._lock:
             parts = self._parts[number]

@@ -149,7 +149,7 @@ def _wrong(members: Sequence[Member], wrong: Sequence[int], crcs: Sequence[int])
 
 
 @dataclass(slots=True)
-class Part:
+class RecordPart:
     """Bytes of a record that passed through one thread, from `start` to `end`.
 
     `kept` are the bytes around the large members; `crcs` those of the large members, as
@@ -177,7 +177,7 @@ class Passing:
         # Ranges of kept and of passing bytes alternate.
         self._edges = [0, *(edge for _, m in large for edge in (m.start, m.end)), directory.length]
         self._large = [n for n, _ in large]
-        self._part = Part(start, start)
+        self._part = RecordPart(start, start)
 
     def take(self, data: memoryview) -> None:
         """Take the next bytes."""
@@ -210,14 +210,14 @@ class Passing:
         part.scans[number].take(piece)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> RecordPart:
         """The bytes that have passed so far."""
         return self._part
 
 
 def check_parts(
     directory: RecordDirectory,
-    parts: Iterable[Part],
+    parts: Iterable[RecordPart],
     tail: bytes,
     form: Form | None = None,
     owner: Owner | None = None,
@@ -278,7 +278,7 @@ class _Kept:
         return bytes(self._runs[at][begin : begin + end - start])
 
 
-def _joined(directory: RecordDirectory, parts: Sequence[Part], kept: _Kept) -> list[int]:
+def _joined(directory: RecordDirectory, parts: Sequence[RecordPart], kept: _Kept) -> list[int]:
     """The CRC-32 of each member."""
     from zlib_ng.zlib_ng import crc32
 

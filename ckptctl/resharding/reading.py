@@ -45,7 +45,7 @@ from ckptctl.records.slices import (
 from ckptctl.records.templates import Templates
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Kind, OpenFile, Span, Store, read_range
+from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, read_range
 
 _MAX_OPEN = 8
 _WASTE = 4
@@ -113,7 +113,7 @@ class SourceFiles:
         self._part_path = part_path
         self._opened: dict[tuple[str, int], Opened] = {}
         self._templates = Templates()
-        self._near = (1 << 20) if store.kind is Kind.OBJECT else (64 << 10)
+        self._near = (1 << 20) if store.kind is StoreKind.OBJECT else (64 << 10)
 
     def in_store(self, name: str) -> str:
         """The path of a shard file in the store."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload, spread
+from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, Upload, spread
 from ckptctl.storage.waiting import Retries
 
 
@@ -28,7 +28,7 @@ class WithFiles:
         return self._store.url
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> StoreKind:
         """See `Store.kind`."""
         return self._store.kind
 

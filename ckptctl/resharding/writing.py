@@ -36,7 +36,7 @@ from ckptctl.records.verification import CrcPart, Passing, check_parts, combined
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.reading import Buffers, Damage, Opened, Piece, SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourceBytes, SourcePart, SourceTensor
-from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.contract import Store, StoreKind
 from ckptctl.storage.objects import PART_BYTES
 
 DEFAULT_MEMORY = 256 << 20
@@ -74,9 +74,9 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budge
             f"--memory is {memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
             instead="--memory 256M",
         )
-    waits = Kind.LOCAL not in (source.kind, target.kind) or source.kind is Kind.OBJECT
+    waits = StoreKind.LOCAL not in (source.kind, target.kind) or source.kind is StoreKind.OBJECT
     usual = _MAX_JOBS if waits else min(_MAX_JOBS, os.cpu_count() or 1)
-    upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is Kind.OBJECT else 0
+    upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is StoreKind.OBJECT else 0
     free = memory - _OWN_BYTES
     n = max(1, min(jobs or usual, free // (upload + 8 * _SMALLEST_BLOCK)))
     each = free // n - upload

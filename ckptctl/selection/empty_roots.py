@@ -30,7 +30,7 @@ from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
 from ckptctl.selection.roots import RootListing, check_listed_again, read_listing
 from ckptctl.selection.targets import Tier, check_is_folder, check_root_there, parse_target
-from ckptctl.storage.contract import Kind, Store, list_if_there
+from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url, parent_url
 
@@ -384,7 +384,7 @@ def _listed(
     store: Store, folders: Sequence[str], pattern: re.Pattern[str] | None
 ) -> Iterator[Below]:
     listed = partial(_names_in, store)
-    if store.kind is Kind.LOCAL:
+    if store.kind is StoreKind.LOCAL:
         both: Iterable[tuple[str, list[FileInfo]]] = ((path, listed(path)) for path in folders)
     else:
         both = in_flight(listed, folders)

@@ -36,7 +36,7 @@ from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.roots import older_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import Tier
-from ckptctl.storage.contract import Kind, Store, list_if_there
+from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url
 
@@ -214,7 +214,7 @@ class RetentionPlan:
         level = self._rules.policy.level
         if not self._alone:  # records of other roots may exclude a step
             return False
-        return level is Level.LISTING or (level is None and self._store.kind is Kind.OBJECT)
+        return level is Level.LISTING or (level is None and self._store.kind is StoreKind.OBJECT)
 
     def _inspect(self, candidate: Candidate) -> Inspection:
         named = candidate.named

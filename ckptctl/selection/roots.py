@@ -33,7 +33,7 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.contract import Store, StoreKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
     try:
         entries = store.list_dir("")
     except PathNotFound:
-        if store.kind is Kind.OBJECT:
+        if store.kind is StoreKind.OBJECT:
             raise
         return RootListing((), exists=False)
     listing = read_listing(entries, pattern)
     if pattern is None and all(step.bare for step in listing.steps):
         scattered = list_scattered(store, entries)
         listing = _with_scattered(listing, scattered)
-    if entries or store.kind is not Kind.OBJECT:
+    if entries or store.kind is not StoreKind.OBJECT:
         return listing
     again = store.list_dir("")
     if all(entry.path == OWN_FOLDER for entry in again):
@@ -92,7 +92,7 @@ def list_all(
     without `last`, or if there are no more steps than that. Cost there: one request per
     1,000 objects; elsewhere one listing of one level.
     """
-    if store.kind is not Kind.OBJECT:
+    if store.kind is not StoreKind.OBJECT:
         return list_root(store, pattern), {}
     if last is not None:
         listing = list_root(store, pattern)
@@ -218,7 +218,7 @@ def check_listed_again(
     For answers that something does not exist, which a stale listing must not cause. A local
     file system is not listed again. Cost: one listing.
     """
-    if store.kind is Kind.LOCAL or list_root(store, pattern).steps == listing.steps:
+    if store.kind is StoreKind.LOCAL or list_root(store, pattern).steps == listing.steps:
         return
     raise _contradicted(store)
 

@@ -59,7 +59,7 @@ class NotSupported(StorageError):
     code = "storage.not-supported"
 
 
-class Kind(str, Enum):
+class StoreKind(str, Enum):
     """How much a read costs: almost nothing, a round trip, or a request."""
 
     LOCAL = "local"
@@ -199,7 +199,7 @@ class Store(Protocol):
         ...
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> StoreKind:
         """How much a read costs on this store."""
         ...
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageFull, StorageUnavailable
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind
+from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.waiting import Transient, beat, busy
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -319,17 +319,17 @@ def mount_of(folder: str) -> Mount | None:
     return best
 
 
-def kind_of(folder: str) -> Kind:
+def kind_of(folder: str) -> StoreKind:
     """`NETWORK` if a server or a FUSE process serves `folder`, else `LOCAL`.
 
     Also `LOCAL` without a mount table.
     """
     mount = mount_of(folder)
     if mount is None:
-        return Kind.LOCAL
+        return StoreKind.LOCAL
     # `fuseblk` is a local disk behind a driver in user space.
     fuse = mount.type == "fuse" or mount.type.startswith("fuse.")
-    return Kind.NETWORK if fuse or mount.type in _NETWORK_TYPES else Kind.LOCAL
+    return StoreKind.NETWORK if fuse or mount.type in _NETWORK_TYPES else StoreKind.LOCAL
 
 
 def _unescaped(field: str) -> str:

@@ -27,10 +27,10 @@ from ckptctl.errors import (
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
     FileSystem,
-    Kind,
     OpenFile,
     ShortRead,
     Span,
+    StoreKind,
     TooLarge,
     Upload,
     parts_of,
@@ -78,10 +78,10 @@ class LocalStore:
     def __init__(self, root: str, *, url: str | None = None) -> None:
         self.url = url or root
         self._root = root
-        self._kind: Kind | None = None
+        self._kind: StoreKind | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> StoreKind:
         """Whether the folder is on a network file system, by the mount table."""
         if self._kind is None:
             with busy(self.url):
@@ -107,7 +107,7 @@ class LocalStore:
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """See `Store.read_spans`: concurrent on a network file system, sequential on a disk."""
-        if self.kind is Kind.NETWORK:
+        if self.kind is StoreKind.NETWORK:
             from ckptctl.storage.in_flight import read_in_flight
 
             return read_in_flight(self._span, spans)

@@ -15,11 +15,11 @@ from ckptctl.data_classes import replace as with_fields
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
-    Kind,
     OpenFile,
     Replaced,
     ShortRead,
     Span,
+    StoreKind,
     TooLarge,
     Upload,
     key_of,
@@ -118,7 +118,7 @@ class ObjectStore:
     `PathNotFound`. Keys with empty names between slashes are listed and read unchanged.
     """
 
-    kind = Kind.OBJECT
+    kind = StoreKind.OBJECT
     folders = None
     upload_checksum = "crc32"  # the checksum that botocore sends
 

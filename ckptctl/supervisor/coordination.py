@@ -37,7 +37,7 @@ _LEAVING_S = 60.0
 """How long the leader waits for the others to read how the job ended."""
 
 
-class Part(NamedTuple):
+class Assignment(NamedTuple):
     """What a follower has to run: its part of the attempt that the state holds."""
 
     number: int
@@ -105,7 +105,7 @@ class Coordination:
 
     # Who leads
 
-    def next(self, *, reset: bool) -> Part | Outcome | Turn:
+    def next(self, *, reset: bool) -> Assignment | Outcome | Turn:
         """Wait for a part to run, for the end of the job, or for the turn to lead.
 
         A damaged state is replaced at a `reset`. Raises `StorageUnavailable` where the storage
@@ -129,7 +129,7 @@ class Coordination:
                 raise StorageUnavailable(launchers.failure or f"{self._root} does not answer")
             time.sleep(POLL_S / 2)
 
-    def _next(self) -> Part | Outcome | Turn | None:
+    def _next(self) -> Assignment | Outcome | Turn | None:
         state, asked = self._launchers.state, self._signals.asked
         self._clean_up(state)
         launch = None if state is None else state.get("launch")
@@ -150,7 +150,7 @@ class Coordination:
     def _is_gone(self, owner: OwnerDocument, launch: LaunchDocument) -> bool:
         return self._launchers.is_gone(owner["id"], launch["leader"])
 
-    def part(self, state: SupervisorDocument) -> Part | None:
+    def part(self, state: SupervisorDocument) -> Assignment | None:
         """The part of this launcher in an attempt that begins."""
         launch = state.get("launch")
         last = state["attempts"][-1] if state["attempts"] else None
@@ -165,7 +165,7 @@ class Coordination:
             return None
         node_rank, head = ids.index(self.id), launch["members"][0]["node"]
         place = Place(node_rank, head, launch["step"])
-        return Part(last["number"], place, len(ids), state, launch)
+        return Assignment(last["number"], place, len(ids), state, launch)
 
     def _clean_up(self, state: SupervisorDocument | None) -> None:
         """End once what a killed launcher left at this place."""

@@ -28,7 +28,7 @@ from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
 from ckptctl.supervisor.child import Signals, Watcher
-from ckptctl.supervisor.coordination import Coordination, Outcome, Part, Turn, members_of
+from ckptctl.supervisor.coordination import Assignment, Coordination, Outcome, Turn, members_of
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.heartbeats import StepTimes
 from ckptctl.supervisor.holding import HeldState, StatePlace, is_over, lead, marker_of, take_over
@@ -229,7 +229,7 @@ class _Supervisor:
             if isinstance(turn, Outcome):
                 self._report_followed(together, launchers.state)
                 return Conclusion(Decision(turn.decision), turn.reason, turn.exit_code)
-            if isinstance(turn, Part):
+            if isinstance(turn, Assignment):
                 self._sections.recall(turn.state["sections"])
                 self._run_part(together, turn, runner)
                 continue
@@ -315,7 +315,7 @@ class _Supervisor:
         ended = None if part is None else self._run_part(together, part, runner)
         return self._conclude(held, together.end_together(number, ended, began_s))
 
-    def _run_part(self, together: Coordination, part: Part, runner: AttemptRunner) -> Ended:
+    def _run_part(self, together: Coordination, part: Assignment, runner: AttemptRunner) -> Ended:
         """Run the part of this launcher in an attempt to its end."""
         state, number = part.state, part.number
         excluded = [each["node"] for each in state["excluded"]]

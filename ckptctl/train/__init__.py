@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from ckptctl.train.heartbeats import heartbeat
     from ckptctl.train.job import Start
     from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping, simulate_fault
-    from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
+    from ckptctl.train.loss_guard import GuardVerdict, LossAction, LossGuard, LossKind
     from ckptctl.train.reader import Reader
     from ckptctl.train.resolving import resolve
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
     from ckptctl.train.writer import Writer
 
 __all__ = [
-    "Action",
     "Checkpointer",
     "Cluster",
     "GlobalLoader",
     "GpuReport",
     "GracefulStop",
-    "Kind",
+    "GuardVerdict",
     "Liveness",
+    "LossAction",
     "LossGuard",
-    "LossVerdict",
+    "LossKind",
     "Order",
     "ProcessGroup",
     "Reader",
@@ -60,7 +60,7 @@ _HOMES = {
     "ckptctl.train.heartbeats": "heartbeat",
     "ckptctl.distributed.process_group": "ProcessGroup make_group",
     "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping simulate_fault",
-    "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",
+    "ckptctl.train.loss_guard": "GuardVerdict LossAction LossGuard LossKind",
     "ckptctl.train.reader": "Reader",
     "ckptctl.train.resolving": "resolve",
     "ckptctl.train.writer": "Writer",

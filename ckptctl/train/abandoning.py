@@ -24,7 +24,7 @@ from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.marking import check_inspected, new_mark, put_mark
 from ckptctl.selection.retention import ASIDE_FOLDER
 from ckptctl.selection.roots import list_root
-from ckptctl.storage.contract import Folders, Kind, Store
+from ckptctl.storage.contract import Folders, Store, StoreKind
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.train.agreement import Decision
 from ckptctl.train.job import Job
@@ -202,7 +202,7 @@ def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
         if one.superseded or number is None:
             continue
         store = branch.store
-        if one.report.digests or (store.kind is Kind.OBJECT and one.report.interrupted):
+        if one.report.digests or (store.kind is StoreKind.OBJECT and one.report.interrupted):
             held.mark(store, one.name, one.report, MarkKind.SUPERSEDED, reason=why)
         elif one.report.interrupted and not one.marks and store.folders is not None:
             held.check()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MIN_RECENT = 10  # fewer losses do not show the usual range
 
 
-class Action(str, Enum):
+class LossAction(str, Enum):
     """What to do about a bad loss."""
 
     GO_ON = "go-on"
@@ -40,7 +40,7 @@ class Action(str, Enum):
     STOP = "stop"
 
 
-class Kind(str, Enum):
+class LossKind(str, Enum):
     """What is wrong with a loss, if anything."""
 
     SOUND = "sound"
@@ -49,7 +49,7 @@ class Kind(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LossVerdict:
+class GuardVerdict:
     """What all ranks do about the loss of `step`.
 
     `rank` is one on which it is bad, `in_a_row` the number of consecutive bad steps up to
@@ -57,8 +57,8 @@ class LossVerdict:
     """
 
     step: int
-    action: Action
-    kind: Kind
+    action: LossAction
+    kind: LossKind
     message: str
     rank: int | None = None
     in_a_row: int = 0
@@ -68,17 +68,17 @@ class LossVerdict:
     @property
     def ok(self) -> bool:
         """Whether the loss is good."""
-        return self.kind is Kind.SOUND
+        return self.kind is LossKind.SOUND
 
     @property
     def skip(self) -> bool:
         """Whether to skip the update: zero the gradients and continue."""
-        return self.action is Action.SKIP
+        return self.action is LossAction.SKIP
 
     @property
     def stop(self) -> bool:
         """Whether to stop the training, and not to resume it from the newest step."""
-        return self.action is Action.STOP
+        return self.action is LossAction.STOP
 
 
 class LossGuard:
@@ -111,7 +111,7 @@ class LossGuard:
 
     def __init__(
         self,
-        action: Action | str = Action.WARN,
+        action: LossAction | str = LossAction.WARN,
         *,
         spike_factor: float = 10.0,
         recent: int = 100,
@@ -136,7 +136,7 @@ class LossGuard:
         self._in_a_row = 0
         self._first_bad = 0
 
-    def check(self, step: int, loss: SupportsFloat) -> LossVerdict:
+    def check(self, step: int, loss: SupportsFloat) -> GuardVerdict:
         """What to do about the loss of `step`, the same on every rank. Every rank calls it.
 
         Raises `RanksLost` if a rank is lost.
@@ -145,24 +145,24 @@ class LossGuard:
         own = self._kind(value)
         rank = self._group.rank
         # One number encodes kind and rank: the largest is the worst kind, on its last rank.
-        order = list(Kind).index(own)
+        order = list(LossKind).index(own)
         (worst,) = self._group.most(order * self._group.size + (rank if order else 0))
-        kind = list(Kind)[worst // self._group.size]
-        if kind is Kind.SOUND:
+        kind = list(LossKind)[worst // self._group.size]
+        if kind is LossKind.SOUND:
             self._recent.append(value)
             self._in_a_row = 0
-            return LossVerdict(step, Action.GO_ON, kind, f"step {step}: the loss is {value:g}")
+            return GuardVerdict(step, LossAction.GO_ON, kind, f"step {step}: the loss is {value:g}")
         if not self._in_a_row:
             self._first_bad = step
         self._in_a_row += 1
         named = worst % self._group.size
         return self._bad(step, kind, named, self._describe(kind, value, named))
 
-    def _kind(self, value: float) -> Kind:
+    def _kind(self, value: float) -> LossKind:
         if not math.isfinite(value):
-            return Kind.NOT_FINITE
+            return LossKind.NOT_FINITE
         limit = self._limit()
-        return Kind.SPIKE if limit is not None and value > limit else Kind.SOUND
+        return LossKind.SPIKE if limit is not None and value > limit else LossKind.SOUND
 
     def _limit(self) -> float | None:
         """The limit above which a loss is a spike; None if it cannot be determined."""
@@ -171,19 +171,19 @@ class LossGuard:
         highest = max(self._recent)
         return highest * self._factor if highest > 0 else None
 
-    def _describe(self, kind: Kind, value: float, rank: int) -> str:
+    def _describe(self, kind: LossKind, value: float, rank: int) -> str:
         here = rank == self._group.rank
         what = f"the loss is {value:g}" if here else "the loss is bad"
-        if kind is Kind.NOT_FINITE and not here:
+        if kind is LossKind.NOT_FINITE and not here:
             what = "the loss is not finite"
-        if kind is Kind.SPIKE:
+        if kind is LossKind.SPIKE:
             what += f", more than {self._factor:g} times the largest of the last ones"
         return what + (f" (on rank {rank})" if self._group.size > 1 else "")
 
-    def _bad(self, step: int, kind: Kind, rank: int, what: str) -> LossVerdict:
-        stop = self._action is Action.STOP or self._in_a_row >= self._after
+    def _bad(self, step: int, kind: LossKind, rank: int, what: str) -> GuardVerdict:
+        stop = self._action is LossAction.STOP or self._in_a_row >= self._after
         if not stop:
-            return LossVerdict(
+            return GuardVerdict(
                 step, self._action, kind, f"step {step}: {what}", rank, self._in_a_row
             )
         rows = "" if self._in_a_row == 1 else f", the {_nth(self._in_a_row)} bad one in a row"
@@ -198,16 +198,16 @@ class LossGuard:
                 # Training stops anyway; a person has to write the mark.
                 message += f": {error.message}"
                 command = error.next_command
-        return LossVerdict(
-            step, Action.STOP, kind, message, rank, self._in_a_row, rejected, command
+        return GuardVerdict(
+            step, LossAction.STOP, kind, message, rank, self._in_a_row, rejected, command
         )
 
 
-def _known(action: Action | str) -> Action:
-    words = [one.value for one in Action if one is not Action.GO_ON]
+def _known(action: LossAction | str) -> LossAction:
+    words = [one.value for one in LossAction if one is not LossAction.GO_ON]
     if action not in words:
         raise UsageError(f"{str(action)!r} is not an action; expected one of {', '.join(words)}")
-    return Action(action)
+    return LossAction(action)
 
 
 def _nth(number: int) -> str:

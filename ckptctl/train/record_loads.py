@@ -44,7 +44,7 @@ from ckptctl.records.reads import Reading, RecordSource, open_records
 from ckptctl.records.slices import Dims, TensorSlice
 from ckptctl.records.templates import Template, Templates
 from ckptctl.records.verification import ElementChecksum
-from ckptctl.storage.contract import Kind, ShortRead
+from ckptctl.storage.contract import ShortRead, StoreKind
 from ckptctl.train.load_errors import Damage
 from ckptctl.train.safe_values import safe_copy
 from ckptctl.train.tensor_copy import (
@@ -73,10 +73,10 @@ class Reach:
 
 
 _REACH = {
-    Kind.LOCAL: Reach(short=256 << 10, longest=1 << 20, skip=32 << 10),
-    Kind.NETWORK: Reach(short=1 << 20, longest=4 << 20, skip=128 << 10),
+    StoreKind.LOCAL: Reach(short=256 << 10, longest=1 << 20, skip=32 << 10),
+    StoreKind.NETWORK: Reach(short=1 << 20, longest=4 << 20, skip=128 << 10),
     # A request takes as long as the transfer of a megabyte or two.
-    Kind.OBJECT: Reach(short=4 << 20, longest=8 << 20, skip=1 << 20),
+    StoreKind.OBJECT: Reach(short=4 << 20, longest=8 << 20, skip=1 << 20),
 }
 
 

@@ -28,7 +28,7 @@ from ckptctl.records.content_runs import RecordRun, record_runs
 from ckptctl.records.opening import ZSTD
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
-from ckptctl.storage.contract import Kind, ShortRead, Store
+from ckptctl.storage.contract import ShortRead, Store, StoreKind
 from ckptctl.storage.local import LocalStore
 
 FILE = "__0_0.distcp"
@@ -69,7 +69,7 @@ def runs_of(store: Store, check: ContentCheck) -> tuple[RecordRun, ...]:
 
 
 def compare(
-    folder: Path, data: bytes, saved: Metadata, *, kind: Kind | None = None, **limits: object
+    folder: Path, data: bytes, saved: Metadata, *, kind: StoreKind | None = None, **limits: object
 ) -> tuple[ContentCheck, list[Finding]]:
     (folder / FILE).write_bytes(data)
     inner = LocalStore(str(folder))
@@ -94,10 +94,10 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-@pytest.mark.parametrize("kind", [Kind.LOCAL, Kind.NETWORK, Kind.OBJECT])
+@pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.NETWORK, StoreKind.OBJECT])
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_sound_records_are_proven_to_the_last_byte(
-    tmp_path: Path, pieces: str, kind: Kind, jobs: int
+    tmp_path: Path, pieces: str, kind: StoreKind, jobs: int
 ):
     data, saved = part_of([record(n, seed=n) for n in (1, 100, 5000, 20_000, 4, 9999, 1)])
     check, findings = compare(tmp_path, data, saved, kind=kind, jobs=jobs)
@@ -340,9 +340,9 @@ class Noting:
         self.taken.append((piece.start, bytes(data)))
 
 
-@pytest.mark.parametrize("kind", [Kind.LOCAL, Kind.OBJECT])
+@pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.OBJECT])
 def test_a_pass_gives_each_run_its_pieces_in_order(
-    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: StoreKind, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(byte_pass, "PIECE_BYTES", 1000)
     monkeypatch.setattr(byte_pass, "OBJECT_PIECE_BYTES", 1000)
@@ -374,8 +374,10 @@ def test_a_pass_whose_time_is_up_reads_nothing(tmp_path: Path):
     assert read_runs(LocalStore(str(tmp_path)), [Noting(1000)], Limits(until_s=0.0)) == 0
 
 
-@pytest.mark.parametrize("kind", [Kind.LOCAL, Kind.OBJECT])
-def test_a_file_that_was_cut_short_since_it_was_listed_ends_the_pass(tmp_path: Path, kind: Kind):
+@pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.OBJECT])
+def test_a_file_that_was_cut_short_since_it_was_listed_ends_the_pass(
+    tmp_path: Path, kind: StoreKind
+):
     (tmp_path / FILE).write_bytes(bytes(1000))
     store = FaultyStore(LocalStore(str(tmp_path)), kind=kind)
     with pytest.raises(ShortRead):

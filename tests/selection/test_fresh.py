@@ -22,7 +22,7 @@ from ckptctl.findings import Verdict
 from ckptctl.selection import empty_roots, targets
 from ckptctl.selection.fencing import take_token
 from ckptctl.selection.history import put_sentinel, read_history, record_usable
-from ckptctl.storage.contract import Kind
+from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.opening import open_store
 
 ATTEMPT = "20261122T031011.000000Z-0123abcd"
@@ -104,9 +104,9 @@ def test_more_folders_than_are_looked_at_are_no_proof(
     assert ckptctl.pick(str(root)).answer is Answer.FRESH
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(StoreKind))
 def test_a_folder_that_does_not_answer_is_unknown_and_no_fresh_run(
-    root: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: StoreKind
 ) -> None:
     (root / "logs").mkdir()
     (root / "shared").mkdir()

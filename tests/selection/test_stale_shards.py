@@ -22,7 +22,7 @@ from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Kind
+from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 
 ROWS, RANKS = 8, 4
@@ -239,7 +239,7 @@ def test_on_an_object_store_it_costs_a_few_short_reads_for_each_shard_file(tmp_p
     assert named is not None
 
     def counts(older: Sequence[str]) -> Mapping[str, int]:
-        store = FaultyStore(LocalStore(str(tmp_path)), kind=Kind.OBJECT)
+        store = FaultyStore(LocalStore(str(tmp_path)), kind=StoreKind.OBJECT)
         steps = [one for name in older if (one := step_name(name))]
         step = OpenStep(store, named)
         inspect_step(step, Requirements(), level=Level.STRUCTURE, older=lambda: steps)

@@ -16,7 +16,7 @@ from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.errors import PathNotFound
 from ckptctl.selection import targets, verifying
 from ckptctl.selection.history import put_sentinel, read_history
-from ckptctl.storage.contract import Kind, ShortRead, Store
+from ckptctl.storage.contract import ShortRead, Store, StoreKind
 from ckptctl.storage.opening import open_store
 
 pytestmark = pytest.mark.torch
@@ -34,7 +34,7 @@ def root(checkpoints: Path) -> Path:
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """A function that breaks each store the judge opens from now on; the store below is real."""
 
-    def breaks(order: Callable[[FaultyStore], None], kind: Kind | None = None) -> None:
+    def breaks(order: Callable[[FaultyStore], None], kind: StoreKind | None = None) -> None:
         def opened(url: str, *args: object, **kwargs: object) -> Store:
             store = FaultyStore(open_store(url, *args, **kwargs), kind=kind)
             order(store)
@@ -130,7 +130,7 @@ def test_a_listing_that_leaves_out_a_file_is_not_believed_where_storage_is_far_a
     def order(store: FaultyStore) -> None:
         store.show(lambda listed: [file for file in listed if not file.path.endswith(name)])
 
-    broken(order, kind=Kind.OBJECT)
+    broken(order, kind=StoreKind.OBJECT)
     report = ckptctl.verify(f"{root}@20")
     assert (report.verdict, report.exit_code) == (Verdict.UNKNOWN, 75)
     assert ckptctl.pick(str(root)).answer is Answer.UNKNOWN
@@ -143,7 +143,7 @@ def test_a_root_that_lists_empty_once_is_no_fresh_run(
         listings = iter([[]])
         store.show(lambda listed: next(listings, listed))
 
-    broken(order, kind=Kind.OBJECT)
+    broken(order, kind=StoreKind.OBJECT)
     for ask in (lambda: ckptctl.pick(str(root)), lambda: ckptctl.verify(f"{root}@20")):
         with pytest.raises(StorageUnavailable, match="two listings"):
             ask()
@@ -156,7 +156,7 @@ def test_a_run_that_another_launcher_begins_between_two_listings_begins(tmp_path
             (tmp_path / ".ckptctl" / "supervised.json").touch()
         return listed
 
-    store = FaultyStore(open_store(str(tmp_path)), kind=Kind.OBJECT)
+    store = FaultyStore(open_store(str(tmp_path)), kind=StoreKind.OBJECT)
     store.show(begin)
     put_sentinel(store)
     assert (tmp_path / ".ckptctl" / "root.json").exists()

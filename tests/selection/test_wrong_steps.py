@@ -15,7 +15,7 @@ from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Kind
+from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 
 pytestmark = pytest.mark.torch
@@ -104,7 +104,7 @@ def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root: Path)
     shutil.copytree(root / "step_300", root / "step_700")
 
     def inspected(name: str) -> tuple[list[str], int]:
-        store = FaultyStore(LocalStore(str(root)), kind=Kind.OBJECT)
+        store = FaultyStore(LocalStore(str(root)), kind=StoreKind.OBJECT)
         named, older = step_name(name), step_name("step_400")
         assert named is not None
         assert older is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload
+from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, Upload
 from ckptctl.storage.waiting import Retries
 
 VERBS = (
@@ -32,7 +32,7 @@ class FaultyStore:
     object store's.
     """
 
-    def __init__(self, store: Store, *, kind: Kind | None = None) -> None:
+    def __init__(self, store: Store, *, kind: StoreKind | None = None) -> None:
         self._store = store
         self._orders: list[_Order] = []
         self._listing: Callable[[Sequence[FileInfo]], Sequence[FileInfo]] | None = None

@@ -13,7 +13,7 @@ from services.plugin import PAGE
 
 from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound
 from ckptctl.model import Checksum
-from ckptctl.storage.contract import Kind, NotSupported, ShortRead, Span, Store, TooLarge
+from ckptctl.storage.contract import NotSupported, ShortRead, Span, Store, StoreKind, TooLarge
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.waiting import Retries
 
@@ -147,7 +147,7 @@ def test_a_store_opened_on_a_step_lists_relative_to_it(store: Store, opened: Ope
 def test_a_folder_that_is_not_there_is_not_found_or_empty_where_there_are_no_folders(
     store: Store,
 ):
-    if store.kind is Kind.OBJECT:
+    if store.kind is StoreKind.OBJECT:
         assert list(store.list_dir("step_2")) == []
         assert list(store.list_tree("step_2")) == []
     else:
@@ -161,7 +161,7 @@ def test_a_root_that_is_not_there_is_not_found_or_empty_where_there_are_no_folde
     store: Store, opened: Open
 ):
     root = opened("runs/b")
-    if store.kind is Kind.OBJECT:
+    if store.kind is StoreKind.OBJECT:
         assert list(root.list_dir()) == []
     else:
         with pytest.raises(PathNotFound, match=r"runs/b does not exist"):
@@ -389,7 +389,7 @@ def test_the_url_is_what_the_user_wrote(store: Store):
 
 @pytest.mark.parametrize("where", OF_OBJECTS)
 def test_reads_are_priced_as_requests(store: Store):
-    assert store.kind is Kind.OBJECT
+    assert store.kind is StoreKind.OBJECT
 
 
 @pytest.mark.parametrize("where", LOCAL)

@@ -8,7 +8,7 @@ import pytest
 from storage.faulty import FaultyStore
 
 from ckptctl.errors import StorageUnavailable
-from ckptctl.storage.contract import Kind, Span, Store
+from ckptctl.storage.contract import Span, Store, StoreKind
 from ckptctl.storage.opening import open_store
 
 ERROR = StorageUnavailable("broken by the test")
@@ -61,4 +61,4 @@ def test_a_fault_of_one_path_leaves_the_others(store: FaultyStore):
 def test_listings_can_be_changed_and_the_price_too(store: FaultyStore):
     store.show(lambda listing: [info for info in listing if info.path != "a"])
     assert [info.path for info in store.list_dir()] == ["b"]
-    assert FaultyStore(store, kind=Kind.NETWORK).kind is Kind.NETWORK
+    assert FaultyStore(store, kind=StoreKind.NETWORK).kind is StoreKind.NETWORK

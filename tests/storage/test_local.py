@@ -23,7 +23,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.storage import files, local, waiting
-from ckptctl.storage.contract import Kind, Span, TooLarge
+from ckptctl.storage.contract import Span, StoreKind, TooLarge
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import open_store
 
@@ -432,20 +432,20 @@ def test_a_link_whose_answer_was_lost_is_known_as_our_own(
 @pytest.mark.parametrize(
     ("folder", "kind"),
     [
-        ("/", Kind.LOCAL),
-        ("/home/me", Kind.LOCAL),
-        ("/mnt/nfs", Kind.NETWORK),
-        ("/mnt/nfs/run", Kind.NETWORK),
-        ("/mnt/nfs-not/run", Kind.LOCAL),
-        ("/mnt/nfs/scratch/run", Kind.LOCAL),
-        ("/mnt/with space/run", Kind.NETWORK),
-        ("/mnt/gcs/run", Kind.NETWORK),
-        ("/mnt/stick", Kind.LOCAL),
-        ("/auto/run", Kind.NETWORK),
+        ("/", StoreKind.LOCAL),
+        ("/home/me", StoreKind.LOCAL),
+        ("/mnt/nfs", StoreKind.NETWORK),
+        ("/mnt/nfs/run", StoreKind.NETWORK),
+        ("/mnt/nfs-not/run", StoreKind.LOCAL),
+        ("/mnt/nfs/scratch/run", StoreKind.LOCAL),
+        ("/mnt/with space/run", StoreKind.NETWORK),
+        ("/mnt/gcs/run", StoreKind.NETWORK),
+        ("/mnt/stick", StoreKind.LOCAL),
+        ("/auto/run", StoreKind.NETWORK),
     ],
 )
 def test_the_innermost_mount_says_whether_a_server_answers(
-    folder: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, kind: StoreKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     table = tmp_path / "mounts"
     table.write_text("""\
@@ -463,9 +463,9 @@ server:/auto /auto nfs rw 0 0
 
 
 def test_spans_on_a_network_are_the_same_and_in_order(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "kind_of", lambda folder: Kind.NETWORK)
+    monkeypatch.setattr(local, "kind_of", lambda folder: StoreKind.NETWORK)
     store = LocalStore(str(root))
-    assert store.kind is Kind.NETWORK
+    assert store.kind is StoreKind.NETWORK
     spans = [Span("step_1/.metadata", n % 8, 1) for n in range(100)]
     assert b"".join(data for _, data in store.read_spans(spans)) == (b"metadata" * 13)[:100]
     with pytest.raises(PathNotFound):

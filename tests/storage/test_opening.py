@@ -13,7 +13,7 @@ import pytest
 
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.storage import waiting
-from ckptctl.storage.contract import Kind, ShortRead, Span
+from ckptctl.storage.contract import ShortRead, Span, StoreKind
 from ckptctl.storage.objects import ObjectStore
 from ckptctl.storage.opening import (
     SharedStores,
@@ -260,7 +260,7 @@ def test_s3fs_is_taken_where_it_is_installed_and_obstore_where_it_is_alone():
 def test_any_other_scheme_is_opened_by_fsspec():
     store = open_store(f"memory://{uuid.uuid4().hex}")
     assert isinstance(store, ObjectStore)
-    assert store.kind is Kind.OBJECT
+    assert store.kind is StoreKind.OBJECT
 
 
 @pytest.fixture

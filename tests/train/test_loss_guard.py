@@ -11,12 +11,12 @@ from train_ranks import ends, ranks
 
 import ckptctl
 from ckptctl.errors import UsageError
-from ckptctl.train import Action, Kind, LossGuard
+from ckptctl.train import LossAction, LossGuard, LossKind
 
 pytestmark = pytest.mark.torch
 
 
-def fed(guard: LossGuard, *losses: float) -> list[Action]:
+def fed(guard: LossGuard, *losses: float) -> list[LossAction]:
     return [guard.check(step, loss).action for step, loss in enumerate(losses, 1)]
 
 
@@ -24,7 +24,7 @@ def fed(guard: LossGuard, *losses: float) -> list[Action]:
 @pytest.mark.parametrize("action", ["warn", "skip", "stop"])
 def test_a_loss_that_is_not_finite_is_answered_with_the_action(bad: float, action: str):
     verdict = LossGuard(action).check(7, bad)
-    assert (verdict.kind, verdict.action) == (Kind.NOT_FINITE, Action(action))
+    assert (verdict.kind, verdict.action) == (LossKind.NOT_FINITE, LossAction(action))
     assert (verdict.ok, verdict.skip, verdict.stop) == (False, action == "skip", action == "stop")
     assert verdict.message.startswith(f"step 7: the loss is {bad:g}")
 
@@ -42,30 +42,30 @@ def test_a_spike_is_above_the_factor_times_the_largest_recent_loss():
 
 def test_few_losses_say_nothing_about_spikes_and_old_ones_are_forgotten():
     assert set(fed(LossGuard("stop", spike_factor=2), *(3.0**n for n in range(9)))) == {
-        Action.GO_ON
+        LossAction.GO_ON
     }
     guard = LossGuard("warn", spike_factor=2, recent=10)
-    assert fed(guard, 100.0, *[1.0] * 10, 3.0)[-1] is Action.WARN
+    assert fed(guard, 100.0, *[1.0] * 10, 3.0)[-1] is LossAction.WARN
 
 
 def test_losses_below_zero_and_a_factor_of_0_know_no_spikes():
-    assert set(fed(LossGuard("stop"), *[-5.0] * 10, -0.01, 3.0)) == {Action.GO_ON}
-    assert set(fed(LossGuard("stop", spike_factor=0), *[1.0] * 10, 1e9)) == {Action.GO_ON}
+    assert set(fed(LossGuard("stop"), *[-5.0] * 10, -0.01, 3.0)) == {LossAction.GO_ON}
+    assert set(fed(LossGuard("stop", spike_factor=0), *[1.0] * 10, 1e9)) == {LossAction.GO_ON}
 
 
 def test_a_bad_loss_is_no_measure_for_the_next_one():
     guard = LossGuard("warn", spike_factor=2)
     fed(guard, *[1.0] * 10)
-    assert [guard.check(n, 3.0).kind for n in (11, 12)] == [Kind.SPIKE] * 2
+    assert [guard.check(n, 3.0).kind for n in (11, 12)] == [LossKind.SPIKE] * 2
 
 
 def test_so_many_bad_ones_in_a_row_stop_and_a_sound_one_starts_the_count_again():
     guard = LossGuard("warn", after=3)
     nan = math.nan
     assert fed(guard, nan, nan, 1.0, nan, nan) == [
-        *[Action.WARN] * 2,
-        Action.GO_ON,
-        *[Action.WARN] * 2,
+        *[LossAction.WARN] * 2,
+        LossAction.GO_ON,
+        *[LossAction.WARN] * 2,
     ]
     verdict = guard.check(6, nan)
     assert verdict.stop

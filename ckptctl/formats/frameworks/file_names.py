@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from ckptctl.formats.frameworks.state_keys import Kind
+from ckptctl.formats.frameworks.state_keys import StateKind
 
 
 class FileName(NamedTuple):
@@ -344,7 +344,7 @@ def _matching(path: str, layout: str) -> Iterator[tuple[FileName, re.Match[str]]
             yield row, match
 
 
-def kind_of_file(layout: str, path: str) -> Kind | None:
+def kind_of_file(layout: str, path: str) -> StateKind | None:
     """What a file beside the shards holds, by its name in a step of `layout`.
 
     None for a file that holds no train state, or whose name is not known.
@@ -355,7 +355,7 @@ def kind_of_file(layout: str, path: str) -> Kind | None:
             always = tuple(k[1:] for k in row.holds.split() if k.startswith(_ALWAYS))
             # The ranks of a model hold shards of it, and no copies.
             copies = _SHARDED.isdisjoint(names)
-            return Kind(names, match.groupdict().get("rank") if copies else None, always)
+            return StateKind(names, match.groupdict().get("rank") if copies else None, always)
     return None
 
 

@@ -129,7 +129,7 @@ CPU_RNG_BYTES = 5056
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StateKind:
     """What one entry or file is: a kind of train state (`other` for none), and whose.
 
     `rank` distinguishes the copies of state that exists once per rank; it is None
@@ -142,7 +142,7 @@ class Kind:
     always: tuple[str, ...] = ()
 
 
-def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
+def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> StateKind:
     """The kind of one entry of a state dict, by its key path before flattening.
 
     `tensor` is the entry where it is a tensor. Cost: a few set look-ups.
@@ -150,22 +150,22 @@ def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
     words = _unwrapped(_words(path))
     head, leaf = words[0], words[-1]
     if _is_optimizer(words):
-        return Kind(("optimizer",))
+        return StateKind(("optimizer",))
     if re.fullmatch(_MODEL_HEAD, head) or _holds_weights(tensor):
-        return Kind(("model",))
+        return StateKind(("model",))
     if any(re.fullmatch(_RNG_HEAD, word) for word in words[:2]):
-        return Kind(("rng",), _rank_in(words))
+        return StateKind(("rng",), _rank_in(words))
     if re.fullmatch(_SCHEDULER_HEAD, head):
-        return Kind(("scheduler",))
+        return StateKind(("scheduler",))
     if re.fullmatch(_DATALOADER_HEAD, head) or not _DATALOADER_MARKS.isdisjoint(words):
-        return Kind(("dataloader",), _rank_in(words))
+        return StateKind(("dataloader",), _rank_in(words))
     if head in _OF_THE_TRAINER:
-        return Kind(("other",))
+        return StateKind(("other",))
     if tensor is not None and tensor.dtype == "uint8" and tensor.shape == (CPU_RNG_BYTES,):
-        return Kind(("rng",), _rank_in(words))
+        return StateKind(("rng",), _rank_in(words))
     if tensor is None or tensor.shape == ():
         return _kind_of_number(leaf, len(words), is_tensor=tensor is not None)
-    return Kind(("model",))
+    return StateKind(("model",))
 
 
 def _holds_weights(tensor: TensorEntry | None) -> bool:
@@ -189,14 +189,14 @@ def _is_optimizer(words: Sequence[str]) -> bool:
     return "state" in words[:-1] and words[-1] in _OPTIMIZER_MOMENTS
 
 
-def _kind_of_number(leaf: str, depth: int, *, is_tensor: bool) -> Kind:
+def _kind_of_number(leaf: str, depth: int, *, is_tensor: bool) -> StateKind:
     if depth <= 3 and leaf in _STEP_LEAVES:
-        return Kind(("step",))
+        return StateKind(("step",))
     if depth <= 3 and leaf in _TOKEN_LEAVES:
-        return Kind(("tokens",))
+        return StateKind(("tokens",))
     if leaf in _SCHEDULER_LEAVES:
-        return Kind(("scheduler",))
-    return Kind(("model",) if is_tensor else ("other",))
+        return StateKind(("scheduler",))
+    return StateKind(("model",) if is_tensor else ("other",))
 
 
 def _rank_in(words: Sequence[str]) -> str | None:
@@ -212,7 +212,7 @@ def _rank_in(words: Sequence[str]) -> str | None:
     return None
 
 
-def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, Kind]:
+def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, StateKind]:
     """The kind of every entry of a metadata, by FQN. Cost: one comparison per name.
 
     The folder of the part counts too: `optimizer_0/` holds the optimizer, and with it

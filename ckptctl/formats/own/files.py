@@ -80,10 +80,10 @@ def as_stored(schema: str, fields: Mapping[str, object]) -> bytes:
     return canonical({**fields, "digest": digest_of(fields)}) + b"\n"
 
 
-Kind = TypeVar("Kind")
+Struct = TypeVar("Struct")
 
 
-def read_back(data: bytes, schema: str, kind: type[Kind], *, max_objects: int) -> Kind:
+def read_back(data: bytes, schema: str, kind: type[Struct], *, max_objects: int) -> Struct:
     """The fields of a stored document; see `opened` and `typed`."""
     return typed(kind, opened(data, schema, max_objects=max_objects)[0])
 
@@ -149,26 +149,26 @@ def classes_by_event(union: Any) -> Mapping[object, Any]:
     return {get_args(each.__annotations__["event"])[0]: each for each in get_args(union)}
 
 
-def made_of(kind: type[Kind], fields: Fields, *, lenient: bool = False) -> Kind:
+def made_of(kind: type[Struct], fields: Fields, *, lenient: bool = False) -> Struct:
     """A data class of the fields that it has; others are those of a later version.
 
     A missing value is the default of its field, or null. A value that is not of its type
     raises `OwnFileUnreadable`; with `lenient` it counts as missing.
     """
     try:
-        return cast(Kind, _made(kind, fields, lenient=lenient))
+        return cast(Struct, _made(kind, fields, lenient=lenient))
     except _Misfit as misfit:
         raise OwnFileUnreadable(f"{misfit.where.lstrip('.')} {misfit.what}") from None
 
 
-def typed(kind: type[Kind], fields: Fields) -> Kind:
+def typed(kind: type[Struct], fields: Fields) -> Struct:
     """The fields as a `TypedDict` or data class, as those in it: none missing and none more.
 
     Raises `OwnFileUnreadable`, with the place of the first that does not fit.
     """
     try:
         check = _check_of(cast(Any, kind), strict=True)
-        return cast(Kind, check(fields))
+        return cast(Struct, check(fields))
     except _Misfit as misfit:
         raise OwnFileUnreadable(f"{misfit.where.lstrip('.') or 'it'} {misfit.what}") from None
 
