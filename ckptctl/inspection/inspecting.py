@@ -37,7 +37,7 @@ from ckptctl.findings import (
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
-from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found, contradicted
+from ckptctl.inspection.stages import HELPER_STAGES, STAGES, StageContext, contradicted
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -91,17 +91,19 @@ def inspect_step(
     """
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
-    found = Found(requirements, asked, content, older, confirm, chooses_level=level is None)
+    context = StageContext(
+        requirements, asked, content, older, confirm, chooses_level=level is None
+    )
     try:
         with content.group.sharing() if content is not None else nullcontext():
             for stage in HELPER_STAGES if is_helper else STAGES:
-                found.findings += [*stage(opened, found)]
-        report = report_on(opened, found)
+                context.findings += [*stage(opened, context)]
+        report = report_on(opened, context)
     except (StorageError, MemoryError) as error:
         failed = inspection_failed(opened, error)
-        found.level = asked
-        return Inspection(report_failed(opened.listed, found, failed), opened.listed, opened)
-    return Inspection(report, opened.step, opened, opened.parts, found.notes)
+        context.level = asked
+        return Inspection(report_failed(opened.listed, context, failed), opened.listed, opened)
+    return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
 
 def why_not_deeper(inspection: Inspection) -> str:
@@ -179,38 +181,38 @@ _SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-chec
 """Notes of shallower levels that reading every byte settles, one way or the other."""
 
 
-def settled(found: Found) -> list[Finding]:
+def settled(context: StageContext) -> list[Finding]:
     """The findings of all stages, without those that a later one repeats or explains."""
-    replaced = {code for one in found.findings for code in _REPLACES.get(one.code, ())}
-    if found.content is not None and found.content.whole:
+    replaced = {code for one in context.findings for code in _REPLACES.get(one.code, ())}
+    if context.content is not None and context.content.whole:
         replaced |= _SAID_BETTER
-    by_content = found.content.findings if found.content is not None else ()
+    by_content = context.content.findings if context.content is not None else ()
     again = {(one.code, one.where) for one in by_content if one.code in _SAID_AGAIN}
     latest = {id(one) for one in by_content}
     return [
         one
-        for one in found.findings
+        for one in context.findings
         if id(one) in latest or not (one.code in replaced or (one.code, one.where) in again)
     ]
 
 
-def report_on(opened: OpenStep, found: Found) -> Report:
+def report_on(opened: OpenStep, context: StageContext) -> Report:
     """Add up what was found of a step, and hold it against the requirements."""
-    findings = [*_in_flight(opened, settled(found), found.requirements.grace_s)]
-    return _report(opened.step, opened.parts, found, findings)
+    findings = [*_in_flight(opened, settled(context), context.requirements.grace_s)]
+    return _report(opened.step, opened.parts, context, findings)
 
 
-def report_failed(step: Step, found: Found, failed: Finding) -> Report:
+def report_failed(step: Step, context: StageContext, failed: Finding) -> Report:
     """The report on a step that could not be inspected: `failed` is the reason."""
-    blank = Found(found.requirements, found.level)
+    blank = StageContext(context.requirements, context.level)
     return _report(step, (), blank, [failed])
 
 
 def _report(
-    step: Step, parts: Sequence[OpenPart], found: Found, findings: Sequence[Finding]
+    step: Step, parts: Sequence[OpenPart], context: StageContext, findings: Sequence[Finding]
 ) -> Report:
-    requirements, state = found.requirements, found.state
-    seal = found.notes.seal if found.notes else None
+    requirements, state = context.requirements, context.state
+    seal = context.notes.seal if context.notes else None
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {part.path: frozenset(part.ranges.file_names) for part in parts if part.metadata}
     saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
@@ -227,14 +229,14 @@ def _report(
     verdict = verdict_of(findings)
     metadata = [(part, one) for part in parts for one in part.metadata]
     files = _saved_files(step)
-    proven = found.content.proven if found.content else NOTHING_PROVEN
+    proven = context.content.proven if context.content else NOTHING_PROVEN
     return Report(
         url=step.url,
         number=step.number,
         layout=step.layout,
         verdict=verdict,
         exit_code=_exit_code(verdict, findings, state, requirements),
-        level=found.level,
+        level=context.level,
         findings=in_order(findings),
         state=state,
         world_size=saved,
@@ -243,13 +245,13 @@ def _report(
         n_tensors=sum(len(one.tensors) for _, one in metadata),
         n_records=sum(len(part.ranges) for part in parts),
         bytes_read=sum(part.bytes_read for part in parts)
-        + (found.content.n_read if found.content else 0),
+        + (context.content.n_read if context.content else 0),
         written_s=_newest(files),
         parts=tuple(name for part in step.parts for name in _names(part)),
         digests=tuple(
             pair
             for part in parts
-            if found.is_deep or part.part.format in SHARDED
+            if context.is_deep or part.part.format in SHARDED
             for pair in part.digests.items()
         ),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
@@ -258,7 +260,7 @@ def _report(
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,
         values_scanned=proven.n_values,
-        by_store=found.by_store,
+        by_store=context.by_store,
     )
 
 

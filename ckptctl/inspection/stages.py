@@ -1,7 +1,7 @@
 """The stages of an inspection, in order.
 
 Each stage takes the open step and what was found so far, and yields findings; what
-later stages and the report need besides, it writes into `Found`. A stage that does not
+later stages and the report need besides, it writes into `StageContext`. A stage that does not
 apply (at this level, or without a seal) yields nothing. Replacing one finding by
 another that explains it is left to the report, see `inspecting.settled`.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Found:
+class StageContext:
     """What an inspection was asked for, and what its stages have found so far.
 
     `readable` are the paths of parts without a fault in listing and metadata, `sound`
@@ -79,22 +79,22 @@ class Found:
         return {finding.where for finding in self.findings if finding.code == code}
 
 
-Stage = Callable[[OpenStep, Found], Iterable[Finding]]
+Stage = Callable[[OpenStep, StageContext], Iterable[Finding]]
 
 
-def names(opened: OpenStep, _found: Found) -> Iterator[Finding]:
+def names(opened: OpenStep, _context: StageContext) -> Iterator[Finding]:
     """Check the names in the step directory."""
     unfinished = isinstance(opened.named, StepName) and opened.named.unfinished
     return check_shape(opened.step, unfinished=unfinished)
 
 
-def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Check each part by its metadata, or by the headers of its safetensors files."""
     for part in opened.parts:
         findings = [one for one in part.decoded if isinstance(one, Finding)]
-        findings += _check_part(opened, part, found.older)
+        findings += _check_part(opened, part, context.older)
         if not _has_fault(findings):
-            found.readable.add(part.path)
+            context.readable.add(part.path)
         yield from findings
     if opened.beside is not None and not opened.beside.file.size:
         from ckptctl.checks.without_metadata import empty_file
@@ -102,8 +102,8 @@ def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
         yield empty_file(opened.step, opened.beside.file.path)
     sharded = [part.metadata for part in opened.parts if part.part.format in SHARDED]
     yield from check_holds_anything(sharded)
-    if found.chooses_level:
-        found.level = cheap_level(opened)
+    if context.chooses_level:
+        context.level = cheap_level(opened)
 
 
 def cheap_level(opened: OpenStep) -> Level:
@@ -148,15 +148,15 @@ def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Findi
     return check_safetensors(part, headers, read_indexes(store, folder, part.files))
 
 
-def structure(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def structure(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Check the head and the tail of each record, and the steps that the optimizers count."""
-    for part in opened.parts if found.is_deep else ():
+    for part in opened.parts if context.is_deep else ():
         if part.metadata:
             findings = [*_check_structure(opened, part)]
-            if part.path in found.readable and not _has_fault(findings):
-                found.sound.add(part.path)
+            if part.path in context.readable and not _has_fault(findings):
+                context.sound.add(part.path)
             yield from findings
-    if found.is_deep and opened.beside is not None:
+    if context.is_deep and opened.beside is not None:
         yield from opened.beside.structure.findings
 
 
@@ -170,25 +170,25 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     yield from check_optimizer_steps(steps, opened.url)
 
 
-def stale_shards(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare a few records of each shard file with those of the step before."""
-    if found.older is None or not found.is_deep:
+    if context.older is None or not context.is_deep:
         return
     from ckptctl.inspection.predecessor import check_fewer_ranks, check_step_before
 
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
-            yield from check_fewer_ranks(opened, part, found.older)
+            yield from check_fewer_ranks(opened, part, context.older)
             continue
-        if part.path in found.sound:
-            yield from check_step_before(opened, part, found.older)
+        if part.path in context.sound:
+            yield from check_step_before(opened, part, context.older)
 
 
-def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find the train state, in the entries and in the files beside the shards."""
     # A request for each file on an object store: there they wait for a deeper level, or
     # for a reason.
-    is_cheap = found.is_deep or opened.store.kind is not StoreKind.OBJECT
+    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
     is_cheap = is_cheap or _claims_further(opened)
     step, sidecars = opened.step, sidecars_of(opened.step)
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
@@ -197,7 +197,7 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
         sidecars = (*sidecars, opened.beside.file)
         if opened.beside.content is not None:
             contents[opened.beside.file.path] = opened.beside.content
-    damaged = {one.where for one in found.findings if one.severity is Severity.FAULT}
+    damaged = {one.where for one in context.findings if one.severity is Severity.FAULT}
     if is_cheap:
         for sidecar in opened.sidecars:
             if sidecar.finding is not None and sidecar.path not in damaged:
@@ -209,8 +209,8 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
         yield from check_documents(opened.store, opened.folder, needed, others)
         for part in opened.parts:
             if part.part.format is PartFormat.RANK_FILES:
-                yield from _check_stated_ranks(opened, part, contents, found)
-    found.state = train_state(
+                yield from _check_stated_ranks(opened, part, contents, context)
+    context.state = train_state(
         Sources(
             step.layout,
             [(part.path, one) for part in sharded for one in part.metadata],
@@ -219,7 +219,7 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
             {
                 (part.path, fqn): value
                 for part in sharded
-                if is_cheap and part.path in found.readable
+                if is_cheap and part.path in context.readable
                 for fqn, value in part.numbers.items()
             },
         )
@@ -227,11 +227,11 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
 
 
 def _check_stated_ranks(
-    opened: OpenStep, part: OpenPart, contents: Mapping[str, object], found: Found
+    opened: OpenStep, part: OpenPart, contents: Mapping[str, object], context: StageContext
 ) -> Iterator[Finding]:
     from ckptctl.checks.without_metadata import check_stated_ranks
 
-    known = {one.where for one in found.findings}
+    known = {one.where for one in context.findings}
     for finding in check_stated_ranks(opened.step, part.part, contents):
         if finding.where not in known:
             yield finding
@@ -241,44 +241,44 @@ def _claims_further(opened: OpenStep) -> bool:
     return any(claims_further(opened.step, part.own_number) for part in opened.parts)
 
 
-def notes(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the step with its seal, and read the marks on it."""
-    asked = found.requirements.require_seal or found.requirements.marks is not None
+    asked = context.requirements.require_seal or context.requirements.marks is not None
     if asked or any(layouts.is_own(file.path) for file in opened.files):
         from ckptctl.inspection.seal_and_marks import read_notes
 
-        faults = [one.where for one in found.findings if one.severity is Severity.FAULT]
-        found.notes = read_notes(opened, found.requirements, frozenset(faults))
-        yield from found.notes.findings
+        faults = [one.where for one in context.findings if one.severity is Severity.FAULT]
+        context.notes = read_notes(opened, context.requirements, frozenset(faults))
+        yield from context.notes.findings
 
 
-def wrong_step(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find a step that lies under another step's number, by its metadata and its train state."""
-    if found.older is None or not _claims_further(opened):
+    if context.older is None or not _claims_further(opened):
         return
     # An acceptance covers this, and `step.foreign` already reports a seal of another step.
-    if (found.notes is not None and found.notes.accepted) or found.places("step.foreign"):
+    if (context.notes is not None and context.notes.accepted) or context.places("step.foreign"):
         return
     own = {number for part in opened.parts if (number := part.own_number) is not None}
-    number = earlier_step(opened.step, own, found.state.step.value)
+    number = earlier_step(opened.step, own, context.state.step.value)
     if number is not None:
         from ckptctl.inspection.predecessor import check_wrong_step
 
-        yield from check_wrong_step(opened, number, found.older)
+        yield from check_wrong_step(opened, number, context.older)
 
 
-def content(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare every byte with the checksums of the records and with the seal."""
-    if found.level is not Level.CONTENT:
+    if context.level is not Level.CONTENT:
         return
     from ckptctl.inspection.content import inspect_content
 
-    seal = found.notes.seal if found.notes else None
-    found.content = inspect_content(opened, found.asked, seal, found.places("seal.digest"))
-    yield from found.content.findings
-    if not found.content.whole:
-        found.level = Level.STRUCTURE
-    elif seal is None and not _has_seal(opened) and not (found.asked and found.asked.is_helper):
+    seal = context.notes.seal if context.notes else None
+    context.content = inspect_content(opened, context.asked, seal, context.places("seal.digest"))
+    yield from context.content.findings
+    if not context.content.whole:
+        context.level = Level.STRUCTURE
+    elif seal is None and not _has_seal(opened) and not (context.asked and context.asked.is_helper):
         yield Finding(
             "seal.missing",
             SEAL,
@@ -293,29 +293,29 @@ def _has_seal(opened: OpenStep) -> bool:
     return any(file.path == SEAL for file in opened.files)
 
 
-def store_checksums(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the checksums that the store keeps with those in the seal."""
-    if found.requirements.remote_checksums:
+    if context.requirements.remote_checksums:
         from ckptctl.inspection.seal_and_marks import ask_store
 
-        seal = found.notes.seal if found.notes else None
-        found.by_store, findings = ask_store(opened, seal, found.findings)
+        seal = context.notes.seal if context.notes else None
+        context.by_store, findings = ask_store(opened, seal, context.findings)
         yield from findings
 
 
-def unchanged(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """List the step a second time: what was read is one step only if nobody wrote meanwhile."""
-    if found.is_deep:
+    if context.is_deep:
         yield from check_unchanged(opened.step, opened.list_again())
 
 
-def contradictions(opened: OpenStep, found: Found) -> Iterator[Finding]:
+def contradictions(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Ask once more for what a stale listing could explain: changes, and missing files."""
-    contradiction = contradicted(opened, found.findings)
+    contradiction = contradicted(opened, context.findings)
     if contradiction is not None:
         yield contradiction
-    if found.confirm:
-        yield from left_out(opened, found.findings)
+    if context.confirm:
+        yield from left_out(opened, context.findings)
 
 
 STAGES: tuple[Stage, ...] = (

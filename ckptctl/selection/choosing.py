@@ -25,13 +25,13 @@ MAX_PREDECESSORS = 10
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One step under one of the roots; `tier` is the place of its root in the argument list.
+    """One step under the root at `root_index` of the argument list.
 
     `optional`: its root may be absent, so a step in it that does not answer does not stop
     the search.
     """
 
-    tier: int
+    root_index: int
     named: StepName
     optional: bool = False
 
@@ -70,7 +70,7 @@ Inspect = Callable[[Candidate, Level], Report]
 
 
 def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candidate]:
-    """The candidates that the policy allows, newest first, earlier tiers first."""
+    """The candidates that the policy allows, newest first, earlier opened_roots first."""
     return sorted(
         (
             c
@@ -78,7 +78,7 @@ def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candid
             if (policy.before is None or c.named.number < policy.before)
             and c.named.number not in policy.skip
         ),
-        key=lambda c: (-c.named.number, c.tier),
+        key=lambda c: (-c.named.number, c.root_index),
     )
 
 
@@ -148,7 +148,7 @@ def take_one_of(
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
             choice.no_steps.append(candidate)
             continue
-        others = [one for one in (*copies, *beside) if one.tier != candidate.tier]
+        others = [one for one in (*copies, *beside) if one.root_index != candidate.root_index]
         reason = why_not(report, older, inspect, policy, others)
         if reason is None:
             choice.chosen, choice.exit_code = report, 0

@@ -29,7 +29,7 @@ from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
 from ckptctl.selection.roots import RootListing, check_listed_again, read_listing
-from ckptctl.selection.targets import Tier, check_is_folder, check_root_there, parse_target
+from ckptctl.selection.targets import OpenRoot, check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url, parent_url
@@ -66,7 +66,7 @@ class Beginning:
 
 
 def decide_beginning(
-    tiers: Sequence[Tier],
+    opened_roots: Sequence[OpenRoot],
     pattern: re.Pattern[str] | None = None,
     *,
     interrupted: Sequence[Report] = (),
@@ -86,17 +86,19 @@ def decide_beginning(
     Cost: a second listing of a root on an object store or a network, one listing per folder
     down to three levels, at most `MAX_FOLDERS`, and the reads of `read_history`.
     """
-    failed = next((tier.error for tier in tiers if tier.error is not None), None)
+    failed = next((root.error for root in opened_roots if root.error is not None), None)
     if failed is not None:  # it may hold the only step
         raise failed
-    tiers = [tier for tier in tiers if tier.listing.exists or not tier.optional]
-    urls = ", ".join(tier.store.url for tier in tiers)
-    histories = [read_history(one.store) if one.listing.known else History() for one in tiers]
-    for tier, history in zip(tiers, histories, strict=True):
+    opened_roots = [root for root in opened_roots if root.listing.exists or not root.optional]
+    urls = ", ".join(root.store.url for root in opened_roots)
+    histories = [
+        read_history(one.store) if one.listing.known else History() for one in opened_roots
+    ]
+    for root, history in zip(opened_roots, histories, strict=True):
         try:
             check_empty(
-                tier.store,
-                tier.listing,
+                root.store,
+                root.listing,
                 pattern,
                 open_other=open_other,
                 is_root=history.used,
@@ -106,12 +108,12 @@ def decide_beginning(
                 raise
             return Beginning(Answer.NONE_USABLE, error.message)
         if history.held is not None or (history.used and history.doubt is not None):
-            return Beginning(Answer.NONE_USABLE, _lost(tier.store.url, history, interrupted))
+            return Beginning(Answer.NONE_USABLE, _lost(root.store.url, history, interrupted))
     counter = restart_counter()
     unused = [
-        tier.store.url
-        for tier, history in zip(tiers, histories, strict=True)
-        if not (tier.optional or history.used)
+        root.store.url
+        for root, history in zip(opened_roots, histories, strict=True)
+        if not (root.optional or history.used)
     ]
     if counter is not None and unused:
         raise StorageUnavailable(
@@ -129,11 +131,13 @@ def decide_beginning(
             "fresh until the cause is known",
         )
     if interrupted:
-        histories = [h for h, tier in zip(histories, tiers, strict=True) if tier.listing.steps]
+        histories = [
+            h for h, root in zip(histories, opened_roots, strict=True) if root.listing.steps
+        ]
         return _after_interrupted(urls, histories, interrupted, counter)
-    missing = [tier.store for tier in tiers if not tier.listing.exists]
+    missing = [root.store for root in opened_roots if not root.listing.exists]
     if not missing:
-        holds = "holds" if len(tiers) == 1 else "hold"
+        holds = "holds" if len(opened_roots) == 1 else "hold"
         return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
     similar = [name for store in missing for name in _neighbours(store, open_other)]
     beside = f" (beside it: {_some([base_name(url) for url in similar])})" if similar else ""

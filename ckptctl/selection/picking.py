@@ -20,7 +20,7 @@ from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_fr
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
-from ckptctl.selection.targets import Roots, Tier, roots_in
+from ckptctl.selection.targets import OpenRoot, Roots, roots_in
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def pick(
 ) -> Pick:
     """Choose the newest step that may be resumed from, under one root or several.
 
-    With several roots (tiers) the newest usable step of all is chosen, from the earlier
+    With several roots the newest usable step of all is chosen, from the earlier
     root if two contain it. `optional_roots` may be absent or not answer, which is a
     `root.unavailable` in the findings; each of the others must answer. With `allow_fresh`,
     a root of a new run has exit code 0; one that does not exist only with `create`, which
@@ -75,7 +75,7 @@ def pick(
     with ExitStack() as stack:
         done = search(stack, named, policy, requirements, storage)
         found = _answered(done, requirements, allow_fresh=allow_fresh)
-        return _created(found, done.tiers) if create else found
+        return _created(found, done.opened_roots) if create else found
 
 
 def pick_step(
@@ -98,12 +98,12 @@ def _answered(done: Search, requirements: Requirements, *, allow_fresh: bool = F
     return _none(done)
 
 
-def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:
+def _created(found: Pick, opened_roots: Sequence[OpenRoot]) -> Pick:
     """Create the roots of a new run with their sentinels, or record the chosen step."""
     from ckptctl.selection.empty_roots import CHECK_PATH
     from ckptctl.selection.history import begin_run
 
-    stores = [tier.store for tier in tiers if not tier.optional]
+    stores = [root.store for root in opened_roots if not root.optional]
     if found.answer is Answer.FRESH:
         begin_run(stores, None)
         message = found.message.replace(CHECK_PATH, ": created").removesuffix(_NOT_CREATED)
@@ -228,7 +228,7 @@ def _none_left(done: Search) -> tuple[str, str]:
     `verify` leads from a damaged step to `--before` its number: where that is the oldest step,
     the storage is to be checked; otherwise, that step is to be proven.
     """
-    policy, every = done.policy, candidates_of(done.tiers)
+    policy, every = done.policy, candidates_of(done.opened_roots)
     oldest = min(every, key=lambda each: each.named.number)
     first, newest = oldest.named.number, max(each.named.number for each in every)
     given = [] if policy.before is None else [f"--before {policy.before}"]
@@ -241,7 +241,7 @@ def _none_left(done: Search) -> tuple[str, str]:
     message = f"{' and '.join(given)} {verb(len(given), 'excludes', 'exclude')} {excluded}"
     if policy.before == first:
         return message, storage_corruption(done.roots)
-    url = join_url(done.tiers[oldest.tier].store.url, oldest.named.name)
+    url = join_url(done.opened_roots[oldest.root_index].store.url, oldest.named.name)
     return message, f"ckptctl verify {shlex.quote(url)} --level content"
 
 

@@ -44,7 +44,7 @@ from ckptctl.selection.retention import (
 )
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import CachingInspector
-from ckptctl.selection.targets import open_tiers, roots_in
+from ckptctl.selection.targets import open_roots, roots_in
 from ckptctl.storage.contract import Store, Upload
 
 if TYPE_CHECKING:
@@ -129,14 +129,14 @@ def prune(
     compiled = compile_pattern(requirements.pattern)
     with ExitStack() as stack:
         roots = roots_in((root, *other_roots))
-        tier, *others = open_tiers(stack, roots, lambda store: list_all(store, compiled), storage)
-        store, listing = tier.store, tier.listing
+        opened, *others = open_roots(stack, roots, lambda store: list_all(store, compiled), storage)
+        store, listing = opened.store, opened.listing
         check_has_steps(store, listing, compiled)
         protected = _resumed_from(store, listing.steps)
         uploads = abandoned_uploads(store, compiled)
         rules = Rules(keep, requirements, policy, unsealed=unsealed, protected=protected)
         plan = RetentionPlan(
-            tier,
+            opened,
             rules,
             prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
             others=others,

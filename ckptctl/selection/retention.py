@@ -35,7 +35,7 @@ from ckptctl.selection.choosing import (
 from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.roots import older_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
-from ckptctl.selection.targets import Tier
+from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url
@@ -122,29 +122,29 @@ class RetentionPlan:
 
     def __init__(
         self,
-        tier: Tier,
+        root: OpenRoot,
         rules: Rules,
         *,
         prove: Prove,
-        others: Sequence[Tier] = (),
+        others: Sequence[OpenRoot] = (),
         memory: dict[str, Inspection] | None = None,
         on_inspected: OnInspected | None = None,
     ) -> None:
-        self._store = tier.store
+        self._store = root.store
         self._rules = rules
-        self._tier = tier
-        tiers = [tier, *others]
-        self._inspector = CachingInspector(tiers, rules.requirements, rules.policy.level)
-        self._compared = in_order(candidates_of(tiers), rules.policy)
-        self._order = [candidate for candidate in self._compared if candidate.tier == 0]
+        self._root = root
+        opened_roots = [root, *others]
+        self._inspector = CachingInspector(opened_roots, rules.requirements, rules.policy.level)
+        self._compared = in_order(candidates_of(opened_roots), rules.policy)
+        self._order = [candidate for candidate in self._compared if candidate.root_index == 0]
         self._alone = not others
         self._memory = {} if memory is None else memory
         self._inspections = self._inspect_all(on_inspected)
         self._decisions: dict[str, PruneDecision] = {}
         # Listed before anything is removed: an error here must not hide a removal.
         self._set_aside = [
-            inspect_step(OpenStep(tier.store, named), rules.requirements, level=Level.LISTING)
-            for named in moved_aside(tier.store)
+            inspect_step(OpenStep(root.store, named), rules.requirements, level=Level.LISTING)
+            for named in moved_aside(root.store)
         ]
         self._result = Retained()
         self._counted: list[_Counted] = []
@@ -218,7 +218,7 @@ class RetentionPlan:
 
     def _inspect(self, candidate: Candidate) -> Inspection:
         named = candidate.named
-        files = self._tier.trees.get(named.name)
+        files = self._root.trees.get(named.name)
         known = self._memory.get(named.name)
         if known is not None:
             try:
@@ -231,7 +231,7 @@ class RetentionPlan:
             OpenStep(self._store, named, files),
             self._rules.requirements,
             level=Level.LISTING,
-            older=lambda: older_steps(self._tier.listing.steps, named.number),
+            older=lambda: older_steps(self._root.listing.steps, named.number),
         )
 
     # Counting
@@ -242,8 +242,8 @@ class RetentionPlan:
         for copies, older in by_number(self._compared):
             if len(self._counted) == self._rules.keep:
                 return
-            beside = [copy for copy in copies if copy.tier != 0]
-            for copy in (copy for copy in copies if copy.tier == 0):
+            beside = [copy for copy in copies if copy.root_index != 0]
+            for copy in (copy for copy in copies if copy.root_index == 0):
                 name = copy.named.name
                 taken = partial(self._taken, copy, older, beside, choice, prove)
                 reason = self._cannot_count(name, choice) or taken()
@@ -408,7 +408,7 @@ class RetentionPlan:
             candidate
             for candidate in self._compared
             if candidate.named.number < one.candidate.named.number
-            and (candidate.tier != 0 or candidate.named.name not in gone)
+            and (candidate.root_index != 0 or candidate.named.name not in gone)
         )
         return list(islice(older, MAX_PREDECESSORS))
 

@@ -119,13 +119,13 @@ def _answer(
 ) -> Scan:
     choice, begins = done.choice, done.beginning
     findings = [*done.findings]
-    for tier in done.tiers if done.n_steps else ():
-        findings += check_unnumbered(tier.store, tier.listing, done.pattern)
+    for root in done.opened_roots if done.n_steps else ():
+        findings += check_unnumbered(root.store, root.listing, done.pattern)
     message, next_command = _formatted(done)
     return Scan(
         root=done.roots.first,
         roots=done.roots.urls,
-        exists=any(one.listing.exists for one in done.tiers),
+        exists=any(one.listing.exists for one in done.opened_roots),
         reports=reports,
         chosen=choice.chosen.url if choice.chosen else None,
         findings=tuple(findings),

@@ -35,7 +35,7 @@ from ckptctl.selection.roots import (
     older_steps,
     too_large_numbers,
 )
-from ckptctl.selection.targets import Roots, Tier, Trees, open_tiers, unavailable
+from ckptctl.selection.targets import OpenRoot, Roots, Trees, open_roots, unavailable
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -60,7 +60,7 @@ class Search:
     """
 
     roots: Roots
-    tiers: tuple[Tier, ...]
+    opened_roots: tuple[OpenRoot, ...]
     pattern: re.Pattern[str] | None
     policy: PickPolicy
     inspect: CachingInspector
@@ -78,7 +78,7 @@ class Search:
     @property
     def n_steps(self) -> int:
         """The number of all steps, including those that the policy excludes."""
-        return len(candidates_of(self.tiers)) - len(self.choice.no_steps)
+        return len(candidates_of(self.opened_roots)) - len(self.choice.no_steps)
 
 
 def search(
@@ -91,20 +91,22 @@ def search(
 ) -> Search:
     """Open the roots until `stack` ends, list each, and choose a step.
 
-    Raises as `open_tiers` and `decide_beginning` do. Cost: one call of `list_steps` for each root,
+    Raises as `open_roots` and `decide_beginning` do. Cost: one call of `list_steps` for each root,
     and the inspection of each step that decides the choice.
     """
     check_marks_file(requirements.marks)
     pattern = compile_pattern(requirements.pattern)
-    tiers = open_tiers(stack, roots, lambda store: list_steps(store, pattern), storage)
-    inspector = CachingInspector(tiers, requirements, policy.level)
-    candidates = in_order(candidates_of(tiers), policy)
+    opened_roots = open_roots(stack, roots, lambda store: list_steps(store, pattern), storage)
+    inspector = CachingInspector(opened_roots, requirements, policy.level)
+    candidates = in_order(candidates_of(opened_roots), policy)
     choice = choose(candidates, inspector, policy)
-    findings = root_findings(tiers, choice, pattern)
+    findings = root_findings(opened_roots, choice, pattern)
     beginning = None
     if choice.chosen is None:
-        beginning = _beginning(tiers, choice, findings, pattern, storage)
-    return Search(roots, tiers, pattern, policy, inspector, candidates, choice, findings, beginning)
+        beginning = _beginning(opened_roots, choice, findings, pattern, storage)
+    return Search(
+        roots, opened_roots, pattern, policy, inspector, candidates, choice, findings, beginning
+    )
 
 
 class CachingInspector:
@@ -112,11 +114,11 @@ class CachingInspector:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        opened_roots: Sequence[OpenRoot],
         requirements: Requirements,
         level: Level | None,
     ) -> None:
-        self._tiers = tiers
+        self._roots = opened_roots
         self._requirements = requirements
         self.level = level
         self.confirm = True
@@ -127,9 +129,9 @@ class CachingInspector:
         """The report on a candidate, at the requested level and at least at `at_least`."""
         known = self.inspected.get(candidate)
         if known is None or known.report.level.depth < at_least.depth:
-            tier = self._tiers[candidate.tier]
+            root = self._roots[candidate.root_index]
             known = inspect_step(
-                OpenStep(tier.store, candidate.named, tier.trees.get(candidate.named.name)),
+                OpenStep(root.store, candidate.named, root.trees.get(candidate.named.name)),
                 self._requirements,
                 level=self._level(at_least),
                 content=self.content,
@@ -137,7 +139,7 @@ class CachingInspector:
                 confirm=self.confirm,
             )
             left = left_behind(known, self._resumes_beside(candidate))
-            if left is not None and not self._stands_in(left.root, known.report):
+            if left is not None and not self._has_copy(left.root, known.report):
                 known = ruled_out(known, left)
             self.inspected[candidate] = known
         return known.report
@@ -149,15 +151,15 @@ class CachingInspector:
 
     def _resumes_beside(self, candidate: Candidate) -> list[Resume]:
         """The resumes that the other roots record; in its own root a mark excludes a step."""
-        others = (tier for place, tier in enumerate(self._tiers) if place != candidate.tier)
-        return [one for tier in others for one in tier.resumes]
+        others = (root for place, root in enumerate(self._roots) if place != candidate.root_index)
+        return [one for root in others for one in root.resumes]
 
-    def _stands_in(self, root: str, report: Report) -> bool:
-        """Whether a root contains the same save, and no mark there excludes it."""
-        for tier in self._tiers:
-            for named in tier.listing.steps if tier.store.url == root else ():
+    def _has_copy(self, url: str, report: Report) -> bool:
+        """Whether the root at `url` contains the same save, and no mark there excludes it."""
+        for root in self._roots:
+            for named in root.listing.steps if root.store.url == url else ():
                 if named.number == report.number:
-                    step = OpenStep(tier.store, named)
+                    step = OpenStep(root.store, named)
                     other = inspect_step(step, self._requirements, level=Level.LISTING).report
                     is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
                     if report.digests and other.digests == report.digests and not is_out:
@@ -170,7 +172,7 @@ class CachingInspector:
         return known.report if known else None
 
     def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
-        steps = self._tiers[candidate.tier].listing.steps
+        steps = self._roots[candidate.root_index].listing.steps
         return older_steps(steps, candidate.named.number)
 
     def level_reason(self, report: Report) -> str | None:
@@ -184,7 +186,7 @@ class CachingInspector:
 
 
 def _beginning(
-    tiers: Sequence[Tier],
+    opened_roots: Sequence[OpenRoot],
     choice: Choice,
     findings: Sequence[Finding],
     pattern: re.Pattern[str] | None,
@@ -195,7 +197,7 @@ def _beginning(
     None where they hold anything else: then it is no question whether the run is new.
     """
     over = [one.report for one in choice.passed_over]
-    n_steps = sum(len(tier.listing.steps) for tier in tiers)
+    n_steps = sum(len(root.listing.steps) for root in opened_roots)
     unfinished = all(report.left_unfinished for report in over)
     if len(choice.no_steps) + len(over) < n_steps or not unfinished:
         return None
@@ -203,26 +205,28 @@ def _beginning(
 
     pointers = [finding for finding in findings if finding.code == "pointer.differs"]
     opened = partial(open_store, storage=storage)
-    return decide_beginning(tiers, pattern, interrupted=over, pointers=pointers, open_other=opened)
+    return decide_beginning(
+        opened_roots, pattern, interrupted=over, pointers=pointers, open_other=opened
+    )
 
 
-def candidates_of(tiers: Sequence[Tier]) -> list[Candidate]:
+def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
     """The steps of all roots, each with the place of its root."""
     return [
-        Candidate(place, named, tier.optional)
-        for place, tier in enumerate(tiers)
-        for named in tier.listing.steps
+        Candidate(place, named, root.optional)
+        for place, root in enumerate(opened_roots)
+        for named in root.listing.steps
     ]
 
 
 def root_findings(
-    tiers: Sequence[Tier], choice: Choice, pattern: re.Pattern[str] | None
+    opened_roots: Sequence[OpenRoot], choice: Choice, pattern: re.Pattern[str] | None
 ) -> list[Finding]:
     """Findings about the roots themselves."""
     number = choice.chosen.number if choice.chosen else None
-    findings = [*unavailable(tiers), *suspect_storage(choice)]
-    for tier in tiers:
-        findings += duplicates(tier.listing.steps)
-        findings += too_large_numbers(tier.listing)
-        findings += check_pointers(tier.store, tier.listing, number, pattern)
+    findings = [*unavailable(opened_roots), *suspect_storage(choice)]
+    for root in opened_roots:
+        findings += duplicates(root.listing.steps)
+        findings += too_large_numbers(root.listing)
+        findings += check_pointers(root.store, root.listing, number, pattern)
     return findings

@@ -1,6 +1,6 @@
 """Resolve the arguments that name roots and steps.
 
-Roots: one, or several tiers such as local NVMe and shared storage, in order of preference. A
+Roots: one, or several, such as local NVMe and shared storage, in order of preference. A
 mandatory root that does not answer is an error, since a newer step may be in it. An optional
 one, such as the local disk of a node that was replaced, may be absent; that is reported, and
 the others decide.
@@ -92,7 +92,7 @@ def roots_in(given: str | Sequence[str], optional: Collection[str] = ()) -> Root
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class OpenRoot:
     """One root, open and listed; `error` is why an optional one could not be.
 
     `resumes` are those that it records, for the steps of the other roots.
@@ -111,19 +111,19 @@ class Tier:
         return self.listing.exists and self.error is None
 
 
-def open_tiers(
+def open_roots(
     stack: ExitStack,
     roots: Roots,
     list_all: Callable[[Store], tuple[RootListing, Trees]],
     storage: StorageOptions,
-) -> tuple[Tier, ...]:
+) -> tuple[OpenRoot, ...]:
     """Open every root until `stack` ends, and list it.
 
     Raises `StorageError` where a mandatory root does not answer, and where one does
     not exist while another root holds steps or was written to before. Cost: one call
     of `list_all` for each root; where there are several, `read_resumes` of each besides.
     """
-    tiers = []
+    opened_roots = []
     for url in roots.urls:
         store = stack.enter_context(open_store(url, storage))
         optional = url in roots.optional
@@ -138,16 +138,20 @@ def open_tiers(
             # A local disk without the folder above the root is absent, as one without the root.
             folders = store.folders
             absent = folders is not None and not os.path.lexists(folders.path_of(""))
-            tiers.append(Tier(store, listing, optional=True, error=None if absent else error))
+            opened_roots.append(
+                OpenRoot(store, listing, optional=True, error=None if absent else error)
+            )
         else:
-            tiers.append(Tier(store, listing, optional, trees, resumes=resumes))
-    _check_mandatory(tiers, roots)
-    return tuple(tiers)
+            opened_roots.append(OpenRoot(store, listing, optional, trees, resumes=resumes))
+    _check_mandatory(opened_roots, roots)
+    return tuple(opened_roots)
 
 
-def _check_mandatory(tiers: Sequence[Tier], roots: Roots) -> None:
-    used = next((one for one in tiers if one.listing.steps or one.listing.known), None)
-    absent = next((one for one in tiers if not one.optional and not one.listing.exists), None)
+def _check_mandatory(opened_roots: Sequence[OpenRoot], roots: Roots) -> None:
+    used = next((one for one in opened_roots if one.listing.steps or one.listing.known), None)
+    absent = next(
+        (one for one in opened_roots if not one.optional and not one.listing.exists), None
+    )
     if used is None or absent is None:
         return
     url = absent.store.url
@@ -161,19 +165,19 @@ def _check_mandatory(tiers: Sequence[Tier], roots: Roots) -> None:
     )
 
 
-def unavailable(tiers: Sequence[Tier]) -> Iterator[Finding]:
+def unavailable(opened_roots: Sequence[OpenRoot]) -> Iterator[Finding]:
     """Yield a `root.unavailable` for each optional root that is absent or did not answer."""
-    for tier in tiers:
-        if tier.is_there or not tier.optional:
+    for root in opened_roots:
+        if root.is_there or not root.optional:
             continue
-        url = tier.store.url
-        why = f"{url} does not exist" if tier.error is None else tier.error.message
+        url = root.store.url
+        why = f"{url} does not exist" if root.error is None else root.error.message
         yield Finding(
             "root.unavailable",
             url,
             f"the optional root was left out: {why}",
             expected="a root that answers",
-            found="no folder" if tier.error is None else tier.error.code,
+            found="no folder" if root.error is None else root.error.code,
             next_command=f"ckptctl scan {shlex.quote(url)}",
         )
 

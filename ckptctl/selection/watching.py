@@ -31,7 +31,7 @@ from ckptctl.selection.removing import files_digest
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.searching import CachingInspector, candidates_of
-from ckptctl.selection.targets import Tier, check_is_folder, open_tiers, roots_in
+from ckptctl.selection.targets import OpenRoot, check_is_folder, open_roots, roots_in
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, TooLarge
 
@@ -162,53 +162,55 @@ class _Watcher:
     def events(self) -> Iterator[Watched]:
         """List the root once, and finish the steps that did not change."""
         with ExitStack() as stack:
-            (tier,) = open_tiers(
+            (root,) = open_roots(
                 stack,
                 roots_in(self._root),
                 lambda store: list_all(store, self._pattern),
                 self._storage,
             )
-            existed, self.exists = self.exists, tier.listing.exists
+            existed, self.exists = self.exists, root.listing.exists
             if not self.exists:
-                check_is_folder(tier.store)
+                check_is_folder(root.store)
                 if existed:
                     yield _no_root(self._root)
                 return
-            before = _read_state(tier.store)
+            before = _read_state(root.store)
             seen: dict[str, WatchedStep] = {}
             try:
-                yield from self._finished(tier, before, seen)
+                yield from self._finished(root, before, seen)
             except StorageError:
                 # A step that cannot be listed must not make the watch forget the others.
                 with suppress(StorageError):
-                    _write_state(tier.store, [*seen.values(), *_later(before, seen)])
+                    _write_state(root.store, [*seen.values(), *_later(before, seen)])
                 raise
             if seen != before:
-                _write_state(tier.store, seen.values())
+                _write_state(root.store, seen.values())
 
     def _finished(
-        self, tier: Tier, before: dict[str, WatchedStep], seen: dict[str, WatchedStep]
+        self, root: OpenRoot, before: dict[str, WatchedStep], seen: dict[str, WatchedStep]
     ) -> Iterator[Watched]:
         """Finish each step that has not changed since `before`; `seen` receives every step."""
-        inspector = CachingInspector((tier,), self._requirements, self._policy.level)
-        candidates = candidates_of((tier,))[:MAX_STEPS]
+        inspector = CachingInspector((root,), self._requirements, self._policy.level)
+        candidates = candidates_of((root,))[:MAX_STEPS]
         for place, candidate in enumerate(candidates):
             name = candidate.named.name
             with suppress(PathNotFound):  # removed since the root was listed
-                step = self._seen(tier, candidate, before.get(name))
+                step = self._seen(root, candidate, before.get(name))
                 seen[name] = step
                 # Listed before, with the same files, at least `grace_s` ago.
                 unchanged = step is before.get(name)
                 if unchanged and step["verdict"] is None and self._is_due(step):
-                    found = self._finish(tier, candidate, candidates[place + 1 :], inspector)
+                    found = self._finish(root, candidate, candidates[place + 1 :], inspector)
                     # Kept before it is reported: an event is never repeated.
                     seen[name] = {**step, "verdict": found.verdict}
-                    _write_state(tier.store, [*seen.values(), *_later(before, seen)])
+                    _write_state(root.store, [*seen.values(), *_later(before, seen)])
                     yield from found.events
 
-    def _seen(self, tier: Tier, candidate: Candidate, before: WatchedStep | None) -> WatchedStep:
+    def _seen(
+        self, root: OpenRoot, candidate: Candidate, before: WatchedStep | None
+    ) -> WatchedStep:
         """A step as it is now: since when it has these files, and what became of it."""
-        opened = OpenTarget(tier.store, candidate.named, tier.trees.get(candidate.named.name))
+        opened = OpenTarget(root.store, candidate.named, root.trees.get(candidate.named.name))
         files = files_digest(opened.files)
         if before is not None and before["files"] == files and _age_s(before) >= 0:
             return before
@@ -224,7 +226,7 @@ class _Watcher:
 
     def _finish(
         self,
-        tier: Tier,
+        root: OpenRoot,
         candidate: Candidate,
         older: Sequence[Candidate],
         inspector: CachingInspector,
@@ -240,7 +242,7 @@ class _Watcher:
         reason = why_not(report, older, inspector, self._policy)
         if reason is not None:
             return self._refused(report, reason)
-        found = OpenTarget(tier.store, candidate.named, None, self._pattern)
+        found = OpenTarget(root.store, candidate.named, None, self._pattern)
         outdated = any(finding.code == "seal.outdated" for finding in report.findings)
         has_seal = any(file.path == SEAL for file in found.files)
         if has_seal and not outdated:

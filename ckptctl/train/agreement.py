@@ -39,7 +39,7 @@ from ckptctl.selection.empty_roots import decide_beginning
 from ckptctl.selection.picking import pick_step
 from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root
-from ckptctl.selection.targets import Roots, open_tiers
+from ckptctl.selection.targets import Roots, open_roots
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.opening import SharedStores, open_store
 
@@ -98,13 +98,13 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
     """
     pattern = compile_pattern(selection.requirements.pattern)
     with ExitStack() as stack:
-        tiers = open_tiers(
+        opened_roots = open_roots(
             stack, selection.roots, lambda store: (list_root(store, pattern), {}), selection.storage
         )
-        steps = [named for tier in tiers for named in tier.listing.steps]
+        steps = [named for root in opened_roots for named in root.listing.steps]
         if not steps:
             opened = partial(open_store, storage=selection.storage)
-            begins = decide_beginning(tiers, pattern, open_other=opened)
+            begins = decide_beginning(opened_roots, pattern, open_other=opened)
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
                     begins.message,

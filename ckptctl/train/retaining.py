@@ -23,7 +23,7 @@ from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import RetentionPlan, Rules
 from ckptctl.selection.roots import list_all, list_root
 from ckptctl.selection.searching import CachingInspector
-from ckptctl.selection.targets import Tier
+from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 from ckptctl.storage.waiting import start_daemon
@@ -75,10 +75,10 @@ class Retention:
         try:
             listing, trees = list_all(self._store)
             plan = RetentionPlan(
-                Tier(self._store, listing, trees=trees),
+                OpenRoot(self._store, listing, trees=trees),
                 rules,
                 prove=_not_now,
-                others=[tier for other in others for tier in _listed(*other)],
+                others=[root for other in others for root in _listed(*other)],
                 memory=self._memory,
             )
             plan.carry_out(self._remove)
@@ -99,12 +99,12 @@ class Retention:
         return remove_step(self._store, name, seen=inspected.step.files)
 
 
-def _listed(store: Store, optional: bool) -> Iterator[Tier]:
+def _listed(store: Store, optional: bool) -> Iterator[OpenRoot]:
     """Another root, unless it is optional and absent or unavailable."""
     try:
         listing = list_root(store)
         if listing.exists:
-            yield Tier(store, listing, optional, resumes=read_resumes(store))
+            yield OpenRoot(store, listing, optional, resumes=read_resumes(store))
     except StorageError:
         if not optional:
             raise

@@ -52,7 +52,7 @@ def report(number: int, code: str | None = None, held: tuple[str, ...] = ALL) ->
 
 @dataclass
 class Root:
-    """Reports by (tier, number), and which were looked at how deep."""
+    """Reports by (root, number), and which were looked at how deep."""
 
     reports: dict[tuple[int, int], Report]
     inspected: list[tuple[int, Level]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Root:
 
     def look(self, candidate: Candidate, level: Level) -> Report:
         self.inspected.append((candidate.named.number, level))
-        return self.reports[candidate.tier, candidate.named.number]
+        return self.reports[candidate.root_index, candidate.named.number]
 
     def choose(self, policy: PickPolicy | None = None):
         policy = policy or PickPolicy()
