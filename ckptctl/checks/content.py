@@ -26,7 +26,7 @@ Choose = Callable[[Sequence[int]], Collection[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RecordResults:
     """The results of the records of a part in one process, which another adds to its own.
 
     Records are numbers in the ranges of the part, which are the same in both as long as
@@ -87,7 +87,7 @@ class ContentCheck:
         return Proven(self.n_asked, n_bytes, len(self._sound), n_values)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RecordResults:
         """The results of the records so far."""
         wrong = tuple(
             (number, code, checked)
@@ -97,9 +97,9 @@ class ContentCheck:
         unverifiable = tuple((why, tuple(numbers)) for why, numbers in self._unverifiable.items())
         sound, folds = tuple(self._sound), tuple(self._folds.items())
         values = tuple(self._values.items())
-        return Outcome(self._n_chosen, sound, wrong, unverifiable, folds, values)
+        return RecordResults(self._n_chosen, sound, wrong, unverifiable, folds, values)
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: RecordResults) -> None:
         """Add the results of other records of the part, from another process."""
         self._n_chosen += other.n_chosen
         self._sound += other.sound

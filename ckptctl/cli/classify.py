@@ -10,7 +10,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, Style, line, next_line, padded, section
+from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded, section
 from ckptctl.cli.values import parse_duration
 from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect
@@ -154,9 +154,9 @@ _FEW = 4
 
 def classification_lines(answer: Classification) -> list[Line]:
     """The class, what was decisive, what followed from it, and what to do."""
-    head = [Span(answer.domain.value, _STYLES[answer.domain])]
+    head = [StyledText(answer.domain.value, _STYLES[answer.domain])]
     if answer.failure != answer.domain.value:
-        head.append(Span(f"  {answer.failure}", "strong"))
+        head.append(StyledText(f"  {answer.failure}", "strong"))
     return [
         line(*head, f"  (confidence {answer.confidence})"),
         line(f"  {answer.message}", hang=4),
@@ -167,7 +167,7 @@ def classification_lines(answer: Classification) -> list[Line]:
         *section(_listed("training continued after", answer.survived)),
         *section(_stalled(answer)),
         *_suspected(answer.suspects),
-        line("do: ", Span(answer.action.value, "strong"), f". {answer.advice}", hang=4),
+        line("do: ", StyledText(answer.action.value, "strong"), f". {answer.advice}", hang=4),
         line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
         line(_read(answer)),
         *next_line(answer.next_command),
@@ -211,7 +211,7 @@ def _suspected(suspects: Sequence[Suspect]) -> Iterator[Line]:
         inside = f" ({', '.join(parts)})" if parts else ""
         node = each.node or "a node that the logs do not name"
         unsure = "" if each.confidence != "low" else "; confidence low: do not drain it for this"
-        yield line("suspected: ", Span(node, "bad"), f"{inside}{unsure}", hang=4)
+        yield line("suspected: ", StyledText(node, "bad"), f"{inside}{unsure}", hang=4)
 
 
 def _listed(title: str, evidence: Sequence[Evidence]) -> Iterator[Line]:
@@ -228,6 +228,6 @@ def _shown(each: Evidence) -> Iterator[Line]:
     times = f" ({each.count:,} times)" if each.count > 1 else ""
     place = f"{each.file}:{each.line}" if each.line else f"{each.file} {each.text}"
     yield line("  ", padded(each.role.value, 7, style), f"  {each.description}{times}", hang=11)
-    yield line("           ", Span(place, "name"), solid=True)
+    yield line("           ", StyledText(place, "name"), solid=True)
     if each.line:
         yield line(f"           {each.text}", hang=13)

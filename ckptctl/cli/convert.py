@@ -18,7 +18,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, next_line, section
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.formatting import counted, exact_size
 from ckptctl.options import StorageOptions
@@ -129,11 +129,11 @@ def convert(
 def convert_lines(answer: Converted) -> list[Line]:
     """That the folder is there, or why it is not."""
     if not answer.written:
-        head = line(Span(answer.message, "bad"), hang=2)
+        head = line(StyledText(answer.message, "bad"), hang=2)
         findings = section(finding_lines(answer.report.findings))
         return [head, EMPTY, *findings, *next_line(answer.next_command)]
     lines = [
-        line(Span("converted", "good"), " ", Span(answer.target, "name"), solid=True),
+        line(StyledText("converted", "good"), " ", StyledText(answer.target, "name"), solid=True),
         line(f"  from {answer.source}", solid=True),
         line(f"  {answer.message}", hang=4),
         line(f"  {counted(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),

@@ -9,7 +9,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line, padded
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded
 from ckptctl.cli.values import parse_duration
 from ckptctl.formatting import duration, listed, percent, size
 from ckptctl.goodput.estimating import Given, RecoveryCost
@@ -140,7 +140,7 @@ _NAMES = {
 
 def cost_lines(found: RecoveryCost) -> Iterator[Line]:
     """The answer, what it rests on, and what follows from it."""
-    yield line(Span(found.message, "strong"), hang=2)
+    yield line(StyledText(found.message, "strong"), hang=2)
     yield EMPTY
     for one in found.given:
         value = size(round(one.value)) if one.unit == "B" else duration(one.value, digits=3)

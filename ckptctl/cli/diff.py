@@ -8,7 +8,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, Style, line, next_line, section
+from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, section
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import Diff, Difference
@@ -64,9 +64,9 @@ def diff_lines(answer: Diff) -> list[Line]:
     style: Style = "good" if answer.same else "bad"
     real = [one for one in answer.differences if one.what != "layout"]
     lines = [
-        line(Span("same" if answer.same else "differ", style), f": {answer.message}", hang=2),
-        line("  a: ", Span(answer.a, "name"), solid=True),
-        line("  b: ", Span(answer.b, "name"), solid=True),
+        line(StyledText("same" if answer.same else "differ", style), f": {answer.message}", hang=2),
+        line("  a: ", StyledText(answer.a, "name"), solid=True),
+        line("  b: ", StyledText(answer.b, "name"), solid=True),
     ]
     if answer.n_layouts:
         lines.append(line(f"  {counted(answer.n_layouts, 'tensor')} cut differently", hang=4))

@@ -16,8 +16,8 @@ from ckptctl.cli.rendering import (
     EMPTY,
     SEVERITY_STYLES,
     Line,
-    Span,
     Style,
+    StyledText,
     line,
     next_line,
     padded,
@@ -108,7 +108,7 @@ def diagnosis_lines(found: Diagnosis) -> list[Line]:
     said = listed(numbers) if numbers else "nothing is wrong"
     facts = [line(f"  {name}: {value}", hang=4) for name, value in found.facts]
     return [
-        line(Span(said, style), "  ", Span(found.target, "name"), solid=True),
+        line(StyledText(said, style), "  ", StyledText(found.target, "name"), solid=True),
         EMPTY,
         *section(each for advice in found.advice for each in _shown(advice)),
         *section(facts),
@@ -119,7 +119,7 @@ def diagnosis_lines(found: Diagnosis) -> list[Line]:
 def _shown(advice: Advice) -> list[Line]:
     word = padded(advice.severity.value, 7, SEVERITY_STYLES[advice.severity])
     return [
-        line("  ", word, "  ", Span(advice.name, "strong"), "  ", advice.where, hang=11),
+        line("  ", word, "  ", StyledText(advice.name, "strong"), "  ", advice.where, hang=11),
         line(f"           {advice.message}", hang=11),
         line(f"           do: {advice.fix}", hang=15),
     ]

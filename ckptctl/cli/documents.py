@@ -234,15 +234,15 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
 _ALSO: Mapping[str, tuple[str, ...]] = {
     "Finding": ("severity", "verdict"),
     "Report": ("usable", "interrupted", "damaged"),
-    "Resume": ("first_step", "position"),
-    "Level": ("smallest_jump",),
+    "LoggedResume": ("first_step", "position"),
+    "LossLevel": ("smallest_jump",),
     "Trial": ("passed",),
     "LossReport": ("next_command",),
     "Comparison": ("is_equal",),
 }
 # Fields that documents leave out: rows of a log by the thousand.
 _WITHOUT: Mapping[str, frozenset[str]] = {
-    "Resume": frozenset({"before", "overwritten", "after"}),
+    "LoggedResume": frozenset({"before", "overwritten", "after"}),
 }
 OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
 """Fields that hold pairs, and are an object in JSON."""

@@ -8,7 +8,7 @@ from typing import Annotated
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import RootEnvOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.drill.drilling import DrillOptions
@@ -132,7 +132,7 @@ def drilled_lines(found: Drilled, work: str) -> list[Line]:
         for problem in trial.problems
     ]
     return [
-        line(Span(found.message, "bad" if found.exit_code else "good"), hang=2),
+        line(StyledText(found.message, "bad" if found.exit_code else "good"), hang=2),
         *(line(f"  {name}: {text}", hang=4) for name, text in facts(found)),
         EMPTY,
         *rows,

@@ -14,7 +14,7 @@ from ckptctl.cli import exit_codes
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line, padded, page_lines
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
@@ -80,7 +80,7 @@ def index_lines(pages: Sequence[Page]) -> Iterator[Line]:
     """Every page by its name and title."""
     width = max(len(each.name) for each in pages)
     for kind, heading in _HEADINGS.items():
-        yield line(Span(heading, "strong"))
+        yield line(StyledText(heading, "strong"))
         for each in pages:
             if each.kind == kind:
                 yield line("  ", padded(each.name, width), "  ", each.title, hang=width + 4)

@@ -11,8 +11,8 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import HtmlOpt, MetricsOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.pictures import Mark, glyph
-from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, padded
+from ckptctl.cli.pictures import Symbol, glyph
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, padded
 from ckptctl.formatting import counted, duration, listed, percent
 from ckptctl.goodput.history import RootHistory, RunHistory
 from ckptctl.goodput.timeline import BUCKETS, Goodput, Mtbf, PastAttempt
@@ -77,16 +77,16 @@ def history(
 
 
 # In the order in which they come in an attempt; the field, how it is drawn, and its bucket.
-_MARKS: Mapping[str, Mark] = {
-    "restart_s": Mark("·", ".", "warn", "restart (T1)"),
-    "startup_s": Mark("◌", "o", "warn", "startup (T2)"),
-    "load_s": Mark("»", "L", "warn", "load (T3)"),
-    "first_step_s": Mark("±", "+", "warn", "first step (T4)"),
-    "productive_s": Mark("█", "#", "good", "training, kept"),
-    "save_s": Mark("◇", "s", "warn", "saves"),
-    "lost_s": Mark("✗", "x", "bad", "lost (T0)"),
-    "other_s": Mark("?", "?", "", "other"),
-    "idle_s": Mark(" ", " ", "", "not counted"),
+_MARKS: Mapping[str, Symbol] = {
+    "restart_s": Symbol("·", ".", "warn", "restart (T1)"),
+    "startup_s": Symbol("◌", "o", "warn", "startup (T2)"),
+    "load_s": Symbol("»", "L", "warn", "load (T3)"),
+    "first_step_s": Symbol("±", "+", "warn", "first step (T4)"),
+    "productive_s": Symbol("█", "#", "good", "training, kept"),
+    "save_s": Symbol("◇", "s", "warn", "saves"),
+    "lost_s": Symbol("✗", "x", "bad", "lost (T0)"),
+    "other_s": Symbol("?", "?", "", "other"),
+    "idle_s": Symbol(" ", " ", "", "not counted"),
 }
 _BUCKET_OF = {name: bucket for bucket, name in BUCKETS.items()} | {
     "productive_s": "goodput",
@@ -96,7 +96,7 @@ _BUCKET_OF = {name: bucket for bucket, name in BUCKETS.items()} | {
 
 def history_lines(found: RunHistory, width: int, *, unicode: bool) -> Iterator[Line]:
     """The answer, then for each root its picture, its time and its attempts."""
-    yield line(Span(found.message, "strong"), hang=2)
+    yield line(StyledText(found.message, "strong"), hang=2)
     for each in found.roots:
         own = [attempt for attempt in found.attempts if attempt.root == each.root]
         yield from _parted(
@@ -119,7 +119,7 @@ def _root_lines(
     goodput = history.goodput
     share = "unknown" if goodput is None or goodput.goodput is None else percent(goodput.goodput)
     if not alone:
-        yield line(Span(history.root, "name"), f"  goodput {share}", solid=True)
+        yield line(StyledText(history.root, "name"), f"  goodput {share}", solid=True)
     if goodput is not None and attempts:
         if goodput.elapsed_s > 0:
             yield line("  ", *_bar(attempts, width - 2, unicode=unicode), solid=True)
@@ -131,10 +131,10 @@ def _root_lines(
             yield EMPTY
             yield from _table(attempts)
     for warning in history.warnings:
-        yield line(Span("warning:", "warn"), f" {warning}", hang=2)
+        yield line(StyledText("warning:", "warn"), f" {warning}", hang=2)
 
 
-def _bar(attempts: Sequence[PastAttempt], width: int, *, unicode: bool) -> Iterator[Span]:
+def _bar(attempts: Sequence[PastAttempt], width: int, *, unicode: bool) -> Iterator[StyledText]:
     """The time from left to right; each cell shows what took most of it."""
     parts = [
         (name, seconds)
@@ -167,7 +167,7 @@ def _seconds(attempt: PastAttempt, name: str) -> float:
 _BETWEEN = ("restart_s", "idle_s")
 
 
-def time_rows(attempts: Sequence[PastAttempt]) -> Iterator[tuple[Mark, float | None, str]]:
+def time_rows(attempts: Sequence[PastAttempt]) -> Iterator[tuple[Symbol, float | None, str]]:
     """How the time was spent: how it is drawn, the seconds, and the bucket."""
     for name, mark in _MARKS.items():
         seconds = [each for one in attempts if (each := getattr(one, name)) is not None]
@@ -250,7 +250,7 @@ def _table(attempts: Sequence[PastAttempt]) -> Iterator[Line]:
         yield line(f"  {len(attempts) - len(shown):,} earlier attempts: --json has all", hang=2)
 
 
-def _padded(cells: Sequence[str], widths: Sequence[int]) -> Iterator[Span | str]:
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> Iterator[StyledText | str]:
     for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         yield "  " if place in (0, 1) else " "
         yield padded(cell, width, right=place != 1)
@@ -263,21 +263,21 @@ def _signal(exit_code: int | None) -> str:
     return "unknown cause"
 
 
-def attempt_end(attempt: PastAttempt) -> Iterator[Span]:
+def attempt_end(attempt: PastAttempt) -> Iterator[StyledText]:
     """How an attempt ended, by what, and what followed."""
     if attempt.ended_at is None:
-        yield Span("running", "good")
+        yield StyledText("running", "good")
     elif not attempt.failed:
-        yield Span(attempt.decision or "as planned", "good")
+        yield StyledText(attempt.decision or "as planned", "good")
     else:
-        yield Span(attempt.cause or _signal(attempt.exit_code), "bad")
+        yield StyledText(attempt.cause or _signal(attempt.exit_code), "bad")
     at_fault = [*(f"rank {rank}" for rank in attempt.ranks[:4]), *attempt.nodes[:4]]
     if at_fault:
-        yield Span(f" ({listed(at_fault)})")
+        yield StyledText(f" ({listed(at_fault)})")
     if attempt.failed and attempt.decision:
-        yield Span(f", {attempt.decision}")
+        yield StyledText(f", {attempt.decision}")
     if attempt.slow:
-        yield Span(f", {counted(len(attempt.slow), 'slow rank')}", "warn")
+        yield StyledText(f", {counted(len(attempt.slow), 'slow rank')}", "warn")
 
 
 def _write_html(path: str, found: RunHistory) -> None:
@@ -319,7 +319,7 @@ def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iter
         [
             (
                 mark.glyph,
-                Cell((Span(mark.word, mark.style),)),
+                Cell((StyledText(mark.word, mark.style),)),
                 "unknown" if seconds is None else duration(seconds, digits=3),
                 "" if seconds is None else percent(seconds / whole),
                 bucket,

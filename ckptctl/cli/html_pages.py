@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ckptctl.cli.output import replace_file
 from ckptctl.cli.rendering import (
     Line,
-    Span,
     Style,
+    StyledText,
     made_safe,
     safe,
 )
@@ -30,7 +30,7 @@ def write_page(path: str, title: str, headline: str, style: Style, parts: Iterab
 class Cell(NamedTuple):
     """A cell of a table in a style, or of several spans."""
 
-    spans: Sequence[Span]
+    spans: Sequence[StyledText]
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[str | Cell]]) -> str:
@@ -52,6 +52,6 @@ def as_html(lines: Iterable[Line]) -> Iterator[str]:
             yield from (f"<p>{text.strip()}</p>" for text in texts if text.strip())
 
 
-def _span(span: Span) -> str:
+def _span(span: StyledText) -> str:
     text = escape(safe(span.text))
     return f"<span class={span.style}>{text}</span>" if span.style else text

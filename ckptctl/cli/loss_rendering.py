@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.cli.pictures import Mark
+from ckptctl.cli.pictures import Symbol
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
-    Span,
     Style,
+    StyledText,
     finding_lines,
     line,
     next_line,
@@ -22,7 +22,7 @@ from ckptctl.formatting import counted, listed
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.plots import Curve, Point, curve_of
 from ckptctl.loss.replay import Replayed
-from ckptctl.loss.resumes import Resume
+from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, share, signed
@@ -45,13 +45,13 @@ _TITLES = ("step", "before", "after", "difference", "lr", "gradient norm", "toke
 _HEIGHT = 11
 _LABEL = 10  # cells for the loss at the left
 _MARKS = {
-    "before": Mark("·", ".", "", "before"),
-    "overwritten": Mark("○", "o", "warn", "before, trained again"),
-    "after": Mark("●", "x", "strong", "after"),
-    "both": Mark("◉", "@", "good", "both"),
-    "beyond": Mark("▲", "^", "bad", "beyond"),
-    "resume_point": Mark("│", "|", "", "resume"),
-    "limit": Mark("╌", "-", "", "limit of a jump"),
+    "before": Symbol("·", ".", "", "before"),
+    "overwritten": Symbol("○", "o", "warn", "before, trained again"),
+    "after": Symbol("●", "x", "strong", "after"),
+    "both": Symbol("◉", "@", "good", "both"),
+    "beyond": Symbol("▲", "^", "bad", "beyond"),
+    "resume_point": Symbol("│", "|", "", "resume"),
+    "limit": Symbol("╌", "-", "", "limit of a jump"),
 }
 _ORDER = ("limit", "resume_point", "before", "overwritten", "after", "both", "beyond")
 _AXES = {True: ("┤", "└", "─"), False: ("|", "+", "-")}
@@ -63,7 +63,9 @@ def loss_lines(report: LossReport, *, width: int | None, unicode: bool) -> list[
     """The verdict, the resume, the steps logged twice, the picture `width` wide, the faults."""
     arrow = "→" if unicode else "->"
     lines = [
-        line(Span(report.verdict.value, STYLES[report.verdict]), f": {report.message}", hang=2),
+        line(
+            StyledText(report.verdict.value, STYLES[report.verdict]), f": {report.message}", hang=2
+        ),
         EMPTY,
     ]
     for assessment in report.assessments:
@@ -95,7 +97,7 @@ def _recomputed_lines(report: LossReport, arrow: str) -> Iterator[Line]:
         change = " (too few rows after the resume for a comparison)"
         if pace.is_known:
             change = f" ({pace.name} {pace.before:,.4g} {arrow} {pace.after:,.4g})"
-        yield line("  speed after the resume: ", Span(pace.pace.value, style), change, hang=4)
+        yield line("  speed after the resume: ", StyledText(pace.pace.value, style), change, hang=4)
 
 
 def _every_finding(report: LossReport) -> tuple[Finding, ...]:
@@ -111,7 +113,7 @@ def _every_finding(report: LossReport) -> tuple[Finding, ...]:
 def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
     resume = assessment.resume
     if several:
-        word = Span(assessment.verdict.value, STYLES[assessment.verdict])
+        word = StyledText(assessment.verdict.value, STYLES[assessment.verdict])
         yield line(f"resume {resume.number}: ", word, f": {assessment.message}", hang=2)
     yield line(f"  {_resume_point_text(resume)}", hang=4)
     yield line(
@@ -122,7 +124,7 @@ def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
     yield EMPTY
 
 
-def _resume_point_text(resume: Resume) -> str:
+def _resume_point_text(resume: LoggedResume) -> str:
     first = f"step {resume.first_step:,} is the first after the resume"
     if resume.resume_point is None:
         return f"{first}; the step of the checkpoint is unknown"
@@ -136,7 +138,7 @@ def _replay_lines(assessment: Assessment, arrow: str, *, several: bool) -> Itera
     if not rows:
         return
     whose = f"resume {assessment.resume.number}: " if several else ""
-    yield line(Span(f"{whose}{counted(len(rows), 'step')} logged twice", "strong"))
+    yield line(StyledText(f"{whose}{counted(len(rows), 'step')} logged twice", "strong"))
     cells: list[tuple[str, ...]] = [_TITLES]
     cells += [_cells(row, arrow) for row in rows[:_MAX_ROWS]]
     shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
@@ -214,14 +216,14 @@ def _fault_lines(report: LossReport) -> Iterator[Line]:
     for excluded, title in ((True, "excluded faults"), (False, "faults not excluded")):
         chosen = [fault for fault in report.faults if fault.excluded is excluded]
         if chosen:
-            yield line(Span(title, "strong"))
+            yield line(StyledText(title, "strong"))
         for fault in chosen:
             yield line(f"  {fault.name}: {fault.why}", hang=4)
 
 
 def _missing_lines(report: LossReport) -> Iterator[Line]:
     if report.missing:
-        yield line(Span("the log lacks", "strong"))
+        yield line(StyledText("the log lacks", "strong"))
     for each in report.missing:
         yield line(f"  {each.what}: {each.remedy}", hang=4)
 
@@ -311,12 +313,12 @@ def _draw_limit(cells: list[str | None]) -> None:
         cells[column] = cells[column] or "limit"
 
 
-def _span(kind: str | None, unicode: bool) -> Span:
+def _span(kind: str | None, unicode: bool) -> StyledText:
     if kind is None:
-        return Span(" ")
+        return StyledText(" ")
     mark = _MARKS[kind]
     style: Style = mark.style
-    return Span(mark.glyph if unicode else mark.ascii, style)
+    return StyledText(mark.glyph if unicode else mark.ascii, style)
 
 
 def _steps(curve: Curve, scale: _Scale, columns: int) -> str:
@@ -334,11 +336,11 @@ def _steps(curve: Curve, scale: _Scale, columns: int) -> str:
 
 def _legend(grid: Grid, unicode: bool) -> Line:
     used = {kind for cells in grid for kind in cells if kind is not None}
-    pieces: list[Span] = []
+    pieces: list[StyledText] = []
     for kind in _ORDER[2:] + _ORDER[:2]:
         if kind in used:
-            pieces += [Span("   " if pieces else ""), _span(kind, unicode)]
-            pieces.append(Span(f" {_MARKS[kind].word}"))
+            pieces += [StyledText("   " if pieces else ""), _span(kind, unicode)]
+            pieces.append(StyledText(f" {_MARKS[kind].word}"))
     return line("  ", *pieces, hang=2)
 
 

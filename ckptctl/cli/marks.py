@@ -14,7 +14,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.formats.own.marks import Mark, MarkKind
 from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Marked
@@ -138,7 +138,7 @@ def _mark(
 
 def marked_lines(marked: Marked) -> list[Line]:
     """The mark that was put, the marks that it lifts, and those that apply now."""
-    lines = [line(Span(marked.message, "strong"), solid=True)]
+    lines = [line(StyledText(marked.message, "strong"), solid=True)]
     if marked.mark is not None:
         lines.append(line(f"  {_said(marked.mark)}", hang=4))
         lines.append(line("  written to ", marked.path or "", solid=True))

@@ -10,7 +10,7 @@ import ckptctl
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import warnings_of
-from ckptctl.cli.rendering import Line, Span, finding_lines, line, next_line, refused_lines
+from ckptctl.cli.rendering import Line, StyledText, finding_lines, line, next_line, refused_lines
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Answer, Pick
@@ -109,10 +109,10 @@ _WORLD_SIZE = {"state.lost", "world-size.differs"}  # there only where --world-s
 def pick_lines(pick: Pick) -> list[Line]:
     """The answer, why newer steps were refused, how deep the inspection was, the next command."""
     if pick.exit_code:
-        lines = [line(Span("error:", "bad"), f" {pick.message}", hang=2)]
+        lines = [line(StyledText("error:", "bad"), f" {pick.message}", hang=2)]
     else:
         warned = warnings_of(pick.chosen) if pick.chosen else ""
-        lines = [line(Span(pick.message + warned, "good"), hang=2)]
+        lines = [line(StyledText(pick.message + warned, "good"), hang=2)]
     lines += refused_lines(pick)
     if pick.level is not None:
         reason = f"; {pick.level_reason}" if pick.level_reason else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from ckptctl.cli.rendering import Line, Span, Style, line
+from ckptctl.cli.rendering import Line, Style, StyledText, line
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
@@ -25,7 +25,7 @@ _MAX_RANKS = 100_000  # a file may be named __999999999_0.distcp
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Symbol:
     """How one state is drawn, and the word for it."""
 
     glyph: str
@@ -39,33 +39,33 @@ VERIFIED = "verified"
 
 # Worst first, as `Verdict` has it; a step that is whole but lacks what was asked
 # for comes before the good ones.
-STEP_MARKS: Mapping[str, Mark] = {
-    Verdict.UNSAFE.value: Mark("⊘", "U", "bad", "unsafe"),
-    Verdict.UNKNOWN.value: Mark("?", "?", "warn", "unknown"),
-    Verdict.CHANGED.value: Mark("∆", "c", "warn", "changed"),
-    Verdict.CORRUPT.value: Mark("✗", "X", "bad", "corrupt"),
-    Verdict.INCOMPLETE.value: Mark("!", "!", "bad", "incomplete"),
-    Verdict.IN_PROGRESS.value: Mark("⋯", "~", "warn", "in-progress"),
-    Verdict.UNVERIFIABLE.value: Mark("◌", "u", "warn", "unverifiable"),
-    Verdict.REJECTED.value: Mark("⨯", "R", "bad", "rejected"),
-    Verdict.SUPERSEDED.value: Mark("»", "S", "warn", "superseded"),
-    LACKING: Mark("◒", "-", "warn", "lacks state"),
-    Verdict.COMPLETE.value: Mark("◇", "=", "good", "complete, bytes not compared"),
-    VERIFIED: Mark("✓", "+", "good", "complete, every byte verified"),
+STEP_MARKS: Mapping[str, Symbol] = {
+    Verdict.UNSAFE.value: Symbol("⊘", "U", "bad", "unsafe"),
+    Verdict.UNKNOWN.value: Symbol("?", "?", "warn", "unknown"),
+    Verdict.CHANGED.value: Symbol("∆", "c", "warn", "changed"),
+    Verdict.CORRUPT.value: Symbol("✗", "X", "bad", "corrupt"),
+    Verdict.INCOMPLETE.value: Symbol("!", "!", "bad", "incomplete"),
+    Verdict.IN_PROGRESS.value: Symbol("⋯", "~", "warn", "in-progress"),
+    Verdict.UNVERIFIABLE.value: Symbol("◌", "u", "warn", "unverifiable"),
+    Verdict.REJECTED.value: Symbol("⨯", "R", "bad", "rejected"),
+    Verdict.SUPERSEDED.value: Symbol("»", "S", "warn", "superseded"),
+    LACKING: Symbol("◒", "-", "warn", "lacks state"),
+    Verdict.COMPLETE.value: Symbol("◇", "=", "good", "complete, bytes not compared"),
+    VERIFIED: Symbol("✓", "+", "good", "complete, every byte verified"),
 }
 
-RANK_MARKS: Mapping[str, Mark] = {
-    "damaged": Mark("✗", "X", "bad", "damaged"),
-    "missing": Mark("○", "o", "bad", "missing"),
-    "short": Mark("!", "!", "bad", "short"),
-    "unreadable": Mark("?", "?", "warn", "not readable"),
-    "long": Mark("»", ">", "warn", "too long"),
-    "extra": Mark("±", "x", "", "extra"),
-    "empty": Mark("·", ".", "", "empty"),
-    "none": Mark("-", "-", "", "no file"),
-    "present": Mark("□", "p", "", "present, not checked"),
-    "framed": Mark("◇", "=", "", "structure only"),
-    "verified": Mark("✓", "+", "good", "verified"),
+RANK_MARKS: Mapping[str, Symbol] = {
+    "damaged": Symbol("✗", "X", "bad", "damaged"),
+    "missing": Symbol("○", "o", "bad", "missing"),
+    "short": Symbol("!", "!", "bad", "short"),
+    "unreadable": Symbol("?", "?", "warn", "not readable"),
+    "long": Symbol("»", ">", "warn", "too long"),
+    "extra": Symbol("±", "x", "", "extra"),
+    "empty": Symbol("·", ".", "", "empty"),
+    "none": Symbol("-", "-", "", "no file"),
+    "present": Symbol("□", "p", "", "present, not checked"),
+    "framed": Symbol("◇", "=", "", "structure only"),
+    "verified": Symbol("✓", "+", "good", "verified"),
 }
 
 _RANK_STATES = {
@@ -110,7 +110,7 @@ def warnings_of(report: Report) -> str:
     return f", {counted(n_warnings, 'warning')}" if n_warnings else ""
 
 
-def step_mark(state: str, *, unicode: bool) -> Span:
+def step_mark(state: str, *, unicode: bool) -> StyledText:
     """The glyph of a state of a step, in its colour."""
     return glyph(STEP_MARKS[state], unicode)
 
@@ -150,8 +150,10 @@ def _arrow(column: int, label: str, unicode: bool) -> Line:
     arrow = "↑" if unicode else "^"
     # At the right end there is no room for the label but on the left.
     if column > len(label):
-        return line(" " * (1 + column - len(label)), Span(f"{label} {arrow}", "strong"), solid=True)
-    return line(" " * (2 + column), Span(f"{arrow} {label}", "strong"), solid=True)
+        return line(
+            " " * (1 + column - len(label)), StyledText(f"{label} {arrow}", "strong"), solid=True
+        )
+    return line(" " * (2 + column), StyledText(f"{arrow} {label}", "strong"), solid=True)
 
 
 def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
@@ -245,27 +247,27 @@ def _rank(name: str) -> int | None:
     return rank_local_rank(name) if rank is None else rank
 
 
-def _legend(counts: Mapping[str, int], marks: Mapping[str, Mark], unicode: bool) -> Line:
-    pieces: list[Span] = []
+def _legend(counts: Mapping[str, int], marks: Mapping[str, Symbol], unicode: bool) -> Line:
+    pieces: list[StyledText] = []
     for state, mark in marks.items():
         if counts.get(state):
             pieces += [
-                Span("   " if pieces else ""),
+                StyledText("   " if pieces else ""),
                 glyph(mark, unicode),
-                Span(f" {counts[state]:,} {mark.word}"),
+                StyledText(f" {counts[state]:,} {mark.word}"),
             ]
     return line("  ", *pieces, hang=2)
 
 
-def glyph(mark: Mark, unicode: bool) -> Span:
+def glyph(mark: Symbol, unicode: bool) -> StyledText:
     """The glyph of a state, in its colour."""
-    return Span(mark.glyph if unicode else mark.ascii, mark.style)
+    return StyledText(mark.glyph if unicode else mark.ascii, mark.style)
 
 
-def _worst(states: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
+def _worst(states: Sequence[str], marks: Mapping[str, Symbol]) -> Symbol:
     return marks[_worst_key(states, marks)]
 
 
-def _worst_key(states: Sequence[str], marks: Mapping[str, Mark]) -> str:
+def _worst_key(states: Sequence[str], marks: Mapping[str, Symbol]) -> str:
     order = list(marks)
     return min(states, key=order.index)

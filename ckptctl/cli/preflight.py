@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import ckptctl
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, process_group
-from ckptctl.cli.rendering import Line, Span, Style, line, next_line, padded, refused_lines
+from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
 from ckptctl.cli.values import (
     parse_counts,
     parse_duration,
@@ -17,7 +17,7 @@ from ckptctl.cli.values import (
 from ckptctl.errors import UsageError
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
-from ckptctl.preflight_checks.results import Outcome, Preflight
+from ckptctl.preflight_checks.results import CheckOutcome, Preflight
 
 if TYPE_CHECKING:
     from ckptctl.cli.documents import Document
@@ -178,19 +178,19 @@ def parse_launchers(given: list[str] | None, timeout_s: float) -> tuple[Launcher
     return tuple(launchers)
 
 
-_STYLES: dict[Outcome, Style] = {
-    Outcome.OK: "good",
-    Outcome.WARNING: "warn",
-    Outcome.FAILED: "bad",
+_STYLES: dict[CheckOutcome, Style] = {
+    CheckOutcome.OK: "good",
+    CheckOutcome.WARNING: "warn",
+    CheckOutcome.FAILED: "bad",
 }
 
 
 def preflight_lines(found: Preflight) -> list[Line]:
     """The answer, one line for each check, why newer steps were refused, what is next."""
     if found.exit_code:
-        lines = [line(Span("error:", "bad"), f" {found.message}", hang=2)]
+        lines = [line(StyledText("error:", "bad"), f" {found.message}", hang=2)]
     else:
-        lines = [line(Span(f"ready: {found.message}", "good"), hang=2)]
+        lines = [line(StyledText(f"ready: {found.message}", "good"), hang=2)]
     width = max(len(check.name) for check in found.checks)
     for check in found.checks:
         word = padded(check.outcome.value, 7, _STYLES[check.outcome])

@@ -9,7 +9,7 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.main import Stopped, ignore_signals
 from ckptctl.cli.options import LevelOpt, argument, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import Line, Span, line, next_line, padded
+from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded
 from ckptctl.data_classes import replace
 from ckptctl.formatting import size
 from ckptctl.options import Requirements, StorageOptions
@@ -105,7 +105,7 @@ def prune(
 
 def prune_lines(found: Pruned) -> list[Line]:
     """The answer, then every step with its decision and the reason, newest first."""
-    lines = [line(Span(found.message, "strong"), hang=2)]
+    lines = [line(StyledText(found.message, "strong"), hang=2)]
     width = max((len(str(one.number)) for one in found.decisions), default=0)
     gone = "removed" if found.applied else "goes"
     for one in found.decisions:

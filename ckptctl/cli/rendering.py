@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Style = Literal["", "good", "warn", "bad", "strong", "name", "command"]
 
 
-class Span(NamedTuple):
+class StyledText(NamedTuple):
     """A piece of text in one style."""
 
     text: str
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     be copied.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[StyledText, ...]
     hang: int = 0
     solid: bool = False
 
@@ -56,15 +56,17 @@ class Line(NamedTuple):
 EMPTY = Line(())
 
 
-def line(*pieces: str | Span, hang: int = 0, solid: bool = False) -> Line:
+def line(*pieces: str | StyledText, hang: int = 0, solid: bool = False) -> Line:
     """A line of pieces; a bare string is a piece without a style."""
-    spans = tuple(piece if isinstance(piece, Span) else Span(piece) for piece in pieces)
+    spans = tuple(piece if isinstance(piece, StyledText) else StyledText(piece) for piece in pieces)
     return Line(tuple(span for span in spans if span.text), hang, solid)
 
 
 def made_safe(a_line: Line) -> Line:
     """The line with nothing in it that a terminal would obey."""
-    return a_line._replace(spans=tuple(Span(safe(text), style) for text, style in a_line.spans))
+    return a_line._replace(
+        spans=tuple(StyledText(safe(text), style) for text, style in a_line.spans)
+    )
 
 
 def trimmed(a_line: Line) -> Line:
@@ -77,10 +79,10 @@ def trimmed(a_line: Line) -> Line:
     return a_line._replace(spans=tuple(spans))
 
 
-def padded(text: str, width: int, style: Style = "", *, right: bool = False) -> Span:
+def padded(text: str, width: int, style: Style = "", *, right: bool = False) -> StyledText:
     """A cell of a table: the text filled up to `width`, never cut."""
     fill = " " * (width - cell_width(text))
-    return Span(fill + text if right else text + fill, style)
+    return StyledText(fill + text if right else text + fill, style)
 
 
 def wrapped(a_line: Line, width: int | None) -> Iterator[Line]:
@@ -92,13 +94,13 @@ def wrapped(a_line: Line, width: int | None) -> Iterator[Line]:
     if width is None or a_line.solid or a_line.width <= width:
         yield trimmed(a_line)
         return
-    taken: list[Span] = []
+    taken: list[StyledText] = []
     used = 0
     for space, word in _words(a_line.spans):
         needed = sum(cell_width(span.text) for span in (*space, *word))
         if used + needed > width and any(span.text.strip() for span in taken):
             yield trimmed(Line(tuple(taken)))
-            taken, used = [Span(" " * a_line.hang)], a_line.hang
+            taken, used = [StyledText(" " * a_line.hang)], a_line.hang
             space, needed = (), sum(cell_width(span.text) for span in word)
         taken += [*space, *word]
         used += needed
@@ -109,19 +111,21 @@ _PIECES = re.compile(r" +|[^ ]*\d (?:%|[KMGTP]?i?B|ms|s|min|h|days?)(?![\w%])[^ 
 """Spaces and words; a number and its unit are one word."""
 
 
-def _words(spans: Iterable[Span]) -> Iterator[tuple[tuple[Span, ...], tuple[Span, ...]]]:
+def _words(
+    spans: Iterable[StyledText],
+) -> Iterator[tuple[tuple[StyledText, ...], tuple[StyledText, ...]]]:
     """Words with the spaces before them; a word may go over several spans."""
-    space: list[Span] = []
-    word: list[Span] = []
+    space: list[StyledText] = []
+    word: list[StyledText] = []
     for text, style in spans:
         for piece in _PIECES.findall(text):
             if piece.isspace():
                 if word:
                     yield tuple(space), tuple(word)
                     space, word = [], []
-                space.append(Span(piece, style))
+                space.append(StyledText(piece, style))
             else:
-                word.append(Span(piece, style))
+                word.append(StyledText(piece, style))
     if word:
         yield tuple(space), tuple(word)
 
@@ -177,14 +181,14 @@ SEVERITY_STYLES: dict[Severity, Style] = {
 
 def next_line(command: str | None) -> list[Line]:
     """The last line of an answer: one command, whole, to be copied."""
-    return [line("next: ", Span(command, "command"), solid=True)] if command else []
+    return [line("next: ", StyledText(command, "command"), solid=True)] if command else []
 
 
 def error_lines(message: str, next_command: str | None) -> list[Line]:
     """Why ckptctl could not do its work, and what to do about it."""
-    lines = [line(Span("error:", "bad"), f" {message}", hang=2)]
+    lines = [line(StyledText("error:", "bad"), f" {message}", hang=2)]
     if next_command:
-        lines.append(line("next:  ", Span(next_command, "command"), solid=True))
+        lines.append(line("next:  ", StyledText(next_command, "command"), solid=True))
     return lines
 
 
@@ -216,7 +220,7 @@ def state_lines(state: TrainState, *, usable: bool) -> list[Line]:
     verb = "restores" if usable else "would restore"
     lines = [line(f"  a resume {verb} {', '.join(_state_facts(state))}", hang=4)]
     if missing:
-        lines.append(line("  but not ", Span(listed(missing, "or"), "warn"), hang=4))
+        lines.append(line("  but not ", StyledText(listed(missing, "or"), "warn"), hang=4))
     return lines
 
 
@@ -276,9 +280,9 @@ def page_lines(text: str, width: int | None) -> Iterator[Line]:
 
 def _block_lines(block: Sequence[str]) -> Iterator[Line]:
     if block[0].startswith("#"):
-        yield line(Span(block[0].lstrip("# "), "strong"), hang=2)
+        yield line(StyledText(block[0].lstrip("# "), "strong"), hang=2)
     elif block[0].startswith("```"):
-        yield from (line("  ", Span(each, "command"), solid=True) for each in block[1:-1])
+        yield from (line("  ", StyledText(each, "command"), solid=True) for each in block[1:-1])
     elif block[0].startswith("|"):
         yield from (line(each, solid=True) for each in block)
     elif block[0].startswith("- "):

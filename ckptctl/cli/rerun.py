@@ -9,11 +9,11 @@ from typing import Annotated
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import RootEnvOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.options import StorageOptions
-from ckptctl.rerun.deciding import Answer
+from ckptctl.rerun.deciding import ValueOrigin
 from ckptctl.rerun.recording import Comparison
 from ckptctl.rerun.rerunning import RerunOptions
 from ckptctl.rerun.rerunning import rerun as lead_replays
@@ -152,8 +152,8 @@ def rerun(
 
 def rerun_lines(found: Rerun) -> list[Line]:
     """The answer, each replay in a line, and the losses side by side."""
-    is_good = found.answer in (None, Answer.TRANSIENT)
-    lines = [line(Span(found.message, "good" if is_good else "bad"), hang=2)]
+    is_good = found.answer in (None, ValueOrigin.TRANSIENT)
+    lines = [line(StyledText(found.message, "good" if is_good else "bad"), hang=2)]
     if found.suspects:
         excluded = "excluded" if found.excluded else "not excluded"
         lines.append(line(f"  at fault: {', '.join(found.suspects)} ({excluded})", hang=4))

@@ -23,7 +23,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output, process_group
-from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, next_line, section
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.data_classes import replace
 from ckptctl.formatting import counted, exact_size, size
@@ -173,13 +173,17 @@ _SHOWN = 16
 def reshard_lines(answer: Reshard) -> list[Line]:
     """The plan, or that the new step is there, or why it is not."""
     if answer.exit_code:
-        head = line(Span(answer.message, "bad"), hang=2)
+        head = line(StyledText(answer.message, "bad"), hang=2)
         findings = section(finding_lines(answer.report.findings))
         return [head, EMPTY, *findings, *next_line(answer.next_command)]
     if answer.written:
-        head = line(Span("resharded", "good"), " ", Span(answer.target, "name"), solid=True)
+        head = line(
+            StyledText("resharded", "good"), " ", StyledText(answer.target, "name"), solid=True
+        )
     else:
-        head = line(Span("plan", "strong"), " ", Span(answer.target, "name"), solid=True)
+        head = line(
+            StyledText("plan", "strong"), " ", StyledText(answer.target, "name"), solid=True
+        )
     return [
         head,
         line(f"  {_ranks(answer)}", hang=4),

@@ -10,7 +10,7 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import Line, Span, line, next_line
+from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.distributed.launcher import launched_nodes
 from ckptctl.errors import UsageError
@@ -442,5 +442,5 @@ def attempt_lines(one: Attempt) -> list[Line]:
 def supervised_lines(found: Supervised) -> list[Line]:
     """How it ended."""
     done = bool(found.attempts) and found.attempts[-1].decision is Decision.DONE
-    style = Span(found.message, "good" if done else "bad")
+    style = StyledText(found.message, "good" if done else "bad")
     return [line("ckptctl: ", style, hang=2), *next_line(found.next_command)]

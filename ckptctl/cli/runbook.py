@@ -14,7 +14,16 @@ from ckptctl.cli.main import Stopped
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, Style, line, next_line, padded, page_lines
+from ckptctl.cli.rendering import (
+    EMPTY,
+    Line,
+    Style,
+    StyledText,
+    line,
+    next_line,
+    padded,
+    page_lines,
+)
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
@@ -45,7 +54,7 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 30, 31, 32, 75, 77, 93)
 
 
-class Action(str, Enum):
+class RunbookAction(str, Enum):
     """What to do with a runbook."""
 
     LIST = "list"
@@ -56,7 +65,7 @@ class Action(str, Enum):
 
 def runbook(
     action: Annotated[
-        Action,
+        RunbookAction,
         argument(
             metavar="ACTION",
             help="list: all runbooks; show: print one; lint: check the form of one; run: run "
@@ -127,14 +136,14 @@ def runbook(
     command is shown and confirmed. The record is kept under the root, so that anybody can
     continue the run. With --quiet only the chosen step is printed.
     """
-    if action is Action.LIST:
+    if action is RunbookAction.LIST:
         return _list(folder, out)
     if name is None:
         raise UsageError(f"{action.value} which runbook?", next_command="ckptctl runbook list")
     book = find_runbook(name, folder)
-    if action is Action.SHOW:
+    if action is RunbookAction.SHOW:
         return _show(book, out)
-    if action is Action.LINT:
+    if action is RunbookAction.LINT:
         return _lint(book, out)
     if not roots:
         raise UsageError(
@@ -256,9 +265,11 @@ def list_lines(books: Sequence[Runbook]) -> Iterator[Line]:
 def lint_lines(book: Runbook, problems: Sequence[str]) -> Iterator[Line]:
     """Whether a runbook is sound, and what is not."""
     if not problems:
-        yield line(Span("sound", "good"), f": {book.name}, {counted(len(book.states), 'state')}")
+        yield line(
+            StyledText("sound", "good"), f": {book.name}, {counted(len(book.states), 'state')}"
+        )
         return
-    yield line(Span(f"not sound: {counted(len(problems), 'problem')}", "bad"))
+    yield line(StyledText(f"not sound: {counted(len(problems), 'problem')}", "bad"))
     yield from (line(f"  {problem}", hang=4) for problem in problems)
 
 
@@ -266,14 +277,14 @@ def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
     """How the run went, where its record lies, and what comes next."""
     yield EMPTY
     if not ran.finished:
-        yield line(Span("left", "warn"), f" in {ran.state}; the run {ran.run} waits for you")
+        yield line(StyledText("left", "warn"), f" in {ran.state}; the run {ran.run} waits for you")
     elif ran.exit_code == 0:
-        yield line(Span("done", "good"), f": {ran.reason}", hang=2)
+        yield line(StyledText("done", "good"), f": {ran.reason}", hang=2)
     else:
-        said = Span(f"stopped in {ran.state} with exit code {ran.exit_code}", "bad")
+        said = StyledText(f"stopped in {ran.state} with exit code {ran.exit_code}", "bad")
         yield line(said, f": {ran.reason}", hang=2)
     if ran.step is not None:
-        yield line("  step: ", Span(ran.step, "name"), solid=True)
+        yield line("  step: ", StyledText(ran.step, "name"), solid=True)
     if ran.url is not None:
         yield line("  record: ", ran.url, solid=True)
     folder = ran.url if transcript is None else transcript
@@ -317,7 +328,7 @@ class TerminalPrompts:
 
     def told(self, text: str) -> None:
         """A fact about the run, on a line of its own."""
-        self._say(line(Span(text, "warn"), hang=2))
+        self._say(line(StyledText(text, "warn"), hang=2))
 
     def continues(self, run: str, begun: str) -> bool | None:
         """Ask whether a run that was found is continued."""
@@ -330,7 +341,7 @@ class TerminalPrompts:
 
     def entering(self, state: State) -> None:
         """The heading of a state, and the first time what it is for."""
-        self._say(EMPTY, line(Span(f"== {state.name}", "strong")))
+        self._say(EMPTY, line(StyledText(f"== {state.name}", "strong")))
         if state.name in self._explained:
             return
         self._explained.add(state.name)
@@ -358,7 +369,9 @@ class TerminalPrompts:
         found = not_run if ended is None else f"exit code {ended.exit_code}"
         style: Style = "good" if ended is not None and ended.exit_code == usual.first else "warn"
         leads = _WAYS.get(outcome.then, f"next: {outcome.then}")
-        self._say(line("  found: ", Span(found, style), f": {outcome.because} ({leads})", hang=4))
+        self._say(
+            line("  found: ", StyledText(found, style), f": {outcome.because} ({leads})", hang=4)
+        )
 
     @property
     def assumes(self) -> bool:
@@ -433,4 +446,4 @@ class TerminalPrompts:
 
 
 def _command(text: str) -> Line:
-    return line("  ", Span(f"$ {text}", "strong"), solid=True)
+    return line("  ", StyledText(f"$ {text}", "strong"), solid=True)

@@ -24,8 +24,8 @@ from ckptctl.cli.pictures import (
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
-    Span,
     Style,
+    StyledText,
     finding_lines,
     line,
     next_line,
@@ -156,8 +156,8 @@ def chosen_lines(chosen: Report) -> list[Line]:
     said = f"resume from step {step_name(chosen)}"
     inspected = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
     return [
-        line(Span(said + inspected, "good"), hang=2),
-        line("  ", Span(chosen.url, "name"), solid=True),
+        line(StyledText(said + inspected, "good"), hang=2),
+        line("  ", StyledText(chosen.url, "name"), solid=True),
         EMPTY,
     ]
 
@@ -166,8 +166,11 @@ def none_lines(scan: Scan) -> list[Line]:
     """The first lines where `pick` takes nothing."""
     if not scan.n_steps:
         fresh = scan.exit_code == EXIT_FRESH
-        return [line(Span(scan.message, "strong" if fresh else "bad"), hang=2)]
-    return [line(Span(scan.message, "bad"), hang=2), line("  ", Span(scan.root, "name"))]
+        return [line(StyledText(scan.message, "strong" if fresh else "bad"), hang=2)]
+    return [
+        line(StyledText(scan.message, "bad"), hang=2),
+        line("  ", StyledText(scan.root, "name")),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ class StepTable:
     def head(self) -> Iterator[Line]:
         """The names of the columns, below those of the roots."""
         for number, root in enumerate(self.roots, start=1):
-            yield line(f"  root {number}: ", Span(root, "name"), solid=True)
+            yield line(f"  root {number}: ", StyledText(root, "name"), solid=True)
         cells = (
             *("step", "root", "verdict", "checked", "size", "ranks", "age", "written (UTC)"),
             "train state",
@@ -236,12 +239,12 @@ class StepTable:
         under = [i for i, root in enumerate(self.roots, 1) if report.url.startswith(f"{root}/")]
         return str(max(under, key=lambda i: len(self.roots[i - 1]))) if under else ""
 
-    def _pointer(self, report: Report) -> tuple[Span, ...]:
+    def _pointer(self, report: Report) -> tuple[StyledText, ...]:
         if report.url != self.chosen:
             return ()
-        return (Span("  "), Span("← pick" if self.unicode else "<- pick", "strong"))
+        return (StyledText("  "), StyledText("← pick" if self.unicode else "<- pick", "strong"))
 
-    def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[Span]:
+    def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[StyledText]:
         step, root, verdict, checked, n_bytes, ranks, written, written_utc, state = cells
         wide = self.width is None or self.width >= _WIDE
         columns = [
@@ -256,7 +259,7 @@ class StepTable:
             padded(state, 18 if wide else 0),
         ]
         for column in columns:
-            yield Span("  ")
+            yield StyledText("  ")
             yield column
 
 
@@ -353,7 +356,7 @@ def _write_html(path: str, found: Scan) -> None:
         rows.append(
             (
                 step_name(report) + (" ← pick" if report is chosen else ""),
-                Cell((Span(f"{mark.glyph} {word}", mark.style),)),
+                Cell((StyledText(f"{mark.glyph} {word}", mark.style),)),
                 passed_over if passed_over and complete else reason_of(report),
                 "-" if report.verdict is Verdict.UNKNOWN else report.level.value,
                 size(report.n_bytes),

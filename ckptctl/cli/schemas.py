@@ -33,7 +33,7 @@ _CLOSED = frozenset(
         "Agreement",
         "Origin",
         "Boundary",
-        "Outcome",
+        "CheckOutcome",
         "Decision",
         "MarkKind",
         "Algorithm",

@@ -8,7 +8,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import JobsOpt, StepArg, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, next_line, section
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.formatting import counted, exact_size
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.results import Sealed
@@ -74,15 +74,15 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
         found = tuple(finding for finding in found if finding.code != "seal.missing")
     findings = section(finding_lines(found))
     if sealed.path is None:
-        head = line(Span(sealed.message, "bad"), hang=2)
-        url = line("  ", Span(sealed.url, "name"), solid=True)
+        head = line(StyledText(sealed.message, "bad"), hang=2)
+        url = line("  ", StyledText(sealed.url, "name"), solid=True)
         return [head, url, EMPTY, *findings, *next_line(sealed.next_command)]
     digested = f"{counted(sealed.n_files, 'file')}, {exact_size(sealed.n_bytes)}"
     digested += f", digests by {sealed.kind}"
     if sealed.n_stored:
         digested += f", the store's own checksums of {counted(sealed.n_stored, 'file')}"
     return [
-        line(Span("sealed", "good"), " ", Span(sealed.url, "name"), solid=True),
+        line(StyledText("sealed", "good"), " ", StyledText(sealed.url, "name"), solid=True),
         line(f"  {digested}", hang=4),
         line(f"  inspected before at: {sealed.report.level.value}", hang=4),
         line("  ", "replaced " if sealed.replaced else "written to ", sealed.path, solid=True),

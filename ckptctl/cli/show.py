@@ -14,7 +14,7 @@ from ckptctl.cli.options import PatternOpt, StepArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import (
     Line,
-    Span,
+    StyledText,
     cell_width,
     finding_lines,
     line,
@@ -112,8 +112,8 @@ def _head(contents: Contents) -> Iterator[Line]:
     number = "" if contents.number is None else f"step {contents.number}: "
     params = "" if contents.n_params is None else f"{contents.n_params:,} parameters, "
     said = f"{number}{params}{exact_size(contents.n_bytes)}"
-    yield line(Span(said, "strong"), hang=2)
-    yield line("  ", Span(contents.url, "name"), solid=True)
+    yield line(StyledText(said, "strong"), hang=2)
+    yield line("  ", StyledText(contents.url, "name"), solid=True)
     yield line(f"  layout {contents.layout}, {ranks_in_words(contents.world_size)}", hang=4)
     if contents.torch_version != "unknown":
         yield line(f"  metadata of torch {contents.torch_version}", hang=4)
@@ -168,7 +168,7 @@ def _in_files(names: Sequence[str]) -> list[Line]:
     if not names:
         return []
     each = ", each" if len(names) > 1 else ""
-    return [line("  ", Span(safe(some_of(names)), "name"), each, solid=True)]
+    return [line("  ", StyledText(safe(some_of(names)), "name"), each, solid=True)]
 
 
 _COLUMNS = ("tensor", "dtype", "shape", "chunks", "size")

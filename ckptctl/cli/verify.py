@@ -24,7 +24,7 @@ from ckptctl.cli.pictures import (
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
-    Span,
+    StyledText,
     finding_lines,
     line,
     next_line,
@@ -119,10 +119,10 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     if state == LACKING:
         word = "complete, but without an optimizer"
         word = word if report.usable else "complete, but not usable as requested"
-    verdict = Span(f"{word}{warnings_of(report)}:", STEP_MARKS[state].style)
+    verdict = StyledText(f"{word}{warnings_of(report)}:", STEP_MARKS[state].style)
     glyph = step_mark(state, unicode=unicode)
     return [
-        line(glyph, " ", verdict, " ", Span(report.url, "name"), solid=True),
+        line(glyph, " ", verdict, " ", StyledText(report.url, "name"), solid=True),
         *(line("  ", fact, hang=4) for fact in _facts(report, now_s)),
         EMPTY,
         *section(finding_lines(report.findings)),

@@ -17,7 +17,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import Line, Span, line, next_line
+from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.cli.values import parse_duration, parse_size
 from ckptctl.errors import UsageError
 from ckptctl.formatting import duration
@@ -130,6 +130,6 @@ def _print(found: Watched, out: Output) -> None:
 
 def watched_lines(found: Watched) -> list[Line]:
     """One event: what was found of which step, and what to run next."""
-    word = Span(found.event.value, "good" if found.event is Event.SEALED else "bad")
-    head = line(word, " ", Span(found.url or found.root, "name"), solid=True)
+    word = StyledText(found.event.value, "good" if found.event is Event.SEALED else "bad")
+    head = line(word, " ", StyledText(found.url or found.root, "name"), solid=True)
     return [head, line(f"  {found.message}", hang=4), *next_line(found.next_command)]

@@ -38,14 +38,14 @@ _MEET_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class RankOutcome(Generic[T]):
     """The result of a call on one rank, or its error in a form that every process can read."""
 
     value: T | None = None
     error: tuple[type[CkptctlError], str, dict[str, Any]] | None = None
 
     @classmethod
-    def of(cls, act: Callable[[], T]) -> Outcome[T]:
+    def of(cls, act: Callable[[], T]) -> RankOutcome[T]:
         """Call `act`, and keep its result or its `CkptctlError`."""
         try:
             return cls(act())
@@ -113,7 +113,7 @@ class ProcessGroup:
 
     def from_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; its result, or its error, on every rank."""
-        outcome: Outcome[T] = Outcome.of(act) if self.is_first else Outcome()
+        outcome: RankOutcome[T] = RankOutcome.of(act) if self.is_first else RankOutcome()
         if self.size > 1:
             import torch.distributed as dist
 
@@ -124,7 +124,7 @@ class ProcessGroup:
 
     def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:
         """Call `act` on every rank; the results by rank, or the first rank's error, on all."""
-        outcomes = self.gather((self.host, Outcome.of(act)))
+        outcomes = self.gather((self.host, RankOutcome.of(act)))
         for rank, (host, outcome) in enumerate(outcomes):
             if outcome.error is not None and outcome.error[0] is not _Stopped:
                 outcome.get(f"rank {rank} on {host}: " if self.size > 1 else "")
@@ -202,7 +202,7 @@ class ProcessGroup:
 
         A group's timeout limits one synchronization, not the work.
         """
-        outcome = Outcome.of(act)
+        outcome = RankOutcome.of(act)
         if self.size > 1:
             if outcome.error is None:  # the last callback may have come before the last byte
                 self._progress = (self._progress[1], self._progress[1])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
-from ckptctl.drill.job import Ending, Job, JobOptions, TrialFailed, new_work_folder
+from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_work_folder
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
 from ckptctl.errors import UsageError
@@ -93,9 +93,9 @@ def drill(
     means = ""
     trials: list[Trial] = []
 
-    def copied(name: str) -> Job:
+    def copied(name: str) -> DrillJob:
         nonlocal means
-        job = Job(about, work / name / "root", work / name, ending.end)
+        job = DrillJob(about, work / name / "root", work / name, ending.end)
         means = copy_step(root, path, job.root, storage)
         return job
 
@@ -144,7 +144,7 @@ def drill(
     )
 
 
-def _measured(job: Job, options: DrillOptions) -> JobOptions:
+def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     """Run the job without a fault; its options with the limits that its pace suggests."""
     rows, saves = _Pace(), _Pace()
     job.newest()

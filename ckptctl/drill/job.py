@@ -104,7 +104,7 @@ class Rank(NamedTuple):
 
 
 @dataclass(slots=True)
-class Job:
+class DrillJob:
     """A job on the copy `root` of a root; logs and records lie in `folder`.
 
     `stop` ends the job, its `ckptctl run` and RB-7, and waits for all of them.

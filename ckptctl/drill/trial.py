@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.drill.job import CKPTCTL, Job, Rank, TrialFailed
+from ckptctl.drill.job import CKPTCTL, DrillJob, Rank, TrialFailed
 from ckptctl.drill.results import Trial
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formats.own.supervision import SupervisorDocument
@@ -58,7 +58,7 @@ def signal_ranks(ranks: Iterable[Rank], number: signal.Signals) -> None:
     signal_all([rank.process for rank in ranks], number)
 
 
-def _injected(job: Job, rank: int, ranks: Ranks, what: str) -> Injected:
+def _injected(job: DrillJob, rank: int, ranks: Ranks, what: str) -> Injected:
     """The record of what is done to one rank now."""
     node, newest = ranks[rank].node, _newest(job)
     on_node = f" on {node}" if job.options.nodes.nodes else ""
@@ -67,7 +67,7 @@ def _injected(job: Job, rank: int, ranks: Ranks, what: str) -> Injected:
     )
 
 
-def kill_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
+def kill_rank(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     """End one rank with SIGKILL."""
     rank = draw.choice(sorted(ranks))
     injected = _injected(job, rank, ranks, "killed")
@@ -76,7 +76,7 @@ def kill_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     return injected
 
 
-def stop_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
+def stop_rank(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     """Leave one rank stopped: it neither ends nor continues."""
     rank = draw.choice(sorted(ranks))
     injected = _injected(job, rank, ranks, "stopped")
@@ -84,7 +84,7 @@ def stop_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     return injected
 
 
-def kill_in_save(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
+def kill_in_save(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     """End all ranks with SIGKILL while they write a step.
 
     The ranks are stopped as soon as a new entry appears beside the steps. If the save was
@@ -112,7 +112,7 @@ def kill_in_save(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     raise TrialFailed(f"none of {_MOST_INTERRUPTED} saves could be interrupted: they are too short")
 
 
-def _newest(job: Job) -> int:
+def _newest(job: DrillJob) -> int:
     newest = job.newest()
     if newest is None:
         raise TrialFailed("the job has no usable step")
@@ -123,7 +123,7 @@ def _entries(folders: set[Path]) -> set[str]:
     return {entry.path for folder in folders for entry in os.scandir(folder)}
 
 
-def damage_shard(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
+def damage_shard(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     """Damage a shard file of the newest step, and kill one rank."""
     newest = _newest(job)
     step = next(name for name, number in job.names.items() if number == newest)
@@ -150,7 +150,7 @@ def damage_shard(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     return replace(killed, description=f"{name}: {what}, and {killed.description}")
 
 
-Inject = Callable[[Job, Ranks, random.Random], Injected]
+Inject = Callable[[DrillJob, Ranks, random.Random], Injected]
 
 STALLED = "storage-stalled"
 FAULTS: Mapping[str, Inject] = {
@@ -187,7 +187,7 @@ class StalledStorage:
     a network file system has no such leases. Source: fcntl(2), `F_SETLEASE`.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: DrillJob) -> None:
         files = [
             str(path)
             for name in job.names
@@ -223,7 +223,7 @@ _MOST_SAVES = 10
 
 
 def run_trial(
-    name: str, job: Job, reference: Path, seed: int, tell: Callable[[str], None]
+    name: str, job: DrillJob, reference: Path, seed: int, tell: Callable[[str], None]
 ) -> Trial:
     """Inject the fault `name` into the job, and grade what follows.
 
@@ -236,7 +236,7 @@ class _Trial:
     """One fault, from the start of the job to its grade."""
 
     def __init__(
-        self, name: str, job: Job, reference: Path, seed: int, tell: Callable[[str], None]
+        self, name: str, job: DrillJob, reference: Path, seed: int, tell: Callable[[str], None]
     ) -> None:
         self._name = name
         self._job = job

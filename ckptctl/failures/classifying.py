@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
-from ckptctl.failures.deciding import Decision, decide, hardware
+from ckptctl.failures.deciding import WeighedEvidence, decide, hardware
 from ckptctl.failures.matching import LogReader
 from ckptctl.failures.rank_dumps import compared
 from ckptctl.failures.reading import Read, read_logs
@@ -104,7 +104,7 @@ def _is_zero(exit_code: int | str | None) -> bool:
 
 
 def _answer(
-    decision: Decision,
+    decision: WeighedEvidence,
     found: Sequence[Evidence],
     scheduler: str | None,
     read: Read,
@@ -153,7 +153,7 @@ def _node(decisive: Evidence | None, agreeing: Sequence[Evidence]) -> str | None
     return next(same, None)
 
 
-def _message(about: FailureClass, decision: Decision, stall: Stall, node: str | None) -> str:
+def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node: str | None) -> str:
     decisive = decision.decisive
     if decisive is None:
         if decision.consequences:

@@ -33,7 +33,7 @@ _LAST = ("slurm.step-cancelled",)
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class WeighedEvidence:
     """The decisive evidence, or None; and the rest, grouped by role."""
 
     decisive: Evidence | None
@@ -45,7 +45,7 @@ class Decision:
 
 def decide(
     evidence: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None = None
-) -> Decision:
+) -> WeighedEvidence:
     """Weigh evidence in the order of the logs and their lines.
 
     `first_failed` is the host and rank that a launcher names as the first to fail.
@@ -55,12 +55,12 @@ def decide(
     if decisive is None:
         cascades = tuple(each for each in alive if each.role is Role.CASCADE)
         others = tuple(each for each in alive if each.role is Role.NOTE)
-        return Decision(None, (), cascades, others, "low")
+        return WeighedEvidence(None, (), cascades, others, "low")
     rest = [each for each in alive if each is not decisive]
     agreeing = tuple(e for e in rest if e.failure == decisive.failure and _leads(e))
     consequences = tuple(e for e in rest if e not in agreeing and _follows(e, decisive))
     others = tuple(e for e in rest if e not in agreeing and e not in consequences)
-    return Decision(
+    return WeighedEvidence(
         decisive, agreeing, consequences, others, _confidence(decisive, agreeing, others)
     )
 
@@ -68,7 +68,7 @@ def decide(
 _HARDWARE = ("infra-node", "infra-fabric")
 
 
-def hardware(decision: Decision) -> Iterator[tuple[Evidence, str]]:
+def hardware(decision: WeighedEvidence) -> Iterator[tuple[Evidence, str]]:
     """The evidence against hardware with its confidence, the decisive first.
 
     If hardware did not decide, only reports of the kernel, the driver or the scheduler

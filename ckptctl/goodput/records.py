@@ -29,7 +29,7 @@ from ckptctl.formats.own.ledger import (
 )
 from ckptctl.formats.own.supervision import AttemptDocument, SlowRankDocument, SupervisorDocument
 from ckptctl.formatting import seconds_of
-from ckptctl.goodput.timeline import Record
+from ckptctl.goodput.timeline import AttemptRecord
 from ckptctl.selection.history import read_attempts
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name
@@ -51,7 +51,7 @@ _MOST_TEXT = 200
 class _Ledger(NamedTuple):
     """The record that one ledger alone gives, and the attempt of `run` that it names."""
 
-    record: Record
+    record: AttemptRecord
     supervised: str
     jumped_s: float
 
@@ -59,7 +59,9 @@ class _Ledger(NamedTuple):
 _States = Sequence[SupervisorDocument]
 
 
-def read_records(store: Store, state: Store | None, now_s: float) -> tuple[list[Record], list[str]]:
+def read_records(
+    store: Store, state: Store | None, now_s: float
+) -> tuple[list[AttemptRecord], list[str]]:
     """The attempts of a root in order, and warnings about what could not be read.
 
     `state` is where `ckptctl run --state` kept its state, None for the root itself. Cost: three
@@ -141,7 +143,7 @@ def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
     cluster = None if started is None else started.cluster
     job = None if cluster is None else cluster.job
     nodes = None if cluster is None else cluster.node_list or cluster.node
-    record = Record(
+    record = AttemptRecord(
         began_s=first_at - first_age,
         ran_s=last_age,
         ended_s=last_at,
@@ -205,7 +207,7 @@ def _moment(at: str) -> float | None:
 # Ledgers and states together
 
 
-def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[Record]:
+def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[AttemptRecord]:
     """Every attempt once, in order; clocks that go back do not change the order of a record."""
     attempts = {
         f"{state['run']}/{attempt['number']}": (state, attempt)
@@ -223,7 +225,7 @@ def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[R
         for attempt in state["attempts"]:
             own = [each.record for each in of[f"{state['run']}/{attempt['number']}"]]
             sequences[-1] += _supervised(attempt, own, now_s, held=state["owner"] is not None)
-    keyed: list[tuple[float, Record]] = []
+    keyed: list[tuple[float, AttemptRecord]] = []
     for sequence in sequences:
         keyed += zip(accumulate((each.began_s for each in sequence), max), sequence, strict=True)
     return [record for _, record in sorted(keyed, key=lambda each: each[0])]
@@ -257,15 +259,15 @@ def _spans(attempts: _Attempts) -> Iterator[_Span]:
             yield began_s - 1, math.inf if runs else began_s + ran_s, name
 
 
-def _by_time(record: Record, spans: Sequence[_Span]) -> str:
+def _by_time(record: AttemptRecord, spans: Sequence[_Span]) -> str:
     """The attempt during which a ledger was begun that names none; empty for none."""
     found = (name for began_s, ended_s, name in spans if began_s <= record.began_s <= ended_s)
     return next(found, "")
 
 
 def _supervised(
-    attempt: AttemptDocument, ledgers: Sequence[Record], now_s: float, *, held: bool
-) -> Iterator[Record]:
+    attempt: AttemptDocument, ledgers: Sequence[AttemptRecord], now_s: float, *, held: bool
+) -> Iterator[AttemptRecord]:
     """The records of one attempt of `run`: more than one where the launcher restarted the ranks."""
     last = ledgers[-1] if ledgers else None
     start_s = _moment(attempt["started_at"])
@@ -288,7 +290,7 @@ def _supervised(
         "slow": tuple(_slow(each) for each in attempt.get("slow", ())),
     }
     if last is None:
-        yield Record(
+        yield AttemptRecord(
             began_s=began_s,
             ran_s=ran_s,
             ended_s=began_s + ran_s,

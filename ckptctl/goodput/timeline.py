@@ -21,7 +21,7 @@ from ckptctl.model import Fraction, NonNegative, Positive, Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class AttemptRecord:
     """What is recorded of one attempt. Times of day are seconds since 1970, others durations.
 
     `began_s` and `ended_s` are by the clocks of the hosts, which may jump; `ran_s` is not.
@@ -203,7 +203,7 @@ class Goodput:
     """The same over the last 24 hours of running time."""
 
 
-def attempts_of(root: str, records: Sequence[Record]) -> tuple[PastAttempt, ...]:
+def attempts_of(root: str, records: Sequence[AttemptRecord]) -> tuple[PastAttempt, ...]:
     """The attempts of one root, in order, with what became of their time.
 
     `records` are in the order of the attempts. An attempt that another took over while it ran
@@ -240,7 +240,7 @@ def _lower(one: int | None, other: int | None) -> int | None:
     return min((each for each in (one, other) if each is not None), default=None)
 
 
-def _continues(before: Record, record: Record) -> bool:
+def _continues(before: AttemptRecord, record: AttemptRecord) -> bool:
     """Whether a job that closed its record was requeued: then it had not ended as planned."""
     return before.decision is None and record.requeued and record.job == before.job
 
@@ -248,7 +248,7 @@ def _continues(before: Record, record: Record) -> bool:
 def _divided(
     root: str,
     number: int,
-    record: Record,
+    record: AttemptRecord,
     gap_s: float | None,
     idle_s: float,
     kept_until: int | None,
@@ -319,7 +319,7 @@ def _divided(
     )
 
 
-def _first_step(record: Record) -> float | None:
+def _first_step(record: AttemptRecord) -> float | None:
     """What the first report of training took longer than its steps usually do."""
     if not record.has_first_step or len(record.points) < 3:
         return None

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 
-from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
+from ckptctl.checks.content import Choose, ContentCheck, RecordResults, unverifiable
 from ckptctl.checks.sealed_bytes import check_sealed_bytes, comparable, proven
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
@@ -55,7 +55,7 @@ class ContentInspection:
     whole: bool
 
 
-class Comparison:
+class SealComparison:
     """Every byte of the sealed files of a step, block by block, against its seal.
 
     `folder` is the step in the store, `files` its listing; files of `passed_over` have a
@@ -105,7 +105,7 @@ def inspect_content(
     asked = asked or Asked()
     sealed = None
     if seal is not None and asked.choose is None:
-        sealed = Comparison(opened.folder, seal, opened.files, passed_over)
+        sealed = SealComparison(opened.folder, seal, opened.files, passed_over)
     parts = [part for part in (*opened.parts, opened.beside) if part and part.metadata]
     checks = [
         ContentCheck(part.ranges, part.part.files, part.path, choose=_own_share(asked))
@@ -121,7 +121,7 @@ def inspect_content(
     runs = sealed.runs(of_records) if sealed else of_records
     digests = " ".join(one.digest for part in parts for one in part.metadata)
 
-    def read_share() -> tuple[str, int, tuple[Outcome, ...]]:
+    def read_share() -> tuple[str, int, tuple[RecordResults, ...]]:
         n_bytes = read_runs(opened.store, runs, limits)
         return digests, n_bytes, tuple(check.outcome for check in checks)
 

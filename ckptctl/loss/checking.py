@@ -20,8 +20,8 @@ from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
 from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
 from ckptctl.loss.resumes import (
+    LoggedResume,
     Recomputed,
-    Resume,
     ResumePoint,
     canary_of,
     recomputed_by,
@@ -315,7 +315,7 @@ def _without_loss(error: LogWithoutLoss, logs: Sequence[str], damage: DamageLog)
     )
 
 
-def _chosen(parts: Split, options: CheckOptions, *, may_divide: bool) -> list[Resume]:
+def _chosen(parts: Split, options: CheckOptions, *, may_divide: bool) -> list[LoggedResume]:
     if not parts.n_losses:
         return []
     if options.which == "all":

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
-from ckptctl.loss.resumes import Resume
+from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import log_interval
 
@@ -24,7 +24,7 @@ _RISING = 4  # rows
 _LR_ROWS = 50
 
 
-def check_counters(resume: Resume) -> Iterator[Finding]:
+def check_counters(resume: LoggedResume) -> Iterator[Finding]:
     """Yield a finding for each number that does not continue across the resume.
 
     `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.tokens`, `loss.batch`,
@@ -40,7 +40,7 @@ def check_counters(resume: Resume) -> Iterator[Finding]:
     yield from _samples_seen(resume)
 
 
-def check_later_counters(later: Resume) -> Iterator[Finding]:
+def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
     """Yield findings for counts and a learning rate that stop continuing after equal steps.
 
     `later` is the resume with its boundary behind the steps that agree.
@@ -53,7 +53,7 @@ def _where(row: Row) -> str:
     return f"{row.position.file}:{row.position.line}"
 
 
-def _restarted(resume: Resume) -> Finding:
+def _restarted(resume: LoggedResume) -> Finding:
     row = resume.after[0]
     order = ", or the logs were not given oldest first" if _joins(resume) else ""
     return Finding(
@@ -66,14 +66,14 @@ def _restarted(resume: Resume) -> Finding:
     )
 
 
-def _joins(resume: Resume) -> bool:
+def _joins(resume: LoggedResume) -> bool:
     """Whether the later log leads up to the first step of the earlier one."""
     earlier = (*resume.before, *resume.overwritten)
     begins = min((row.step for row in earlier), default=resume.first_step)
     return resume.first_step < begins <= resume.after[-1].step + max(1, resume.interval)
 
 
-def _not_finite(resume: Resume) -> Iterator[Finding]:
+def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
     """Yield a finding for a loss that is NaN or infinite, unless there was one before."""
     bad = [row for row in resume.after if row.loss and not math.isfinite(row.loss.value)]
     was_bad = [row for row in resume.before[-50:] if row.loss and not math.isfinite(row.loss.value)]
@@ -90,7 +90,7 @@ def _not_finite(resume: Resume) -> Iterator[Finding]:
         )
 
 
-def _step(resume: Resume) -> Iterator[Finding]:
+def _step(resume: LoggedResume) -> Iterator[Finding]:
     """Compare the first step with the step of the checkpoint, where that is known.
 
     The range is the spacing of the rows, and the step of the checkpoint itself: a trainer
@@ -122,7 +122,7 @@ def _step(resume: Resume) -> Iterator[Finding]:
     )
 
 
-def _tokens_explain_gap(resume: Resume) -> bool:
+def _tokens_explain_gap(resume: LoggedResume) -> bool:
     """Whether the count of tokens or samples covers the steps between: only rows are missing."""
     for count in (_tokens_of, _samples_of):
         found = _counted_from(resume, count)
@@ -132,7 +132,7 @@ def _tokens_explain_gap(resume: Resume) -> bool:
     return False
 
 
-def _tokens(resume: Resume) -> Iterator[Finding]:
+def _tokens(resume: LoggedResume) -> Iterator[Finding]:
     """Yield a finding for the count of tokens or samples, or for their number per step."""
     for what, count in (("tokens", _tokens_of), ("samples", _samples_of)):
         finding = (
@@ -156,7 +156,7 @@ def _samples_of(row: Row) -> Number | None:
     return row.samples
 
 
-def _count(resume: Resume, what: str, count: Count) -> Finding | None:
+def _count(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     twice = list(_twice(resume, count))
     rates = _per_step(resume.after[:_N_RECENT], count)
     for row, a, b in twice:
@@ -179,7 +179,7 @@ def _count(resume: Resume, what: str, count: Count) -> Finding | None:
 
 
 def _follows_ranks(
-    resume: Resume, row: Row, expected: float, found: float, per_step: float
+    resume: LoggedResume, row: Row, expected: float, found: float, per_step: float
 ) -> bool:
     """Whether the count is off by the number of ranks, or by its change, and by nothing else.
 
@@ -204,7 +204,7 @@ def _follows_ranks(
     return n_ranks > 1 and fits and abs(shown - held * n_ranks) <= 1.5 * per_step
 
 
-def _count_jump(resume: Resume, what: str, count: Count) -> Finding | None:
+def _count_jump(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     """A finding for a count that jumps between two rows after the resume."""
     after = [row for row in resume.after if count(row) is not None]
     rates = _per_step(after, count)
@@ -242,7 +242,7 @@ def _count_finding(row: Row, what: str, expected: float, found: float, why: str)
     )
 
 
-def _counted_from(resume: Resume, count: Count) -> tuple[float, float, float] | None:
+def _counted_from(resume: LoggedResume, count: Count) -> tuple[float, float, float] | None:
     """The expected count of the first row after, its actual count, and the count per step."""
     rows = [row for row in resume.before if count(row) is not None]
     first = next((row for row in resume.after if count(row) is not None), None)
@@ -261,7 +261,7 @@ def _counted_from(resume: Resume, count: Count) -> tuple[float, float, float] | 
 
 
 def _counted_from_report(
-    resume: Resume, first: Row, count: Count
+    resume: LoggedResume, first: Row, count: Count
 ) -> tuple[float, float, float] | None:
     """The same from the counts of the checkpoint, where the log of before is missing."""
     rates = _per_step(resume.after[:_N_RECENT], count)
@@ -276,7 +276,7 @@ def _counted_from_report(
     return expected, counted.value, max(per_step, counted.quantum)
 
 
-def _batch(resume: Resume, what: str, count: Count) -> Finding | None:
+def _batch(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     """A finding for another count per step, which means another global batch."""
     after = [row for row in resume.after[:_N_RECENT] if count(row) is not None]
     now = _per_step(after, count)
@@ -312,7 +312,7 @@ def _per_step(rows: Sequence[Row], count: Count) -> list[float]:
     return rates
 
 
-def _twice(resume: Resume, count: Count) -> Iterator[tuple[Row, Number, Number]]:
+def _twice(resume: LoggedResume, count: Count) -> Iterator[tuple[Row, Number, Number]]:
     """Yield each row of a step trained again, with its values before and after."""
     old = {row.step: row for row in resume.overwritten}
     for row in resume.after:
@@ -327,7 +327,7 @@ def _lr_of(row: Row) -> Number | None:
     return row.lr
 
 
-def _learning_rate(resume: Resume) -> Iterator[Finding]:
+def _learning_rate(resume: LoggedResume) -> Iterator[Finding]:
     twice = list(_twice(resume, _lr_of))
     for row, a, b in twice:
         allowed = max(_LR_SAME * abs(a.value), 1.01 * max(a.quantum, b.quantum))
@@ -339,7 +339,7 @@ def _learning_rate(resume: Resume) -> Iterator[Finding]:
     yield from _learning_rate_by_trend(resume, at_once=not twice)
 
 
-def _learning_rate_by_trend(resume: Resume, *, at_once: bool = True) -> Iterator[Finding]:
+def _learning_rate_by_trend(resume: LoggedResume, *, at_once: bool = True) -> Iterator[Finding]:
     """Compare each of the first learning rates with the trend of the rows before it.
 
     With `at_once`, a first one that is too low is a finding. Later only a rise and a new
@@ -412,7 +412,7 @@ def _lr_finding(code: str, row: Row, expected: float, found: float, why: str) ->
     )
 
 
-def _samples_seen(resume: Resume) -> Iterator[Finding]:
+def _samples_seen(resume: LoggedResume) -> Iterator[Finding]:
     """Compare the digests of the samples that each step consumed, where they are logged."""
     digests = [(row, row.samples_digest) for row in resume.after if row.samples_digest]
     if not digests:

@@ -21,7 +21,7 @@ from statistics import median
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
-from ckptctl.loss.resumes import Resume
+from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row
 
 N_NOISE = 60
@@ -111,7 +111,7 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LossLevel:
     """The level of the loss before and after a resume."""
 
     noise: float
@@ -135,7 +135,7 @@ class Level:
         return min((shift.threshold for shift in self.shifts), default=None)
 
 
-def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
+def measure_level(before: Sequence[Row], after: Sequence[Row]) -> LossLevel:
     """Compare the level of the loss after a resume with the level before it."""
     earlier, later = finite(before), finite(after)
     measure = measure_for([number.value for _, number in (*earlier, *later)])
@@ -152,7 +152,7 @@ def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
             shifts.append(Shift(n, relative(rise), relative(threshold), rise / threshold))
     # The loss at the start of a run is high, so only recent rows define a spike.
     high = max(y[-N_NOISE:]) + max(_SPIKE, 6 * noise) if enough else math.inf
-    return Level(
+    return LossLevel(
         noise=noise,
         rounding=rounded,
         n_before=len(y),
@@ -199,7 +199,7 @@ def _threshold(y: Sequence[float], noise: float, n: int) -> float:
     return max(by_noise, LEAST_RISE, margin * max(by_placebo, default=0.0))
 
 
-def check_grad_norm(resume: Resume) -> Iterator[Finding]:
+def check_grad_norm(resume: LoggedResume) -> Iterator[Finding]:
     """Yield `loss.grad-norm` where the gradient norm of the first rows is far above that before.
 
     It is more sensitive than the loss: a bad conversion to another world size raised the

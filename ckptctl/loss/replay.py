@@ -22,7 +22,7 @@ from statistics import fmean, median
 
 from ckptctl.data_classes import dataclass
 from ckptctl.loss.level import finite, measure_for, noise_of, relative_for, rounding_of
-from ckptctl.loss.resumes import Resume
+from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import Boundary
 
@@ -156,7 +156,7 @@ class Replay:
         return bool(self.rows) and abs(self.rows[0].difference) <= _same_median(self.rounding)
 
 
-def compare_replay(resume: Resume) -> Replay:
+def compare_replay(resume: LoggedResume) -> Replay:
     """Compare the rows of the steps that were logged before and after a resume."""
     pairs, not_compared = _pairs(resume.overwritten, resume.after)
     if not pairs:
@@ -205,7 +205,7 @@ def compare_replay(resume: Resume) -> Replay:
     )
 
 
-def _origin(resume: Resume, rows: Sequence[Replayed], earlier: Sequence[Row]) -> Origin:
+def _origin(resume: LoggedResume, rows: Sequence[Replayed], earlier: Sequence[Row]) -> Origin:
     """Determine whether another attempt trained the steps, or rows were written twice."""
     attempts = {row.before.attempt for row in rows}, {row.after.attempt for row in rows}
     if None not in attempts[0] | attempts[1] and not attempts[0] & attempts[1]:
@@ -231,7 +231,7 @@ def _origin(resume: Resume, rows: Sequence[Replayed], earlier: Sequence[Row]) ->
     return Origin.ASSUMED if resume.is_of_another_attempt else Origin.UNKNOWN
 
 
-def _starts_at_once(resume: Resume) -> bool:
+def _starts_at_once(resume: LoggedResume) -> bool:
     """Whether the rows follow those before with no time for a start, and nothing marks one.
 
     A log shipper that sends lines again stamps them with its own clock.

@@ -50,7 +50,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class LoggedResume:
     """One resume, as rows."""
 
     number: int
@@ -96,7 +96,7 @@ class Resume:
         named = self.resume_point is not None and self.resume_point.source != "log"
         return named or self.boundary in (Boundary.FILE, Boundary.MARKER, Boundary.CANARY)
 
-    def beyond(self, step: int) -> Resume:
+    def beyond(self, step: int) -> LoggedResume:
         """The same resume with its boundary moved to `step`: the rows up to it are those before.
 
         Where the rows up to `step` agree, a fault can still begin after them.
@@ -112,13 +112,15 @@ class Resume:
         )
 
 
-def resumes(split: Split) -> tuple[Resume, ...]:
+def resumes(split: Split) -> tuple[LoggedResume, ...]:
     """Every resume in the segments that were kept, oldest first."""
     segments, n_dropped = split.segments, split.n_dropped
     return tuple(_resume(segments, i, n_dropped + i, None) for i in range(1, len(segments)))
 
 
-def resume_numbered(split: Split, number: int, resume_point: ResumePoint | None) -> Resume | None:
+def resume_numbered(
+    split: Split, number: int, resume_point: ResumePoint | None
+) -> LoggedResume | None:
     """The resume with this number; None where it does not exist or was not kept.
 
     The resume point applies to it where the caller named its step, where it matches the
@@ -141,7 +143,9 @@ def _follows(segment: Segment, resume_point: ResumePoint) -> bool:
     return resume_point.step <= segment.first_step <= resume_point.step + max(1, interval)
 
 
-def resume_at(split: Split, resume_point: ResumePoint, *, may_divide: bool = True) -> Resume | None:
+def resume_at(
+    split: Split, resume_point: ResumePoint, *, may_divide: bool = True
+) -> LoggedResume | None:
     """The newest resume, with the resume point that is claimed for it; None where there is none.
 
     The claim is about the last segment, and it is tested against that segment's first step,
@@ -177,7 +181,7 @@ def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
     return any(each.last_step + lost >= resume_point.step for each in earlier)
 
 
-def canary_of(run: Split, canary: Split) -> Resume | None:
+def canary_of(run: Split, canary: Split) -> LoggedResume | None:
     """The last segment of a canary as a resume, compared with the log of the run.
 
     None where the run has no row before or at the first step of the canary.
@@ -192,7 +196,7 @@ def canary_of(run: Split, canary: Split) -> Resume | None:
     # Where the run itself resumed later, an earlier segment holds these steps.
     holding = [i for i in begun if run.segments[i].last_step >= first] or begun
     i = holding[-1]
-    return Resume(
+    return LoggedResume(
         number=1,
         before=_history(run.segments, i, first),
         overwritten=tuple(row for row in run.segments[i].rows if row.step >= first),
@@ -205,7 +209,7 @@ def canary_of(run: Split, canary: Split) -> Resume | None:
 
 def _resume(
     segments: Sequence[Segment], i: int, number: int, resume_point: ResumePoint | None
-) -> Resume:
+) -> LoggedResume:
     segment = segments[i]
     first = segment.first_step
     earlier = [j for j in range(i) if segments[j].first_step < first]
@@ -216,7 +220,7 @@ def _resume(
     # same checkpoint, and may have failed in the same way.
     is_retry = not earlier and resume_point is not None and 0 < resume_point.step <= first
     rows = segments[compared].rows
-    return Resume(
+    return LoggedResume(
         number=number,
         before=() if is_retry else _history(segments, compared, first),
         overwritten=() if is_retry else tuple(row for row in rows if row.step >= first),
@@ -243,7 +247,7 @@ def _history(segments: Sequence[Segment], i: int, below: int) -> tuple[Row, ...]
 
 def _divided(
     segments: Sequence[Segment], resume_point: ResumePoint, n_dropped: int
-) -> Resume | None:
+) -> LoggedResume | None:
     """The last segment, divided at the step; None where it does not hold the step."""
     i = len(segments) - 1
     if i < 0 or not segments[i].first_step <= resume_point.step < segments[i].last_step:
@@ -252,7 +256,7 @@ def _divided(
     if resume_point.source == "report" and not _is_between(segment, resume_point):
         return None
     after = tuple(row for row in segment.rows if row.step > resume_point.step)
-    return Resume(
+    return LoggedResume(
         number=n_dropped + i + 1,
         before=_history(segments, i, resume_point.step + 1),
         overwritten=(),
@@ -298,7 +302,7 @@ class Recomputed:
         return f"{', '.join(parts)} (from step {self.from_step:,} to step {self.to_step:,})"
 
 
-def recomputed_by(resume: Resume) -> Recomputed | None:
+def recomputed_by(resume: LoggedResume) -> Recomputed | None:
     """The work that a resume does again; None where the log does not show the end of a process."""
     if resume.boundary is Boundary.ASKED:
         return None

@@ -14,7 +14,7 @@ from statistics import median
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formatting import percent
-from ckptctl.loss.resumes import Resume
+from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import ClockJump, Split
 from ckptctl.model import NonNegative
@@ -133,7 +133,7 @@ class Throughput:
         return self.name is not None
 
 
-def measure_throughput(resume: Resume) -> Throughput:
+def measure_throughput(resume: LoggedResume) -> Throughput:
     """Compare the measures of speed with their bands before the resume.
 
     A slower measure decides, then a faster one.
@@ -149,7 +149,7 @@ def measure_throughput(resume: Resume) -> Throughput:
     return Throughput(pace, band.metric.name, band.then, band.now, band.low, band.high)
 
 
-def check_throughput(resume: Resume) -> Iterator[Finding]:
+def check_throughput(resume: LoggedResume) -> Iterator[Finding]:
     """Yield `loss.throughput` for each measure of speed outside its band."""
     for band in _bands(resume):
         if not (band.is_slower or band.is_faster):
@@ -168,7 +168,7 @@ def check_throughput(resume: Resume) -> Iterator[Finding]:
         )
 
 
-def _bands(resume: Resume) -> Iterator[_Band]:
+def _bands(resume: LoggedResume) -> Iterator[_Band]:
     warm = _WARM_UP if resume.interval == 1 else 2
     for metric in _METRICS:
         before = _base(resume, metric)
@@ -184,7 +184,7 @@ def _bands(resume: Resume) -> Iterator[_Band]:
         )
 
 
-def _base(resume: Resume, metric: _Metric) -> list[float] | None:
+def _base(resume: LoggedResume, metric: _Metric) -> list[float] | None:
     """The fastest hundred values before the resume; None where they are too few, or a clock.
 
     An attempt that was slow is no baseline for the next one.

@@ -18,7 +18,7 @@ from ckptctl.loss.level import (
     LEAST_RISE,
     MIN_BEFORE,
     WINDOWS,
-    Level,
+    LossLevel,
     check_grad_norm,
     is_above,
     measure_level,
@@ -32,7 +32,7 @@ from ckptctl.loss.replay import (
     Replay,
     compare_replay,
 )
-from ckptctl.loss.resumes import Resume
+from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.speed import Throughput, check_throughput, measure_throughput
 
 
@@ -110,11 +110,11 @@ class Assessment:
     """Whether the loss continued."""
     message: str
     """The verdict and its reason in one line."""
-    resume: Resume
+    resume: LoggedResume
     """The resume, without its rows."""
     replay: Replay
     """The steps that were logged twice."""
-    level: Level
+    level: LossLevel
     """The level of the loss before and after."""
     findings: tuple[Finding, ...]
     """The findings, worst first."""
@@ -122,7 +122,7 @@ class Assessment:
     """The speed after the resume, compared with the band before it."""
 
 
-def assess(resume: Resume) -> Assessment:
+def assess(resume: LoggedResume) -> Assessment:
     """Assess one resume."""
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
@@ -162,7 +162,7 @@ def _verdict(findings: Iterable[Finding], replay: Replay) -> LossVerdict:
     return LossVerdict.CONTINUOUS if replay.is_proof else LossVerdict.NO_JUMP
 
 
-def _findings(resume: Resume, replay: Replay, level: Level) -> Iterator[Finding]:
+def _findings(resume: LoggedResume, replay: Replay, level: LossLevel) -> Iterator[Finding]:
     counters = list(check_counters(resume))
     yield from counters
     yield from of_replay(resume, replay)
@@ -179,7 +179,7 @@ def _findings(resume: Resume, replay: Replay, level: Level) -> Iterator[Finding]
 
 
 def _message(
-    verdict: LossVerdict, findings: tuple[Finding, ...], replay: Replay, level: Level
+    verdict: LossVerdict, findings: tuple[Finding, ...], replay: Replay, level: LossLevel
 ) -> str:
     """The verdict and its reason in one line."""
     deciding = decisive(findings, verdict)
@@ -221,7 +221,7 @@ _SPIKES = 2
 _Z_SHIFT, _Z_JUMP = 4.0, 6.0
 
 
-def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
+def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding for the steps that were logged twice, unless they prove the resume."""
     n = len(replay.rows)
     if replay.agrees and replay.origin is Origin.COPIED:
@@ -324,7 +324,7 @@ _BY_NORM = {
 }
 
 
-def of_later(later: Resume, replay: Replay) -> Iterator[Finding]:
+def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield findings for what stops continuing behind the steps that agree."""
     if not later.after:
         return
@@ -342,7 +342,7 @@ def of_later(later: Resume, replay: Replay) -> Iterator[Finding]:
         )
 
 
-def of_other_data(resume: Resume, replay: Replay) -> Iterator[Finding]:
+def of_other_data(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding where steps over other batches are nearly all higher than before."""
     if replay.agreement is not Agreement.OTHER_DATA or len(replay.rows) < GOOD_ROWS:
         return
@@ -358,7 +358,7 @@ def of_other_data(resume: Resume, replay: Replay) -> Iterator[Finding]:
     )
 
 
-def of_level(resume: Resume, level: Level) -> Iterator[Finding]:
+def of_level(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
     """Yield findings where the loss is higher after the resume."""
     if level.n_spikes >= _SPIKES:
         yield Finding(
@@ -384,7 +384,7 @@ def of_level(resume: Resume, level: Level) -> Iterator[Finding]:
     )
 
 
-def too_little(resume: Resume, level: Level) -> Iterator[Finding]:
+def too_little(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
     """Yield a finding for too few rows to compare levels, or too much noise to detect a jump."""
     smallest = level.smallest_jump
     if smallest is None:
@@ -415,7 +415,7 @@ def too_little(resume: Resume, level: Level) -> Iterator[Finding]:
         )
 
 
-def _where(resume: Resume) -> str:
+def _where(resume: LoggedResume) -> str:
     return f"{resume.position.file}:{resume.position.line}"
 
 

@@ -25,7 +25,7 @@ from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.model import NonNegative
-from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome
+from ckptctl.preflight_checks.results import Check, CheckOutcome, NodeFacts
 from ckptctl.storage.contract import Store, list_if_there, read_range
 
 PROBE_BYTES = 16 << 20
@@ -134,7 +134,7 @@ def _check_same(root: str, nodes: Sequence[NodeFacts]) -> Iterator[Check]:
                 f"srun --ntasks-per-node=1 ckptctl preflight {shlex.quote(root)}",
             )
             return
-    yield Check("storage", Outcome.OK, _seen(nodes))
+    yield Check("storage", CheckOutcome.OK, _seen(nodes))
 
 
 def _seen(nodes: Sequence[NodeFacts]) -> str:
@@ -167,7 +167,7 @@ def _free(node: NodeFacts) -> int:
 
 
 def _failed(message: str, next_command: str, exit_code: int = 75) -> Check:
-    return Check("storage", Outcome.FAILED, message, exit_code, next_command)
+    return Check("storage", CheckOutcome.FAILED, message, exit_code, next_command)
 
 
 FILE_BYTES = 8 << 20
@@ -350,7 +350,7 @@ def check_probe(written: Sequence[Written], compared: Sequence[Compared]) -> Che
         more = f", and {len(wrong) - 1} more places" if len(wrong) > 1 else ""
         return Check(
             "probe",
-            Outcome.FAILED,
+            CheckOutcome.FAILED,
             f"the storage does not return what was written: {one.host}: {words}{more}",
             _WRONG_CONTENT,
             "dmesg --level err,warn",
@@ -358,13 +358,13 @@ def check_probe(written: Sequence[Written], compared: Sequence[Compared]) -> Che
     if failed:
         first = failed[0]
         words = f"{first.host}: {first.error}"
-        return Check("probe", Outcome.FAILED, words, first.error_code, "findmnt --real")
+        return Check("probe", CheckOutcome.FAILED, words, first.error_code, "findmnt --real")
     n_bytes = sum(one.n_bytes for one in compared)
     wrote = [len(one.seeds) * FILE_BYTES / max(one.seconds, 1e-6) / 1e6 for one in written]
     read = [one.n_bytes / max(one.seconds, 1e-6) / 1e6 for one in compared]
     return Check(
         "probe",
-        Outcome.OK,
+        CheckOutcome.OK,
         f"{n_bytes / 1e6:,.0f} MB written, read back and compared: written at "
         f"{min(wrote):,.0f} MB/s, read at {min(read):,.0f} MB/s, the slowest of "
         f"{len(written)} process{'' if len(written) == 1 else 'es'}",

@@ -7,11 +7,11 @@ from enum import Enum
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.model import ExitCode, NonNegative, Positive
-from ckptctl.resharding.advising import Advice
+from ckptctl.resharding.advising import ReadAdvice
 from ckptctl.selection.results import Pick
 
 
-class Outcome(str, Enum):
+class CheckOutcome(str, Enum):
     """What one check came to: a `warning` is worth a look, a `failed` check stops the job."""
 
     OK = "ok"
@@ -25,7 +25,7 @@ class Check:
 
     name: str
     """What is checked: `step`, `state`, `storage`, `probe`, `capacity`, `size 56`, …"""
-    outcome: Outcome
+    outcome: CheckOutcome
     """How it ended."""
     message: str
     """The result in one line."""
@@ -73,7 +73,7 @@ class Sized:
     """The step can be loaded at that size."""
     lost: tuple[str, ...]
     """The kinds of train state that exist once per rank and are not restored."""
-    resharding: Advice | None
+    resharding: ReadAdvice | None
     """What a load reads where the world size differs from that of the save; null where it does
     not, or is unknown."""
     rank_bytes: int
@@ -114,7 +114,7 @@ class Preflight:
     """What each process found, by rank."""
     pick: Pick
     """The answer of `ckptctl pick`."""
-    resharding: Advice | None
+    resharding: ReadAdvice | None
     """What a load reads where the world size differs from that of the save; null where it does
     not, or is unknown."""
     message: str

@@ -30,7 +30,7 @@ from ckptctl.preflight_checks.nodes import (
     check_probe,
     facts_of_this_node,
 )
-from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome, Preflight, Sized
+from ckptctl.preflight_checks.results import Check, CheckOutcome, NodeFacts, Preflight, Sized
 from ckptctl.preflight_checks.sizing import (
     capacity_of,
     check_cadence,
@@ -42,7 +42,7 @@ from ckptctl.preflight_checks.sizing import (
     ranks_in,
     sized,
 )
-from ckptctl.resharding.advising import Advice, command, countable
+from ckptctl.resharding.advising import ReadAdvice, command, countable
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.scanning import scan
@@ -163,7 +163,7 @@ def preflight(
         for place, url in enumerate(stores):
             nodes[url] += tuple(one.facts[place] for one in reports_there)
 
-        def examine() -> tuple[tuple[Check, ...], Advice | None, tuple[Sized, ...]]:
+        def examine() -> tuple[tuple[Check, ...], ReadAdvice | None, tuple[Sized, ...]]:
             step_bytes = picked.chosen.n_bytes if picked.chosen else 0
             room = room_for * step_bytes if room_for else None
             reports = _reports(picked)
@@ -248,12 +248,12 @@ def _reports(picked: Pick) -> tuple[Report, ...]:
 
 
 def _check_pick(picked: Pick) -> Check:
-    outcome = Outcome.OK
+    outcome = CheckOutcome.OK
     absent = [one for one in picked.findings if one.code == "root.unavailable"]
     if picked.answer is Answer.FELL_BACK or absent:
-        outcome = Outcome.WARNING
+        outcome = CheckOutcome.WARNING
     if picked.exit_code:
-        outcome = Outcome.FAILED
+        outcome = CheckOutcome.FAILED
     inspected = f" (checked: {picked.level.value})" if picked.level else ""
     next_command = picked.next_command
     if picked.answer is Answer.FRESH and next_command:
@@ -270,7 +270,7 @@ def _check_state(picked: Pick) -> Check | None:
     if picked.chosen is None:
         return None
     short = _CORRECT_RESUME.intersection(picked.absent)
-    return Check("state", Outcome.WARNING if short else Outcome.OK, picked.about_state)
+    return Check("state", CheckOutcome.WARNING if short else CheckOutcome.OK, picked.about_state)
 
 
 def _sizes(
@@ -297,7 +297,7 @@ def _root_of(stores: Mapping[str, Store], chosen: Report) -> str:
 def _check_resharding(
     stores: Mapping[str, Store],
     chosen: Report | None,
-    advice: Advice | None,
+    advice: ReadAdvice | None,
     storage: StorageOptions,
 ) -> Check | None:
     """Whether resharding first would pay, where the ranks are not those that saved."""
@@ -321,14 +321,16 @@ def _check_recomputed(
     try:
         parts = split(read_logs(logs, storage=storage), around=chosen.number)
     except LogWithoutLoss as error:
-        return Check("recompute", Outcome.WARNING, error.message)
+        return Check("recompute", CheckOutcome.WARNING, error.message)
     again = recomputed_from(chosen.number, parts.segments[-1].rows) if parts.segments else None
     if again is None:
-        return Check("recompute", Outcome.WARNING, "the logs hold no step: nothing can be counted")
+        return Check(
+            "recompute", CheckOutcome.WARNING, "the logs hold no step: nothing can be counted"
+        )
     if not again.steps and again.to_step < chosen.number:
         words = f"the logs end at step {again.to_step:,}, before the step that is loaded"
-        return Check("recompute", Outcome.WARNING, words)
-    return Check("recompute", Outcome.OK, f"computed again: {again.message}")
+        return Check("recompute", CheckOutcome.WARNING, words)
+    return Check("recompute", CheckOutcome.OK, f"computed again: {again.message}")
 
 
 def _answer(
@@ -336,10 +338,10 @@ def _answer(
     picked: Pick,
     checks: tuple[Check, ...],
     nodes: tuple[NodeFacts, ...],
-    advice: Advice | None,
+    advice: ReadAdvice | None,
 ) -> Preflight:
     # A storage that nodes see differently makes `pick`'s word worthless: it comes first.
-    failed = [one for one in checks if one.outcome is Outcome.FAILED]
+    failed = [one for one in checks if one.outcome is CheckOutcome.FAILED]
     worst = next((one for one in failed if one.name != "step"), failed[0] if failed else None)
     chosen = picked.chosen if worst is None else None
     return Preflight(

@@ -26,8 +26,8 @@ from ckptctl.formatting import duration, percent, size
 from ckptctl.goodput.estimating import Cadence, cadence_of, daly_interval
 from ckptctl.goodput.measuring import Measured
 from ckptctl.model import Part
-from ckptctl.preflight_checks.results import Capacity, Check, Outcome, Sized
-from ckptctl.resharding.advising import Advice, advice_for
+from ckptctl.preflight_checks.results import Capacity, Check, CheckOutcome, Sized
+from ckptctl.resharding.advising import ReadAdvice, advice_for
 from ckptctl.storage.contract import Store
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def check_sizes(sizes: Sequence[Sized]) -> Iterator[Check]:
     """One line for each number of ranks."""
     for one in sizes:
         well = one.loads and not one.lost
-        outcome = Outcome.OK if well else Outcome.WARNING
+        outcome = CheckOutcome.OK if well else CheckOutcome.WARNING
         yield Check(f"size {one.world_size}", outcome, one.message)
 
 
@@ -129,17 +129,17 @@ def check_capacity(
     saved = chosen.world_size
     if saved is None or world_size is None:
         by = "the number of ranks is unknown" if saved is None else _ranks(saved.size)
-        return Check("capacity", Outcome.OK, f"saved by {by}; compare with --world-size N")
+        return Check("capacity", CheckOutcome.OK, f"saved by {by}; compare with --world-size N")
     if world_size == saved.size:
-        return Check("capacity", Outcome.OK, f"{_ranks(world_size)}{source}, as saved")
+        return Check("capacity", CheckOutcome.OK, f"{_ranks(world_size)}{source}, as saved")
     if saved.at_least and world_size > saved.size:
         words = f"{_ranks(world_size)}{source}, saved by {saved.size} or more"
-        return Check("capacity", Outcome.OK, words)
+        return Check("capacity", CheckOutcome.OK, words)
     words = f"{_ranks(world_size)}{source}, saved by {saved.size}: reshard on load"
     lost = [one for one in chosen.findings if one.code == "state.lost"]
     if lost:
         words += f", lose {', '.join(sorted({one.where or one.message for one in lost}))}"
-    return Check("capacity", Outcome.WARNING, words + _speed(world_size, saved.size, seen))
+    return Check("capacity", CheckOutcome.WARNING, words + _speed(world_size, saved.size, seen))
 
 
 def _speed(world_size: int, saved: int, seen: Measured) -> str:
@@ -155,21 +155,21 @@ def _speed(world_size: int, saved: int, seen: Measured) -> str:
     return words
 
 
-def check_resharding(advice: Advice, command: str) -> Check:
+def check_resharding(advice: ReadAdvice, command: str) -> Check:
     """Whether to reshard before the load."""
     if advice.pays_from == 1:
-        return Check("resharding", Outcome.WARNING, advice.message, next_command=command)
-    return Check("resharding", Outcome.OK, advice.message)
+        return Check("resharding", CheckOutcome.WARNING, advice.message, next_command=command)
+    return Check("resharding", CheckOutcome.OK, advice.message)
 
 
 def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     """How often is saved, against how often it fails and what would be best."""
     if seen.interval_s is None:
-        return Check("cadence", Outcome.OK, seen.why_unknown)
+        return Check("cadence", CheckOutcome.OK, seen.why_unknown)
     words = f"a save every {duration(seen.interval_s, digits=3)}"
     if mtbf_s is None:
         loses = duration(seen.interval_s / 2, digits=3)
-        return Check("cadence", Outcome.OK, f"{words}: a failure loses {loses} on average")
+        return Check("cadence", CheckOutcome.OK, f"{words}: a failure loses {loses} on average")
     words += f", a failure every {duration(mtbf_s, digits=3)}"
     best_s = daly_interval(seen.save_s, mtbf_s) if seen.save_s else None
     advice = "" if best_s is None else f"; best is every {duration(best_s, digits=3)}"
@@ -177,10 +177,10 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     cadence = cadence_of(seen.interval_s, seen.save_s, mtbf_s)
     if cadence is Cadence.ABOVE_MTBF:
         words += f": most work is repeated{advice}"
-        return Check("cadence", Outcome.WARNING, words, next_command=command)
+        return Check("cadence", CheckOutcome.WARNING, words, next_command=command)
     if cadence is Cadence.LONGER_THAN_BEST:
-        return Check("cadence", Outcome.WARNING, words + advice, next_command=command)
-    return Check("cadence", Outcome.OK, words)
+        return Check("cadence", CheckOutcome.WARNING, words + advice, next_command=command)
+    return Check("cadence", CheckOutcome.OK, words)
 
 
 def _ranks(number: int) -> str:
@@ -202,7 +202,7 @@ def check_damage(store: Store, reports: Sequence[Report], next_command: str) -> 
     shared = _writers(damaged, ranks_per_node(store)) + _times(damaged, reports)
     words = f"steps {steps} are damaged: "
     words += "; ".join(shared) if shared else "they have no writer and no time in common"
-    return Check("damage", Outcome.WARNING, words, next_command=next_command)
+    return Check("damage", CheckOutcome.WARNING, words, next_command=next_command)
 
 
 def ranks_per_node(store: Store) -> int | None:
@@ -232,7 +232,7 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
             # It may be the report of the attempt that wrote the step; an older one is not.
             return Check(
                 "writers",
-                Outcome.WARNING,
+                CheckOutcome.WARNING,
                 f"{name} cannot be read, so how many ranks wrote step {chosen.number} is not "
                 "known; --saved-world-size N checks that each left a shard file",
                 next_command=f"ckptctl show {shlex.quote(chosen.url)}",
@@ -243,12 +243,14 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
         there = {rank for _, ranks in chosen.ranks for rank in ranks}
         missing = sorted(set(range(min(wrote, _MOST_RANKS))) - there)
         if not missing:
-            return Check("writers", Outcome.OK, f"shard files of all {wrote} ranks that wrote it")
+            return Check(
+                "writers", CheckOutcome.OK, f"shard files of all {wrote} ranks that wrote it"
+            )
         shown = ", ".join(map(str, missing[:8]))
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         return Check(
             "writers",
-            Outcome.FAILED,
+            CheckOutcome.FAILED,
             f"step {chosen.number}: {wrote} ranks wrote it by the record of the resume before it, "
             f"but there is no shard file of rank {shown}{more}; --saved-world-size "
             f"{len(there)} states that this is right",

@@ -39,7 +39,7 @@ _JUMP = 6.0
 _N_BEFORE = 60
 
 
-class Answer(str, Enum):
+class ValueOrigin(str, Enum):
     """Where a suspicious value comes from."""
 
     TRANSIENT = "transient"
@@ -48,22 +48,22 @@ class Answer(str, Enum):
     UNDECIDED = "undecided"
 
 
-class Nodes(str, Enum):
+class ReplayNodes(str, Enum):
     """The nodes of a replay: those of the record, or others."""
 
     SAME = "same"
     OTHER = "other"
 
 
-class Decision(NamedTuple):
+class RerunDecision(NamedTuple):
     """An answer with its reason; `more` are nodes on which a further replay could change it.
 
     `scatter` is the largest relative difference between replays on the same nodes.
     """
 
-    answer: Answer
+    answer: ValueOrigin
     reason: str
-    more: Nodes | None = None
+    more: ReplayNodes | None = None
     scatter: float | None = None
 
 
@@ -100,14 +100,16 @@ def decide(
     step: int,
     *,
     has_others: bool,
-) -> Decision:
+) -> RerunDecision:
     """Decide from the record and from replays on the same nodes and on others.
 
     Each run has a row for `step`; one that ended there with a failure has a NaN. `has_others`
     is whether there are other nodes to replay on.
     """
     if has_others and not others:
-        return Decision(Answer.UNDECIDED, "no other nodes were tried yet", Nodes.OTHER)
+        return RerunDecision(
+            ValueOrigin.UNDECIDED, "no other nodes were tried yet", ReplayNodes.OTHER
+        )
     runs = _Runs(
         [compare(record, each, step) for each in same],
         [compare(record, each, step) for each in others],
@@ -124,8 +126,8 @@ def decide(
     samples = [each.other_samples for each in (*runs.with_same, *runs.with_others)]
     others_from = next((number for number in samples if number is not None), None)
     if others_from is not None:
-        return Decision(
-            Answer.UNDECIDED,
+        return RerunDecision(
+            ValueOrigin.UNDECIDED,
             f"a replay consumes other samples than the record from step {others_from} on: it does "
             "not repeat the run",
             scatter=scatter,
@@ -142,11 +144,11 @@ _REPLAYS = 2
 chance."""
 
 
-def _by_bits(runs: _Runs) -> Decision | None:
+def _by_bits(runs: _Runs) -> RerunDecision | None:
     """What equal values prove; None where they prove nothing."""
     if any(each.is_equal for each in runs.with_others):
-        return Decision(
-            Answer.JOB,
+        return RerunDecision(
+            ValueOrigin.JOB,
             f"other nodes repeat the record up to step {runs.step}, bit for bit: the cause is in "
             "the data or in the code",
         )
@@ -157,30 +159,32 @@ def _by_bits(runs: _Runs) -> Decision | None:
     if all(agree) if runs.has_others else _all_equal(runs.among_same):
         return _record_differs(runs)
     if runs.wants_others:
-        return Decision(Answer.UNDECIDED, "other nodes differ from the record", Nodes.OTHER)
+        return RerunDecision(
+            ValueOrigin.UNDECIDED, "other nodes differ from the record", ReplayNodes.OTHER
+        )
     if runs.has_others and _all_equal(runs.among_others):
         return _others_agree(runs, repeats=repeats)
     if runs.wants_same:
-        return Decision(Answer.UNDECIDED, "no two runs agree", Nodes.SAME)
+        return RerunDecision(ValueOrigin.UNDECIDED, "no two runs agree", ReplayNodes.SAME)
     return None
 
 
-def _only_same(runs: _Runs) -> Decision:
-    return Decision(
-        Answer.UNDECIDED,
+def _only_same(runs: _Runs) -> RerunDecision:
+    return RerunDecision(
+        ValueOrigin.UNDECIDED,
         f"the same nodes repeat the value of step {runs.step}; only other nodes show whether the "
         "hardware or the job computes it (--other-nodes)",
     )
 
 
-def _record_differs(runs: _Runs) -> Decision | None:
+def _record_differs(runs: _Runs) -> RerunDecision | None:
     """All replays agree, and the record differs from them."""
     first = runs.with_same[0].first
     if first is None or not runs.with_same[0].starts_equal:
         return None
     if not runs.is_finite:
-        return Decision(
-            Answer.UNDECIDED,
+        return RerunDecision(
+            ValueOrigin.UNDECIDED,
             f"the replays agree on a loss of step {runs.step} that is not finite, and the record "
             "has another",
         )
@@ -188,14 +192,14 @@ def _record_differs(runs: _Runs) -> Decision | None:
         return small
     if not all(each.is_equal for each in (*runs.among_same, *runs.among_others)):
         return None
-    return Decision(
-        Answer.TRANSIENT,
+    return RerunDecision(
+        ValueOrigin.TRANSIENT,
         f"the replays agree with each other bit for bit, and the record differs from them, first "
         f"at step {first.step}",
     )
 
 
-def _small(runs: _Runs, different: Sequence[Comparison]) -> Decision | None:
+def _small(runs: _Runs, different: Sequence[Comparison]) -> RerunDecision | None:
     """What a difference lacks that is as small as one by chance; None where it is large enough.
 
     Jobs that are not deterministic often have few outcomes, such as two algorithms to choose
@@ -203,22 +207,24 @@ def _small(runs: _Runs, different: Sequence[Comparison]) -> Decision | None:
     """
     size = max(max(each.before, each.at) for each in different)
     if size <= _LAST_BITS:
-        return Decision(
-            Answer.UNDECIDED,
+        return RerunDecision(
+            ValueOrigin.UNDECIDED,
             f"the runs differ by {size:.1e} of the loss, which two runs of a sound job may: replay "
             "more steps (--from-step) so that a difference grows",
         )
     if size <= _NUMERICS and (runs.wants_same or runs.wants_others):
-        more = Nodes.SAME if runs.wants_same else Nodes.OTHER
-        return Decision(Answer.UNDECIDED, f"the runs differ by {size:.1e} of the loss only", more)
+        more = ReplayNodes.SAME if runs.wants_same else ReplayNodes.OTHER
+        return RerunDecision(
+            ValueOrigin.UNDECIDED, f"the runs differ by {size:.1e} of the loss only", more
+        )
     return None
 
 
-def _others_agree(runs: _Runs, *, repeats: bool) -> Decision | None:
+def _others_agree(runs: _Runs, *, repeats: bool) -> RerunDecision | None:
     """Other nodes repeat each other bit for bit, and not the record."""
     if not runs.others_are_finite:
-        return Decision(
-            Answer.UNDECIDED,
+        return RerunDecision(
+            ValueOrigin.UNDECIDED,
             f"other nodes compute a loss of step {runs.step} that is not finite, and the record is "
             "another: replay on nodes that are known to be sound",
         )
@@ -230,52 +236,55 @@ def _others_agree(runs: _Runs, *, repeats: bool) -> Decision | None:
     first = runs.with_others[0].first
     at = f", first at step {first.step}" if first is not None else ""
     if not starts_equal and size <= _NUMERICS:
-        return Decision(
-            Answer.UNDECIDED,
+        return RerunDecision(
+            ValueOrigin.UNDECIDED,
             f"other nodes differ from the same ones from the first step on, by at most {size:.1e}: "
             "that can be another order of additions on other hardware",
         )
     if repeats:
-        return Decision(
-            Answer.PERSISTENT,
+        return RerunDecision(
+            ValueOrigin.PERSISTENT,
             f"the same nodes repeat the record bit for bit; other nodes agree with each other and "
             f"differ from it{at}",
         )
     if runs.wants_same:
-        return Decision(Answer.UNDECIDED, "the same nodes repeat nothing yet", Nodes.SAME)
+        return RerunDecision(
+            ValueOrigin.UNDECIDED, "the same nodes repeat nothing yet", ReplayNodes.SAME
+        )
     now = runs.between[0][0].first
     if starts_equal and first is not None and now is not None and now.step < first.step:
-        return Decision(
-            Answer.PERSISTENT,
+        return RerunDecision(
+            ValueOrigin.PERSISTENT,
             f"other nodes repeat the record bit for bit up to step {first.step}; the same nodes "
             f"do not any more, from step {now.step} on",
         )
     if size <= _NUMERICS:
         return None
     if _all_equal(runs.among_same):
-        return Decision(
-            Answer.UNDECIDED,
+        return RerunDecision(
+            ValueOrigin.UNDECIDED,
             "the same nodes and the others each repeat themselves, with values of their own that "
             "the record does not have: replay on a third group of nodes",
         )
-    return Decision(
-        Answer.PERSISTENT, "the same nodes do not repeat themselves; other nodes do, bit for bit"
+    return RerunDecision(
+        ValueOrigin.PERSISTENT,
+        "the same nodes do not repeat themselves; other nodes do, bit for bit",
     )
 
 
-def _beyond_scatter(runs: _Runs, rounding: float, jump: float) -> Decision:
+def _beyond_scatter(runs: _Runs, rounding: float, jump: float) -> RerunDecision:
     """What a difference shows that is far larger than those between runs that should agree."""
     among = [*runs.among_same, *runs.among_others]
     between = [each for row in runs.between for each in row]
     may_agree = rounding <= FINE and not _all_equal(between)
     if may_agree and (runs.wants_same or runs.wants_others):
-        more = Nodes.SAME if runs.wants_same else Nodes.OTHER
-        return Decision(Answer.UNDECIDED, "no two runs agree", more)
+        more = ReplayNodes.SAME if runs.wants_same else ReplayNodes.OTHER
+        return RerunDecision(ValueOrigin.UNDECIDED, "no two runs agree", more)
     compared = [*runs.with_same, *runs.with_others, *between, *among]
     scatter = max([*(each.before for each in compared), *(each.at for each in among)])
     if not math.isfinite(scatter):
-        return Decision(
-            Answer.UNDECIDED,
+        return RerunDecision(
+            ValueOrigin.UNDECIDED,
             "a loss is finite in one replay and not in another on the same nodes, or before step "
             f"{runs.step}: nothing is repeated",
         )
@@ -285,29 +294,29 @@ def _beyond_scatter(runs: _Runs, rounding: float, jump: float) -> Decision:
     off_others = min((each.at for each in runs.with_others), default=off_same)
     if off_others > far and off_same > far:
         if runs.is_finite and all(each.at <= far for each in (*between, *among)):
-            return Decision(
-                Answer.TRANSIENT,
+            return RerunDecision(
+                ValueOrigin.TRANSIENT,
                 f"no replay repeats the value of step {runs.step}, which is off by "
                 f"{_relative(off_same)}; {because}",
             )
     elif off_others > far:
         if runs.wants_others:
-            return Decision(Answer.UNDECIDED, "other nodes differ", Nodes.OTHER)
-        return Decision(
-            Answer.PERSISTENT,
+            return RerunDecision(ValueOrigin.UNDECIDED, "other nodes differ", ReplayNodes.OTHER)
+        return RerunDecision(
+            ValueOrigin.PERSISTENT,
             f"the same nodes repeat the value of step {runs.step}, from which other nodes are off "
             f"by {_relative(off_others)}; {because}",
         )
     elif off_same <= far < jump:
         if not runs.has_others:
             return _only_same(runs)
-        return Decision(
-            Answer.JOB,
+        return RerunDecision(
+            ValueOrigin.JOB,
             f"the same nodes and others repeat the value of step {runs.step}, which is off the "
             f"values before it by {_relative(jump)}; {because}",
         )
-    return Decision(
-        Answer.UNDECIDED,
+    return RerunDecision(
+        ValueOrigin.UNDECIDED,
         f"{because}, and only a value that is off by more than {far:.1e} decides",
     )
 

@@ -23,7 +23,7 @@ _MOST_ROWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FirstDifference:
     """The first value in which two runs differ."""
 
     step: int
@@ -42,7 +42,7 @@ class Comparison:
 
     n_values: int
     """How many values both runs logged."""
-    first: Difference | None
+    first: FirstDifference | None
     """The first difference; null where all values are equal."""
     largest_before: float | None
     """The largest relative difference of losses before the suspicious step; null where one of
@@ -179,7 +179,7 @@ def compare(a: Record, b: Record, step: int) -> Comparison:
     losses = [(number, size) for number, _, name, size in values if name == "loss"]
     return Comparison(
         len(values),
-        first and Difference(*first[:3], _finite(first[3])),
+        first and FirstDifference(*first[:3], _finite(first[3])),
         _finite(max((size for number, size in losses if number < step), default=0.0)),
         _finite(max((size for number, size in losses if number == step), default=math.inf)),
         bool(values) and (first is None or min(values)[0] < first[0]),

@@ -16,11 +16,11 @@ from pathlib import Path
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
-from ckptctl.drill.job import Ending, Job, JobOptions, TrialFailed, new_work_folder
+from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_work_folder
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.options import PickPolicy, StorageOptions
-from ckptctl.rerun.deciding import Answer, Decision, Nodes, decide
+from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
 from ckptctl.rerun.recording import (
     Record,
     compare,
@@ -34,11 +34,11 @@ from ckptctl.rerun.results import LoggedLoss, Replay, Rerun
 from ckptctl.selection.picking import pick
 from ckptctl.supervisor.nodes import SUSPECT, NodeOptions, expand, run_exclusion
 
-EXIT_CODES: Mapping[Answer, int] = {
-    Answer.TRANSIENT: 0,
-    Answer.PERSISTENT: 34,
-    Answer.JOB: 93,
-    Answer.UNDECIDED: 31,
+EXIT_CODES: Mapping[ValueOrigin, int] = {
+    ValueOrigin.TRANSIENT: 0,
+    ValueOrigin.PERSISTENT: 34,
+    ValueOrigin.JOB: 93,
+    ValueOrigin.UNDECIDED: 31,
 }
 
 _WRITTEN = "written"
@@ -97,11 +97,11 @@ def rerun(
     before = "" if options.dry_run else fingerprint(root, storage)
     ending = Ending()
     replays: list[Replay] = []
-    decision = Decision(Answer.UNDECIDED, "nothing was replayed", Nodes.SAME)
+    decision = RerunDecision(ValueOrigin.UNDECIDED, "nothing was replayed", ReplayNodes.SAME)
 
     def lead() -> None:
         nonlocal decision
-        records: dict[Nodes, list[Record]] = {Nodes.SAME: [], Nodes.OTHER: []}
+        records: dict[ReplayNodes, list[Record]] = {ReplayNodes.SAME: [], ReplayNodes.OTHER: []}
         while decision.more is not None:
             nodes = decision.more
             tell(f"replay {len(replays) + 1}: {plan.summary(nodes)}")
@@ -110,7 +110,7 @@ def rerun(
             replays.append(replay)
             if problem is not None:
                 where = ", ".join(plan.names[nodes])
-                decision = Decision(Answer.UNDECIDED, f"the replay on {where} {problem}")
+                decision = RerunDecision(ValueOrigin.UNDECIDED, f"the replay on {where} {problem}")
                 return
             records[nodes].append(found)
             same, others = records.values()
@@ -120,7 +120,7 @@ def rerun(
                 tell(decision.reason)
 
     if options.dry_run:
-        kinds = (Nodes.SAME, *((Nodes.OTHER,) if options.other_nodes else ()))
+        kinds = (ReplayNodes.SAME, *((ReplayNodes.OTHER,) if options.other_nodes else ()))
         replays += [_result(plan, plan.job(each, 1, ending.end), each, None, {}) for each in kinds]
         return _concluded(plan, decision, replays, before, tell)
     with ending.listening():
@@ -132,7 +132,7 @@ def rerun(
                 for copy in work.glob("*/root"):
                     shutil.rmtree(copy, ignore_errors=True)
     if ending.asked is not None:
-        decision = Decision(Answer.UNDECIDED, f"ended by {ending.asked.name}")
+        decision = RerunDecision(ValueOrigin.UNDECIDED, f"ended by {ending.asked.name}")
     found = _concluded(plan, decision, replays, before, tell)
     return found if ending.asked is None else replace(found, exit_code=128 + ending.asked)
 
@@ -148,17 +148,17 @@ class _Plan:
     work: Path
     storage: StorageOptions
     read_only: Sequence[str]
-    names: Mapping[Nodes, tuple[str, ...]]
+    names: Mapping[ReplayNodes, tuple[str, ...]]
     path: str
     from_step: int
     last: int
 
-    def summary(self, nodes: Nodes) -> str:
+    def summary(self, nodes: ReplayNodes) -> str:
         """One replay in a few words."""
         steps = f"steps {self.from_step + 1} to {self.last}"
         return f"{steps} on the {nodes.value} nodes, {', '.join(self.names[nodes])}"
 
-    def job(self, nodes: Nodes, number: int, stop: Callable[[], None]) -> Job:
+    def job(self, nodes: ReplayNodes, number: int, stop: Callable[[], None]) -> DrillJob:
         """The job of a replay; `stop` ends it."""
         folder = self.work / f"{nodes.value}-{number}"
         filling = {
@@ -178,7 +178,7 @@ class _Plan:
             nodes=replace(self.options.nodes, nodes=self.names[nodes]),
             patience_s=self.options.patience_s,
         )
-        return Job(about, folder / "root", folder, stop)
+        return DrillJob(about, folder / "root", folder, stop)
 
 
 def _planned(
@@ -236,14 +236,14 @@ def _planned(
         work,
         storage,
         () if options.dry_run else read_only_launcher(root),
-        {Nodes.SAME: expand(allocation), Nodes.OTHER: tuple(options.other_nodes)},
+        {ReplayNodes.SAME: expand(allocation), ReplayNodes.OTHER: tuple(options.other_nodes)},
         path_in(root, chosen.url),
         from_step,
         last,
     )
 
 
-def _replay(plan: _Plan, job: Job, nodes: Nodes) -> tuple[Replay, Record, str | None]:
+def _replay(plan: _Plan, job: DrillJob, nodes: ReplayNodes) -> tuple[Replay, Record, str | None]:
     """Replay once: the result, what was logged, and why it cannot be used."""
     (job.folder / _WRITTEN).mkdir(parents=True)
     copied_by = copy_step(plan.root, plan.path, job.root, plan.storage)
@@ -265,7 +265,7 @@ def _replay(plan: _Plan, job: Job, nodes: Nodes) -> tuple[Replay, Record, str | 
     return _result(plan, job, nodes, code, found, copied_by), found, problem
 
 
-def _wait(plan: _Plan, job: Job) -> int | None:
+def _wait(plan: _Plan, job: DrillJob) -> int | None:
     """Wait until the last step is logged and another follows, or the job ends; its exit code."""
 
     def latest() -> int:
@@ -277,7 +277,7 @@ def _wait(plan: _Plan, job: Job) -> int | None:
     return attempts[-1]["exit_code"] if job.is_over() and attempts else None
 
 
-def _logged(plan: _Plan, job: Job) -> Record:
+def _logged(plan: _Plan, job: DrillJob) -> Record:
     """What a replay has logged so far: in the files it wrote, else in its output."""
     for path in (job.folder / _WRITTEN, job.log):
         with suppress(PathNotFound):
@@ -305,8 +305,8 @@ def _problem(plan: _Plan, found: Record, code: int | None) -> str | None:
 
 def _result(
     plan: _Plan,
-    job: Job,
-    nodes: Nodes,
+    job: DrillJob,
+    nodes: ReplayNodes,
     code: int | None,
     found: Record,
     copied_by: str = "",
@@ -333,7 +333,7 @@ def _listed(record: Record, step: int) -> tuple[LoggedLoss, ...]:
 
 def _concluded(
     plan: _Plan,
-    decision: Decision,
+    decision: RerunDecision,
     replays: Sequence[Replay],
     before: str,
     tell: Callable[[str], None],
@@ -341,12 +341,12 @@ def _concluded(
     """The result, after the node at fault was excluded where that is asked for."""
     options, names = plan.options, plan.names
     answer, reason = decision.answer, decision.reason
-    both = [name for name in names[Nodes.SAME] if name in names[Nodes.OTHER]]
-    if answer is Answer.JOB and both:
-        answer = Answer.UNDECIDED
+    both = [name for name in names[ReplayNodes.SAME] if name in names[ReplayNodes.OTHER]]
+    if answer is ValueOrigin.JOB and both:
+        answer = ValueOrigin.UNDECIDED
         reason = f"{', '.join(both)} computed it each time, and may be at fault"
-    suspects = [name for name in names[Nodes.SAME] if name not in both]
-    suspects = suspects if answer is Answer.PERSISTENT else []
+    suspects = [name for name in names[ReplayNodes.SAME] if name not in both]
+    suspects = suspects if answer is ValueOrigin.PERSISTENT else []
     exclude = options.nodes.exclude_command if len(suspects) == 1 else None
     if exclude is not None:
         tell(f"excluding {suspects[0]}")
@@ -358,7 +358,7 @@ def _concluded(
     if options.dry_run:
         message = f"step {options.step} would be replayed from step {plan.from_step}"
         next_command = None
-    elif answer is Answer.UNDECIDED:
+    elif answer is ValueOrigin.UNDECIDED:
         failed = [Path(each.folder) for each in replays[-1:] if each.exit_code]
         logs = [folder / "logs" / "1" / "output.log" for folder in failed]
         next_command = next((f"ckptctl classify {shlex.quote(str(each))}" for each in logs), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptctl.data_classes import dataclass
 from ckptctl.model import ExitCode, NonNegative
-from ckptctl.rerun.deciding import Answer, Nodes
+from ckptctl.rerun.deciding import ReplayNodes, ValueOrigin
 from ckptctl.rerun.recording import Comparison
 
 
@@ -22,7 +22,7 @@ class LoggedLoss:
 class Replay:
     """One replay, and how it compares with the first record."""
 
-    nodes: Nodes
+    nodes: ReplayNodes
     """Whether it ran on the nodes of the record or on others."""
     names: tuple[str, ...]
     """The names of these nodes."""
@@ -44,7 +44,7 @@ class Replay:
 class Rerun:
     """Where a suspicious value comes from, and the evidence."""
 
-    answer: Answer | None
+    answer: ValueOrigin | None
     """Where it comes from; null in a dry run."""
     message: str
     """The answer and its reason in one line."""

@@ -37,7 +37,7 @@ MIN_GAIN_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class ReadAdvice:
     """What a load on `world_size` ranks reads, in bytes of tensors over all ranks."""
 
     world_size: Positive
@@ -70,7 +70,7 @@ class Advice:
         return {**asdict(self), "message": self.message}
 
 
-def advise(opened: OpenStep, world_size: int) -> Advice | None:
+def advise(opened: OpenStep, world_size: int) -> ReadAdvice | None:
     """The advice for an intact step; None as for `countable`.
 
     Cost: that of `countable`, and some 10 µs per chunk.
@@ -97,7 +97,7 @@ def countable(opened: OpenStep) -> Source | None:
     return source if source.parts else None
 
 
-def advice_for(source: Source, world_size: int) -> Advice:
+def advice_for(source: Source, world_size: int) -> ReadAdvice:
     """The advice for an inspected step. Pure."""
     from ckptctl.resharding.mesh import Mesh
     from ckptctl.resharding.planning import Wanted
@@ -110,8 +110,8 @@ def advice_for(source: Source, world_size: int) -> Advice:
         stock += n_record * n_ranks
     gain = stock - needed
     if gain < MIN_GAIN_BYTES:
-        return Advice(world_size, needed, stock, None)
-    return Advice(world_size, needed, stock, max(1, round(2 * total / gain)))
+        return ReadAdvice(world_size, needed, stock, None)
+    return ReadAdvice(world_size, needed, stock, max(1, round(2 * total / gain)))
 
 
 def _reads(source: Source, wanted: Wanted) -> Iterator[tuple[int, int, int]]:

@@ -28,8 +28,8 @@ from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.resharding.archives import ReadFile, read_archives
 from ckptctl.resharding.reading import (
     Buffers,
-    Damage,
     SliceReader,
+    SourceDamaged,
     SourceFiles,
     read_values,
     source_files,
@@ -134,11 +134,11 @@ def _held_by(
 def _of_files(inspected: Inspection, part: OpenPart) -> Iterator[ReadFile]:
     try:
         yield from read_archives(inspected.step, part)
-    except Damage as damage:
+    except SourceDamaged as damage:
         raise _not_compared(damage) from damage
 
 
-def _not_compared(damage: Damage) -> UsageError:
+def _not_compared(damage: SourceDamaged) -> UsageError:
     return UsageError(damage.finding.message, next_command=damage.finding.next_command)
 
 
@@ -182,7 +182,7 @@ class _Compared:
                 different += [Difference(name, "values", *shown)] if shown else []
         try:
             in_threads(tasks, _THREADS, progress, total, on_progress)
-        except Damage as damage:
+        except SourceDamaged as damage:
             raise _not_compared(damage) from damage
         return sorted(different, key=lambda each: each.fqn)
 
@@ -270,7 +270,7 @@ class _Compared:
         try:
             ((_, one),) = read_values(self.a.files[name], [left])
             ((_, other),) = read_values(self.b.files[name], [right])
-        except Damage:
+        except SourceDamaged:
             return False
         return isinstance(one, Written) and one == other
 

@@ -43,7 +43,7 @@ from ckptctl.resharding.importing import (
     import_shards,
     one_file,
 )
-from ckptctl.resharding.reading import Damage, SourceFiles, source_files
+from ckptctl.resharding.reading import SourceDamaged, SourceFiles, source_files
 from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.shard_files import can_be_read, left_beside, read_shards
 from ckptctl.resharding.sources import Source, check_format, refusal, source_of
@@ -281,13 +281,13 @@ def _from_step(
             return not_converted(found.url, place.url, inspected.report)
         try:
             return _made(asked, found, inspected, place)
-        except Damage as damage:
+        except SourceDamaged as damage:
             report = inspected.report.with_findings(damage.finding)
             return not_converted(found.url, place.url, report)
 
 
 def _made(asked: _Asked, found: OpenTarget, inspected: Inspection, place: Place) -> Converted:
-    """What a step becomes at `place`; raises `Damage`."""
+    """What a step becomes at `place`; raises `SourceDamaged`."""
     if can_be_read(inspected):
         shards = read_shards(inspected, found.store)
         source = Source(found.url, inspected.report, tuple(one.part for one in shards), ())

@@ -21,12 +21,12 @@ from ckptctl.inspection.open_step import list_step
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.reading import Damage, Piece, SourceFiles, source_files
+from ckptctl.resharding.reading import Piece, SourceDamaged, SourceFiles, source_files
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
-    Budget,
     FileCopy,
+    WriteLimits,
     WriteProgress,
     budget,
     entry_path,
@@ -98,7 +98,7 @@ class WriteOptions:
     group: ProcessGroup = field(default_factory=ProcessGroup)
     on_progress: OnProgress | None = None
 
-    def budget(self, source: Store, target: Store) -> Budget:
+    def budget(self, source: Store, target: Store) -> WriteLimits:
         """How many threads write, and what each may hold; raises `UsageError`."""
         return budget(self.memory, self.jobs, source, target)
 
@@ -115,7 +115,7 @@ def write(
     plan: Plan,
     source: OpenTarget,
     place: Place,
-    budget: Budget,
+    budget: WriteLimits,
     options: WriteOptions,
     files: Mapping[str, SourceFiles] | None = None,
 ) -> Written | Report:
@@ -123,7 +123,7 @@ def write(
 
     `files` are the records of each part, if they are not in shard files. Every process of
     the group calls this, and rank 0 publishes; the others get the result of a step that is
-    not published yet. Raises `Damage` if the source does not match what was saved,
+    not published yet. Raises `SourceDamaged` if the source does not match what was saved,
     `UsageError` if the target exists, `StorageError`.
     """
     group = options.group
@@ -166,7 +166,7 @@ class _Work:
         plan: Plan,
         source: OpenTarget,
         place: Place,
-        budget: Budget,
+        budget: WriteLimits,
         on_progress: OnProgress | None,
         files: Mapping[str, SourceFiles] | None,
     ) -> None:
@@ -260,7 +260,7 @@ class _Work:
                     Limits(self._budget.jobs, on_progress=on_progress),
                     only=[entry.fqn for entry in part.entries],
                 )
-            except Damage:
+            except SourceDamaged:
                 self._forget(part)
                 raise
 

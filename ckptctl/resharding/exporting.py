@@ -38,8 +38,8 @@ from ckptctl.resharding.reading import SliceReader, SourceFiles, read_values
 from ckptctl.resharding.results import left_out
 from ckptctl.resharding.sources import Source, SourceBytes, SourcePart, SourceTensor
 from ckptctl.resharding.writing import (
-    Budget,
     FileCopy,
+    WriteLimits,
     WriteProgress,
     in_threads,
     prove,
@@ -156,7 +156,7 @@ def write_export(
     export: Export,
     files: dict[str, SourceFiles],
     place: Place,
-    room: Budget,
+    room: WriteLimits,
     on_progress: OnProgress | None,
 ) -> None:
     """Write what was planned; see `write_whole`."""
@@ -297,7 +297,7 @@ def write_whole(
     beside: Mapping[str, bytes],
     files: Mapping[str, SourceFiles],
     place: Place,
-    room: Budget,
+    room: WriteLimits,
     *,
     identity: str,
     on_progress: OnProgress | None,
@@ -380,7 +380,7 @@ class _Copy:
         self,
         file: WholeFile,
         files: Mapping[str, SourceFiles],
-        room: Budget,
+        room: WriteLimits,
         progress: WriteProgress,
         proving: threading.Lock,
     ) -> None:

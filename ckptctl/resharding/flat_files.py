@@ -40,7 +40,7 @@ from ckptctl.model import (
     TensorEntry,
 )
 from ckptctl.records.slices import TensorSlice, aligned
-from ckptctl.resharding.reading import Damage, Opened, SourceFiles, check_held, opened_at
+from ckptctl.resharding.reading import Opened, SourceDamaged, SourceFiles, check_held, opened_at
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.storage.contract import Span, Store, read_range
@@ -64,7 +64,7 @@ class FlatFile:
 def read_flat(store: Store, file: FileInfo, url: str, *, only_model: bool = False) -> FlatFile:
     """Read everything but the elements of a `torch.save` file.
 
-    With `only_model`, everything else in it is ignored. Raises `Damage` if the content does
+    With `only_model`, everything else in it is ignored. Raises `SourceDamaged` if the content does
     not match what was saved, `UsageError` if it holds anything that a step cannot. Cost:
     three small reads, and two per storage.
     """
@@ -98,7 +98,7 @@ def open_flat(
 ) -> OpenFlat:
     """Read everything but the elements of a `torch.save` file, and decode its pickle.
 
-    Raises `Damage`, and `UsageError` for a format that is not read. Cost: three small reads,
+    Raises `SourceDamaged`, and `UsageError` for a format that is not read. Cost: three small reads,
     and two per storage.
     """
     whole = ByteRange(file.path, 0, file.size)
@@ -107,15 +107,15 @@ def open_flat(
         directory, read = _sound(store, whole)
         state = decode(_pickle(directory, read))
     except RecordUnreadable as error:
-        raise Damage(files.finding("record.framing", whole, error.message)) from error
+        raise SourceDamaged(files.finding("record.framing", whole, error.message)) from error
     except MetadataUnreadable as error:
-        raise Damage(files.finding("record.mismatch", whole, error.message)) from error
+        raise SourceDamaged(files.finding("record.mismatch", whole, error.message)) from error
     except MetadataUnsafe as error:
-        raise Damage(files.finding("record.unsafe", whole, error.message)) from error
+        raise SourceDamaged(files.finding("record.unsafe", whole, error.message)) from error
     wrong = wrong_crcs(directory, read)
     if wrong:
         message = f"{', '.join(wrong)} does not match the checksum saved with it"
-        raise Damage(files.finding("record.crc", whole, message))
+        raise SourceDamaged(files.finding("record.crc", whole, message))
     if read_member(directory, "byteorder", read) == b"big":
         raise UsageError(f"{url} was written on a big-endian machine, which is not supported")
     members = {member.name: member for member in directory.members}

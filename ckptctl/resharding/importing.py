@@ -56,7 +56,7 @@ from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.flat_files import read_flat
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Plan, Wanted, plan
-from ckptctl.resharding.reading import Damage, Opened, SourceFiles
+from ckptctl.resharding.reading import Opened, SourceDamaged, SourceFiles
 from ckptctl.resharding.results import Converted, left_out, not_converted
 from ckptctl.resharding.sources import Source, SourceChunk, SourcePart, SourceTensor, refusal
 from ckptctl.selection.verifying import OpenTarget
@@ -113,7 +113,7 @@ def import_flat(source: OneFile, into: Into) -> Converted:
     report = _report(source, "flat")
     try:
         flat = read_flat(source.store, source.file, source.url, only_model=into.only_model)
-    except Damage as damage:
+    except SourceDamaged as damage:
         return not_converted(source.url, into.place.url, report.with_findings(damage.finding))
     if not flat.has_crcs:
         why = "was saved without checksums: its bytes cannot be verified"
@@ -209,7 +209,7 @@ def _import(
             into.options,
             files,
         )
-    except Damage as damage:
+    except SourceDamaged as damage:
         report = read.report.with_findings(damage.finding)
         return not_converted(source.url, into.place.url, report)
     if isinstance(written, Report):
@@ -373,7 +373,7 @@ class _Files(SourceFiles):
             now = there.get(self.in_store(file.path))
             if now is None or _stamp(now) != _stamp(file):
                 where = self.where(file.path)
-                raise Damage(
+                raise SourceDamaged(
                     Finding(
                         "step.changed",
                         where,

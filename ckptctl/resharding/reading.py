@@ -55,7 +55,7 @@ MAX_VALUE_BYTES = 64 << 20
 """The longest record of a value that is read; it is held in memory."""
 
 
-class Damage(Exception):
+class SourceDamaged(Exception):
     """The source does not match what was saved; `finding` names the place and the difference."""
 
     def __init__(self, finding: Finding) -> None:
@@ -136,7 +136,7 @@ class SourceFiles:
         )
 
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
-        """The record of a chunk of a tensor; raises `Damage`.
+        """The record of a chunk of a tensor; raises `SourceDamaged`.
 
         Cost: two reads when it is opened first, none after that unless it must be held.
         """
@@ -171,23 +171,23 @@ class SourceFiles:
         self.check_held_crc(record, opened, data)
         return opened._replace(start=0, held=aligned(data))
 
-    def damage(self, record: ByteRange, error: RecordUnreadable | Unfit) -> Damage:
+    def damage(self, record: ByteRange, error: RecordUnreadable | Unfit) -> SourceDamaged:
         """The error for a record that cannot be opened."""
         message = error.message
         if isinstance(error, WrongChecksum):
             message = f"{error.names} does not match the checksum saved with it"
-        return Damage(self.finding(error.code, record, message))
+        return SourceDamaged(self.finding(error.code, record, message))
 
     def check_unchanged(self) -> None:
-        """Raise `Damage` if files without checksums have changed since they were inspected."""
+        """Raise `SourceDamaged` if files without checksums have changed since the inspection."""
 
     def check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
-        """Raise `Damage` if elements that are held do not match their checksum."""
+        """Raise `SourceDamaged` if elements that are held do not match their checksum."""
         from zlib_ng.zlib_ng import crc32
 
         if opened.crc is not None and crc32(data) != opened.crc:
             message = f"its elements have the CRC-32 {crc32(data):08x}, saved was {opened.crc:08x}"
-            raise Damage(self.finding("record.crc", record, message))
+            raise SourceDamaged(self.finding("record.crc", record, message))
 
     def _unpacked(self, tensor: SourceTensor, chunk: SourceChunk, held_limit: int) -> Opened:
         """A compressed record, which is held as a whole."""
@@ -299,7 +299,7 @@ class SliceReader:
         """Put a slice of a tensor into `block`, in row-major order.
 
         Returns the runs that were copied as they lie in the source, in the order in
-        which they lie in the block. Raises `Damage`.
+        which they lie in the block. Raises `SourceDamaged`.
         """
         target = Strided(block, 0, row_major(wanted.sizes, tensor.item_bytes))
         runs: list[tuple[int, Piece]] = []
@@ -391,7 +391,7 @@ def read_values(
 ) -> Iterator[tuple[SourceBytes, Written | NotPlain]]:
     """Each entry with its value, ready to be written again, or with why it cannot be.
 
-    Raises `Damage`. Cost: one read for each, several in flight where that is faster.
+    Raises `SourceDamaged`. Cost: one read for each, several in flight where that is faster.
     """
     small = [entry for entry in entries if entry.record.length <= MAX_VALUE_BYTES]
     spans = [
@@ -415,7 +415,7 @@ def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | Not
     except (RecordUnreadable, Unfit) as error:
         raise files.damage(record, error) from error
     except MetadataUnsafe as error:
-        raise Damage(files.finding("record.unsafe", record, error.message)) from error
+        raise SourceDamaged(files.finding("record.unsafe", record, error.message)) from error
     except MetadataUnreadable as error:
         return NotPlain(f"{entry.fqn}: {error.message}")
 

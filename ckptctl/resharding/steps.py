@@ -25,7 +25,7 @@ from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.mesh import Mesh, RankSlice, check_mesh, parse_mesh, parse_rules
 from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares
-from ckptctl.resharding.reading import Damage
+from ckptctl.resharding.reading import SourceDamaged
 from ckptctl.resharding.results import Reshard
 from ckptctl.resharding.sources import Source, check_format, needs_content, refusal, source_of
 from ckptctl.resharding.writing import DEFAULT_MEMORY
@@ -211,7 +211,7 @@ def _reshard(
             return _answer(planned, place.url)
         try:
             written = write(planned, found, place, room, options)
-        except Damage as damage:
+        except SourceDamaged as damage:
             report = inspected.report.with_findings(damage.finding)
             return _refused(found.url, place.url, asked, report)
         if isinstance(written, Report):

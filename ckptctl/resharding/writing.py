@@ -34,7 +34,14 @@ from ckptctl.records.elements import Block, block_of, record_of
 from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.records.verification import CrcPart, Passing, check_parts, combined_crc
 from ckptctl.resharding.planning import TargetFile
-from ckptctl.resharding.reading import Buffers, Damage, Opened, Piece, SliceReader, SourceFiles
+from ckptctl.resharding.reading import (
+    Buffers,
+    Opened,
+    Piece,
+    SliceReader,
+    SourceDamaged,
+    SourceFiles,
+)
 from ckptctl.resharding.sources import SourceBytes, SourcePart, SourceTensor
 from ckptctl.storage.contract import Store, StoreKind
 from ckptctl.storage.objects import PART_BYTES
@@ -57,14 +64,14 @@ _TIDY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class WriteLimits:
     """How many threads write, and what each may hold."""
 
     jobs: int
     buffers: Buffers
 
 
-def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budget:
+def budget(memory: int, jobs: int | None, source: Store, target: Store) -> WriteLimits:
     """The threads and buffers that fit in `memory` bytes; raises `UsageError` if too little.
 
     An upload holds a few more parts.
@@ -83,7 +90,7 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budge
     block = _SMALLEST_BLOCK
     while block < _LARGEST_BLOCK and 8 * block <= each:
         block *= 2
-    return Budget(n, Buffers(block, block, max(0, each - 2 * block) // 2))
+    return WriteLimits(n, Buffers(block, block, max(0, each - 2 * block) // 2))
 
 
 def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
@@ -207,7 +214,7 @@ class FileCopy:
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of the file in order; each piece is overwritten by the next.
 
-        Raises `Damage` if the source does not match what was saved.
+        Raises `SourceDamaged` if the source does not match what was saved.
         """
         self.proof.clear()
         block = memoryview(bytearray(self.buffers.block))
@@ -231,7 +238,7 @@ class FileCopy:
                 passing = Passing(directory, 0)
             except RecordUnreadable as error:
                 finding = self.files.finding("record.framing", record, error.message)
-                raise Damage(finding) from error
+                raise SourceDamaged(finding) from error
         for at in range(0, record.length, len(block)):
             piece = block[: min(len(block), record.length - at)]
             reader.read(record.file, record.offset + at, piece)
@@ -243,11 +250,11 @@ class FileCopy:
             return
         checked = check_parts(passing.directory, [passing.part], tail)
         if checked.unreadable is not None:
-            raise Damage(self.files.finding("record.framing", record, checked.unreadable))
+            raise SourceDamaged(self.files.finding("record.framing", record, checked.unreadable))
         if checked.wrong is not None:
             names = ", ".join(checked.wrong.names)
             message = f"{names} does not match the checksum saved with it"
-            raise Damage(self.files.finding("record.crc", record, message))
+            raise SourceDamaged(self.files.finding("record.crc", record, message))
 
     def _directory(self, entry: SourceBytes, reader: SliceReader) -> tuple[RecordDirectory, bytes]:
         record = entry.record
@@ -310,7 +317,7 @@ SCHEMA = "ckptctl.reshard-journal/1"
 MAX_BYTES = 64 << 20
 
 
-class Record(NamedTuple):
+class ChunkRecord(NamedTuple):
     """The record of chunk `number` of a tensor."""
 
     tensor: SourceTensor
@@ -329,7 +336,7 @@ def prove(
     """Verify the records of a part's tensors; returns how many bytes this read.
 
     `pieces` are those of all target files; `only` are the FQNs that were copied. Raises
-    `Damage`. Records without a checksum are skipped; the caller has allowed that.
+    `SourceDamaged`. Records without a checksum are skipped; the caller has allowed that.
     """
     files.check_unchanged()
     by_record: dict[tuple[str, int], list[Piece]] = defaultdict(list)
@@ -355,14 +362,14 @@ def prove(
     return n_read
 
 
-def _records(part: SourcePart, only: Iterable[str] | None) -> Iterator[Record]:
+def _records(part: SourcePart, only: Iterable[str] | None) -> Iterator[ChunkRecord]:
     wanted = None if only is None else set(only)
     for tensor in part.tensors:
         if wanted is None or tensor.entry.fqn in wanted:
-            yield from (Record(tensor, number) for number in range(len(tensor.chunks)))
+            yield from (ChunkRecord(tensor, number) for number in range(len(tensor.chunks)))
 
 
-def damage(files: SourceFiles, record: Record, opened: Opened, crc: int) -> Damage:
+def damage(files: SourceFiles, record: ChunkRecord, opened: Opened, crc: int) -> SourceDamaged:
     """The error for elements that do not match the checksum saved with them."""
     place = record.tensor.chunks[record.number].record
     name = record.tensor.entry.fqn
@@ -370,7 +377,7 @@ def damage(files: SourceFiles, record: Record, opened: Opened, crc: int) -> Dama
         name += f" at {record.tensor.chunks[record.number].elements.offsets}"
     saved = opened.crc or 0
     message = f"{name} has the CRC-32 {crc:08x} in {opened.n_bytes:,} bytes, saved was {saved:08x}"
-    return Damage(files.finding("record.crc", place, message))
+    return SourceDamaged(files.finding("record.crc", place, message))
 
 
 # What an interrupted call has written: one JSON file for each complete shard file

@@ -27,7 +27,7 @@ from ckptctl.formats.own.run_events import (
 from ckptctl.runbook.document import DONE, STOP, Block, Input, Outcome, Runbook, State, Value
 from ckptctl.runbook.executing import Ended, execute
 from ckptctl.runbook.position import Position, position_of
-from ckptctl.runbook.record import Record, myself
+from ckptctl.runbook.record import RunRecord, myself
 
 _ASSUMED = "dry run"
 _LEFT = "left"
@@ -148,7 +148,7 @@ def left_by_operator(position: Position, *, attended: bool) -> Left:
 
 def proceed(
     book: Runbook,
-    record: Record,
+    record: RunRecord,
     talk: Talk,
     handed_on: Mapping[str, str],
     *,
@@ -158,7 +158,7 @@ def proceed(
 
     `handed_on` are unrecorded variables for the commands (addresses and credentials of a
     storage); the first `n_found` events were found under the root. Every block is recorded
-    before and after it runs. Raises `NoTerminal`, `TakenOver`, `RecordUnreadable`, and
+    before and after it runs. Raises `NoTerminal`, `TakenOver`, `RunUnreadable`, and
     storage errors of the record.
     """
     return _Engine(book, record, talk, handed_on, n_found).run()
@@ -170,7 +170,7 @@ class _Engine:
     def __init__(
         self,
         book: Runbook,
-        record: Record,
+        record: RunRecord,
         talk: Talk,
         handed_on: Mapping[str, str],
         n_found: int,

@@ -32,7 +32,7 @@ from ckptctl.runbook.document import (
     shown,
     used_names,
 )
-from ckptctl.runbook.record import RecordUnreadable
+from ckptctl.runbook.record import RunUnreadable
 
 
 class _OffThePage(Exception):
@@ -203,7 +203,7 @@ def position_of(
     """The position of a run with these events; a stopped run is at the block where it stopped.
 
     The first `n_found` events existed before this call; `attended` means that a person
-    confirmed continuing them. Raises `RecordUnreadable` for events that do not match the
+    confirmed continuing them. Raises `RunUnreadable` for events that do not match the
     page.
     """
     defaults = {each.name: each.default for each in book.inputs if each.default is not None}
@@ -214,7 +214,7 @@ def position_of(
         try:
             position.apply(event, found=number < n_found, attended=attended)
         except (_OffThePage, UsageError) as error:
-            raise RecordUnreadable(
+            raise RunUnreadable(
                 f"event {number + 1} of the run does not match the page of {book.name}: {error}; "
                 "--new starts a new run"
             ) from error

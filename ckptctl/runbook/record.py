@@ -67,14 +67,14 @@ class TakenOver(CkptctlError):
     code = "runbook.taken-over"
 
 
-class RecordUnreadable(CkptctlError):
+class RunUnreadable(CkptctlError):
     """A file of a run was not written by ckptctl."""
 
     exit_code = 21
     code = "runbook.unreadable"
 
 
-class Record:
+class RunRecord:
     """One run: its events, and the number of the next one."""
 
     def __init__(self, store: Store, folder: str, events: Sequence[Event] = ()) -> None:
@@ -119,7 +119,7 @@ class Record:
         return opened
 
 
-class Unwritten(Record):
+class Unwritten(RunRecord):
     """The record of a dry run: events are kept only in memory."""
 
     def __init__(self, store: Store) -> None:
@@ -132,7 +132,7 @@ class Unwritten(Record):
         return made
 
 
-def begun(store: Store, runbook: str) -> Record:
+def begun(store: Store, runbook: str) -> RunRecord:
     """A new, empty run.
 
     Its name sorts after that of the newest run, even if another host's clock was ahead or a
@@ -142,11 +142,11 @@ def begun(store: Store, runbook: str) -> Record:
     last = _newest_name(store, runbook)
     if last is not None:
         at = max(at, _began_at(last) + timedelta(seconds=1))
-    return Record(store, f"{RUNS_FOLDER}/{runbook}/{at.strftime(_STAMP)}-{os.urandom(3).hex()}")
+    return RunRecord(store, f"{RUNS_FOLDER}/{runbook}/{at.strftime(_STAMP)}-{os.urandom(3).hex()}")
 
 
-def newest(store: Store, runbook: str) -> Record | None:
-    """The newest run of this runbook, with its events; raises `RecordUnreadable`."""
+def newest(store: Store, runbook: str) -> RunRecord | None:
+    """The newest run of this runbook, with its events; raises `RunUnreadable`."""
     last = _newest_name(store, runbook)
     return None if last is None else _loaded(store, f"{RUNS_FOLDER}/{runbook}/{last}")
 
@@ -171,7 +171,7 @@ def _began_at(name: str) -> datetime:
     return datetime.strptime(name.partition("-")[0], _STAMP).replace(tzinfo=timezone.utc)
 
 
-def _loaded(store: Store, folder: str) -> Record:
+def _loaded(store: Store, folder: str) -> RunRecord:
     names = sorted(
         name
         for entry in store.list_dir(folder)
@@ -196,11 +196,11 @@ def _loaded(store: Store, folder: str) -> Record:
             events.append(read_event(data, first=number == 1))
         except OwnFileUnreadable as error:
             _refuse(store, path, error.message[:120], error)
-    return Record(store, folder, events)
+    return RunRecord(store, folder, events)
 
 
 def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -> NoReturn:
-    raise RecordUnreadable(
+    raise RunUnreadable(
         f"{join_url(store.url, path)} is not the record of a runbook: {why}; --new starts a new run"
     ) from cause
 
@@ -246,7 +246,7 @@ def myself(*, gone: bool = False) -> Holder:
 
 
 @contextmanager
-def held(record: Record, *, take_over: bool) -> Iterator[None]:
+def held(record: RunRecord, *, take_over: bool) -> Iterator[None]:
     """Hold a run while working on it; raises `RunHeld` if somebody else does."""
     other = holder_of(record)
     if other is not None and other.is_here and not take_over:
@@ -268,7 +268,7 @@ def held(record: Record, *, take_over: bool) -> Iterator[None]:
             _put(record, myself(gone=True))
 
 
-def holder_of(record: Record) -> Holder | None:
+def holder_of(record: RunRecord) -> Holder | None:
     """The last holder of a run; None if there was none or it cannot be determined."""
     try:
         document = read_json(record.store, _path(record), max_bytes=_MAX_BYTES)
@@ -286,18 +286,18 @@ def holder_of(record: Record) -> Holder | None:
     return found if is_valid else None
 
 
-def _beat(record: Record, over: threading.Event) -> None:
+def _beat(record: RunRecord, over: threading.Event) -> None:
     while not over.wait(BEAT_S):
         # If the storage is gone, the next event reports it.
         with suppress(StorageError):
             _put(record, myself())
 
 
-def _put(record: Record, holder: Holder) -> None:
+def _put(record: RunRecord, holder: Holder) -> None:
     record.store.put(_path(record), json.dumps(asdict(holder)).encode(), replace=True)
 
 
-def _path(record: Record) -> str:
+def _path(record: RunRecord) -> str:
     return f"{record.folder}/holder.json"
 
 

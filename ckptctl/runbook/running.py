@@ -20,7 +20,7 @@ from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.position import position_of
-from ckptctl.runbook.record import Record, Unwritten, begun, held, newest
+from ckptctl.runbook.record import RunRecord, Unwritten, begun, held, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store, parent_url
@@ -73,7 +73,7 @@ def run_runbook(
 
     `inputs` are values by name. Raises `UsageError` for inputs that the page does not
     declare, `PathNotFound` if the root does not exist, `AccessDenied` if no record can be
-    written, `RunHeld` if another person works on the run, `RecordUnreadable`, `TakenOver`,
+    written, `RunHeld` if another person works on the run, `RunUnreadable`, `TakenOver`,
     `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
@@ -113,7 +113,7 @@ def run_runbook(
         return _ran(book, record, left, again, n_found=n_found)
 
 
-def _write_transcript(record: Record, left: Left) -> None:
+def _write_transcript(record: RunRecord, left: Left) -> None:
     step = left.step
     for name, text in transcript(record.events, step).items():
         data = text.encode("utf-8", "backslashreplace")
@@ -162,7 +162,7 @@ def _check_there(store: Store) -> None:
 
 def _record(
     book: Runbook, store: Store, how: How, talk: Talk, given: Mapping[str, Value]
-) -> tuple[Record, Record | None]:
+) -> tuple[RunRecord, RunRecord | None]:
     """The existing run or a new one, and the record to write to; None to leave."""
     new = begun(store, book.name)
     last = None if how == "new" else newest(store, book.name)
@@ -186,7 +186,7 @@ def _record(
     return last, last
 
 
-def _taken(book: Runbook, record: Record, given: Mapping[str, Value]) -> list[str]:
+def _taken(book: Runbook, record: RunRecord, given: Mapping[str, Value]) -> list[str]:
     """The inputs that a run would take from its record, formatted."""
     position = position_of(book, record.events, len(record.events))
     names = [each.name for each in book.inputs if each.name != "ROOT"]
@@ -198,7 +198,7 @@ def _taken(book: Runbook, record: Record, given: Mapping[str, Value]) -> list[st
 
 
 def _continues(
-    book: Runbook, record: Record, talk: Talk, given: Mapping[str, Value]
+    book: Runbook, record: RunRecord, talk: Talk, given: Mapping[str, Value]
 ) -> bool | None:
     try:
         return talk.continues(record.name, record.opened.by)
@@ -208,7 +208,7 @@ def _continues(
 
 
 def _check_unattended(
-    book: Runbook, record: Record, talk: Talk, given: Mapping[str, Value]
+    book: Runbook, record: RunRecord, talk: Talk, given: Mapping[str, Value]
 ) -> None:
     """Refuse to take an input with a default from a record if nobody can be asked.
 
@@ -230,7 +230,7 @@ def _check_unattended(
             )
 
 
-def _check_page(book: Runbook, record: Record) -> None:
+def _check_page(book: Runbook, record: RunRecord) -> None:
     if record.opened.page != _digest(book):
         raise UsageError(
             f"the page of the runbook {book.name} has changed since the run {record.name} was "
@@ -241,7 +241,7 @@ def _check_page(book: Runbook, record: Record) -> None:
         )
 
 
-def _open(book: Runbook, record: Record, root: str, inputs: Mapping[str, Value]) -> None:
+def _open(book: Runbook, record: RunRecord, root: str, inputs: Mapping[str, Value]) -> None:
     given = {**inputs, "ROOT": root}
     if record.events:
         record.add(ResumedEvent(by=who(), inputs=given))
@@ -332,7 +332,7 @@ def _next(
     return shlex.join([*_words(book.called, root, {**given, **missing}), *repeated, "--continue"])
 
 
-def _ran(book: Runbook, record: Record, left: Left, again: str | None, *, n_found: int) -> Ran:
+def _ran(book: Runbook, record: RunRecord, left: Left, again: str | None, *, n_found: int) -> Ran:
     dry = isinstance(record, Unwritten)
     return Ran(
         book.name,

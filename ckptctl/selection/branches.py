@@ -52,7 +52,7 @@ class AbandonedSave:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class RecordedResume:
     """A resume of the run, as one of its roots records it.
 
     `step` is None for a fresh start, `loaded` the `metadata_digest` of the loaded save.
@@ -122,19 +122,19 @@ def put_resume(
     store.put(f"{BRANCHES_FOLDER}/{name}", as_stored(_SCHEMA, document), replace=True)
 
 
-def read_resumes(store: Store) -> tuple[Resume, ...]:
+def read_resumes(store: Store) -> tuple[RecordedResume, ...]:
     """The resumes that a root records.
 
     The name of a record counts if its content cannot be read. Raises `StorageError` if the
     root does not answer. Cost: one listing, and one read per resume.
     """
-    named: dict[str, Resume] = {}
+    named: dict[str, RecordedResume] = {}
     for entry in list_if_there(store, BRANCHES_FOLDER):
         match = _NAME.fullmatch(entry.path.rpartition("/")[2])
         at_s = _named_at(match["at"]) if match else None
         if match is not None and at_s is not None:
             step = None if match["step"] == _START else int(match["step"])
-            named[entry.path] = Resume(store.url, match["attempt"], step, at_s)
+            named[entry.path] = RecordedResume(store.url, match["attempt"], step, at_s)
     newest = sorted(named, reverse=True)[:MAX_READ]
     for path, data in in_flight(partial(read_if_there, store, limit=_MAX_BYTES), newest):
         if data is not None:
@@ -142,7 +142,7 @@ def read_resumes(store: Store) -> tuple[Resume, ...]:
     return tuple(named.values())
 
 
-def _parsed(named: Resume, data: bytes) -> Resume:
+def _parsed(named: RecordedResume, data: bytes) -> RecordedResume:
     try:
         fields = read_back(data, _SCHEMA, BranchDocument, max_objects=_MAX_OBJECTS)
     except OwnFileUnreadable:
@@ -171,7 +171,7 @@ def _named_at(time: str) -> float | None:
         return None
 
 
-def left_behind(inspected: Inspection, resumes: Sequence[Resume]) -> Resume | None:
+def left_behind(inspected: Inspection, resumes: Sequence[RecordedResume]) -> RecordedResume | None:
     """The resume that abandoned a step; None for a step of the current branch.
 
     `resumes` are those that other roots record. A step that a resume loaded belongs to the
@@ -189,7 +189,7 @@ def left_behind(inspected: Inspection, resumes: Sequence[Resume]) -> Resume | No
     return None
 
 
-def ruled_out(inspected: Inspection, resume: Resume) -> Inspection:
+def ruled_out(inspected: Inspection, resume: RecordedResume) -> Inspection:
     """The inspection of a step, with the finding that a resume has abandoned it."""
     report = inspected.report
     went_on = (

@@ -19,7 +19,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
-from ckptctl.selection.branches import Resume, left_behind, ruled_out
+from ckptctl.selection.branches import RecordedResume, left_behind, ruled_out
 from ckptctl.selection.choosing import (
     Candidate,
     Choice,
@@ -149,7 +149,7 @@ class CachingInspector:
             return self.level
         return max(self.level or at_least, at_least, key=lambda level: level.depth)
 
-    def _resumes_beside(self, candidate: Candidate) -> list[Resume]:
+    def _resumes_beside(self, candidate: Candidate) -> list[RecordedResume]:
         """The resumes that the other roots record; in its own root a mark excludes a step."""
         others = (root for place, root in enumerate(self._roots) if place != candidate.root_index)
         return [one for root in others for one in root.resumes]

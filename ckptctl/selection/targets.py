@@ -32,7 +32,7 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
-from ckptctl.selection.branches import Resume, read_resumes
+from ckptctl.selection.branches import RecordedResume, read_resumes
 from ckptctl.selection.roots import RootListing, check_listed_again, list_root
 from ckptctl.storage.contract import Store, read_range
 from ckptctl.storage.opening import (
@@ -103,7 +103,7 @@ class OpenRoot:
     optional: bool = False
     trees: Trees = field(default_factory=dict)
     error: StorageError | None = None
-    resumes: tuple[Resume, ...] = ()
+    resumes: tuple[RecordedResume, ...] = ()
 
     @property
     def is_there(self) -> bool:

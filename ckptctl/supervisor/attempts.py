@@ -25,7 +25,7 @@ from ckptctl.formats.own.supervision import (
     PartDocument,
 )
 from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher, log_size
-from ckptctl.supervisor.nodes import Plan
+from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
 from ckptctl.supervisor.policy import (
     NO_ANSWER,
@@ -62,7 +62,7 @@ class AttemptRunner:
         self._signals = signals
         self._tell = tell
 
-    def run(self, number: int, plan: Plan, variables: Mapping[str, str]) -> Ended:
+    def run(self, number: int, plan: AttemptPlan, variables: Mapping[str, str]) -> Ended:
         """Run an attempt to its end; raises `UsageError` where the command cannot be started."""
         began_s = time.monotonic()
         with self._output(number) as (output, paths):
@@ -105,7 +105,7 @@ class AttemptRunner:
             yield (fd, fd), (*logs, path)
 
 
-def begun(number: int, plan: Plan) -> AttemptDocument:
+def begun(number: int, plan: AttemptPlan) -> AttemptDocument:
     """The record of an attempt that begins."""
     return {
         "number": number,

@@ -47,7 +47,7 @@ class Assignment(NamedTuple):
     launch: LaunchDocument
 
 
-class Outcome(NamedTuple):
+class JobEnd(NamedTuple):
     """The end of the job for all launchers."""
 
     decision: Decision
@@ -105,7 +105,7 @@ class Coordination:
 
     # Who leads
 
-    def next(self, *, reset: bool) -> Assignment | Outcome | Turn:
+    def next(self, *, reset: bool) -> Assignment | JobEnd | Turn:
         """Wait for a part to run, for the end of the job, or for the turn to lead.
 
         A damaged state is replaced at a `reset`. Raises `StorageUnavailable` where the storage
@@ -129,20 +129,20 @@ class Coordination:
                 raise StorageUnavailable(launchers.failure or f"{self._root} does not answer")
             time.sleep(POLL_S / 2)
 
-    def _next(self) -> Assignment | Outcome | Turn | None:
+    def _next(self) -> Assignment | JobEnd | Turn | None:
         state, asked = self._launchers.state, self._signals.asked
         self._clean_up(state)
         launch = None if state is None else state.get("launch")
         if state is not None and launch is not None and self.id in launch["ids"]:
             if launch["exit_code"] is not None:
-                return Outcome(_decision(launch), launch["exit_code"], launch["reason"])
+                return JobEnd(_decision(launch), launch["exit_code"], launch["reason"])
             part = self.part(state)
             if part is not None:
                 return part
         owner = None if state is None else state["owner"]
         if owner is None or launch is None or self._is_gone(owner, launch):
             if asked is not None:
-                return Outcome(Decision.STOPPED, 128 + asked, "a signal asked for it")
+                return JobEnd(Decision.STOPPED, 128 + asked, "a signal asked for it")
             alone = owner if launch is None else None
             return Turn(None if owner is None else owner["id"], alone)
         return None

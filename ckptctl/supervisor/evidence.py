@@ -81,7 +81,7 @@ class RankEvidence:
     moves: bool = False
 
 
-class Evidence(NamedTuple):
+class HangEvidence(NamedTuple):
     """What was found on this node, and the files in which it was kept.
 
     `works` means that processes which ranks have started were busy meanwhile: an evaluation in a
@@ -108,7 +108,7 @@ def collect(
     since_s: float,
     *,
     of_save: bool = False,
-) -> Evidence:
+) -> HangEvidence:
     """Collect evidence of all ranks; the files lie in the folder `out`.
 
     `processes` finds those of the job: others are neither signalled nor read, whatever a
@@ -134,7 +134,7 @@ def collect(
     after = _wanted_s(helpers, ranks)
     wanted_s = sum(after[each] - before[each] for each in before.keys() & after.keys())
     dumps = _dumps(out, since_s)
-    return Evidence(
+    return HangEvidence(
         tuple(_evidence(rank, beat["node"], samples.get(rank, ())) for rank, beat in beats.items()),
         dumps,
         tuple(sorted(entry.path for entry in os.scandir(out) if entry.name.startswith(_KEPT))),

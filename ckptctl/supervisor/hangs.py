@@ -21,7 +21,7 @@ from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import duration
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.supervisor.child import Hang, Running, log_size
-from ckptctl.supervisor.evidence import Evidence, collect, state_of
+from ckptctl.supervisor.evidence import HangEvidence, collect, state_of
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.naming import name_ranks
@@ -251,10 +251,10 @@ class HangWatcher:
 
     def _collect(
         self, beats: Mapping[int, Heartbeat], running: Running, *, of_save: bool = False
-    ) -> Evidence:
+    ) -> HangEvidence:
         out = self._new_folder()
         if not out:
-            return Evidence((), (), (), works=False)
+            return HangEvidence((), (), (), works=False)
         return collect(
             beats, running.processes, self._folder.path, out, self._began_at_s, of_save=of_save
         )
@@ -301,7 +301,7 @@ class HangWatcher:
         return _hang("outside", message, evidence, ())
 
 
-def _hang(section: Section, message: str, evidence: Evidence, missing: Collection[int]) -> Hang:
+def _hang(section: Section, message: str, evidence: HangEvidence, missing: Collection[int]) -> Hang:
     """The report of a hang, with the ranks at fault as far as the evidence decides."""
     named = name_ranks(evidence.ranks, evidence.dumps, missing)
     nodes = {each.node for each in evidence.ranks if each.rank in named.ranks}
@@ -317,7 +317,7 @@ def _section(beat: Heartbeat) -> Section:
     return cast(Section, beat["section"])  # `read_heartbeat` has checked it
 
 
-def _works(evidence: Evidence) -> bool:
+def _works(evidence: HangEvidence) -> bool:
     """Whether ranks come further although they do not report; a stopped one proves a hang."""
     if any(not each.alive or each.state == "T" for each in evidence.ranks):
         return False

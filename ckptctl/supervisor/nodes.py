@@ -175,7 +175,7 @@ def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], No
         tell(f"warning: {shlex.join(words)} ended with {done.returncode}: {said}")
 
 
-class Plan(NamedTuple):
+class AttemptPlan(NamedTuple):
     """One attempt: its command and variables, the nodes of the job, and its ranks.
 
     `world_size` is None where the command decides how many ranks it has. `runs_on` are the
@@ -250,7 +250,7 @@ class Nodes:
         self._allocation = ",".join(nodes)
         self._n_launchers = n_launchers
 
-    def plan(self, state: SupervisorDocument, loads: Callable[[int], bool]) -> Plan | None:
+    def plan(self, state: SupervisorDocument, loads: Callable[[int], bool]) -> AttemptPlan | None:
         """The next attempt; None where the nodes that are left can run no world size.
 
         `loads` is whether the step to resume from loads with so many ranks and loses nothing
@@ -274,7 +274,7 @@ class Nodes:
             self._write_hosts(self._options.hosts_file, left)
         words, variables = fill(self._command, excluded, sizes)
         world_size = sizes[0] if sizes else None
-        return Plan(words, variables, self._allocation, world_size, tuple(left))
+        return AttemptPlan(words, variables, self._allocation, world_size, tuple(left))
 
     def _size(self, most: int, loads: Callable[[int], bool]) -> int | None:
         sizes = sorted(set(self._options.world_sizes), reverse=True)

@@ -28,13 +28,13 @@ from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
 from ckptctl.supervisor.child import Signals, Watcher
-from ckptctl.supervisor.coordination import Assignment, Coordination, Outcome, Turn, members_of
+from ckptctl.supervisor.coordination import Assignment, Coordination, JobEnd, Turn, members_of
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.heartbeats import StepTimes
 from ckptctl.supervisor.holding import HeldState, StatePlace, is_over, lead, marker_of, take_over
 from ckptctl.supervisor.launchers import POLL_S, Launchers
 from ckptctl.supervisor.limits import SectionLimits
-from ckptctl.supervisor.nodes import Nodes, Plan, fill
+from ckptctl.supervisor.nodes import AttemptPlan, Nodes, fill
 from ckptctl.supervisor.options import RunKeywords, RunOptions
 from ckptctl.supervisor.policy import (
     GIVEN_UP,
@@ -226,7 +226,7 @@ class _Supervisor:
                 turn = together.next(reset=self._options.budget.reset_budget is not None)
             except StorageUnavailable as error:
                 raise _NotStarted(NO_ANSWER, error.message) from error
-            if isinstance(turn, Outcome):
+            if isinstance(turn, JobEnd):
                 self._report_followed(together, launchers.state)
                 return Conclusion(Decision(turn.decision), turn.reason, turn.exit_code)
             if isinstance(turn, Assignment):
@@ -298,7 +298,7 @@ class _Supervisor:
     def _lead_attempt(
         self,
         together: Coordination,
-        plan: Plan,
+        plan: AttemptPlan,
         idle: Mapping[int, LauncherDocument],
         step: int | None,
         runner: AttemptRunner,
@@ -323,7 +323,7 @@ class _Supervisor:
         words, variables = fill(
             self._command, excluded, (world_size or 0, part.n_nodes), part.place
         )
-        plan = Plan(words, variables, "", world_size, ())
+        plan = AttemptPlan(words, variables, "", world_size, ())
         marker = marker_of(state, self._roots.url, self._options.launchers.place)
         run = partial(self._run, state, plan, part.launch["restarts"], marker, runner)
         try:
@@ -414,7 +414,9 @@ class _Supervisor:
                 f"ckptctl scan {self._roots.words}",
             )
 
-    def _begun(self, state: SupervisorDocument, plan: Plan) -> tuple[SupervisorDocument, int]:
+    def _begun(
+        self, state: SupervisorDocument, plan: AttemptPlan
+    ) -> tuple[SupervisorDocument, int]:
         """The state with an attempt that begins, and the number of restarts before it."""
         number = state["attempts"][-1]["number"] + 1 if state["attempts"] else 1
         restarts = self._earlier + len(series(state))
@@ -422,7 +424,11 @@ class _Supervisor:
 
     @staticmethod
     def _run(
-        state: SupervisorDocument, plan: Plan, restarts: int, marker: str, runner: AttemptRunner
+        state: SupervisorDocument,
+        plan: AttemptPlan,
+        restarts: int,
+        marker: str,
+        runner: AttemptRunner,
     ) -> Ended:
         """Run the last attempt of a state, or the part of this launcher in it, to its end."""
         number = state["attempts"][-1]["number"]

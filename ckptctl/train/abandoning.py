@@ -26,11 +26,11 @@ from ckptctl.selection.retention import ASIDE_FOLDER
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Folders, Store, StoreKind
 from ckptctl.storage.opening import base_name, join_url
-from ckptctl.train.agreement import Decision
+from ckptctl.train.agreement import ResumeDecision
 from ckptctl.train.job import Job
 
 
-def abandoned_branches(job: Job, decision: Decision) -> tuple[Branch, ...]:
+def abandoned_branches(job: Job, decision: ResumeDecision) -> tuple[Branch, ...]:
     """The steps that `pick` prefers to the chosen one, in each root; on rank 0 only."""
     found = []
     preferred = True
@@ -50,7 +50,7 @@ def abandoned_branches(job: Job, decision: Decision) -> tuple[Branch, ...]:
 
 
 def supersede_all(
-    job: Job, held: Held, decision: Decision, branches: Sequence[Branch]
+    job: Job, held: Held, decision: ResumeDecision, branches: Sequence[Branch]
 ) -> tuple[list[int], list[str]]:
     """Record the resume and supersede the abandoned steps of each root; numbers and warnings.
 

@@ -56,7 +56,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ResumeDecision:
     """The step to load, None for a fresh run.
 
     `digests` identify its save: of its metadata files, or of its rank files. `train_step` is
@@ -119,7 +119,7 @@ def decide(
     selection: Selection,
     *,
     skip: Collection[int] = (),
-) -> tuple[Decision, OpenStep | None]:
+) -> tuple[ResumeDecision, OpenStep | None]:
     """The decision of one process: a step, or a fresh run. `skip` are steps that did not load.
 
     The step is returned open, for a load in this process.
@@ -130,7 +130,7 @@ def decide(
     """
     wanted = wanted_step(resume_from, selection.roots)
     if wanted == "none":
-        return Decision(None, None), None
+        return ResumeDecision(None, None), None
     if wanted == "auto":
         return _newest(selection, skip)
     if not wanted.isdecimal():
@@ -164,14 +164,14 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
     )
 
 
-def _newest(selection: Selection, skip: Collection[int]) -> tuple[Decision, OpenStep | None]:
+def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision, OpenStep | None]:
     policy = replace(
         selection.policy, level=_first_level(selection), skip={*selection.policy.skip, *skip}
     )
     found, opened = pick_step(selection.roots, policy, selection.requirements, selection.storage)
     rejected = tuple(_rejected(over) for over in found.passed_over)
     if found.answer is Answer.FRESH and not skip:
-        return Decision(None, None, rejected=rejected), None
+        return ResumeDecision(None, None, rejected=rejected), None
     if found.chosen is None:
         if skip and not rejected:
             raise too_many(skip, selection.roots)
@@ -197,7 +197,7 @@ def _rejected(over: PassedOver) -> Rejected:
 
 def _named(
     target: str, selection: Selection, skip: Collection[int]
-) -> tuple[Decision, OpenStep | None]:
+) -> tuple[ResumeDecision, OpenStep | None]:
     level = _first_level(selection) or Level.STRUCTURE
     with open_target(target, selection.requirements, selection.storage) as found:
         report = found.inspect(selection.requirements, level).report
@@ -224,8 +224,8 @@ def _not_usable(report: Report) -> CkptctlError:
     )
 
 
-def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) -> Decision:
-    return Decision(
+def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) -> ResumeDecision:
+    return ResumeDecision(
         report.number,
         report.url,
         report.digests,
@@ -249,7 +249,7 @@ def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
     )
 
 
-def check_one_metadata(decision: Decision) -> None:
+def check_one_metadata(decision: ResumeDecision) -> None:
     """Raise `UsageError` for a step with several metadata files, which is not supported here."""
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
     files = [file for file, _ in decision.digests]

@@ -50,7 +50,7 @@ Hook = Callable[..., Any]
 
 
 @dataclass(slots=True)
-class Attempt:
+class RankAttempt:
     """One attempt of the job, on one of its ranks.
 
     `step` is the current training step, `saved` the newest step that is saved or being

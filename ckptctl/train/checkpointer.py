@@ -31,7 +31,7 @@ from ckptctl.selection.targets import roots_in
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import Selection
-from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
+from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
@@ -138,7 +138,7 @@ class Checkpointer:
             options.patience_s
         )  # for asynchronous saves, whose collectives overlap
         self._keep = keep
-        self._attempt: Attempt | None = None
+        self._attempt: RankAttempt | None = None
         self._replay: Start | None = None
         self._flight: Future[None] | None = None
         self._retention: Retention | None = None
@@ -269,7 +269,7 @@ class Checkpointer:
         with inside("checkpoint"), counted:
             yield
 
-    def _begun(self) -> Attempt:
+    def _begun(self) -> RankAttempt:
         if self._attempt is None:
             raise UsageError("call resume() first, also for a fresh run")
         return self._attempt
@@ -336,7 +336,7 @@ class Checkpointer:
         if self._keep is not None:
             self._retain(attempt, one.number, self._keep)
 
-    def _retain(self, attempt: Attempt, step: int, keep: int) -> None:
+    def _retain(self, attempt: RankAttempt, step: int, keep: int) -> None:
         """Remove the steps that are older than those to keep, in a thread.
 
         On rank 0 only. The save has succeeded, so a failed removal is reported, not raised.

@@ -11,8 +11,8 @@ from ckptctl.errors import StorageError
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import Store
-from ckptctl.train.agreement import Decision, Rejected, Selection
-from ckptctl.train.restoring import Inventory, Progress
+from ckptctl.train.agreement import Rejected, ResumeDecision, Selection
+from ckptctl.train.restoring import Inventory, SavedProgress
 from ckptctl.train.state import Parts, RankPosition
 
 Tell = Callable[[str], None]
@@ -76,8 +76,8 @@ class Restored:
     `opened` is the step as this rank read it, None for a fresh run.
     """
 
-    decision: Decision
+    decision: ResumeDecision
     rejected: tuple[Rejected, ...]
-    saved: Progress
+    saved: SavedProgress
     inventory: Inventory
     opened: OpenStep | None = None

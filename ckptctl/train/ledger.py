@@ -23,7 +23,7 @@ from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import LedgerLine
-from ckptctl.resharding.advising import Advice, advise
+from ckptctl.resharding.advising import ReadAdvice, advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
@@ -182,7 +182,7 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
     }
 
 
-def _advice(job: Job, restored: Restored) -> Advice | None:
+def _advice(job: Job, restored: Restored) -> ReadAdvice | None:
     """The reads that a load of this step takes, if the number of ranks has changed."""
     if restored.opened is None or restored.saved.world_size in (None, job.group.size):
         return None

@@ -35,7 +35,7 @@ from ckptctl.selection.roots import list_root, older_steps
 from ckptctl.selection.targets import roots_in
 from ckptctl.selection.verifying import content_asked
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
-from ckptctl.train.agreement import Decision, Selection, decide, too_many
+from ckptctl.train.agreement import ResumeDecision, Selection, decide, too_many
 from ckptctl.train.ledger import to_stderr
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def open_on_all(
-    decision: Decision, group: ProcessGroup, selection: Selection, inspected: OpenStep | None
+    decision: ResumeDecision, group: ProcessGroup, selection: Selection, inspected: OpenStep | None
 ) -> OpenStep:
     """The chosen step as this rank reads it, once every rank has proven that it sees it.
 
@@ -79,7 +79,7 @@ def open_on_all(
     return step if step is inspected else OpenStep(step.store, step.name, metadata=data)
 
 
-def _view(step: OpenStep, decision: Decision, rank: int) -> tuple[object, ...]:
+def _view(step: OpenStep, decision: ResumeDecision, rank: int) -> tuple[object, ...]:
     """What two ranks have in common if what one reads as metadata, the other reads as well.
 
     On a file system that is the file itself, in an object store its address, on one machine.
@@ -97,7 +97,7 @@ def _view(step: OpenStep, decision: Decision, rank: int) -> tuple[object, ...]:
         return (rank,)
 
 
-def changed(decision: Decision, selection: Selection) -> str | None:
+def changed(decision: ResumeDecision, selection: Selection) -> str | None:
     """How the chosen step has changed; None if it has not.
 
     Reads its metadata again, bypassing any `OpenStep`: the step may have been overwritten
@@ -113,7 +113,7 @@ def changed(decision: Decision, selection: Selection) -> str | None:
     return None
 
 
-def _wait_for(step: OpenStep, decision: Decision, settle_s: float) -> bytes | None:
+def _wait_for(step: OpenStep, decision: ResumeDecision, settle_s: float) -> bytes | None:
     """`_read_decided`, repeated for as long as a network file system may lag behind."""
     until_s = time.monotonic() + settle_s
     pause_s = 0.1
@@ -131,7 +131,7 @@ def _wait_for(step: OpenStep, decision: Decision, settle_s: float) -> bytes | No
         pause_s = min(2 * pause_s, 5.0)
 
 
-def _read_decided(step: OpenStep, decision: Decision) -> bytes | None:
+def _read_decided(step: OpenStep, decision: ResumeDecision) -> bytes | None:
     """The bytes of the step's metadata, None unless it has one file of it.
 
     Raises `StorageError` unless the step is the save on which rank 0 decided.
@@ -160,7 +160,7 @@ def _read_now(step: OpenStep, files: Sequence[str]) -> tuple[Mapping[str, str], 
 
 
 def prove_content(
-    decision: Decision, group: ProcessGroup, selection: Selection, opened: OpenStep
+    decision: ResumeDecision, group: ProcessGroup, selection: Selection, opened: OpenStep
 ) -> LoadFailed | None:
     """Verify every byte of the step if level `content` was requested; shared by all ranks.
 
@@ -234,7 +234,7 @@ def resolve(
     while True:
         inspected: OpenStep | None = None  # on rank 0, the step with what was read of it
 
-        def decide_here() -> Decision:
+        def decide_here() -> ResumeDecision:
             nonlocal inspected
             decision, inspected = decide(resume_from, selection, skip=tuple(failed))
             return decision
@@ -254,7 +254,7 @@ def resolve(
 
 
 def _report(
-    decision: Decision, failed: Mapping[int, str], group: ProcessGroup, selection: Selection
+    decision: ResumeDecision, failed: Mapping[int, str], group: ProcessGroup, selection: Selection
 ) -> None:
     """Print the decision in one line, on rank 0 only; `loss/formats/markers.py` reads it."""
     if group.is_first:
@@ -262,7 +262,7 @@ def _report(
 
 
 def _report_parts(
-    decision: Decision, failed: Mapping[int, str], selection: Selection
+    decision: ResumeDecision, failed: Mapping[int, str], selection: Selection
 ) -> Iterator[str]:
     if decision.path is None:
         yield f"no step to resume from in {selection.roots.words}: this is a fresh start"

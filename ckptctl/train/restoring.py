@@ -30,7 +30,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
-from ckptctl.train.agreement import Decision, check_one_metadata
+from ckptctl.train.agreement import ResumeDecision, check_one_metadata
 from ckptctl.train.state import (
     GLOBAL_DATA,
     Parts,
@@ -61,7 +61,7 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SavedProgress:
     """The progress of the saved run; None for numbers that the step does not contain."""
 
     step: int
@@ -72,19 +72,19 @@ class Progress:
     seed: int | None = None
 
 
-def progress_of(loaded: Mapping[str, Any], step: int) -> Progress:
+def progress_of(loaded: Mapping[str, Any], step: int) -> SavedProgress:
     """The progress in the step, with the step's own number as fallback."""
     numbers = loaded.get("train_state", {})
     names = ("tokens", "samples", "world_size", "dp_size", "seed")
     known = {name: int(numbers[name]) for name in names if name in numbers}
-    return Progress(step=int(numbers.get("step", step)), **known)
+    return SavedProgress(step=int(numbers.get("step", step)), **known)
 
 
 def restore(
     loaded: Mapping[str, Any],
     parts: Parts,
     position: RankPosition,
-    saved: Progress,
+    saved: SavedProgress,
     options: TrainOptions,
 ) -> Inventory:
     """Restore everything on this rank; returns the result for each kind of state.
@@ -102,7 +102,7 @@ class _Restore:
         loaded: Mapping[str, Any],
         parts: Parts,
         position: RankPosition,
-        saved: Progress,
+        saved: SavedProgress,
         options: TrainOptions,
     ) -> None:
         self._loaded = loaded
@@ -253,7 +253,7 @@ _OTHER_MODEL = ("Missing key in checkpoint", "Size mismatch between saved")
 """Messages of torch's planner for a step that does not match the state."""
 
 
-def saved_metadata(decision: Decision, opened: OpenStep) -> Metadata:
+def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
     """The decoded metadata of the step. Cost: one read, or none if it was read before."""
     check_one_metadata(decision)
     return opened.metadata
@@ -296,7 +296,7 @@ def allocate_state(optimizer: Any) -> Callable[[], None]:
 
 
 def load_into(
-    state: dict[str, Any], decision: Decision, group: ProcessGroup, opened: OpenStep
+    state: dict[str, Any], decision: ResumeDecision, group: ProcessGroup, opened: OpenStep
 ) -> None:
     """Read the step into `state`; every rank calls it, with what it holds itself.
 
@@ -324,7 +324,7 @@ def load_into(
         reader.close()
 
 
-def _meaning(error: BaseException, decision: Decision) -> CkptctlError:
+def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:
     failures: dict[int, Any] = getattr(error, "failures", {})
     kinds = [_meaning_of_one(rank, one[0], decision) for rank, one in sorted(failures.items())]
     # An error that an older step would not avoid takes precedence.
@@ -332,7 +332,7 @@ def _meaning(error: BaseException, decision: Decision) -> CkptctlError:
     return kinds[0] if kinds else LoadFailed(_words(error, decision))
 
 
-def _meaning_of_one(rank: int, cause: BaseException, decision: Decision) -> CkptctlError:
+def _meaning_of_one(rank: int, cause: BaseException, decision: ResumeDecision) -> CkptctlError:
     words = f"rank {rank}: {_words(cause, decision)}"
     verify = f"ckptctl verify {shlex.quote(decision.path or '')} --level content"
     if isinstance(cause, (StepDamaged, PathNotFound, ShortRead)):
@@ -350,6 +350,6 @@ def _meaning_of_one(rank: int, cause: BaseException, decision: Decision) -> Ckpt
     return LoadFailed(words, next_command=verify)
 
 
-def _words(cause: BaseException, decision: Decision) -> str:
+def _words(cause: BaseException, decision: ResumeDecision) -> str:
     first = (str(cause).splitlines() or [""])[0][:300]
     return f"{decision.path} could not be loaded ({type(cause).__name__}: {first})"

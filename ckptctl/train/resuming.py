@@ -34,14 +34,14 @@ from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
 from ckptctl.train.agreement import (
-    Decision,
     Rejected,
+    ResumeDecision,
     check_roots,
     decide,
     too_many,
     wanted_step,
 )
-from ckptctl.train.attempt import Attempt, read_failures, reject_proven
+from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
@@ -54,7 +54,7 @@ from ckptctl.train.ledger import (
 from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
-    Progress,
+    SavedProgress,
     allocate_state,
     load_into,
     progress_of,
@@ -75,14 +75,14 @@ class Resume:
         self._branches: tuple[Branch, ...] = ()  # on rank 0, at the time of the decision
         self._opened: OpenStep | None = None  # on rank 0, the step as it was inspected
 
-    def run(self) -> tuple[Attempt, Start]:
+    def run(self) -> tuple[RankAttempt, Start]:
         """Load, restore, take the root over, and record it; see `Checkpointer.resume`."""
         job, first = self._job, self._job.group.from_first
         first(self._check_before)
         history = first(lambda: read_failures(job.store))
         restored = self._load_and_restore()
         token = first(lambda: take_token(job.store, new_attempt))
-        attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank, job.later))
+        attempt = RankAttempt(token, Ledger(job.store, token.attempt, job.group.rank, job.later))
         first(lambda: self._record_start(attempt, restored))
         passed_over = first(lambda: self._check_after(attempt, restored))
         if passed_over is not None:
@@ -131,7 +131,7 @@ class Resume:
         while True:
             decision = job.group.from_first(lambda: self._decide(tuple(failed)))
             if decision.path is None or decision.step is None:
-                return Restored(decision, decision.rejected, Progress(0), Inventory())
+                return Restored(decision, decision.rejected, SavedProgress(0), Inventory())
             opened = open_on_all(decision, job.group, job.selection, self._opened)
             error = prove_content(decision, job.group, job.selection, opened)
             if error is None:
@@ -146,14 +146,14 @@ class Resume:
             if len(failed) - len(passed_over) > job.selection.policy.max_fallback:
                 raise too_many(failed, job.selection.roots)
 
-    def _decide(self, skip: tuple[int, ...]) -> Decision:
+    def _decide(self, skip: tuple[int, ...]) -> ResumeDecision:
         """The step to load, and what a resume from it abandons; on rank 0 only."""
         decision, self._opened = decide(self._resume_from, self._job.selection, skip=skip)
         if not self._replays:
             self._branches = abandoned_branches(self._job, decision)
         return decision
 
-    def _load(self, decision: Decision, opened: OpenStep) -> dict[str, Any] | LoadFailed:
+    def _load(self, decision: ResumeDecision, opened: OpenStep) -> dict[str, Any] | LoadFailed:
         """The state loaded on this rank, or the failure that all ranks agree on."""
         job = self._job
         loaded: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class Resume:
             return error
         return loaded
 
-    def _restore(self, step: int, loaded: Mapping[str, Any]) -> tuple[Progress, Inventory]:
+    def _restore(self, step: int, loaded: Mapping[str, Any]) -> tuple[SavedProgress, Inventory]:
         job = self._job
         saved = progress_of(loaded, step)
         inventory, *others = job.group.from_all(
@@ -191,7 +191,7 @@ class Resume:
 
     # Taking the root over
 
-    def _record_start(self, attempt: Attempt, restored: Restored) -> None:
+    def _record_start(self, attempt: RankAttempt, restored: Restored) -> None:
         group = self._job.group
         attempt.cluster = cluster_context().placed(group.rank, group.size)
         attempt.ledger.add(
@@ -208,7 +208,7 @@ class Resume:
                 line = FailedLine(step=one.step, reason=one.reason, phase="loading")
                 attempt.ledger.add(line)
 
-    def _check_after(self, attempt: Attempt, restored: Restored) -> tuple[Rejected, ...] | None:
+    def _check_after(self, attempt: RankAttempt, restored: Restored) -> tuple[Rejected, ...] | None:
         """None if the decision still holds, now that no other attempt writes to the root.
 
         It must be repeated if the loaded step is gone, if the earlier attempt saved before
@@ -236,7 +236,7 @@ class Resume:
         return None if now == [branch.states for branch in self._branches] else ()
 
     def _complete(
-        self, attempt: Attempt, restored: Restored, previous: str | None
+        self, attempt: RankAttempt, restored: Restored, previous: str | None
     ) -> dict[str, Any]:
         """Supersede the abandoned steps, and write and print the report; on rank 0 only."""
         job, decision = self._job, restored.decision

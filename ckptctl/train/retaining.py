@@ -27,7 +27,7 @@ from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
+from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.job import Job
 
 PATIENCE_S = 30.0
@@ -42,7 +42,7 @@ class Retention:
     not change, a later save lists them and reads nothing.
     """
 
-    def __init__(self, job: Job, attempt: Attempt, keep: int) -> None:
+    def __init__(self, job: Job, attempt: RankAttempt, keep: int) -> None:
         self._job = job
         self._store = job.store
         self._attempt = attempt

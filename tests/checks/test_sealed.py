@@ -12,7 +12,7 @@ from ckptctl.checks import seals as checks
 from ckptctl.checks.seals import Seen, applies_to_step, check_seal, written_ms
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
-from ckptctl.inspection.content import Comparison
+from ckptctl.inspection.content import SealComparison
 from ckptctl.model import Step
 from ckptctl.records.byte_pass import DigestRun, Limits, Piece, Stretch, read_runs
 from ckptctl.storage.contract import ShortRead
@@ -63,9 +63,9 @@ def codes(findings) -> list[str]:
     return [finding.code for finding in findings]
 
 
-def compared(root: Path, seal: Seal, jobs: int | None = None) -> Comparison:
+def compared(root: Path, seal: Seal, jobs: int | None = None) -> SealComparison:
     """The comparison after every byte was read."""
-    comparison = Comparison("step_5", seal, listed(root).files)
+    comparison = SealComparison("step_5", seal, listed(root).files)
     read_runs(LocalStore(str(root)), comparison.runs(), Limits(jobs))
     assert comparison.whole
     return comparison
@@ -247,7 +247,7 @@ class Failing(LocalStore):
 
 @pytest.mark.parametrize("n", range(3))
 def test_a_read_that_fails_is_an_error_and_proves_nothing(root, n):
-    comparison = Comparison("step_5", sealed(root), listed(root).files)
+    comparison = SealComparison("step_5", sealed(root), listed(root).files)
     with pytest.raises(ShortRead):
         read_runs(Failing(root, n), comparison.runs(), Limits(jobs=1))
     assert not comparison.whole
@@ -255,7 +255,7 @@ def test_a_read_that_fails_is_an_error_and_proves_nothing(root, n):
 
 
 def test_a_pass_that_is_stopped_proves_what_it_read_and_damns_nothing(root):
-    comparison = Comparison("step_5", sealed(root), listed(root).files)
+    comparison = SealComparison("step_5", sealed(root), listed(root).files)
     read_runs(LocalStore(str(root)), comparison.runs(), Limits(until_s=0))
     assert (comparison.whole, comparison.proven) == (False, {"empty.distcp"})
     assert [*comparison.findings()] == []
@@ -279,7 +279,7 @@ class Reading:
 
 def test_bytes_that_are_read_for_another_reason_are_not_read_again(root):
     records = Reading("step_5/__0_0.distcp", 0, 3000)
-    comparison = Comparison("step_5", sealed(root), listed(root).files)
+    comparison = SealComparison("step_5", sealed(root), listed(root).files)
     n_read = read_runs(LocalStore(str(root)), comparison.runs([records]), Limits())
     data = (root / "step_5" / "__0_0.distcp").read_bytes()
     assert records.taken == data[-10:] + data
@@ -289,7 +289,7 @@ def test_bytes_that_are_read_for_another_reason_are_not_read_again(root):
 @pytest.mark.parametrize(("start", "length"), [(0, 2900), (100, 2900)])
 def test_a_run_that_is_no_block_is_read_besides(root, start, length):
     records = Reading("step_5/__0_0.distcp", start, length)
-    comparison = Comparison("step_5", sealed(root), listed(root).files)
+    comparison = SealComparison("step_5", sealed(root), listed(root).files)
     n_read = read_runs(LocalStore(str(root)), comparison.runs([records]), Limits())
     assert (n_read, comparison.whole) == (6040 + length, True)
     assert "__0_0.distcp" in comparison.proven

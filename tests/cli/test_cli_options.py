@@ -6,7 +6,7 @@ from made_results import contents
 import ckptctl
 from ckptctl.cli.binding import with_common
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import Span, line
+from ckptctl.cli.rendering import StyledText, line
 from ckptctl.cli.show import show
 from ckptctl.cli.values import parse_kinds, parse_steps, parse_storage_options
 from ckptctl.errors import UsageError
@@ -71,7 +71,7 @@ def shown_next(capsys, monkeypatch, command="ckptctl pick s3://b/run", **given) 
     out = Output("scan")
 
     def scan(*, storage: StorageOptions, out: Output):
-        out.lines([line("next: ", Span(command, "command"))])
+        out.lines([line("next: ", StyledText(command, "command"))])
         return 0
 
     common = {"as_json": False, "quiet": False, "report": None, "color": "never", "debug": False}

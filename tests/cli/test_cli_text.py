@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.cli.rendering import Line, Span, line, made_safe, padded, wrapped
+from ckptctl.cli.rendering import Line, StyledText, line, made_safe, padded, wrapped
 
 WORDS = st.lists(st.text("ab é層", min_size=0, max_size=12), max_size=12)
 
@@ -31,12 +31,12 @@ def test_off_a_terminal_nothing_is_broken():
 
 
 def test_a_word_that_goes_over_two_styles_stays_whole():
-    assert texts(line("aa ", Span("bb", "bad"), ",", " cc"), 5) == ["aa", "bb,", "cc"]
+    assert texts(line("aa ", StyledText("bb", "bad"), ",", " cc"), 5) == ["aa", "bb,", "cc"]
 
 
 def test_styles_survive_a_break():
-    parts = list(wrapped(line("aaa ", Span("bbb", "bad")), 4))
-    assert [span for span in parts[1].spans if span.text] == [Span("bbb", "bad")]
+    parts = list(wrapped(line("aaa ", StyledText("bbb", "bad")), 4))
+    assert [span for span in parts[1].spans if span.text] == [StyledText("bbb", "bad")]
 
 
 @given(WORDS, st.integers(1, 30))
@@ -58,7 +58,7 @@ def test_a_cell_is_filled_up_and_never_cut():
 
 
 def test_every_piece_is_made_safe():
-    assert made_safe(line("a\x1b", Span("\n", "bad"))).text == "a\\x1b\\n"
+    assert made_safe(line("a\x1b", StyledText("\n", "bad"))).text == "a\\x1b\\n"
 
 
 def test_a_number_is_not_parted_from_its_unit():

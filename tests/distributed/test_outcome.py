@@ -7,7 +7,7 @@ import pickle
 import pytest
 from error_classes import every_error
 
-from ckptctl.distributed.process_group import Outcome
+from ckptctl.distributed.process_group import RankOutcome
 
 pytestmark = pytest.mark.torch
 
@@ -17,7 +17,7 @@ def test_an_error_of_any_class_is_raised_again_with_its_fields() -> None:
     assert len(kinds) > 40
     for kind in kinds:
         fields = {"next_command": "ckptctl explain 1", "extra": 7, "message": "full"}
-        sent = pickle.dumps(Outcome(error=(kind, "full", fields)))
+        sent = pickle.dumps(RankOutcome(error=(kind, "full", fields)))
         with pytest.raises(kind) as caught:
             pickle.loads(sent).get("rank 3 on a: ")
         assert type(caught.value) is kind

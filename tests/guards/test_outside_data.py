@@ -253,12 +253,12 @@ def runbook_record(root: Path, data: bytes) -> None:
 
 
 def runbook_holder(root: Path, data: bytes) -> None:
-    from ckptctl.runbook.record import Record, holder_of
+    from ckptctl.runbook.record import RunRecord, holder_of
 
     folder = ".ckptctl/runbooks/rb-7/20260101T000000Z-000000"
     put(root / folder / "holder.json", data[:4000])
     with open_store(str(root)) as store:
-        assert holder_of(Record(store, folder)) is None
+        assert holder_of(RunRecord(store, folder)) is None
 
 
 def runbook_report(root: Path, data: bytes) -> None:

@@ -21,7 +21,7 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import NothingToResume, UsageError
 from ckptctl.goodput.measuring import Measured
 from ckptctl.preflight_checks.nodes import StorageProbe, check_nodes, check_probe
-from ckptctl.preflight_checks.results import NodeFacts, Outcome
+from ckptctl.preflight_checks.results import CheckOutcome, NodeFacts
 from ckptctl.preflight_checks.sizing import check_cadence, check_capacity, ranks_in
 from ckptctl.resharding import advising
 from ckptctl.storage.local import LocalStore
@@ -56,7 +56,7 @@ def cut(root: Path, number: int, rank: int = 1) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def outcomes(found: ckptctl.Preflight) -> dict[str, Outcome]:
+def outcomes(found: ckptctl.Preflight) -> dict[str, CheckOutcome]:
     return {check.name: check.outcome for check in found.checks}
 
 
@@ -72,7 +72,7 @@ def test_a_sound_root_gives_its_newest_step_and_every_check_is_ok(root: Path):
     found = ckptctl.preflight(str(root), mtbf_s=24 * 3600)
     assert (found.chosen, found.step, found.exit_code) == (f"{root}/step_300", 300, 0)
     assert outcomes(found) == dict.fromkeys(
-        ("step", "state", "storage", "capacity", "cadence"), Outcome.OK
+        ("step", "state", "storage", "capacity", "cadence"), CheckOutcome.OK
     )
     (node,) = found.nodes
     assert (node.host, node.n_names, node.error) == (socket.gethostname(), 3, None)
@@ -83,7 +83,7 @@ def test_a_damaged_newest_step_is_a_warning_and_the_older_one_is_taken(root: Pat
     cut(root, 300)
     found = ckptctl.preflight(str(root))
     assert found.step == 200
-    assert outcomes(found)["step"] is Outcome.WARNING
+    assert outcomes(found)["step"] is CheckOutcome.WARNING
     assert "damage" not in outcomes(found)
 
 
@@ -138,14 +138,14 @@ def test_a_step_that_lost_a_kind_is_passed_over_unasked(root: Path, kind: str):
     assert (found.step, found.exit_code) == (200, 0)
     assert f"lacks {kind}, which step 200 holds" in found.pick.passed_over[0].reason
     assert kind in found.pick.required
-    assert outcomes(found)["state"] is Outcome.OK
+    assert outcomes(found)["state"] is CheckOutcome.OK
 
 
 def test_a_kind_that_no_step_holds_is_a_remark_and_the_options_are_named(root: Path):
     without(root, "rng", 100, 200, 300)
     found = ckptctl.preflight(str(root))
     assert (found.step, found.exit_code, found.pick.absent) == (300, 0, ("rng",))
-    assert outcomes(found)["state"] is Outcome.WARNING
+    assert outcomes(found)["state"] is CheckOutcome.WARNING
     assert message(found, "state") == (
         "requires model, optimizer, scheduler, dataloader, step; does not restore rng "
         "(--require KIND,... demands more, --allow-missing-state less)"
@@ -196,20 +196,20 @@ HERE = NodeFacts("node1", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a"
 def test_a_node_that_differs_is_named(other: dict, says: str):
     about = {"mount": HERE.mount, "free": 10**12, "n_names": 3, "listing": "a", "metadata": "m"}
     checks = list(check_nodes("ckpt", [HERE, NodeFacts("node2", **{**about, **other})], 100))
-    (failed,) = [one for one in checks if one.outcome is Outcome.FAILED]
+    (failed,) = [one for one in checks if one.outcome is CheckOutcome.FAILED]
     assert says in failed.message
     assert failed.exit_code == 75
 
 
 def test_a_job_that_saves_nothing_may_read_from_a_full_storage_that_is_read_only():
     full = replace(HERE, read_only=True, free=0)
-    assert [one.outcome for one in check_nodes("ckpt", [full], None)] == [Outcome.OK]
+    assert [one.outcome for one in check_nodes("ckpt", [full], None)] == [CheckOutcome.OK]
 
 
 def test_nodes_that_see_the_same_are_counted():
     there = NodeFacts("node2", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a", metadata="m")
     (check,) = check_nodes("ckpt", [HERE, there, there], 100)
-    assert check.outcome is Outcome.OK
+    assert check.outcome is CheckOutcome.OK
     assert check.message.startswith("2 nodes see the same: 3 names under the root")
 
 
@@ -351,7 +351,7 @@ def recorded(root: Path, name: str, step: int | None, world_size: int) -> None:
 def test_a_shard_file_of_every_rank_that_wrote_is_demanded_where_a_record_counts_them(root: Path):
     recorded(root, "20261120T000000.000000Z-00000001", None, 2)
     found = ckptctl.preflight(str(root))
-    assert (found.exit_code, outcomes(found)["writers"]) == (0, Outcome.OK)
+    assert (found.exit_code, outcomes(found)["writers"]) == (0, CheckOutcome.OK)
     # A later resume from the chosen step itself says nothing of who wrote it.
     recorded(root, "20261122T000000.000000Z-00000003", 300, 8)
     assert ckptctl.preflight(str(root)).exit_code == 0
@@ -399,14 +399,14 @@ def test_the_environment_says_how_many_ranks_there_will_be():
 @pytest.mark.parametrize(
     ("world_size", "outcome", "says"),
     [
-        (2, Outcome.OK, "2 ranks, as saved"),
-        (None, Outcome.OK, "saved by 2 ranks; compare with --world-size N"),
-        (1, Outcome.WARNING, "1 rank, saved by 2: reshard on load"),
-        (4, Outcome.WARNING, "4 ranks, saved by 2: reshard on load"),
+        (2, CheckOutcome.OK, "2 ranks, as saved"),
+        (None, CheckOutcome.OK, "saved by 2 ranks; compare with --world-size N"),
+        (1, CheckOutcome.WARNING, "1 rank, saved by 2: reshard on load"),
+        (4, CheckOutcome.WARNING, "4 ranks, saved by 2: reshard on load"),
     ],
 )
 def test_capacity_compares_ranks_with_those_that_saved(
-    root: Path, world_size: int | None, outcome: Outcome, says: str
+    root: Path, world_size: int | None, outcome: CheckOutcome, says: str
 ):
     found = ckptctl.preflight(str(root), world_size=world_size)
     assert outcomes(found)["capacity"] is outcome
@@ -418,7 +418,7 @@ def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root: Path):
     found = ckptctl.preflight(str(root), world_size=3)
     assert found.resharding is not None
     assert found.resharding.stock_bytes > found.resharding.needed_bytes
-    assert outcomes(found)["resharding"] is Outcome.OK
+    assert outcomes(found)["resharding"] is CheckOutcome.OK
     assert message(found, "resharding").startswith("no need to reshard first: stock dcp.load")
 
 
@@ -428,7 +428,7 @@ def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(
     monkeypatch.setattr(advising, "MIN_GAIN_BYTES", 1)
     found = ckptctl.preflight(str(root), world_size=16)
     (check,) = [one for one in found.checks if one.name == "resharding"]
-    assert check.outcome is Outcome.WARNING
+    assert check.outcome is CheckOutcome.WARNING
     assert check.message.startswith("resharding first pays with stock dcp.load, which would read")
     assert (found.exit_code, found.chosen) == (0, f"{root}/step_300")
     assert check.next_command is not None
@@ -477,7 +477,7 @@ def test_a_size_that_loses_state_or_cannot_be_loaded_says_so(framework_roots: Pa
     assert found.exit_code == 0
     assert [each.lost for each in found.sizes] == [("rng",), ("rng",)]
     assert all("loses rng" in each.message for each in found.sizes)
-    assert outcomes(found)["size 3"] is Outcome.WARNING
+    assert outcomes(found)["size 3"] is CheckOutcome.WARNING
 
 
 def test_the_comparison_of_the_ranks_is_printed_for_a_script(root: Path):
@@ -492,13 +492,13 @@ def test_the_comparison_of_the_ranks_is_printed_for_a_script(root: Path):
 @pytest.mark.parametrize(
     ("mtbf", "outcome", "says"),
     [
-        (None, Outcome.OK, "a save every 60 min: a failure loses 30 min on average"),
-        (24 * 3600, Outcome.OK, "a save every 60 min, a failure every 24 h"),
-        (4 * 3600, Outcome.WARNING, "a failure every 4 h; best is every 21"),
-        (1800, Outcome.WARNING, "most work is repeated; best is every"),
+        (None, CheckOutcome.OK, "a save every 60 min: a failure loses 30 min on average"),
+        (24 * 3600, CheckOutcome.OK, "a save every 60 min, a failure every 24 h"),
+        (4 * 3600, CheckOutcome.WARNING, "a failure every 4 h; best is every 21"),
+        (1800, CheckOutcome.WARNING, "most work is repeated; best is every"),
     ],
 )
-def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: Outcome, says: str):
+def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: CheckOutcome, says: str):
     check = check_cadence("ckpt", mtbf, Measured(5, interval_s=3600, steps_apart=1, save_s=60))
     assert check.outcome is outcome
     assert says in check.message
@@ -516,7 +516,7 @@ def test_the_work_behind_the_chosen_step_is_counted_from_the_log(root: Path, tmp
     assert message(found, "recompute").endswith("(from step 300 to step 349)")
     log.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:250]))
     found = ckptctl.preflight(str(root), logs=[str(log)])
-    assert outcomes(found)["recompute"] is Outcome.WARNING
+    assert outcomes(found)["recompute"] is CheckOutcome.WARNING
     log.write_text("nothing to see\n")
     assert ckptctl.preflight(str(root), logs=[str(log)]).exit_code == 0
     assert run_ckptctl("preflight", root, "--log", tmp_path / "gone.log").returncode == 2
@@ -545,14 +545,14 @@ def probed(store: LocalStore) -> ckptctl.Check:
 def test_a_storage_that_gives_back_what_was_written_is_ok_and_left_as_it_was(root: Path):
     before = sorted(root.rglob("*"))
     check = probed(LocalStore(str(root)))
-    assert check.outcome is Outcome.OK
+    assert check.outcome is CheckOutcome.OK
     assert check.message.startswith("67 MB written, read back and compared")
     assert sorted(root.rglob("*")) == before
 
 
 def test_a_lost_block_is_a_failure_that_pages_someone_and_the_folder_is_gone(root: Path):
     check = probed(Forgetful(str(root)))
-    assert (check.outcome, check.exit_code) == (Outcome.FAILED, 11)
+    assert (check.outcome, check.exit_code) == (CheckOutcome.FAILED, 11)
     assert (
         "file 2: 4,096 bytes of zeros from 5,242,880 to 5,246,975 are not what was written"
         in check.message
@@ -563,7 +563,7 @@ def test_a_lost_block_is_a_failure_that_pages_someone_and_the_folder_is_gone(roo
 def test_what_others_keep_below_ckptctl_stays(root: Path):
     (root / ".ckptctl").mkdir()
     (root / ".ckptctl" / "root.json").write_text("{}")
-    assert probed(LocalStore(str(root))).outcome is Outcome.OK
+    assert probed(LocalStore(str(root))).outcome is CheckOutcome.OK
     assert [one.name for one in (root / ".ckptctl").iterdir()] == ["root.json"]
 
 

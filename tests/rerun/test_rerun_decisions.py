@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ckptctl.loss.rows import LogPosition, Number, Row
-from ckptctl.rerun.deciding import Answer, Decision, Nodes, decide
+from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
 from ckptctl.rerun.recording import Record, compare
 
 STEP = 5
@@ -31,11 +31,13 @@ def off(losses: Sequence[float], relative: float, since: int) -> list[float]:
     return [loss * (1 + relative * (step >= since)) for step, loss in enumerate(losses, 1)]
 
 
-def led(record: Record, same: Sequence[Record], others: Sequence[Record]) -> tuple[Decision, int]:
+def led(
+    record: Record, same: Sequence[Record], others: Sequence[Record]
+) -> tuple[RerunDecision, int]:
     """The decision as `rerun` reaches it, and after how many replays."""
-    waiting = {Nodes.SAME: list(same), Nodes.OTHER: list(others)}
-    done: dict[Nodes, list[Record]] = {Nodes.SAME: [], Nodes.OTHER: []}
-    found = Decision(Answer.UNDECIDED, "", Nodes.SAME)
+    waiting = {ReplayNodes.SAME: list(same), ReplayNodes.OTHER: list(others)}
+    done: dict[ReplayNodes, list[Record]] = {ReplayNodes.SAME: [], ReplayNodes.OTHER: []}
+    found = RerunDecision(ValueOrigin.UNDECIDED, "", ReplayNodes.SAME)
     while found.more is not None:
         done[found.more].append(waiting[found.more].pop(0))
         found = decide(record, *done.values(), STEP, has_others=bool(others))
@@ -113,11 +115,11 @@ def test_equal_digits_of_a_low_precision_prove_nothing_but_a_spike_does():
         return run([round(loss, 1) for loss in losses], 0.1)
 
     sound, spike = printed(SOUND), printed(SPIKE)
-    assert led(sound, [sound], [sound])[0].answer is Answer.UNDECIDED
+    assert led(sound, [sound], [sound])[0].answer is ValueOrigin.UNDECIDED
     assert "the log prints losses to" in led(sound, [sound], [sound])[0].reason
-    assert led(spike, [spike], [spike])[0].answer is Answer.JOB
-    assert led(spike, [sound], [sound])[0].answer is Answer.TRANSIENT
-    assert led(spike, [spike], [sound] * 2)[0].answer is Answer.PERSISTENT
+    assert led(spike, [spike], [spike])[0].answer is ValueOrigin.JOB
+    assert led(spike, [sound], [sound])[0].answer is ValueOrigin.TRANSIENT
+    assert led(spike, [spike], [sound] * 2)[0].answer is ValueOrigin.PERSISTENT
 
 
 def test_the_log_of_the_rank_that_differs_is_named():
@@ -135,7 +137,7 @@ def test_the_log_of_the_rank_that_differs_is_named():
 def test_a_replay_over_other_samples_proves_nothing():
     one, other = run(SPIKE, samples_digest="aa"), run(SOUND, samples_digest="bb")
     found, _ = led(one, [other], [other])
-    assert found.answer is Answer.UNDECIDED
+    assert found.answer is ValueOrigin.UNDECIDED
     assert "consumes other samples than the record from step 1 on" in found.reason
 
 

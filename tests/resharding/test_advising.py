@@ -9,13 +9,13 @@ from made_steps import grid, write_step
 
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.resharding import advising
-from ckptctl.resharding.advising import Advice, advise
+from ckptctl.resharding.advising import ReadAdvice, advise
 from ckptctl.storage.local import LocalStore
 
 pytestmark = pytest.mark.torch
 
 
-def advice(folder: Path, cuts: list[int], world_size: int) -> Advice:
+def advice(folder: Path, cuts: list[int], world_size: int) -> ReadAdvice:
     """For a matrix of 64 rows of 1,000 bytes, cut by its writers, and a vector that was not."""
     import torch
 

@@ -25,7 +25,7 @@ from ckptctl.formats.archive.state_file import FlatArchive
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.model import FileInfo, Part, PartFormat
 from ckptctl.resharding.importing import read_safetensors
-from ckptctl.resharding.reading import Damage
+from ckptctl.resharding.reading import SourceDamaged
 from ckptctl.storage.local import LocalStore
 
 pytestmark = [
@@ -383,7 +383,7 @@ def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
     read = read_safetensors(store, "", str(tmp_path), part, under="")
     read.files.check_unchanged()
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000))
-    with pytest.raises(Damage) as damage:
+    with pytest.raises(SourceDamaged) as damage:
         read.files.check_unchanged()
     assert damage.value.finding.code == "step.changed"
 

@@ -22,7 +22,7 @@ from ckptctl.resharding.mesh import Mesh, ShardRule, chunked, sharded
 from ckptctl.resharding.planning import Plan, Wanted, plan
 from ckptctl.resharding.reading import Buffers
 from ckptctl.resharding.sources import source_of
-from ckptctl.resharding.writing import Budget
+from ckptctl.resharding.writing import WriteLimits
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.local import LocalStore
 
@@ -69,7 +69,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
         assert inspected.report.exit_code == 0, inspected.report.findings
         planned = plan(source_of(inspected), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)
-        budget = Budget(2, Buffers(block, block, 1 << 20))
+        budget = WriteLimits(2, Buffers(block, block, 1 << 20))
         written = write(planned, found, place, budget, WriteOptions())
         assert isinstance(written, Written), written.findings
     return planned
