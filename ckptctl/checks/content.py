@@ -201,7 +201,7 @@ class ContentCheck:
         return Finding(code, inside(self._part_path, path), message, expected, found)
 
     def _without_proof(self, sealed: Collection[str]) -> Iterator[Finding]:
-        said = []
+        counts = []
         files: set[str] = set()
         for why, numbers in self._unverifiable.items():
             open_ = {
@@ -211,22 +211,22 @@ class ContentCheck:
             }
             files.update(open_.values())
             if open_:
-                said.append(f"{counted(len(open_), 'record')} {why}")
-        if said:
+                counts.append(f"{counted(len(open_), 'record')} {why}")
+        if counts:
             yield unverifiable(
-                self._part_path, f"{'; '.join(said)} ({some_of(sorted(files))})", self._hint
+                self._part_path, f"{'; '.join(counts)} ({some_of(sorted(files))})", self._hint
             )
 
     def _not_finite(self, fqn: str, values: Values) -> Finding:
         n_nan, n_infinite = values.n_nan, values.n_infinite
-        said = [f"{n_nan:,} {verb(n_nan, 'is', 'are')} NaN"] if n_nan else []
+        counts = [f"{n_nan:,} {verb(n_nan, 'is', 'are')} NaN"] if n_nan else []
         if n_infinite:
-            said.append(f"{n_infinite:,} {verb(n_infinite, 'is', 'are')} infinite")
+            counts.append(f"{n_infinite:,} {verb(n_infinite, 'is', 'are')} infinite")
         least = "at least " if values.more else ""
         return Finding(
             "values.not-finite",
             inside(self._part_path, fqn),
-            f"of {counted(values.n_values, 'value')} scanned, {least}{' and '.join(said)}: "
+            f"of {counted(values.n_values, 'value')} scanned, {least}{' and '.join(counts)}: "
             "the tensor was saved with them",
             expected="finite values",
             found=f"{least}{n_nan:,} NaN, {n_infinite:,} infinite",

@@ -269,12 +269,12 @@ def _overlap(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
 
 def _trailing(size: int, needed: int, named: int, where: str) -> Finding:
     after, between = size - needed, needed - named
-    said = [f"{counted(after, 'byte')} after its last record"] if after else []
-    said += [f"{counted(between, 'byte')} before or between its records"] if between else []
+    counts = [f"{counted(after, 'byte')} after its last record"] if after else []
+    counts += [f"{counted(between, 'byte')} before or between its records"] if between else []
     return Finding(
         "shard.trailing",
         where,
-        f"{' and '.join(said)} {verb(after + between, 'belongs', 'belong')} to no entry",
+        f"{' and '.join(counts)} {verb(after + between, 'belongs', 'belong')} to no entry",
         expected=f"{named:,} bytes",
         found=f"{size:,} bytes",
     )
@@ -344,11 +344,11 @@ def _lost(ranges: Ranges, numbers: Sequence[int]) -> str:
     n_bytes_entries = sum(isinstance(entry, BytesEntry) for entry in entries.values())
     n_tensors = len(entries) - n_bytes_entries
     n_chunks = len(numbers) - n_bytes_entries
-    said = []
+    counts = []
     if n_tensors:
         chunks = f"{counted(n_chunks, 'chunk')} in " if n_chunks != n_tensors else ""
-        said.append(f"{chunks}{counted(n_tensors, 'tensor')}")
+        counts.append(f"{chunks}{counted(n_tensors, 'tensor')}")
     if n_bytes_entries:
         other = "other " if n_tensors else ""
-        said.append(counted(n_bytes_entries, f"{other}entry", f"{other}entries"))
-    return " and ".join(said)
+        counts.append(counted(n_bytes_entries, f"{other}entry", f"{other}entries"))
+    return " and ".join(counts)

@@ -160,8 +160,10 @@ def check_stored(
     if rewritten:
         found.append(_rewritten(rewritten, url))
     found += [_unproven(why, files, kept, url) for why, files in unproven.items()]
-    told = sum(file.stored is not None and not file.stored.compared for file in same)
-    return ByStore(len(sealed), len(same), sum(file.size for file in same), told), tuple(found)
+    n_not_compared = sum(file.stored is not None and not file.stored.compared for file in same)
+    return ByStore(len(sealed), len(same), sum(file.size for file in same), n_not_compared), tuple(
+        found
+    )
 
 
 def _comparable(was: Stored, now: Kept) -> str | None:

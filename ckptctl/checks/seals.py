@@ -283,24 +283,24 @@ def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iter
     stand = standing(own)
     for mark in stand:
         if mark.word in _CODES:
-            yield _said(_CODES[mark.word], mark, f"{mark.word.value} {_who(mark)}")
+            yield _mark_finding(_CODES[mark.word], mark, f"{mark.word.value} {_who(mark)}")
     superseded = [mark for mark in stand if mark.word is MarkKind.SUPERSEDED]
     if superseded and metadata and all(mark.metadata is None for mark in superseded):
-        yield _said("step.finished-late", superseded[-1], _FINISHED_LATE)
+        yield _mark_finding("step.finished-late", superseded[-1], _FINISHED_LATE)
     accepted = [mark for mark in stand if mark.word is MarkKind.ACCEPTED]
     if accepted:
         newest = accepted[-1]
-        yield _said("step.accepted", newest, f"{_before(own, newest)}, and accepted {_who(newest)}")
+        yield _mark_finding(
+            "step.accepted", newest, f"{_before(own, newest)}, and accepted {_who(newest)}"
+        )
     for mark in standing(mark for mark in marks if mark not in own):
         if mark.word in _CODES:
             what = f"an earlier save of this step was {mark.word.value} {_who(mark)}"
-            yield _said("mark.outdated", mark, what)
+            yield _mark_finding("mark.outdated", mark, what)
 
 
-def _said(code: str, mark: Mark, message: str) -> Finding:
-    evidence = f"; see {', '.join(mark.evidence)}" if mark.evidence else ""
-    reason = f": {mark.reason}" if mark.reason else ""
-    return Finding(code, "", message + reason + evidence, found=f"mark {mark.id}")
+def _mark_finding(code: str, mark: Mark, message: str) -> Finding:
+    return Finding(code, "", message + mark.because, found=f"mark {mark.id}")
 
 
 def _who(mark: Mark) -> str:

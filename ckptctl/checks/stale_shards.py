@@ -85,12 +85,12 @@ class StaleShardCheck:
         n_tensors = Counter(
             file for split in self._split for file in {ranges.files[n] for n in split.numbers}
         )
-        self._told = {file for file, n in n_tensors.items() if n >= MIN_TENSORS}
+        self._decidable = {file for file, n in n_tensors.items() if n >= MIN_TENSORS}
 
     def first(self) -> tuple[int, ...]:
         """A few records of each file; none where no file could be assessed."""
         files = self._ranges.files
-        n_left = dict.fromkeys(self._told, FEW)
+        n_left = dict.fromkeys(self._decidable, FEW)
         chosen: dict[int, None] = {}
         for split in _by_turns(self._split):
             wanted = [n for n in split.numbers if n_left.get(files[n], 0) > 0]
@@ -138,7 +138,7 @@ class StaleShardCheck:
         by_file: dict[int, list[int]] = defaultdict(list)
         for number in before:
             by_file[files[number]].append(number)
-        for file in sorted(self._told & by_file.keys() - moved):
+        for file in sorted(self._decidable & by_file.keys() - moved):
             alone: dict[str, int] = {}
             n_mixed = 0
             for number in by_file[file]:

@@ -86,7 +86,7 @@ class _Alike:
     start: int
     reason: str
 
-    def told(self, code: str) -> str:
+    def message(self, code: str) -> str:
         """One sentence for all of them."""
         one, many = SAYS[code]
         first = f"that of {self.first.name}, from byte {self.start:,} on: {self.reason}"
@@ -224,7 +224,9 @@ class StructureCheck:
         """
         self._compare_byte_orders()
         yield from at_most_few(
-            Finding(code, inside(self._part_path, self._ranges.file_names[file]), alike.told(code))
+            Finding(
+                code, inside(self._part_path, self._ranges.file_names[file]), alike.message(code)
+            )
             for (file, code), alike in sorted(self._alike.items())
         )
         for code, number, says in (

@@ -89,8 +89,8 @@ def check_safetensors(
     if not listed:
         findings += check_numbers(file.path for file in files)
     n_tensors = len({tensor.name for tensors in sound.values() for tensor in tensors})
-    said = f"{counted(len(files), 'safetensors file')} with {counted(n_tensors, 'tensor')}"
-    findings.append(Finding("format.no-checksums", "", f"{said}: the format has no checksums"))
+    what = f"{counted(len(files), 'safetensors file')} with {counted(n_tensors, 'tensor')}"
+    findings.append(Finding("format.no-checksums", "", f"{what}: the format has no checksums"))
     for finding in at_most_few(findings):
         where = inside(part.path, finding.where) if finding.where else part.path
         yield replace(finding, where=where)

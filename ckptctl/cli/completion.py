@@ -46,7 +46,11 @@ def candidates(words: Sequence[str], out: Output) -> list[str]:
     else:
         parameters = with_common(load(command).function, out).parameters
         offered = _of_command(command, parameters, before[before.index(command) + 1 :], word)
-    return [f"{text}\t{said.partition('. ')[0]}" for text, said in offered if text.startswith(word)]
+    return [
+        f"{text}\t{help_text.partition('. ')[0]}"
+        for text, help_text in offered
+        if text.startswith(word)
+    ]
 
 
 def _of_command(

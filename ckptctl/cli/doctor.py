@@ -105,10 +105,10 @@ def diagnosis_lines(found: Diagnosis) -> list[Line]:
         if (number := sum(each.severity is severity for each in found.advice))
     ]
     style: Style = "bad" if found.exit_code else "good"
-    said = listed(numbers) if numbers else "nothing is wrong"
+    result = listed(numbers) if numbers else "nothing is wrong"
     facts = [line(f"  {name}: {value}", hang=4) for name, value in found.facts]
     return [
-        line(StyledText(said, style), "  ", StyledText(found.target, "name"), solid=True),
+        line(StyledText(result, style), "  ", StyledText(found.target, "name"), solid=True),
         EMPTY,
         *section(each for advice in found.advice for each in _shown(advice)),
         *section(facts),

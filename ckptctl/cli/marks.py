@@ -140,9 +140,9 @@ def marked_lines(marked: Marked) -> list[Line]:
     """The mark that was put, the marks that it lifts, and those that apply now."""
     lines = [line(StyledText(marked.message, "strong"), solid=True)]
     if marked.mark is not None:
-        lines.append(line(f"  {_said(marked.mark)}", hang=4))
+        lines.append(line(f"  {_origin(marked.mark)}", hang=4))
         lines.append(line("  written to ", marked.path or "", solid=True))
-    lines += [line(f"  lifted: {_told(one)}", hang=4) for one in marked.lifted]
+    lines += [line(f"  lifted: {_described(one)}", hang=4) for one in marked.lifted]
     lines += _others(marked)
     return [*lines, EMPTY, *next_line(marked.next_command)]
 
@@ -150,14 +150,12 @@ def marked_lines(marked: Marked) -> list[Line]:
 def _others(marked: Marked) -> Iterator[Line]:
     for one in marked.standing:
         if one != marked.mark and not one.word.lifts:
-            yield line(f"  also applies: {_told(one)}", hang=4)
+            yield line(f"  also applies: {_described(one)}", hang=4)
 
 
-def _told(mark: Mark) -> str:
-    return f"{mark.word.value} {_said(mark)}"
+def _described(mark: Mark) -> str:
+    return f"{mark.word.value} {_origin(mark)}"
 
 
-def _said(mark: Mark) -> str:
-    reason = f": {mark.reason}" if mark.reason else ""
-    evidence = f"; see {', '.join(mark.evidence)}" if mark.evidence else ""
-    return f"by {mark.by} at {mark.at}{reason}{evidence}"
+def _origin(mark: Mark) -> str:
+    return f"by {mark.by} at {mark.at}{mark.because}"

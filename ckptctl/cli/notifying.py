@@ -68,8 +68,8 @@ class Notifier:
 
         left = wait(self._sent, timeout=2 * TIMEOUT_S).not_done
         if left:
-            said = f"warning: --notify: {counted(len(left), 'document')} not sent in time"
-            self._out.lines([line(said, hang=2)], to=self._out.err)
+            warning = f"warning: --notify: {counted(len(left), 'document')} not sent in time"
+            self._out.lines([line(warning, hang=2)], to=self._out.err)
 
     def _deliver(self, send: Callable[[bytes], str | None], document: Document) -> None:
         why = send(json.dumps(document).encode())

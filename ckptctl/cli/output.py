@@ -223,14 +223,14 @@ class Output:
             to=self.err,
         )
 
-    def progress(self, said: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
+    def progress(self, message: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
         """Show the progress, if a person may be waiting; `unit` `B` counts in bytes."""
         if not self.talks or self.err.stream is None:
             return
         if self._progress is None:
             smart = self.err.terminal and os.environ.get("TERM") != "dumb"
             self._progress = Progress(self.err.write, terminal=smart)
-        self._progress.update(said, done, total, unit=unit)
+        self._progress.update(message, done, total, unit=unit)
 
     def flush(self) -> None:
         """Bring out what is still held back, so that a failure to do so is noticed."""
@@ -385,15 +385,15 @@ class Progress:
         self._next_s = self._started_s + (_BAR_AFTER_S if terminal else _LINE_EVERY_S)
         self._shown = False
 
-    def update(self, said: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
-        """Show `said`, with a bar where `total` is known; at most as often as is useful.
+    def update(self, message: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
+        """Show `message`, with a bar where `total` is known; at most as often as is useful.
 
         With `unit` `B`, `done` and `total` are bytes, and are shown, with their rate.
         """
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
-        text = f"{said}{self._bytes(done, total, now_s)}" if unit == "B" else said
+        text = f"{message}{self._bytes(done, total, now_s)}" if unit == "B" else message
         if total:
             text = f"{text}, {100 * done // total} %{self._left(done, total, now_s)}"
         if self._terminal:

@@ -201,7 +201,7 @@ def rank_states(report: Report) -> dict[str, list[str]]:
     }
     absent = "missing" if any(_lacks_rank_file(report, one) for one in report.findings) else "none"
     here = {part: set(ranks) for part, ranks in report.ranks}
-    said: dict[tuple[str, int], list[str]] = {}
+    states: dict[tuple[str, int], list[str]] = {}
     for finding in report.findings:
         part, _, name = finding.where.rpartition("/")
         rank = _rank(name)
@@ -211,17 +211,17 @@ def rank_states(report: Report) -> dict[str, list[str]]:
         if state is None and CODES[finding.code].severity is Severity.FAULT:
             state = "damaged"
         if rank is not None and state is not None:
-            said.setdefault((part, rank), []).append(state)
-    here |= {part: set() for part, _ in said if part not in here}
+            states.setdefault((part, rank), []).append(state)
+    here |= {part: set() for part, _ in states if part not in here}
     size = report.world_size.size if report.world_size and len(here) == 1 else 0
     rows: dict[str, list[str]] = {}
     for part, present in sorted(here.items()):
-        named = {rank for in_part, rank in said if in_part == part}
+        named = {rank for in_part, rank in states if in_part == part}
         n_ranks = min(_MAX_RANKS, max(size, max(present | named, default=-1) + 1))
         there = "present" if part in not_read else reached
         rows[part] = [
             _worst_key(
-                [*said.get((part, rank), ()), there if rank in present else absent], RANK_MARKS
+                [*states.get((part, rank), ()), there if rank in present else absent], RANK_MARKS
             )
             for rank in range(n_ranks)
         ]

@@ -194,7 +194,7 @@ def preflight_lines(found: Preflight) -> list[Line]:
     width = max(len(check.name) for check in found.checks)
     for check in found.checks:
         word = padded(check.outcome.value, 7, _STYLES[check.outcome])
-        said = f"  {check.message}"
-        lines.append(line("  ", word, "  ", padded(check.name, width), said, hang=13 + width))
+        message = f"  {check.message}"
+        lines.append(line("  ", word, "  ", padded(check.name, width), message, hang=13 + width))
     advice = next((one.next_command for one in found.checks if one.next_command), None)
     return [*lines, *refused_lines(found.pick), *next_line(found.next_command or advice)]

@@ -202,10 +202,10 @@ def _finding_line(finding: Finding, code_width: int) -> Line:
     style = SEVERITY_STYLES[finding.severity]
     word = padded(finding.severity.value, 7, style)
     code = padded(finding.code, code_width, style)
-    return line("  ", word, "  ", code, "  ", said_of(finding), hang=13 + code_width)
+    return line("  ", word, "  ", code, "  ", message_with_path(finding), hang=13 + code_width)
 
 
-def said_of(finding: Finding) -> str:
+def message_with_path(finding: Finding) -> str:
     """The message of a finding, with the path that it concerns."""
     if not finding.where or all(name in finding.message for name in finding.where.split(", ")):
         return finding.message

@@ -338,7 +338,7 @@ def run(
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
         section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
         on_attempt=on_attempt,
-        tell=lambda said: _tell(out, said),
+        tell=lambda message: _tell(out, message),
     )
     with notifier:
         if job is None:
@@ -356,9 +356,9 @@ def run(
     return found.exit_code
 
 
-def _tell(out: Output, said: str) -> None:
-    if out.talks or said.startswith("warning: "):
-        out.lines([line(f"ckptctl: {said}", hang=2)], to=out.err)
+def _tell(out: Output, message: str) -> None:
+    if out.talks or message.startswith("warning: "):
+        out.lines([line(f"ckptctl: {message}", hang=2)], to=out.err)
 
 
 _SECTION_NAMES: dict[str, Section] = {

@@ -281,8 +281,8 @@ def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
     elif ran.exit_code == 0:
         yield line(StyledText("done", "good"), f": {ran.reason}", hang=2)
     else:
-        said = StyledText(f"stopped in {ran.state} with exit code {ran.exit_code}", "bad")
-        yield line(said, f": {ran.reason}", hang=2)
+        stop = StyledText(f"stopped in {ran.state} with exit code {ran.exit_code}", "bad")
+        yield line(stop, f": {ran.reason}", hang=2)
     if ran.step is not None:
         yield line("  step: ", StyledText(ran.step, "name"), solid=True)
     if ran.url is not None:
@@ -326,7 +326,7 @@ class TerminalPrompts:
         """How wide the blocks may write, beside their indentation."""
         return self.out.err.columns_inside(BLOCK_INDENT)
 
-    def told(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """A fact about the run, on a line of its own."""
         self._say(line(StyledText(text, "warn"), hang=2))
 
@@ -387,7 +387,7 @@ class TerminalPrompts:
                 f"the block {block.name!r} needs a decision, and there is no terminal to ask at; "
                 f"--set {decision.name}=TEXT makes it, --yes makes none"
             )
-        self.told(f"  A person decides: {decision.meaning}")
+        self.report(f"  A person decides: {decision.meaning}")
         typed = self._typed("  Type it, or [n]o, [l]eave here: ")
         text = typed.strip()
         if not typed or text.lower() in ("l", "leave"):
@@ -417,9 +417,9 @@ class TerminalPrompts:
                 "--yes agrees to every change"
             )
         if again:
-            self.told("  It was started before, and its result is unknown.")
+            self.report("  It was started before, and its result is unknown.")
         if found:
-            self.told(f"  From the record of the run, and not from you: {', '.join(found)}.")
+            self.report(f"  From the record of the run, and not from you: {', '.join(found)}.")
         return self._asked("This changes something. Run it? [y]es, [n]o, [l]eave here: ")
 
     def _asked(self, question: str) -> bool | None:

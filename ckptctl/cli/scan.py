@@ -28,9 +28,9 @@ from ckptctl.cli.rendering import (
     StyledText,
     finding_lines,
     line,
+    message_with_path,
     next_line,
     padded,
-    said_of,
     step_name,
 )
 from ckptctl.data_classes import dataclass
@@ -153,10 +153,10 @@ def scan_document(found: Scan) -> Document:
 def chosen_lines(chosen: Report) -> list[Line]:
     """The first lines: the step that `pick` takes, and how sure that is."""
     proven = "every byte verified" if every_byte_verified(chosen) else "its bytes were not compared"
-    said = f"resume from step {step_name(chosen)}"
+    answer = f"resume from step {step_name(chosen)}"
     inspected = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
     return [
-        line(StyledText(said + inspected, "good"), hang=2),
+        line(StyledText(answer + inspected, "good"), hang=2),
         line("  ", StyledText(chosen.url, "name"), solid=True),
         EMPTY,
     ]
@@ -306,9 +306,9 @@ def reason_of(report: Report) -> str:
         found = report.with_severity(severity)
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            return f"{found[0].code}: {said_of(found[0])}{more}"
+            return f"{found[0].code}: {message_with_path(found[0])}{more}"
     worth_telling = (f for f in report.findings if not report.usable or f.code == "step.pinned")
-    return next(map(said_of, worth_telling), "")
+    return next(map(message_with_path, worth_telling), "")
 
 
 def ranks_word(world_size: WorldSize | None) -> str:

@@ -111,8 +111,8 @@ def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None)
 def _head(contents: Contents) -> Iterator[Line]:
     number = "" if contents.number is None else f"step {contents.number}: "
     params = "" if contents.n_params is None else f"{contents.n_params:,} parameters, "
-    said = f"{number}{params}{exact_size(contents.n_bytes)}"
-    yield line(StyledText(said, "strong"), hang=2)
+    head = f"{number}{params}{exact_size(contents.n_bytes)}"
+    yield line(StyledText(head, "strong"), hang=2)
     yield line("  ", StyledText(contents.url, "name"), solid=True)
     yield line(f"  layout {contents.layout}, {ranks_in_words(contents.world_size)}", hang=4)
     if contents.torch_version != "unknown":

@@ -176,12 +176,12 @@ def _repeats(command: str, report: Report) -> bool:
 
 def _by_store(found: ByStore) -> str:
     same = f"{found.n_same:,} of {counted(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
-    told = (
+    unproven = (
         f"; {found.n_reported:,} of them sealed with the store's checksum alone"
         if found.n_reported
         else ""
     )
-    return f"the store's checksums of {same} match the seal{told}; their bytes were not read"
+    return f"the store's checksums of {same} match the seal{unproven}; their bytes were not read"
 
 
 def _facts(report: Report, now_s: float) -> list[str]:

@@ -254,8 +254,8 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
                 'step=$(ckptctl pick "$ROOT")',
             )
     for training in script.trainings:
-        told = " ".join([training.text, *(c.text for c in script.commands if "=" in c.text)])
-        if not _RESUMES.search(told):
+        searched = " ".join([training.text, *(c.text for c in script.commands if "=" in c.text)])
+        if not _RESUMES.search(searched):
             yield fault(
                 "resume.absent",
                 f"{name}:{training.line}",

@@ -206,12 +206,12 @@ def _from_json(text: str) -> LogLine | None:
     inner = document.get("message")
     if isinstance(inner, dict) and ("message" in inner or "extraInfo" in inner):
         return _from_error_file(inner)
-    said = [str(document[key]) for key in _TEXT_KEYS if isinstance(document.get(key), str)]
-    if not said:
+    texts = [str(document[key]) for key in _TEXT_KEYS if isinstance(document.get(key), str)]
+    if not texts:
         return None
     # docker and containerd wrap the program's line, which has its own prefixes.
-    wrapped = take_apart(said[0]) if not said[0].lstrip().startswith("{") else LogLine(said[0])
-    extra = " ".join(each for each in said[1:] if each not in said[0])
+    wrapped = take_apart(texts[0]) if not texts[0].lstrip().startswith("{") else LogLine(texts[0])
+    extra = " ".join(each for each in texts[1:] if each not in texts[0])
     level = _LEVELS.get(str(_first(document, _LEVEL_KEYS)).upper())
     rank = document.get("rank")
     host = _first(document, _HOST_KEYS)
@@ -259,15 +259,15 @@ def _time_of(value: object) -> float | None:
 
 def _from_logfmt(found: LogLine, text: str) -> LogLine:
     given = {m["key"]: m["value"].strip('"') for m in _LOGFMT.finditer(text[:MAX_MATCHED])}
-    said = given.get("msg") or given.get("message")
-    if said is None:
+    message = given.get("msg") or given.get("message")
+    if message is None:
         return found
     more = given.get("error") or given.get("err") or ""
     level = given.get("level") or given.get("lvl") or ""
     clock = given.get("ts") or given.get("time")
     return replace(
         found,
-        message=f"{said} {more}".strip().replace('\\"', '"'),
+        message=f"{message} {more}".strip().replace('\\"', '"'),
         level=_LEVELS.get(level.upper(), found.level),
         at_s=(_time_of(clock) if clock else None) or found.at_s,
         host=given.get("host") or found.host,

@@ -122,11 +122,11 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
     """What a storage that failed, or a lack of memory, means for the step it was asked for."""
     step = opened.listed
     if isinstance(error, MemoryError):
-        said = error.message if isinstance(error, OutOfMemory) else "there is not enough memory"
+        why = error.message if isinstance(error, OutOfMemory) else "there is not enough memory"
         return Finding(
             "step.no-memory",
             step.name,
-            f"{said}: nothing is known about the step",
+            f"{why}: nothing is known about the step",
             expected="enough memory and threads",
             found="less than the inspection takes",
             next_command="ckptctl explain step.no-memory",
@@ -174,10 +174,10 @@ _REPLACES = {
 }
 """Findings that explain others, which are left out then."""
 
-_SAID_AGAIN = frozenset({"record.crc", "record.framing"})
+_REPEATED = frozenset({"record.crc", "record.framing"})
 """Findings that structure and content have of the same file; the later one counts."""
 
-_SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
+_SETTLED_BY_CONTENT = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
 """Notes of shallower levels that reading every byte settles, one way or the other."""
 
 
@@ -185,9 +185,9 @@ def settled(context: StageContext) -> list[Finding]:
     """The findings of all stages, without those that a later one repeats or explains."""
     replaced = {code for one in context.findings for code in _REPLACES.get(one.code, ())}
     if context.content is not None and context.content.whole:
-        replaced |= _SAID_BETTER
+        replaced |= _SETTLED_BY_CONTENT
     by_content = context.content.findings if context.content is not None else ()
-    again = {(one.code, one.where) for one in by_content if one.code in _SAID_AGAIN}
+    again = {(one.code, one.where) for one in by_content if one.code in _REPEATED}
     latest = {id(one) for one in by_content}
     return [
         one

@@ -89,9 +89,9 @@ def read_notes(
     seal, unread = opened.seal
     about = [*unread]
     if seal is not None:
-        said = check_seal(seal, Seen(step, digests, named), key=requirements.key)
+        differences = check_seal(seal, Seen(step, digests, named), key=requirements.key)
         # A file that the metadata misses, too, is one cause and one finding.
-        about += [finding for finding in said if finding.where not in known_faults]
+        about += [finding for finding in differences if finding.where not in known_faults]
     if requirements.require_seal and (
         seal is None or any(finding.code in PROVES_NOTHING for finding in about)
     ):
@@ -224,8 +224,8 @@ def ask_store(
             why = "its seal belongs to another save"
             return None, (without_seal(step.url, why, there=True),)
         return None, (without_seal(step.url, "the step has no seal", there=False),)
-    told = {finding.where for finding in findings if finding.code == "seal.digest"}
-    asked = _as_listed(step, seal, told)
+    differing = {finding.where for finding in findings if finding.code == "seal.digest"}
+    asked = _as_listed(step, seal, differing)
     prefix = opened.in_store("")
     answers = opened.store.kept(prefix + file.path for file in asked)
     kept = {answer.path.removeprefix(prefix): answer for answer in answers}
@@ -236,9 +236,9 @@ def ask_store(
     return by_store, found
 
 
-def _as_listed(step: Step, seal: Seal, told: Collection[str]) -> list[SealedFile]:
+def _as_listed(step: Step, seal: Seal, differing: Collection[str]) -> list[SealedFile]:
     sizes = {file.path: file.size for file in step.files if file.kind == "file"}
-    left_out = {*seal.step.metadata, *told}
+    left_out = {*seal.step.metadata, *differing}
     return [
         file
         for file in seal.files

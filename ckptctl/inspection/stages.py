@@ -377,8 +377,8 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
     Cost: nothing without a `step.changed`; else one listing, and a read of one byte for
     each file that is gone from it, at most `MAX_ASKED`.
     """
-    said = next((finding for finding in findings if finding.code == "step.changed"), None)
-    if said is None:
+    changed = next((finding for finding in findings if finding.code == "step.changed"), None)
+    if changed is None:
         return None
     step = opened.listed
     now = opened.list_again()
@@ -390,9 +390,10 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
     if step.files and any(check_unchanged(step, now)):
         return None
     what = (
-        f"one answer reports {said.where} as missing or changed, and a listing shows it unchanged"
+        f"one answer reports {changed.where} as missing or changed, "
+        "and a listing shows it unchanged"
     )
-    return _unknown(step, said.where, what, said.found)
+    return _unknown(step, changed.where, what, changed.found)
 
 
 def _not_listed(step: Step, where: str) -> Finding:

@@ -77,10 +77,10 @@ class Launcher:
         here = os.path.basename(self.words[-1]) == "ckptctl"
         own = () if here else (sys.executable, "-m", "ckptctl")
         words = [*self.words, *own, "preflight", *arguments]
-        printed, said, code = _run(words, self.timeout_s)
+        printed, stderr, code = _run(words, self.timeout_s)
         found = tuple(_reports_in(printed, n_roots))
         if code or not found:
-            last = (said.strip().splitlines() or ["it printed nothing on standard error"])[-1]
+            last = (stderr.strip().splitlines() or ["it printed nothing on standard error"])[-1]
             what = "printed no report" if not code else f"ended with {code}"
             raise StorageUnavailable(
                 f"the launcher {self.words[0]} {what}, so it is unknown what the nodes of the "

@@ -108,11 +108,11 @@ def preflight(
     if room_for < 0:
         raise UsageError(f"--room-for is {room_for}; it must be 0 or more")
     cluster = cluster_context()
-    told = ranks_in(cluster)
+    launched = ranks_in(cluster)
     source = ""
-    if requirements.world_size is None and told is not None:
-        requirements = replace(requirements, world_size=told[0])
-        source = f" ({told[1]})"
+    if requirements.world_size is None and launched is not None:
+        requirements = replace(requirements, world_size=launched[0])
+        source = f" ({launched[1]})"
     n_ranks = requirements.world_size
 
     def choose() -> Pick:

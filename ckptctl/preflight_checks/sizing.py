@@ -43,8 +43,8 @@ def ranks_in(cluster: Cluster) -> tuple[int, str] | None:
     if cluster.launcher == "torchrun" and cluster.world_size:
         return cluster.world_size, "torchrun"
     if cluster.nodes and cluster.gpus_per_node:
-        said = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs"
-        return cluster.nodes * cluster.gpus_per_node, said
+        source = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs"
+        return cluster.nodes * cluster.gpus_per_node, source
     return None
 
 

@@ -247,20 +247,20 @@ def _names(book: Runbook) -> Iterator[str]:
 
 def _diagram(book: Runbook) -> Iterator[str]:
     drawn = {(arrow.source, arrow.target) for arrow in book.arrows}
-    told = set(_told(book))
+    stated = set(_transitions(book))
     known = {state.name for state in book.states}
     for name in sorted({name for arrow in drawn for name in arrow} - known - {_END}):
         yield f"the state {name!r} of the diagram has no section with a command block"
-    for source, target in sorted(told - drawn):
+    for source, target in sorted(stated - drawn):
         yield f"a table leads from {source} to {target}, but the diagram has no such arrow"
-    for source, target in sorted(drawn - told):
+    for source, target in sorted(drawn - stated):
         yield f"the diagram has an arrow from {source} to {target}, but no table leads there"
     reached = _reached(book)
     for name in sorted(known - reached):
         yield f"the state {name!r} is never reached from {book.start}"
 
 
-def _told(book: Runbook) -> Iterator[tuple[str, str]]:
+def _transitions(book: Runbook) -> Iterator[tuple[str, str]]:
     for state in book.states:
         for block in state.blocks:
             for row in block.outcomes:
@@ -272,8 +272,8 @@ def _told(book: Runbook) -> Iterator[tuple[str, str]]:
 
 def _reached(book: Runbook) -> set[str]:
     reached = {book.start}
-    told = tuple(_told(book))
-    while more := {target for source, target in told if source in reached} - reached:
+    stated = tuple(_transitions(book))
+    while more := {target for source, target in stated if source in reached} - reached:
         reached |= more
     return reached
 

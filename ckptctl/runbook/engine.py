@@ -70,7 +70,7 @@ class Talk(Protocol):
         """The width of a block's output; None if unknown."""
         ...
 
-    def told(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Report a fact about the run that belongs to no block."""
         ...
 
@@ -218,7 +218,7 @@ class _Engine:
         self.position.apply(self.record.add(event), found=False)
 
     def _back(self, because: str, state: str, block: str | None = None) -> None:
-        self.talk.told(f"back to {state}: {because}")
+        self.talk.report(f"back to {state}: {because}")
         self._add(BackEvent(state=state, block=block, because=because))
 
     def _read_again(self) -> None:
@@ -240,7 +240,7 @@ class _Engine:
             because = f"{name} is run again, because its recorded end is not relied on"
             self._back(because, state, block=name)
         else:
-            self.talk.told(
+            self.talk.report(
                 f"continued in {position.state}; earlier results are taken from the record"
             )
 

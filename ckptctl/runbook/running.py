@@ -82,7 +82,7 @@ def run_runbook(
         # Searching must not create a root that does not exist.
         _check_there(store)
         if dropped := dropped_variables():
-            talk.told(
+            talk.report(
                 f"not passed to the blocks: {', '.join(dropped)}; the page alone defines the checks"
             )
         if how == "dry":
@@ -176,9 +176,9 @@ def _record(
     _check_page(book, last)
     opened = last.opened
     dates = f"started by {opened.by} at {opened.at}, last entry at {last.events[-1].at}"
-    talk.told(f"a run of {book.name} was found under this root: {last.name}, {dates}")
+    talk.report(f"a run of {book.name} was found under this root: {last.name}, {dates}")
     taken = _taken(book, last, given)
-    talk.told(f"its record sets {', '.join(taken)}" if taken else "its record sets no input")
+    talk.report(f"its record sets {', '.join(taken)}" if taken else "its record sets no input")
     if how == "auto":
         continues = _continues(book, last, talk, given)
         return last, None if continues is None else last if continues else new

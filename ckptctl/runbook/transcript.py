@@ -132,7 +132,7 @@ def _markdown(events: Sequence[Event]) -> Iterator[str]:
         yield ""
         if done.command:
             yield from ("```sh", done.command, "```", "")
-        yield _told(done)
+        yield _result(done)
         if lines := _lines(done):
             yield ""
             yield from ("```text", *lines, "```")
@@ -169,7 +169,7 @@ def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
         yield name, shown(value)
 
 
-def _told(done: Done) -> str:
+def _result(done: Done) -> str:
     decided = done.decided
     by = "" if decided is None else f"Decided by {decided.by} at {decided.at}. "
     return by + _ended(done)
@@ -256,7 +256,7 @@ def _section(done: Done) -> str:
     command = f"<pre class=command>{escape(done.command)}</pre>" if done.command else ""
     lines = _lines(done)
     printed = f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
-    return f"<h2>{escape(done.name)}</h2>{command}<p>{escape(_told(done))}</p>{printed}"
+    return f"<h2>{escape(done.name)}</h2>{command}<p>{escape(_result(done))}</p>{printed}"
 
 
 def _between(first: str, last: str) -> float:

@@ -200,8 +200,8 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
         return f"{report.verdict.value}: {place}{first.message}{more}"
     conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
     wanted = conditions.get(report.exit_code, "").split()
-    said = [finding.message for finding in report.findings if finding.code in wanted]
-    return said[0] if said else report.verdict.value
+    messages = [finding.message for finding in report.findings if finding.code in wanted]
+    return messages[0] if messages else report.verdict.value
 
 
 def _lacking(

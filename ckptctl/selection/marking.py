@@ -193,8 +193,8 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
 def _takes_as_renamed(word: MarkKind, report: Report, stand: Sequence[Mark]) -> bool:
     """Whether the mark accepts a renamed folder for the first time."""
     renamed = {"step.wrong-step", "metadata.foreign"} & {f.code for f in report.findings}
-    said = any(one.word is MarkKind.ACCEPTED for one in stand)
-    return word is MarkKind.ACCEPTED and bool(renamed) and not said
+    is_accepted = any(one.word is MarkKind.ACCEPTED for one in stand)
+    return word is MarkKind.ACCEPTED and bool(renamed) and not is_accepted
 
 
 def _nothing_to_lift(report: Report, word: MarkKind, stand: tuple[Mark, ...]) -> Marked:

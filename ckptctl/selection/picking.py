@@ -264,15 +264,17 @@ def _newest_sound(choice: Choice) -> str:
             return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
         return f"no step is sound at {level}"
     unknown = [one.report.number for one in further.passed_over if _is_unknown(one.report)]
-    said = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
+    uninspected = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
     if further.chosen is not None:
         found = further.chosen
-        return f"the newest step that is sound at {found.level.value} is {found.number}{said}"
+        return (
+            f"the newest step that is sound at {found.level.value} is {found.number}{uninspected}"
+        )
     n_over = len(further.passed_over)
     before = (
         f"none of the {n_over} steps before them is" if n_over > 1 else "the step before is not"
     )
-    return f"no step is sound at {level}: {before}{said}"
+    return f"no step is sound at {level}: {before}{uninspected}"
 
 
 def _is_unknown(report: Report) -> bool:

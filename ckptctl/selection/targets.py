@@ -322,14 +322,14 @@ def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> No
         and found.kind == "file"
         and not (is_flat_file(found) and is_archive(name))
     ):
-        raise _told(join_url(store.url, name), name, _head(store, found))
+        raise _lone_file(join_url(store.url, name), name, _head(store, found))
 
 
 def _head(store: Store, file: FileInfo) -> bytes:
     return read_range(store, file.path, 0, min(_HEAD_BYTES, file.size))
 
 
-def _told(url: str, name: str, head: bytes) -> UsageError:
+def _lone_file(url: str, name: str, head: bytes) -> UsageError:
     what = f"{url} is a file, not a step"
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(url)

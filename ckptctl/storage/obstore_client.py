@@ -164,7 +164,7 @@ class ObstoreClient:
         store = self._open(retry_config=_retry_config(retries))
         failed: list[BaseException] = []
 
-        def told() -> Iterator[bytes]:
+        def watched() -> Iterator[bytes]:
             # obstore would wrap an exception that is raised here.
             try:
                 yield from parts
@@ -177,7 +177,7 @@ class ObstoreClient:
                 lambda: obstore.put(
                     store,
                     key,
-                    told(),
+                    watched(),
                     use_multipart=True,
                     chunk_size=PART_BYTES,
                     max_concurrency=2,

@@ -377,14 +377,14 @@ def checksums_in(answer: Mapping[str, object]) -> tuple[Checksum, ...]:
     value ends in `-N`: composite checksums, and ETags of objects in parts, do. Source:
     Amazon S3 API reference, HeadObject; user guide, checking object integrity.
     """
-    said = answer.get("ChecksumType")
+    kind = answer.get("ChecksumType")
     in_parts = bool(_IN_PARTS.search(str(answer.get("ETag", "")).strip('"')))
     found = []
     for name, value in answer.items():
         if not name.startswith("Checksum") or name == "ChecksumType" or not isinstance(value, str):
             continue
         number, _, parts = value.partition("-")
-        whole = not parts and (not in_parts if said is None else said == "FULL_OBJECT")
+        whole = not parts and (not in_parts if kind is None else kind == "FULL_OBJECT")
         digest = hex_of(number)
         if digest:
             algorithm = name.removeprefix("Checksum").lower()

@@ -188,11 +188,11 @@ class S3fsClient:
             data: bytes = await body.read()
         if len(data) != answer["ContentLength"]:
             raise Transient(f"{len(data):,} of {answer['ContentLength']:,} bytes arrived")
-        said = _RANGE.match(answer.get("ContentRange") or "")
-        if said is None and start > 0:
+        served = _RANGE.match(answer.get("ContentRange") or "")
+        if served is None and start > 0:
             raise Transient("the answer does not state its byte range")
-        if said and (int(said[1]), int(said[2])) != (start, start + len(data) - 1):
-            raise Transient(f"{len(data):,} bytes arrived as {said[0]}")
+        if served and (int(served[1]), int(served[2])) != (start, start + len(data) - 1):
+            raise Transient(f"{len(data):,} bytes arrived as {served[0]}")
         return data, answer.get("ETag", "")
 
     async def _head(self, key: str) -> Mapping[str, Any]:

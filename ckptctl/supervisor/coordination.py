@@ -260,7 +260,7 @@ class Coordination:
         """
         launchers = self._launchers
         until_s = time.monotonic() + launchers.options.wait_s
-        is_said, cleaned = False, {launchers.options.place}
+        is_reported, cleaned = False, {launchers.options.place}
         while True:
             self._check_lead()
             launchers.check()
@@ -280,8 +280,8 @@ class Coordination:
                 waited = duration(launchers.options.wait_s)
                 self._tell(f"warning: node rank {', '.join(missing)} did not come in {waited}")
                 return idle
-            if not is_said:
-                is_said = True
+            if not is_reported:
+                is_reported = True
                 self._tell(
                     f"waiting for the `ckptctl run` of node rank {', '.join(missing)}, at most "
                     f"{duration(launchers.options.wait_s)}"

@@ -171,8 +171,8 @@ def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], No
         tell(f"warning: {shlex.join(words)} did not run: {error}")
         return
     if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip()[-200:]
-        tell(f"warning: {shlex.join(words)} ended with {done.returncode}: {said}")
+        stderr = done.stderr.decode("utf-8", "replace").strip()[-200:]
+        tell(f"warning: {shlex.join(words)} ended with {done.returncode}: {stderr}")
 
 
 class AttemptPlan(NamedTuple):

@@ -108,7 +108,7 @@ class Person:
     def decided(self, block: Block, decision: Input) -> str | None:
         return self.answers.pop(0)
 
-    def told(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.shown.append(text)
 
     def continues(self, run: str, begun: str) -> bool | None:

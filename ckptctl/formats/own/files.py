@@ -122,13 +122,13 @@ def _parsed(data: bytes) -> Fields:
 
 
 def _check_schema(document: Fields, schema: str) -> None:
-    said = document.get("schema")
-    if said == schema:
+    stated = document.get("schema")
+    if stated == schema:
         return
     name = schema.partition("/")[0]
-    if isinstance(said, str) and said.startswith(f"{name}/"):
+    if isinstance(stated, str) and stated.startswith(f"{name}/"):
         raise OwnFileUnsupported(
-            f"it is of version {said[:64]}, and this ckptctl knows {schema} alone"
+            f"it is of version {stated[:64]}, and this ckptctl knows {schema} alone"
         )
     raise OwnFileUnreadable(f"it does not say that it is {schema}")
 

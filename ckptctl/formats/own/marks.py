@@ -72,6 +72,12 @@ class Mark:
     lifts: tuple[str, ...] = ()
     """The ids of the marks that it lifts."""
 
+    @property
+    def because(self) -> str:
+        """The reason and the evidence, as the end of a sentence; empty without either."""
+        reason = f": {self.reason}" if self.reason else ""
+        return reason + (f"; see {', '.join(self.evidence)}" if self.evidence else "")
+
     def applies_to(self, number: int | None, metadata: str | None) -> bool:
         """Whether it is about this save of this step; the path of the step may have changed.
 

@@ -211,8 +211,8 @@ def _rebuild_v3(args: tuple[object, ...]) -> object:
 
 def _signs(more: list[object]) -> tuple[str, ...]:
     # A conjugated view is saved as the elements beneath it, and a word that it is one.
-    said = more[0] if more else None
-    return tuple(sign for sign in ("conj", "neg") if isinstance(said, dict) and said.get(sign))
+    flags = more[0] if more else None
+    return tuple(sign for sign in ("conj", "neg") if isinstance(flags, dict) and flags.get(sign))
 
 
 def _stub(
