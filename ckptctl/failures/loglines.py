@@ -101,7 +101,7 @@ _PREFIXES = tuple(
 )
 _LOGFMT = re.compile(
     r"(?:^|\s)(?P<key>level|lvl|msg|message|ts|time|host|error|err)="
-    r'(?P<value>"(?:[^"\\]|\\.)*"|\S+)'
+    r'(?P<value>"(?:[^"\\]|\\.)*(?:"|$)|\S+)'
 )
 
 
@@ -123,7 +123,8 @@ def take_apart(raw: str) -> LogLine:
                 break
         else:
             break
-    if " msg=" in f" {text}" or " level=" in f" {text}":
+    # The kernel writes `msg=14` and means a number.
+    if ' msg="' in f" {text}" or " level=" in f" {text}" or " lvl=" in f" {text}":
         return _from_logfmt(replace(found, message=text), text)
     return replace(found, message=text)
 

@@ -61,7 +61,8 @@ _IS_ZERO = re.compile(
 )
 _RETRIED = re.compile(
     r"\b(?:retry(?:ing)?(?! (?:counter|count))|retried|will retry|re-try|attempt \d+|recovered|"
-    r"succeeded|reconnect\w*|ignor(?:ed|ing)|handled|skipp(?:ed|ing)|falling back|fallback|"
+    r"succeeded|reconnect\w*|ignor(?:ed|ing)|handled|falling back|fallback|"
+    r"skipp(?:ed|ing)(?! iterations: {1,9}0\b)|"
     r"continuing|will continue|(?:now )?restored|back "
     r"?off|backing off|resum(?:ed|ing) (?:normal|after)|"
     r"non-?fatal|no action (?:is )?(?:needed|required)|harmless)\b",
@@ -79,7 +80,14 @@ _STEP = re.compile(
     r"\b(?:global[_ ]?)?(?:step|iter(?:ation)?|it)\b[\"']?\s{0,9}[:=#]?\s{0,9}\[?(\d{1,18})",
     re.IGNORECASE,
 )
-_FINITE = re.compile(r"\bloss\b[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
+_FINITE = re.compile(r"\bloss\b(?! scale)[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
+
+# What precedes the traceback of an exception that Python prints and ignores: in `__del__`, in a
+# function for the exit, in a handler of logging. Healthy jobs end with them.
+_IGNORED = re.compile(
+    r"Exception ignored (?:in|on|while)\b|--- Logging error ---$|Error in atexit\._run_exitfuncs:$"
+)
+_FINALIZER = re.compile(r'File ".{1,400}", line \d{1,9}, in _run_finalizers$')
 
 
 # Source: NCCL 2.18 to 2.28 `init.cc`.
@@ -110,6 +118,8 @@ class LogReader:
         self._clocked = ""
         self._progressed = ""
         self._tracebacks: set[int | None] = set()
+        self._ignored: set[int | None] = set()
+        self._ignored_from = -2
         self._report: dict[str, str] | None = None
         self.stacks = StackReader(name)
 
@@ -164,7 +174,7 @@ class LogReader:
     def _evidence_in(self, number: int, raw: str, asked: Collection[int] | None) -> Evidence | None:
         found = take_apart(raw)
         self.stacks.take(number, found.message[:MAX_MATCHED], found.rank)
-        if self._framed(found) or asked is None:
+        if self._framed(number, found) or asked is None:
             return None
         return self._weighed(number, found, sorted(asked))
 
@@ -179,12 +189,22 @@ class LogReader:
             # Another attempt starts from an older step in the same log.
             self._step = int(step[1])
 
-    def _framed(self, line: LogLine) -> bool:
+    def _framed(self, number: int, line: LogLine) -> bool:
         """Whether the line only frames others, as the head of a traceback or report does."""
         message = line.message.strip()
+        if _IGNORED.match(message):
+            self._ignored_from = number
+            return True
         if message.startswith("Traceback (most recent call last)"):
             if len(self._tracebacks) < _MAX_RANKS:
                 self._tracebacks.add(line.rank)
+            if number == self._ignored_from + 1:
+                self._ignored.add(line.rank)
+            else:
+                self._ignored.discard(line.rank)
+            return True
+        if line.rank in self._tracebacks and _FINALIZER.match(message):
+            self._ignored.add(line.rank)
             return True
         if message.startswith("Root Cause (first observed failure)"):
             self._report = {}
@@ -214,6 +234,7 @@ class LogReader:
             self._tracebacks.discard(line.rank)
         if not message:
             return None
+        ignored = in_traceback and line.rank in self._ignored
         for which in asked:
             rule = RULES[which]
             part = _around_literal(message, rule)
@@ -222,7 +243,10 @@ class LogReader:
                 continue
             if rule.check and not _CHECKS[rule.check](part):
                 continue
-            return self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
+            found = self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
+            if ignored and found.role in (Role.ROOT, Role.SUSPECT):
+                return replace(found, role=Role.NOTE)
+            return found
         return None
 
     def _evidence(

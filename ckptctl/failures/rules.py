@@ -86,7 +86,8 @@ _ONLY_SEEMS = {
 }
 _FRAMES = (
     *(b"traceback (most recent", b"root cause (first", b"(most recent call first)"),
-    b"fatal python error",
+    *(b"fatal python error", b"exception ignored ", b"--- logging error ---"),
+    *(b"error in atexit._run_exitfuncs", b"in _run_finalizers"),
 )
 
 

@@ -168,6 +168,77 @@ FORMS = (
         "slurmstepd: error: *** STEP 1931.0 ON node1 CANCELLED AT 2026-11-01T10:10:10 ***",
         ("user", "low"),
     ),
+    (
+        "a step whose processes outlived SIGKILL",
+        (
+            "[2026-11-01T10:10:10.5] [8.0] error: *** STEP 8.0 ON gpu12 CANCELLED AT "
+            "2026-11-01T10:10:10 ***\n[2026-11-01T10:11:10.5] [8.0] error: *** STEP 8.0 STEPD "
+            "TERMINATED ON gpu12 AT 2026-11-01T10:11:10 DUE TO JOB NOT ENDING WITH SIGNALS ***"
+        ),
+        ("infra-node", "medium"),
+    ),
+    (
+        "a message of the kernel with a number named msg",
+        "[  71.5] [drm:mes_submit [amdgpu]] *ERROR* MES failed to response msg=14",
+        ("infra-node", "high"),
+    ),
+    (
+        "a quoted message that continues on the next line",
+        'time="2026-11-01T10:10:10Z" level=error msg="upload: s3aws: SlowDown:\n\tcode: 503"',
+        ("infra-storage", "medium"),
+    ),
+    (
+        "an answer of an S3 client as a dict",
+        "upload of step 9 failed: {'Error': {'Code': 'SlowDown', 'Message': 'too many'}}",
+        ("infra-storage", "medium"),
+    ),
+    (
+        "a socket of SLURM",
+        "srun: error: slurm_receive_msgs: Transport endpoint is not connected",
+        ("infra-fabric", "low"),
+    ),
+    (
+        "devices that cannot reach each other",
+        (
+            "node1:7:9 [0] transport/p2p.cc:9 NCCL WARN Cuda failure 217 'peer access is not "
+            "supported between these two devices'\nRuntimeError: NCCL error: unhandled cuda error"
+        ),
+        ("job-config", "medium"),
+    ),
+    (
+        "a fabric manager that is not running, and the launcher's exception",
+        (
+            "[rank3]: Cuda failure 802 'system not yet initialized'\n"
+            "subprocess.CalledProcessError: Command '['torchrun', 't.py']' returned non-zero exit "
+            "status 1."
+        ),
+        ("infra-node", "medium"),
+    ),
+    (
+        "a gradient that is not a number, and no skipped step",
+        (
+            " iteration 9/ 90 | loss scale: 1.0 | grad norm: nan | number of skipped iterations:   "
+            "0 | number of nan iterations:   0 |"
+        ),
+        ("job-divergence", "low"),
+    ),
+    (
+        "a checkpoint with a type that is not allowed",
+        (
+            "_pickle.UnpicklingError: Weights only load failed. This file can still be loaded\n"
+            "\tWeightsUnpickler error: Unsupported global: GLOBAL app.Config was not allowed"
+        ),
+        ("job-config", "medium"),
+    ),
+    (
+        "a damaged checkpoint that was loaded with weights_only",
+        (
+            "_pickle.UnpicklingError: Weights only load failed. Re-running without it may help\n"
+            "\tWeightsUnpickler error: Unsupported operand 118"
+        ),
+        ("bad-checkpoint", "medium"),
+    ),
+    ("a script that goes on", "run.sh: line 13: sudo: command not found", ("job-config", "low")),
 )
 
 

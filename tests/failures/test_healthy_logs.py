@@ -91,6 +91,30 @@ HEALTHY = {
     + PROGRESS,
 }
 
+TRACEBACK = 'Traceback (most recent call last):\n  File "worker.py", line 9, in '
+IGNORED = {
+    "an error of a destructor": "Exception ignored in: <function Loader.__del__ at 0x7f2b>\n"
+    f"{TRACEBACK}__del__\n    self.close()\nAssertionError: can only test a child process\n",
+    "an error at the exit": f"Error in atexit._run_exitfuncs:\n{TRACEBACK}close\n"
+    "    unlink(name)\nFileNotFoundError: [Errno 2] No such file or directory: '/tmp/x'\n",
+    "an error of a finalizer": f"{TRACEBACK}_run_finalizers\n    finalizer()\n"
+    "FileNotFoundError: [Errno 2] No such file or directory\n",
+    "an error of a handler of logging": f"--- Logging error ---\n{TRACEBACK}emit\n"
+    "    stream.write(msg)\nValueError: I/O operation on closed file.\n",
+    "a signal handler that Lightning sets": "SLURM auto-requeueing enabled. Setting signal "
+    "handlers.\n",
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_what_python_prints_and_ignores_is_no_cause(name, tmp_path: Path):
+    log = tmp_path / "job.log"
+    log.write_text(IGNORED[name])
+    assert ckptctl.classify(str(log)).failure == "unknown"
+    # The same exception ends a program where nothing ignores it, also later in the same log.
+    log.write_text(IGNORED[name] + f"{TRACEBACK}main\n    train()\nKeyError: 'lm_head'\n")
+    assert ckptctl.classify(str(log)).failure == "job-code"
+
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_message_of_a_job_that_is_well_is_no_certain_cause(name, tmp_path: Path):

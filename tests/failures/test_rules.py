@@ -66,6 +66,11 @@ EXAMPLES = {
     "slurm.node-drained": "Kill task failed   root   2026-11-20T03:12:44 gpu[12-14]",
     "slurm.task-launch": "srun: error: Task launch for 7.0 failed on node gpu12: Bad credential",
     "stop.preempted": "controller.py:118] Cluster is preempted (status: STOPPED). Recovering",
+    "checkpoint.not-allowed": "WeightsUnpickler error: Unsupported global: GLOBAL app.Config",
+    "checkpoint.weights-only": "_pickle.UnpicklingError: Weights only load failed.",
+    "gaudi.exception": "RuntimeError: [Rank:3] FATAL ERROR :: MODULE:PT_DEVICE a node failed",
+    "scheduler.quota": "An error occurred (ResourceLimitExceeded): 2 instances are the limit",
+    "scheduler.platform": "Failed Reason: InternalServerError: We encountered an internal error.",
     "stop.hangup": "api.py:719] Received 1 death signal, shutting down workers",
 }
 
