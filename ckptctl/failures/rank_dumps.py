@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.data_classes import dataclass, field
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.formats.bounded_json import NotJson, decode_json
@@ -34,6 +34,7 @@ _PICKLE = b"\x80"
 _RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle|bin))?$")
 _PLAIN_DATA = Grammar({})
 _OWN_FRAMES = re.compile(r"(?:^|/)(?:torch|site-packages|dist-packages)/|^<frozen ")
+_BATCH = "coalesced"
 _PAIR = re.compile(r"(?:send|recv) (\d{1,7})(->|<-)(\d{1,7})")
 
 
@@ -67,12 +68,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """The record of one rank; `members` are the ranks of each process group, by name."""
+    """The record of one rank; `members` are the ranks of each process group, by name.
+
+    `uncounted` are the groups in which batches of point-to-point operations took numbers of
+    collectives, each rank as many as it had batches: those numbers cannot be compared.
+    """
 
     rank: int
     file: str
     calls: tuple[Call, ...]
     members: Mapping[str, tuple[int, ...]]
+    uncounted: frozenset[str] = frozenset()
 
 
 def may_be_dump(name: str, head: bytes) -> bool:
@@ -96,8 +102,8 @@ def read_dump(name: str, data: bytes) -> Dump:
     config = document.get("pg_config", {})
     if not isinstance(entries, list) or not isinstance(config, dict):
         raise NotADump(f"{name}: not a dump of the flight recorder")
-    calls = tuple(call for entry in entries if (call := _call(entry)) is not None)
-    return Dump(int(found[1]), name, calls, dict(_members(config)))
+    calls, uncounted = _calls(entry for entry in entries if isinstance(entry, dict))
+    return Dump(int(found[1]), name, calls, dict(_members(config)), uncounted)
 
 
 def _decoded(name: str, data: bytes) -> object:
@@ -118,9 +124,49 @@ def _members(config: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, 
             yield str(name), tuple(rank for rank in ranks if isinstance(rank, int))
 
 
-def _call(entry: object) -> Call | None:
-    if not isinstance(entry, dict):
-        return None
+def _calls(
+    entries: Iterator[Mapping[object, object]],
+) -> tuple[tuple[Call, ...], frozenset[str]]:
+    """The calls in order, and the groups whose collectives cannot be compared by number.
+
+    `batch_isend_irecv` records its parts, whose state never changes, and then one call
+    named `coalesced` with the state of all. Before torch 2.6 such a batch takes the next number
+    of a collective, and its parts take none of their own.
+    """
+    calls: list[Call] = []
+    parts: dict[str, list[int]] = defaultdict(list)
+    numbers: dict[str, tuple[object, object]] = {}
+    last_batch: dict[str, object] = {}
+    uncounted: set[str] = set()
+    for entry in entries:
+        call = _call(entry)
+        if call is None:
+            continue
+        group = call.group
+        of_batch = (entry.get("p2p_seq_id"), entry.get("collective_seq_id"))
+        if call.pair is not None:
+            if numbers.get(group) != of_batch:
+                parts[group].clear()
+            numbers[group] = of_batch
+            parts[group].append(len(calls))
+            calls.append(call)
+            continue
+        is_batch = call.operation == _BATCH and (
+            bool(entry.get("is_p2p")) or (bool(parts[group]) and numbers[group] == of_batch)
+        )
+        if is_batch:
+            for part in parts[group]:
+                calls[part] = replace(calls[part], done=call.done)
+            if of_batch[0] in (0, last_batch.get(group)):
+                uncounted.add(group)
+            last_batch[group] = of_batch[0]
+        else:
+            calls.append(call)
+        parts[group].clear()
+    return tuple(calls), frozenset(uncounted)
+
+
+def _call(entry: Mapping[object, object]) -> Call | None:
     group = entry.get("process_group")
     name, description = group if isinstance(group, (list, tuple)) and len(group) == 2 else ("", "")
     operation = str(entry.get("profiling_name", "")).rpartition(":")[2]

@@ -186,7 +186,10 @@ def _groups(dumps: Mapping[int, Dump]) -> Iterator[_Group]:
             collectives = calls[call.group][rank]
             if call.pair is None:
                 collectives[call.sequence] = call
+    uncounted = {name for dump in dumps.values() for name in dump.uncounted}
     for name, by_rank in calls.items():
+        if name in uncounted:
+            by_rank = {rank: {} for rank in by_rank}
         # `split_group` gives the same name to groups of different ranks. Gloo's recorder of
         # torch 2.13 lists no members.
         listed = members[name] or {tuple(sorted(_recorded(described[name], by_rank, dumps)))}

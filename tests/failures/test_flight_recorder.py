@@ -16,11 +16,11 @@ from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import BinaryData, PathNotFound
-from ckptctl.failures.rank_dumps import NotADump, read_dump
+from ckptctl.failures.rank_dumps import Dump, NotADump, read_dump
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps
 
 JOB = Path(__file__).parents[1] / "jobs" / "flight_recorder_job.py"
-CASES = ("absent", "shape", "operation")
+CASES = ("absent", "shape", "operation", "grid")
 WATCHDOG = (
     "[rank{0}]:[E1120 03:22:44.120331234 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught "
     "collective operation timeout: WorkNCCL(SeqNum=3311, OpType=ALLREDUCE)\n"
@@ -94,6 +94,70 @@ def test_of_ranks_that_wait_for_each_other_only_the_last_of_the_chain_is_named(r
         dumps.append(read_dump(f"trace_{rank}", pickle.dumps(document, 2)))
     assert compare_dumps(dumps).collectives[0].missing == (0, 2)
     assert compare_dumps(dumps).never_joined == (2,)
+
+
+def nccl_dump(rank: int, *entries: dict[str, object]) -> Dump:
+    """A dump in NCCL's form, of a group of three ranks."""
+    members = {"0": {"name": "0", "desc": "pipe", "ranks": "[0, 1, 2]"}}
+    document = {"version": "2.9", "pg_config": members, "entries": [*entries]}
+    return read_dump(f"trace_{rank}", pickle.dumps(document, 2))
+
+
+def nccl_entry(operation: str, collective: int, p2p: int, state: str) -> dict[str, object]:
+    return {
+        "process_group": ("0", "pipe"),
+        "profiling_name": f"nccl:{operation}",
+        "collective_seq_id": collective,
+        "p2p_seq_id": p2p,
+        "is_p2p": " " in operation or (operation == "coalesced" and p2p > 0),
+        "state": state,
+        "retired": False,
+    }
+
+
+PIPE = (("send 0->1",), ("recv 1<-0", "send 1->2"), ("recv 2<-1",))
+
+
+def test_parts_of_completed_batches_are_not_pending_however_many_a_rank_still_records():
+    # The parts of a batch remain scheduled, and the buffer of the middle rank holds fewer steps.
+    dumps = []
+    for rank, n_steps in enumerate((5, 2, 5)):
+        steps = range(6 - n_steps, 6)
+        batches = [
+            nccl_entry(part, 0, step, "completed" if part == "coalesced" else "scheduled")
+            for step in steps
+            for part in (*PIPE[rank], "coalesced")
+        ]
+        waits = [] if rank == 2 else [nccl_entry("all_reduce", 1, 5, "scheduled")]
+        dumps.append(nccl_dump(rank, *batches, *waits))
+    stall = compare_dumps(dumps)
+    assert (stall.never_joined, stall.behind, stall.in_cycle) == ((2,), (), ())
+
+
+def test_a_batch_that_did_not_complete_waits_for_the_rank_without_one():
+    parts = (*PIPE[1], "coalesced")
+    waiting = nccl_dump(1, *(nccl_entry(part, 0, 1, "scheduled") for part in parts))
+    sent = nccl_dump(0, *(nccl_entry(part, 0, 1, "scheduled") for part in (*PIPE[0], "coalesced")))
+    assert compare_dumps([sent, waiting, nccl_dump(2)]).never_joined == (2,)
+
+
+def test_numbers_that_batches_took_from_collectives_name_no_rank():
+    # Before torch 2.6, a batch takes the next number: the middle rank sends in one of its own.
+    dumps = []
+    for rank, batches in enumerate(((PIPE[0],), (PIPE[1][:1], PIPE[1][1:]), (PIPE[2],))):
+        entries = [
+            nccl_entry(part, number, 0, "completed" if part == "coalesced" else "scheduled")
+            for number, batch in enumerate(batches * 3, 1)
+            for part in (*batch, "coalesced")
+        ]
+        number = 3 * len(batches) + 1
+        dumps.append(nccl_dump(rank, *entries, nccl_entry("all_reduce", number, 0, "scheduled")))
+    assert compare_dumps(dumps).ranks == ()
+
+
+def test_of_crossing_groups_only_the_rank_that_stopped_is_named(recorded):
+    stall = compared(recorded / "grid")
+    assert (stall.never_joined, stall.behind, stall.differing, stall.in_cycle) == ((3,), (), (), ())
 
 
 def test_a_rank_without_a_dump_is_possibly_at_fault_and_not_named(recorded, tmp_path):

@@ -48,7 +48,18 @@ def rank_main(folder: Path, case: str, rank: int, world_size: int) -> None:
     values = torch.ones(4)
     for _ in range(3):
         dist.all_reduce(values)
-    threading.Thread(target=misbehave, args=(case, rank, values), daemon=True).start()
+    if case == "grid":
+        # Rows and columns of a square: every rank meets its neighbours in two groups.
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        groups = (rows[rank // 2], columns[rank % 2])
+        for group in groups * 2:
+            dist.all_reduce(values, group=group)
+        dist.barrier()
+        threading.Thread(target=cross, args=(groups, rank, values), daemon=True).start()
+    else:
+        misbehaving = threading.Thread(target=misbehave, args=(case, rank, values), daemon=True)
+        misbehaving.start()
     # The ranks that wait are waiting by then: each has told the others that it will.
     store.add("ready", 1)
     while store.add("ready", 0) < world_size:
@@ -60,6 +71,12 @@ def rank_main(folder: Path, case: str, rank: int, world_size: int) -> None:
     while store.add("dumped", 0) < world_size:
         time.sleep(0.05)
     os._exit(0)
+
+
+def cross(groups: tuple[dist.ProcessGroup, ...], rank: int, values: torch.Tensor) -> None:
+    """Rows and columns in turn, until the neighbours of rank 3 wait, and theirs."""
+    for group in groups * 3 if rank != 3 else groups:
+        dist.all_reduce(values, group=group)
 
 
 def misbehave(case: str, rank: int, values: torch.Tensor) -> None:
