@@ -32,9 +32,15 @@ _PAGE = """<!doctype html>
 """
 
 _STYLE = """
-:root { color-scheme: light dark; --good: #1a7f37; --warn: #9a5b00; --bad: #b3261e; --line: #8884; }
+:root { color-scheme: light dark; --good: #1a7f37; --warn: #9a5b00; --bad: #b3261e; --none: #656d76;
+  --line: #8884; }
 @media (prefers-color-scheme: dark) {
-  :root { --good: #4ac26b; --warn: #e0a03a; --bad: #ff8a80; }
+  :root { --good: #4ac26b; --warn: #e0a03a; --bad: #ff8a80; --none: #9198a1; }
+  /* A plot has colours of its own for a white page: white becomes the page's dark. */
+  .plot svg, img { filter: invert(.93) hue-rotate(180deg); }
+}
+@media print {
+  svg { min-width: 0 !important; } .wide, pre, figure { overflow: visible !important; }
 }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
 main { max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; }
@@ -42,11 +48,13 @@ h1 { font-size: 1.35rem; line-height: 1.3; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 code, pre { font: .9em/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 pre, .wide, figure { overflow-x: auto; }
-.from-end { direction: rtl; } .from-end > * { direction: ltr; }
+/* On a phone a plot begins with its right end, behind the resume. */
+.plot { direction: rtl; } .plot svg { direction: ltr; width: 100%; }
 pre { padding: .6rem .8rem; border-radius: 6px; background: #8881; }
 figure { margin: 1rem 0; } svg { max-width: 100%; min-width: 36rem; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; }
+th { white-space: nowrap; }
 td { border-top: 1px solid var(--line); }
 td div { width: max-content; max-width: min(24rem, 60vw); }
 .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
@@ -54,7 +62,7 @@ td div { width: max-content; max-width: min(24rem, 60vw); }
 pre.command { border-left: 4px solid #3b6ea5; } img { max-width: 100%; background: #fff; }
 .strong, .name, .command { font-weight: 600; }
 .bar { display: flex; height: 1.8rem; border: 1px solid var(--line); overflow: hidden; }
-.bar span { text-align: center; color: Canvas; background: #808890; min-width: 1px; }
+.bar span { text-align: center; color: Canvas; background: var(--none); min-width: 1px; }
 .bar .good { background: var(--good); } .bar .warn { background: var(--warn); }
 .bar .bad { background: var(--bad); }
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
+from textwrap import dedent
 from typing import NamedTuple
 
 from ckptctl.cli.output import replace_file
@@ -47,7 +48,7 @@ def as_html(lines: Iterable[Line]) -> Iterator[str]:
     for solid, group in groupby(map(made_safe, lines), key=lambda each: each.solid):
         texts = ["".join(map(_span, each.spans)) for each in group]
         if solid:
-            yield f"<pre tabindex=0>{chr(10).join(texts)}</pre>"
+            yield f"<pre tabindex=0>{dedent(chr(10).join(texts))}</pre>"
         else:
             yield from (f"<p>{text.strip()}</p>" for text in texts if text.strip())
 

@@ -360,8 +360,7 @@ def write_html(path: str, report: LossReport) -> None:
         f"{report.verdict.value}: {report.message}",
         STYLES[report.verdict],
         (
-            # A phone shows the end of the curve, behind the resume.
-            *([f"<figure class=from-end>{picture}</figure>"] if picture else []),
+            *([f"<figure class=plot tabindex=0>{picture}</figure>"] if picture else []),
             *as_html(loss_lines(report, width=None, unicode=True)[2:]),
         ),
     )

@@ -366,7 +366,9 @@ def _write_html(path: str, found: Scan) -> None:
             )
         )
     columns = ("step", "verdict", "reason", "checked", "size", "ranks", "written", "train state")
-    n_more = f"; {counted(found.n_older, 'older step')} not shown" if found.n_older else ""
+    n_listed = f"{counted(len(rows), 'step')}, newest first"
+    if found.n_older:
+        n_listed += f"; {counted(found.n_older, 'older step')} not shown"
     picture = timeline_of_steps(scan_document(found), found.chosen)
     write_page(
         path,
@@ -375,9 +377,8 @@ def _write_html(path: str, found: Scan) -> None:
         "good" if good else "bad",
         (
             f"<p><code>{escape(address)}</code></p>",
-            *([f"<figure>{picture}</figure>"] if picture else []),
-            f"<h2>{counted(len(found.reports), 'step')}, newest first{n_more}</h2>",
-            html_table(columns, rows),
+            *([f"<figure tabindex=0>{picture}</figure>"] if picture else []),
+            *([f"<h2>{n_listed}</h2>", html_table(columns, rows)] if rows else []),
             *as_html(finding_lines(found.findings)),
             *as_html(next_line(found.next_command)),
         ),

@@ -171,7 +171,6 @@ def _shapes(curve: Curve, verdict: LossVerdict, message: str) -> Iterator[Shape]
     if curve.limit is not None:
         y = scale.y(curve.limit)
         yield Stroke(_LEFT, y, WIDTH - _RIGHT, y, _LIMIT, dashed=True)
-        yield Text(_LEFT + 6, y - 5, "a median above is a jump", _LIMIT)
     if curve.before:
         x = scale.x(curve.first_step - 0.5)
         yield Stroke(x, _TOP, x, HEIGHT - _BOTTOM, INK, dashed=True)
@@ -179,7 +178,7 @@ def _shapes(curve: Curve, verdict: LossVerdict, message: str) -> Iterator[Shape]
     every = (curve.before, curve.overwritten, curve.after)
     for points, (_, color, radius, hollow) in zip(every, _KINDS, strict=True):
         yield from _dots(points, scale, color, radius, hollow=hollow)
-    yield from _legend(every)
+    yield from _legend(every, with_limit=curve.limit is not None)
 
 
 class _Scale:
@@ -236,13 +235,16 @@ def _dots(
         yield Dot(scale.x(step), scale.y(loss), radius, color, hollow, title)
 
 
-def _legend(every: Sequence[Sequence[Point]]) -> Iterator[Shape]:
+def _legend(every: Sequence[Sequence[Point]], *, with_limit: bool) -> Iterator[Shape]:
     x, y = float(_LEFT + 8), HEIGHT - 20
     for points, (name, color, radius, hollow) in zip(every, _KINDS, strict=True):
         if points:
             yield Dot(x, y - 4, radius, color, hollow, name)
             yield Text(x + 14, y, name)
             x += 14 + _TEXT_CELL * len(name) + 30
+    if with_limit:
+        yield Stroke(x - 8, y - 4, x + 8, y - 4, _LIMIT, dashed=True)
+        yield Text(x + 14, y, "a median above is a jump")
 
 
 def _fitted(text: str, width: float) -> str:

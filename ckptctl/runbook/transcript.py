@@ -231,13 +231,13 @@ def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
     )
     for heading, svg in drawn:
         if svg:
-            yield f"<h2>{heading}</h2><figure>{svg}</figure>"
+            yield f"<h2>{heading}</h2><figure tabindex=0>{svg}</figure>"
     for event in events:
         if isinstance(event, EndedEvent) and event.picture:
             data = base64.b64encode(event.picture.encode()).decode()
             yield (
-                f"<h2>Picture of {escape(event.block)}</h2><figure>"
-                f'<img alt="" src="data:image/svg+xml;base64,{data}"></figure>'
+                f"<h2>Picture of {escape(event.block)}</h2><figure tabindex=0>"
+                f'<img alt="plot of the loss" src="data:image/svg+xml;base64,{data}"></figure>'
             )
 
 
