@@ -108,7 +108,7 @@ def diagnosis_lines(found: Diagnosis) -> list[Line]:
     result = listed(numbers) if numbers else "nothing is wrong"
     facts = [line(f"  {name}: {value}", hang=4) for name, value in found.facts]
     return [
-        line(StyledText(result, style), "  ", StyledText(found.target, "name"), solid=True),
+        line(StyledText(found.target, "name"), ": ", StyledText(result, style), solid=True),
         EMPTY,
         *section(each for advice in found.advice for each in _shown(advice)),
         *section(facts),

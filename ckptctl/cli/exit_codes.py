@@ -56,25 +56,25 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     20: ExitCode(
         "incomplete",
         "Part of the step was never written or is missing. Use another step: `ckptctl pick ROOT`.",
-        "no: use another step",
+        "no; use another step",
     ),
     21: ExitCode(
         "corrupt",
         "The contents of the step are wrong or contradict each other. Use another step: `ckptctl "
         "pick ROOT`. Keep this one for the investigation.",
-        "no: use another step",
+        "no; use another step",
     ),
     22: ExitCode(
         "unverifiable",
         "The step may be good, but nothing proves it at the requested level. Request a shallower "
         "level, or use another step.",
-        "no: use another step",
+        "no; use another step",
     ),
     23: ExitCode(
         "complete, but required train state is missing",
         "The step loads, but lacks train state that is required. Require less, or use another "
         "step; `ckptctl show STEP` lists what it contains.",
-        "no: use another step",
+        "no; use another step",
     ),
     24: ExitCode(
         "cannot be loaded at the requested world size",
@@ -94,7 +94,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     27: ExitCode(
         "rejected or superseded",
         "A mark excludes the step, or the run resumed from an older one. Use another step.",
-        "no: use another step",
+        "no; use another step",
     ),
     28: ExitCode(
         "the two steps differ",
@@ -110,7 +110,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "the loss is not continuous across the resume",
         "The resume was not correct, or the step is not good. Stop the job. Reject the step with "
         "the reason (`ckptctl reject STEP`), then choose an older one (`ckptctl pick ROOT`).",
-        "no: fall back",
+        "no; fall back",
     ),
     31: ExitCode(
         "not enough data to decide whether the loss is continuous",
@@ -122,7 +122,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     32: ExitCode(
         "suspect: the loss may not be continuous",
         "Check the table and the plot before the job continues for long.",
-        "no: check",
+        "no; check",
     ),
     33: ExitCode(
         "the job does not survive a fault of the drill",

@@ -232,7 +232,7 @@ def _loss_verdict_page(word: str) -> Page:
 def _exit_code_page(number: int) -> Page:
     code = exit_codes.EXIT_CODES[number]
     lines = [f"# exit code {number}: {code.title}", "", code.advice]
-    lines += ["", f"Does trying again help? {code.retry.capitalize()}."]
+    lines += ["", f"Retry: {code.retry}."]
     address = "docs/reference.html#exit-codes"
     return Page(str(number), "exit-code", code.title, "\n".join(lines), address)
 

@@ -104,7 +104,8 @@ LevelOpt = Annotated[
     option(
         "--level",
         help="How deep to inspect: listing reads the metadata, structure also the framing of "
-        "every record, content every byte. Default: as deep as is cheap on that storage.",
+        "every record, content every byte. Default: structure on a file system where that "
+        "takes at most 10,000 reads, else listing.",
     ),
 ]
 AllowFreshOpt = Annotated[
@@ -152,7 +153,7 @@ KeyFileOpt = Annotated[
 ]
 OnlyOpt = Annotated[
     str | None,
-    option("--only", metavar="KIND", help="Leave out all train state except this: model."),
+    option("--only", metavar="KIND", help="Keep only this kind of train state: model."),
 ]
 MemoryOpt = Annotated[
     str,
@@ -191,7 +192,7 @@ HtmlOpt = Annotated[
     option(
         "--html",
         metavar="FILE",
-        help="Also write the answer as one HTML page, which needs nothing beside itself.",
+        help="Also write the answer to FILE as one self-contained HTML page.",
     ),
 ]
 MetricsOpt = Annotated[
@@ -338,7 +339,7 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "--subset",
             metavar="PART",
             help="Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
-            "words always mean the same records.",
+            "PART always selects the same records.",
         ),
         "deadline": _offer(
             str | None,
@@ -356,8 +357,7 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "--jobs",
             metavar="N",
             min=1,
-            help="Level content: how many threads read a file system; by default as many as is "
-            "good for it.",
+            help="Level content: how many threads read; the default depends on the storage.",
         ),
         "nan_scan": _offer(
             bool,

@@ -161,7 +161,9 @@ class Output:
             self.document(document())
         elif self.quiet or bare_only:
             if not self.quiet:
-                self.lines(lines(), to=self.err)
+                # In one piece: a reader of both streams shows the bare answer behind it.
+                self._clear_progress()
+                self.err.write(self._text(lines(), self.err))
             self.bare(bare)
         else:
             self.lines(lines())
@@ -171,7 +173,7 @@ class Output:
         channel = to or self.out
         self._clear_progress()
         for a_line in lines:
-            channel.write("".join(f"{text}\n" for text in self._rendered(a_line, channel)))
+            channel.write(self._text((a_line,), channel))
 
     def document(self, document: Document) -> None:
         """Print the one document of `--json`."""
@@ -237,6 +239,9 @@ class Output:
         self._clear_progress()
         for channel in (self.out, self.err):
             channel.write("")
+
+    def _text(self, lines: Iterable[Line], channel: Channel) -> str:
+        return "".join(f"{text}\n" for each in lines for text in self._rendered(each, channel))
 
     def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
         spans = tuple(

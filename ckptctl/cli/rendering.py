@@ -287,9 +287,14 @@ def _block_lines(block: Sequence[str]) -> Iterator[Line]:
         yield from (line(each, solid=True) for each in block)
     elif block[0].startswith("- "):
         items = "\n".join(block).removeprefix("- ").split("\n- ")
-        yield from (line("- ", " ".join(item.split()), hang=2) for item in items)
+        yield from (line("- ", prose(item), hang=2) for item in items)
     else:
-        yield line(" ".join(block))
+        yield line(prose("\n".join(block)))
+
+
+def prose(text: str) -> str:
+    """A paragraph of Markdown as one line of text, without the targets of its links."""
+    return " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).split())
 
 
 def refused_lines(pick: Pick) -> list[Line]:

@@ -208,8 +208,8 @@ def _ranks(answer: Reshard) -> str:
 def _contents(answer: Reshard) -> str:
     others = counted(answer.n_bytes_entries, "other entry", "other entries")
     return (
-        f"{counted(answer.n_tensors, 'tensor')}: {answer.n_cut:,} cut, {answer.n_whole:,} whole; "
-        f"{others}"
+        f"{counted(answer.n_tensors, 'tensor')}: {answer.n_cut:,} sharded, "
+        f"{answer.n_whole:,} whole; {others}"
     )
 
 

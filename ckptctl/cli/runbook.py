@@ -23,6 +23,7 @@ from ckptctl.cli.rendering import (
     next_line,
     padded,
     page_lines,
+    prose,
 )
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted
@@ -346,7 +347,7 @@ class TerminalPrompts:
             return
         self._explained.add(state.name)
         for paragraph in state.about.split("\n\n"):
-            self._say(line("  ", " ".join(paragraph.split()), hang=2))
+            self._say(line("  ", prose(paragraph), hang=2))
 
     def about_to(self, block: Block, values: Mapping[str, Value]) -> None:
         """The exact command, and what the names in it stand for."""

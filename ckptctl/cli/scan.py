@@ -66,8 +66,8 @@ def scan(
     """List the steps of a root with their verdicts and the step that pick would choose.
 
     Steps are listed newest first, as soon as each has been inspected; --before STEP continues
-    where the list ended. Without --level the steps that decide the choice are inspected as deep
-    as pick does, and the others by their listing and metadata; --level content reads every byte
+    where the list ended. Without --level the steps that decide the choice are inspected as
+    deeply as by pick, the others by their listing and metadata; --level content reads every byte
     of every listed step. With --quiet the address of the step that pick chooses is printed, and
     those of usable older ones, one per line.
     """

@@ -84,7 +84,7 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
     return [
         line(StyledText("sealed", "good"), " ", StyledText(sealed.url, "name"), solid=True),
         line(f"  {digested}", hang=4),
-        line(f"  inspected before at: {sealed.report.level.value}", hang=4),
+        line(f"  inspected first, at level {sealed.report.level.value}", hang=4),
         line("  ", "replaced " if sealed.replaced else "written to ", sealed.path, solid=True),
         EMPTY,
         *findings,

@@ -67,7 +67,7 @@ def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> ty
         app.command(
             name,
             cls=_Command,
-            help=inspect.cleandoc(command.function.__doc__ or ""),
+            help=inspect.cleandoc(command.function.__doc__ or "").replace("-", _HYPHEN),
             epilog=_end(command.examples, command.exit_codes),
             short_help=SUMMARIES[name],
             context_settings=_HELP_NAMES,
@@ -118,6 +118,9 @@ class _Command(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
+    def get_help(self, ctx: Any) -> str:
+        return super().get_help(ctx).replace(_HYPHEN, "-")
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for each in self.get_params(ctx):
@@ -135,12 +138,14 @@ class _Command(TyperCommand):
 
 
 _LEAST = re.compile(r"\bx>=([0-9.]+)(?=[\];])")
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+"""Stands for each hyphen of help while it is filled: `--log-dir` stays on one line."""
 _WHOLE = re.compile(r"(?<=default: )([0-9]+)\.0(?=[\];])")
 
 
 def _plain(text: str) -> str:
     """The help of an option with its bounds in words: `[default: 600; at least 0]`."""
-    return _WHOLE.sub(r"\1", _LEAST.sub(r"at least \1", text))
+    return _WHOLE.sub(r"\1", _LEAST.sub(r"at least \1", text)).replace("-", _HYPHEN)
 
 
 _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -150,8 +155,8 @@ def _end(examples: Sequence[str], exit_codes: Sequence[int]) -> str:
     """The end of the help of a command."""
     # A backspace on a line of its own keeps typer from filling the block below it.
     variables = (
-        "Options have variables (--max-fallback: CKPTCTL_MAX_FALLBACK);\n"
-        "switches that change or remove something have none."
+        "Variables set options too (--max-fallback: CKPTCTL_MAX_FALLBACK), but no\n"
+        "switches that change or remove something."
     )
     shown = "\n".join(f"  {line}" for example in examples for line in _folded(example))
     codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)

@@ -199,9 +199,13 @@ def _facts(report: Report, now_s: float) -> list[str]:
         seen,
     ]
     if report.bytes_in_records:
-        proven = f"{exact_size(report.bytes_proven)} of {exact_size(report.bytes_in_records)}"
+        whole = report.bytes_proven == report.bytes_in_records
+        proven = "all" if whole else f"{report.bytes_proven:,} of"
         records = counted(report.records_proven, "record")
-        facts[-1] = f"checked: {read}; {proven} in records, {records}, match their checksums"
+        facts[-1] = (
+            f"checked: {read}; {proven} {report.bytes_in_records:,} bytes in records match "
+            f"their checksums ({records})"
+        )
     if report.values_scanned:
         bad = sum(finding.code == "values.not-finite" for finding in report.findings)
         says = "see below" if bad else "all of them finite"

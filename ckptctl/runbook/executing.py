@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,7 @@ OnLine = Callable[[str], None]
 
 KEPT_LINES = 400
 _MAX_LINE = 4000
+_MAX_READ = 1 << 16
 _MAX_FILE_BYTES = 2 << 20
 _GRACE_S = 5.0
 
@@ -179,17 +180,24 @@ class _Heard:
     def _listen(self, name: str, stream: IO[bytes] | None) -> None:
         if stream is None:
             return
+        begun = b""
         with stream:
-            for data in stream:
-                text = data.decode("utf-8", "backslashreplace").rstrip("\r\n")[:_MAX_LINE]
-                self._take(name, text)
+            while data := os.read(stream.fileno(), _MAX_READ):
+                *lines, begun = (begun + data).split(b"\n")
+                begun = begun[: 4 * _MAX_LINE]
+                self._take(name, lines)
+        if begun:
+            self._take(name, [begun])
 
-    def _take(self, name: str, text: str) -> None:
+    def _take(self, name: str, lines: Iterable[bytes]) -> None:
+        """Pass lines on that arrived together, with none of the other stream among them."""
         with self._lock:
-            self.kept.append(text)
-            if name == "stdout" and text.strip():
-                self.printed.append(text.strip())
-            self.on_line(text)
+            for data in lines:
+                text = data.decode("utf-8", "backslashreplace").rstrip("\r")[:_MAX_LINE]
+                self.kept.append(text)
+                if name == "stdout" and text.strip():
+                    self.printed.append(text.strip())
+                self.on_line(text)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,6 +8,8 @@ import re
 import shutil
 from pathlib import Path
 
+from ckptctl.cli.explain import page
+
 project = "ckptctl"
 author = "the ckptctl developers"
 copyright = "the ckptctl developers"
@@ -44,12 +46,14 @@ copybutton_prompt_text = "$ "
 
 
 def setup(app):
-    """Add the table of contents to the README, which is the first page of the site."""
+    """Add the table of contents to the README, and the verdict to the page of a finding."""
     contents = (Path(__file__).parent / "contents.md").read_text()
 
     def add(_, document, source):
         if document == root_doc:
             source[0] += contents
+        elif document.startswith("ckptctl/pages/"):
+            source[0] = page(document.removeprefix("ckptctl/pages/")).text
 
     def copy_pictures(app, _):
         # Sphinx copies the pictures of Markdown, and not those of `<picture>`.

@@ -111,6 +111,32 @@ def test_the_code_blocks_of_a_page_run(page, folder):
             assert done.returncode == block.exit_code, f"{block.code}\n{done.stderr}"
 
 
+@pytest.mark.slow
+def test_the_commands_of_the_pages_of_findings_run(folder):
+    """On a root with the steps that they name, none ends as a mistake of usage."""
+    of_other_data = ("--key-file", "--pattern '(?P<step>[0-9]+)-state'", "convert", "--follow")
+    roots = re.compile("/shared/ckpt/run-1234|/nvme/ckpt/run-1234|s3://bucket/run-1234")
+    root = folder / "ckpt"
+    for name in ("step_1100", "step_1200", "checkpoint-1200", "final"):
+        shutil.copytree(root / "step_500", root / name)
+    rows = [f'{{"step": {step}, "loss": {9 - step / 1000}}}\n' for step in range(1100, 1300)]
+    for name in ("train.jsonl", "train.log", "old.jsonl", "new.jsonl"):
+        (folder / name).write_text("".join(rows))
+    commands: dict[str, None] = {}
+    for page in sorted((REPOSITORY / "ckptctl" / "pages").glob("*.md")):
+        for block in blocks(page):
+            commands |= dict.fromkeys(block.code.splitlines())
+    wrong = []
+    for command in commands:
+        runs_here = command.startswith(("ckptctl", "ls", "find", "head"))
+        if not runs_here or any(each in command for each in of_other_data):
+            continue
+        done = run(["bash", "-c", roots.sub("ckpt", command)], folder)
+        if done.returncode in (1, 2, 127) and "is already sealed" not in done.stderr:
+            wrong.append(f"{command}\n{done.stderr}")
+    assert wrong == []
+
+
 def check_form(block: Block) -> None:
     """A block that is not run says why, and is at least something that could be."""
     assert len(block.words) > 1, f"no-run needs a reason: {block.code}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, problems
-from ckptctl.runbook.executing import Ended
+from ckptctl.runbook.executing import Ended, execute
 from ckptctl.runbook.reading import parse
 from ckptctl.runbook.record import RunHeld, TakenOver, held, myself, newest
 from ckptctl.runbook.running import Ran, run_runbook
@@ -252,6 +253,22 @@ def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):
     import signal
 
     os.kill(pid, signal.SIGKILL)
+
+
+def test_lines_that_a_command_writes_at_once_stay_together():
+    program = (
+        "import os; os.write(2, b''.join(b'%d\\n' % n for n in range(2000))); os.write(1, b'x\\n')"
+    )
+    lines: list[str] = []
+
+    def shown(line: str) -> None:
+        lines.append(line)
+        time.sleep(1e-5)  # a terminal is slow: the reader of the other stream gets its turn
+
+    done = execute(f'"$CKPTCTL_PYTHON" -c "{program}"', {}, {}, shown)
+    assert (done.exit_code, done.printed) == (0, ("x",))
+    assert lines.index("x") in (0, 2000)
+    assert [each for each in lines if each != "x"] == [str(n) for n in range(2000)]
 
 
 def test_a_run_that_goes_in_circles_is_ended(tmp_path):

@@ -352,7 +352,7 @@ def test_the_command_tells_how_much_is_proven(checkpoints: Path) -> None:
     one = checkpoints / "run_fsdp4" / "step_500"
     done = run_ckptctl("verify", one, "--level", "content", "--jobs", 2)
     assert done.returncode == 0
-    assert "163 records, match their checksums" in done.stdout
+    assert "bytes in records match their checksums (163 records)" in done.stdout
     document = validated(run_ckptctl("verify", one, "--level", "content", "--json").stdout)
     report = document["report"]
     assert report["level"] == "content"
