@@ -176,7 +176,9 @@ def _mended(argv: Sequence[str], error: UsageError) -> str:
     if error.instead_of is None:
         return _same(words, error.instead or "")
     better = error.instead or ""
-    return _same([better if word == error.instead_of else word for word in words])
+    return _same(
+        [better if error.instead_of in (word, word.rstrip("/")) else word for word in words]
+    )
 
 
 def _same(argv: Sequence[str], option: str = "") -> str:

@@ -151,6 +151,13 @@ def runbook(
             f"on which checkpoint root is {book.name} run?",
             next_command=f"ckptctl runbook run {shlex.quote(book.called)} ROOT",
         )
+    prefixes = tuple(f"{each.name}=" for each in book.inputs)
+    if value := next((each for each in roots if each.startswith(prefixes)), None):
+        raise UsageError(
+            f"{value} is no root: --set gives the value of an input",
+            instead_of=value,
+            instead=f"--set={value}",
+        )
     if found := problems(book):
         raise UsageError(
             f"the runbook {book.name} is not sound: {found[0]}",

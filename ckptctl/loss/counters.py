@@ -22,6 +22,7 @@ _LR_EXPECTED = 0.02  # relative, without a step logged twice to compare with
 _BATCH = 0.02  # relative
 _RISING = 4  # rows
 _LR_ROWS = 50
+_N_LOST = 5  # rows
 
 
 def check_counters(resume: LoggedResume) -> Iterator[Finding]:
@@ -74,20 +75,35 @@ def _joins(resume: LoggedResume) -> bool:
 
 
 def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
-    """Yield a finding for a loss that is NaN or infinite, unless there was one before."""
-    bad = [row for row in resume.after if row.loss and not math.isfinite(row.loss.value)]
-    was_bad = [row for row in resume.before[-50:] if row.loss and not math.isfinite(row.loss.value)]
-    if bad and not was_bad:
-        row = bad[0]
-        found = str(row.loss.value) if row.loss else ""
-        yield Finding(
-            "loss.not-finite",
-            _where(row),
-            f"the loss of step {row.step:,} is {found}, {row.step - resume.first_step:,} steps "
-            "after the first step of the resumed job",
-            expected="a finite number",
-            found=found,
+    """Yield a finding for a loss that is NaN or infinite.
+
+    Single values are none where there were some before: a loss scale that is adapted leaves
+    them. A job of which no value is finite has resumed from weights that were lost before.
+    """
+    after = [row for row in resume.after if row.loss]
+    bad = _bad(after)
+    was_bad = _bad(resume.before[-50:])
+    lost = len(bad) == len(after) >= _N_LOST
+    if not bad or (was_bad and not lost):
+        return
+    row = bad[0]
+    found = str(row.loss.value) if row.loss else ""
+    message = (
+        f"the loss of step {row.step:,} is {found}, {row.step - resume.first_step:,} steps "
+        "after the first step of the resumed job"
+    )
+    if was_bad:
+        steps = [each.step for each in resume.before if each.loss and not _bad([each])]
+        last = f"the last finite one is that of step {steps[-1]:,}" if steps else "nor before it"
+        message = (
+            f"no loss after the resume is finite ({len(bad):,} rows), {last}: the checkpoint was "
+            "saved after that, and an older one is needed"
         )
+    yield Finding("loss.not-finite", _where(row), message, expected="a finite number", found=found)
+
+
+def _bad(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.loss and not math.isfinite(row.loss.value)]
 
 
 def _step(resume: LoggedResume) -> Iterator[Finding]:

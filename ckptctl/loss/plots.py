@@ -49,8 +49,8 @@ class Curve:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The first and the last step."""
-        steps = [step for step, _ in self.points]
+        """The first and the last step; the first after the resume may have no finite loss."""
+        steps = [self.first_step, *(step for step, _ in self.points)]
         return min(steps), max(steps)
 
     @property

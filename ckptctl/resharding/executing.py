@@ -18,6 +18,7 @@ from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, Usage
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
 from ckptctl.inspection.open_step import list_step
+from ckptctl.model import FileInfo
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
@@ -39,7 +40,7 @@ from ckptctl.resharding.writing import (
 )
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Folders, Store
+from ckptctl.storage.contract import Folders, Store, list_if_there
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, join_url
 
@@ -67,6 +68,14 @@ class Place:
     def written_at(self, identity: str) -> str:
         """Where the files of the work called `identity` are written."""
         return f"{work_folder(identity)}/{self.name}" if self.is_moved else self.name
+
+    def there(self) -> FileInfo | None:
+        """What has the name of the new step already; None where it is free.
+
+        Cost: one listing of the folder above. What is there may be large: it is not listed.
+        """
+        entries = list_if_there(self.store, "")
+        return next((entry for entry in entries if entry.path == self.name), None)
 
     def clear(self, folder: str, expected: Collection[str]) -> None:
         """Remove what a call that was killed has left in `folder`: all but `expected`."""
@@ -181,12 +190,12 @@ class _Work:
 
     def check_place(self) -> None:
         """Raise if the target exists, or if there is too little space."""
-        there = self._there(self.place.name)
         if self.place.is_moved:
-            if there is not None:
+            if self.place.there() is not None:
                 raise self._taken("it already exists")
             self._check_space()
             return
+        there = self._there(self.place.name)
         expected = {file.path for file in self.plan.shards}
         expected |= {one.file.path for one in self.plan.files}
         strange = [path for path in there or () if path not in expected and not is_own(path)]

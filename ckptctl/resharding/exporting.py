@@ -14,12 +14,11 @@ from __future__ import annotations
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from math import prod
 from typing import Protocol
 
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
+from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes
 from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nested, pickled_state
@@ -27,7 +26,6 @@ from ckptctl.formats.archive.writing import strides_of
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import counted
-from ckptctl.inspection.open_step import list_step
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
@@ -44,6 +42,7 @@ from ckptctl.resharding.writing import (
     in_threads,
     prove,
 )
+from ckptctl.storage.opening import join_url
 
 FILE_BYTES = 5_000_000_000
 """The default limit on the size of a safetensors file."""
@@ -309,10 +308,16 @@ def write_whole(
     target exists, `StorageError`.
     """
     store = place.store
-    with suppress(PathNotFound):
-        list_step(store, place.name)
+    there = place.there()
+    if there is not None:
+        if there.kind == "dir":
+            raise UsageError(
+                f"{place.url} already exists; name a file or a folder that does not exist",
+                instead_of=place.url,
+                instead=join_url(place.url, "model"),
+            )
         raise UsageError(
-            f"{place.url} already exists; remove it or choose another name",
+            f"{place.url} already exists; nothing is replaced: choose another name",
             next_command=f"ckptctl show {shlex.quote(place.url)}",
         )
     n_bytes = sum(file.n_bytes for file in planned)

@@ -7,7 +7,6 @@ earlier ones too. `classify` finds the cause; `restarting` decides what follows.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,15 +61,24 @@ class AttemptRunner:
         self._signals = signals
         self._tell = tell
 
-    def run(self, number: int, plan: AttemptPlan, variables: Mapping[str, str]) -> Ended:
-        """Run an attempt to its end; raises `UsageError` where the command cannot be started."""
+    def run(
+        self, number: int, plan: AttemptPlan, variables: Mapping[str, str], about: str
+    ) -> Ended:
+        """Run an attempt to its end, with a message with `about` when it has started.
+
+        Raises `UsageError` where the command cannot be started.
+        """
         began_s = time.monotonic()
         with self._output(number) as (output, paths):
+            logs_to = f", logs: {', '.join(paths)}" if paths else ""
+            message = f"attempt {number} started: {about}{logs_to}"
             variables = {**plan.variables, **variables}
             for watcher in self._watchers:
                 variables |= watcher.prepare(number, paths)
             logs = Logs(paths)
-            code, stop = self._signals.run(plan.command, output, variables, self._poll)
+            code, stop = self._signals.run(
+                plan.command, output, variables, lambda: self._tell(message), self._poll
+            )
         seconds = time.monotonic() - began_s
         for watcher in self._watchers:
             watcher.finish()
@@ -101,7 +109,6 @@ class AttemptRunner:
                 yield (self._options.stdout, None), logs
                 return
             fd, path = opened
-            self._tell(f"attempt {number} writes to {path}")
             yield (fd, fd), (*logs, path)
 
 
@@ -329,11 +336,15 @@ class Logs:
 
 
 def _copy_from(path: str, start: int, copy: str) -> None:
-    """Copy the end of the added text; a log that became shorter was rewritten."""
+    """Copy the end of the added text; a log that became shorter was rewritten.
+
+    What another process adds meanwhile is left out: it may write faster than this copies.
+    """
     with open(path, "rb") as log, open(copy, "wb") as added:
         size = os.fstat(log.fileno()).st_size
-        log.seek(max(start if size >= start else 0, size - _MOST_BYTES))
-        shutil.copyfileobj(log, added)
+        begin = max(start if size >= start else 0, size - _MOST_BYTES)
+        log.seek(begin)
+        added.write(log.read(size - begin))
 
 
 class LogFolder:
@@ -350,10 +361,14 @@ class LogFolder:
         self._attempts = os.path.join(folder, phase) if phase else folder
         self._prefix = f"{phase}: " if phase else ""
 
+    def path(self, attempt: int) -> str:
+        """Where the output of an attempt goes."""
+        return os.path.join(self._attempts, str(attempt), f"output{self._suffix}")
+
     @contextmanager
     def output(self, attempt: int) -> Iterator[tuple[int, str] | None]:
         """A descriptor for the output of an attempt and its path; None where there is none."""
-        path = os.path.join(self._attempts, str(attempt), f"output{self._suffix}")
+        path = self.path(attempt)
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)

@@ -133,14 +133,15 @@ class Signals:
         command: Sequence[str],
         output: tuple[int | None, int | None],
         variables: Mapping[str, str],
+        on_start: Callable[[], None],
         poll: Callable[[Running], Stop | None],
     ) -> tuple[int, Stop | None]:
         """Run the command to its end; its exit code, 128 + N if signal N ended it.
 
         `output` are the descriptors for its output and errors; None are those of this process.
-        `variables` are added to its environment; they hold the job's marker. `poll` is called
-        about once a second; the job is ended if it returns why, or raises. Raises
-        `UsageError` if the command cannot be started.
+        `variables` are added to its environment; they hold the job's marker. `on_start` is called
+        when it has started, `poll` about once a second; the job is ended if it returns why, or
+        raises. Raises `UsageError` if the command cannot be started.
         """
         bystanders = children()
         try:
@@ -161,6 +162,7 @@ class Signals:
         running = Running(job.leader, job.processes)
         stop = None
         try:
+            on_start()
             while _code_of(child) is None and stop is None:
                 stop = poll(running)
         finally:

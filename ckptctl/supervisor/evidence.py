@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,9 @@ _PY_SPY_S = 15.0
 _POLL_S = 0.1
 _MAX_STACKS_BYTES = 1 << 20
 _AT_ONCE = 16
+
+MAX_DUMPS_BYTES = 1 << 30
+"""How many bytes of dumps are kept of one hang: a folder for temporary files may be small."""
 
 _DUMP_PREFIX = "/tmp/nccl_trace_rank_"  # noqa: S108  # only read
 """Where torch writes the dumps without these variables. Source: torch 2.13,
@@ -327,18 +331,35 @@ def _dumps(out: str, since_s: float) -> tuple[Dump, ...]:
     """Copy the dumps of this attempt, and read them."""
     given = (os.environ.get(name) for name in PREFIX_VARIABLES)
     prefix = next(filter(None, given), _DUMP_PREFIX)
-    found = []
+    found, left = [], MAX_DUMPS_BYTES
     with suppress(OSError):
         for entry in os.scandir(os.path.dirname(prefix) or "."):
             name = entry.name.removeprefix(os.path.basename(prefix))
             if name == entry.name or not name.isdecimal():
                 continue
             with suppress(OSError, NotADump):
-                about = entry.stat()
-                if about.st_mtime < since_s or about.st_size > MAX_DUMP_BYTES:
-                    continue
+                data = _dump_bytes(entry.path, since_s, min(left, MAX_DUMP_BYTES))
+                left -= len(data)
                 kept = os.path.join(out, f"flight-recorder-rank-{name}")
-                shutil.copyfile(entry.path, kept)
-                with open(kept, "rb") as file:
-                    found.append(read_dump(kept, file.read()))
+                with open(kept, "wb") as file:
+                    file.write(data)
+                found.append(read_dump(kept, data))
     return tuple(found)
+
+
+def _dump_bytes(path: str, since_s: float, limit: int) -> bytes:
+    """The bytes of a dump of this attempt; raises `NotADump` for anything else.
+
+    Everybody can create files in a folder for temporary files: a link may lead to a file that
+    only this user can read, and a pipe or a device has no end.
+    """
+    with open(path, "rb", opener=_no_link) as file:
+        about = os.fstat(file.fileno())
+        if stat.S_ISREG(about.st_mode) and about.st_mtime >= since_s and about.st_size <= limit:
+            return file.read(about.st_size)
+    raise NotADump(path)
+
+
+def _no_link(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

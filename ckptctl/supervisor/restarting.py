@@ -23,6 +23,7 @@ from ckptctl.formats.own.supervision import (
     LauncherDocument,
     SupervisorDocument,
 )
+from ckptctl.formatting import counted
 from ckptctl.selection.picking import pick
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import open_store
@@ -174,15 +175,15 @@ class _Supervisor:
                 about = (self._command, self._roots.url, (), (), message)
                 return Supervised(*about, stop.code, stop.next_command)
             stack.callback(held.release)
-            conclusion = self._run_alone(held, self._runner(held, hangs))
+            conclusion = self._run_alone(held, seen.step, self._runner(held, hangs))
         return self._summary(conclusion)
 
     def _runner(self, *watchers: Watcher) -> AttemptRunner:
         output = self._options.output
         return AttemptRunner(output, self._log_folder, watchers, self._signals, self._tell)
 
-    def _run_alone(self, held: HeldState, runner: AttemptRunner) -> Conclusion:
-        """Run attempts until none follows."""
+    def _run_alone(self, held: HeldState, step: int | None, runner: AttemptRunner) -> Conclusion:
+        """Run attempts until none follows; `step` is the newest usable one."""
         self._sections.recall(held.state["sections"])
         while True:
             if self._attempts:
@@ -196,13 +197,14 @@ class _Supervisor:
             state, restarts = self._begun(before, plan)
             held.save(state)
             try:
-                ended = self._run(state, plan, restarts, held.marker(), runner)
+                ended = self._run(state, plan, step, restarts, held.marker(), runner)
             except UsageError:
                 held.save(before)  # nothing was started
                 raise
             conclusion = self._conclude(held, ended)
             if conclusion.decision is not Decision.RESTART:
                 return conclusion
+            step = self._attempts[-1].step
 
     def _pause_s(self, held: HeldState) -> float:
         return self._options.budget.pause_s(budget_of(since_progress(held.state)))
@@ -325,7 +327,8 @@ class _Supervisor:
         )
         plan = AttemptPlan(words, variables, "", world_size, ())
         marker = marker_of(state, self._roots.url, self._options.launchers.place)
-        run = partial(self._run, state, plan, part.launch["restarts"], marker, runner)
+        restarts = part.launch["restarts"]
+        run = partial(self._run, state, plan, part.place.step, restarts, marker, runner)
         try:
             return together.run_part(number, run)
         except UsageError as error:
@@ -422,20 +425,27 @@ class _Supervisor:
         restarts = self._earlier + len(series(state))
         return {**state, "attempts": [*state["attempts"], begun(number, plan)]}, restarts
 
-    @staticmethod
     def _run(
+        self,
         state: SupervisorDocument,
         plan: AttemptPlan,
+        step: int | None,
         restarts: int,
         marker: str,
         runner: AttemptRunner,
     ) -> Ended:
         """Run the last attempt of a state, or the part of this launcher in it, to its end."""
-        number = state["attempts"][-1]["number"]
+        number, budget = state["attempts"][-1]["number"], self._options.budget
         name = f"{state['run']}/{number}"
-        return runner.run(
-            number, plan, {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
-        )
+        left = budget_of(since_progress(state)).left(budget)
+        about = [
+            f"{left} of {budget.max_restarts} restarts left",
+            "no usable step" if step is None else f"newest usable step {step}",
+        ]
+        if plan.world_size:
+            about.append(counted(plan.world_size, "rank"))
+        variables = {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
+        return runner.run(number, plan, variables, ", ".join(about))
 
     def _conclude(self, held: HeldState, ended: Ended) -> Conclusion:
         """Inspect the roots after an attempt, decide what follows, and record both."""
@@ -489,14 +499,13 @@ class _Supervisor:
         if conclusion.decision in (Decision.GIVEN_UP, Decision.NEVER):
             next_command = f"ckptctl scan {self._roots.words}"
             of_storage = (EXIT_NONE_USABLE, *NOT_INSPECTED)
-            if (
-                last
-                and last.cause is not None
-                and self._options.output.logs
-                and conclusion.exit_code not in of_storage
-            ):
-                words = ["ckptctl", "classify", *self._options.output.logs]
-                next_command = shlex.join([*words, "--exit-code", str(last.exit_code)])
+            if last and last.cause is not None and conclusion.exit_code not in of_storage:
+                logs = [*self._options.output.logs]
+                if self._log_folder is not None:
+                    logs.append(self._log_folder.path(last.number))
+                if logs := [*filter(os.path.exists, logs)]:
+                    words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
+                    next_command = shlex.join(words)
         word = {
             Decision.DONE: "done",
             Decision.STOPPED: "stopped",

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 TRAIN = shlex.quote(os.path.relpath(Path(__file__).with_name("train.py")))
@@ -92,21 +93,37 @@ def _run(command: str, *, expect: int, capture: bool = False) -> str:
         stdout=subprocess.PIPE if capture else None,
         text=True,
         env={**os.environ, "PATH": tools, "OMP_NUM_THREADS": "1"},
+        # The terminal sends Ctrl-C to this process alone: torchrun would print a traceback.
+        start_new_session=True,
     ) as process:
         try:
             for line in process.stdout or ():
                 print(line, end="", flush=True)
                 written.append(line)
             process.wait()
-        except KeyboardInterrupt:
-            # The terminal has sent the same signal to the job, which ends with a traceback.
-            process.wait()
-            print("\nstopped by Ctrl-C", flush=True)
-            raise SystemExit(128 + signal.SIGINT) from None
+        except BaseException:
+            _end(process)
+            raise
     if process.returncode != expect:
         _fail(f"{command}: {_ending(process.returncode)}, expected: {_ending(expect)}")
     print(f"({_ending(process.returncode)})", flush=True)
     return "".join(written)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a command and its ranks: torchrun puts each into a session of its own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    ranks = children.read_text().split() if children.exists() else []
+    process.kill()
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(int(rank), signal.SIGKILL)
+
+
+def _stop(number: int, _frame: object) -> None:
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    print(f"\nstopped by {name}", flush=True)
+    raise SystemExit(128 + number)
 
 
 def _check_that_the_save_was_cut_short() -> None:
@@ -132,4 +149,6 @@ def _fail(reason: str) -> None:
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _stop)
     main()

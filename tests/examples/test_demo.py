@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,25 @@ def test_a_job_killed_in_the_middle_of_a_save_resumes_from_the_step_before(tmp_p
     (half,) = (tmp_path / "demo" / "checkpoints" / ".ckptctl" / "aside").glob("step_80.*")
     assert (half / "__1_0.distcp").stat().st_size < 300_000
     assert not (half / ".metadata").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="ckptctl is not installed beside this Python")
+def test_a_demonstration_that_is_interrupted_ends_its_job_without_a_traceback(tmp_path: Path):
+    with subprocess.Popen(
+        [sys.executable, RUN],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as demo:
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+        while "saved step" not in demo.stdout.readline():
+            assert demo.poll() is None
+        os.kill(demo.pid, signal.SIGINT)
+        rest, errors = demo.communicate()  # ends when no rank holds the streams any more
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
+    assert rest.endswith("\nstopped by Ctrl-C\n")

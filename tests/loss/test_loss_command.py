@@ -57,6 +57,16 @@ def test_the_verdict_comes_first_and_is_the_exit_code(log, change, verdict, exit
     assert max(len(line) for line in done.stdout.splitlines() if "┤" in line) <= 80
 
 
+def test_a_resume_without_a_finite_loss_is_drawn_and_reported(tmp_path):
+    old, new = tmp_path / "old.log", tmp_path / "new.log"
+    old.write_text("".join(f"step {n} loss {2.5 if n < 13 else 'nan'}\n" for n in range(1, 61)))
+    new.write_text("".join(f"step {n} loss nan\n" for n in range(61, 75)))
+    done = run_ckptctl("loss", old, new, "--resume-step", 60)
+    assert done.returncode == 30, done.stdout + done.stderr
+    assert "the last finite one is that of step 12" in done.stdout
+    assert "resume" in done.stdout
+
+
 def test_strict_wants_steps_that_were_logged_twice(log):
     path = log(died=SAVED, noise=0.004)
     plain = run_ckptctl("loss", path, "--resume-step", SAVED)

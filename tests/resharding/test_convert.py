@@ -96,6 +96,17 @@ def test_damage_ends_it_and_no_folder_appears(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_large_folder_as_the_target_is_refused_without_listing_it(checkpoints, tmp_path):
+    deep = tmp_path / "out"
+    for _ in range(120):  # a listing of all of it fails
+        deep = deep / "a"
+    deep.mkdir(parents=True)
+    source = checkpoints / "fsdp_2" / "step_100"
+    done = run_ckptctl("convert", source, f"{tmp_path}/out/")
+    assert done.returncode == 2
+    assert f"next:  ckptctl convert {source} {tmp_path}/out/model" in done.stderr
+
+
 def test_a_folder_that_is_there_is_kept(checkpoints, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")

@@ -338,7 +338,7 @@ def test_an_old_revision_that_cannot_be_removed_stops_no_job(root: Path):
     assert [once(root, tell=said.append).exit_code for _ in range(2)] == [18] * 2
     shutil.rmtree(oldest)
     assert [each["exit_code"] for each in states(root)[-1]["attempts"]] == [18] * 3
-    assert said == []
+    assert [line for line in said if " started: " not in line] == []
 
 
 class _LosesAnswers(FaultyStore):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from ranks import Ranks
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
 from ckptctl.supervisor.child import Hang
+from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, SectionTimes
 from ckptctl.train.heartbeats import started_ticks
@@ -405,3 +407,20 @@ def test_a_real_job_whose_log_does_not_grow_is_ended_and_restarted(tmp_path: Pat
     attempts = validated((tmp_path / "report.json").read_text())["attempts"]
     assert [each["cause"] for each in attempts][:: len(attempts) - 1] == ["hang", None]
     assert "no log grew for" in done.stderr
+
+
+def test_only_regular_files_are_kept_as_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dumps, out, secret = tmp_path / "tmp", tmp_path / "out", tmp_path / "secret"
+    dumps.mkdir()
+    out.mkdir()
+    data = pickle.dumps({"version": "2.4", "entries": [], "pg_config": {}}, 2)
+    (dumps / "trace_3").write_bytes(data)
+    secret.write_bytes(data)
+    (dumps / "trace_4").symlink_to(secret)
+    os.mkfifo(dumps / "trace_5")
+    (dumps / "trace_6").mkdir()
+    (dumps / "trace_7").symlink_to("/dev/zero")
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(dumps / "trace_"))
+    found = collect({}, lambda: (), str(tmp_path), str(out), 0.0)
+    assert [dump.rank for dump in found.dumps] == [3]
+    assert [file.name for file in out.iterdir()] == ["flight-recorder-rank-3"]

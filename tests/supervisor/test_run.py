@@ -277,6 +277,22 @@ def test_the_reason_counts_the_restarts_as_the_life_does(job, tmp_path: Path):
     ]
 
 
+def test_each_attempt_is_announced_with_what_is_left_of_the_budget(job, tmp_path: Path):
+    said: list[str] = []
+    kept_running(job("100:1", ":1", ":0"), tmp_path, log_dir=str(tmp_path / "l"), tell=said.append)
+    assert [line for line in said if " started: " in line] == [
+        f"attempt {number} started: {about}, logs: {tmp_path}/l/{number}/output.log"
+        for number, about in enumerate(
+            (
+                "3 of 3 restarts left, no usable step",
+                "2 of 3 restarts left, newest usable step 100",
+                "1 of 3 restarts left, newest usable step 100",
+            ),
+            1,
+        )
+    ]
+
+
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 WORN_OUT = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
 
@@ -304,6 +320,14 @@ def test_the_same_failure_of_the_job_twice_is_not_tried_a_third_time(
     assert (len(found.attempts), found.attempts[-1].decision) == (attempts, Decision.NEVER)
     assert found.exit_code == 1
     assert found.next_command == f"ckptctl classify '{log}' --exit-code 1"
+
+
+def test_the_output_in_the_log_folder_is_what_to_classify(tmp_path: Path):
+    (tmp_path / "ckpt").mkdir()
+    command = script(tmp_path, f"echo '{OUT_OF_MEMORY}'; exit 1")
+    found = kept_running(command, tmp_path, log_dir=str(tmp_path / "logs"))
+    log = tmp_path / "logs" / "2" / "output.log"
+    assert found.next_command == f"ckptctl classify {log} --exit-code 1"
 
 
 def test_a_log_that_does_not_say_why_or_is_not_there_decides_nothing(job, tmp_path: Path):
@@ -413,7 +437,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_pause(tmp_path: Path):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert "ended with 1" in process.stderr.readline()
+        next(line for line in process.stderr if "ended with 1" in line)
         process.terminate()
         _, err = process.communicate()
     assert process.returncode == 143
