@@ -275,7 +275,8 @@ def _names(part: Part) -> Iterator[str]:
     # Beside the shards of a model, safetensors are an export of it.
     is_export = any("model" in grid.what for grid in part.grids)
     if part.format is PartFormat.RANK_FILES and not is_export:
-        yield from (held.path for held in safetensors_in(part) if held.path)
+        folders = (file.path.rpartition("/")[0] for held in safetensors_in(part) for file in held.files)
+        yield from sorted({*folders} - {""})
 
 
 def _holds_metadata(parts: Sequence[OpenPart]) -> bool:

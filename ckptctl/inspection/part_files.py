@@ -30,6 +30,7 @@ from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     METADATA_TMP,
+    in_parts,
     is_archive,
     rank_local_rank,
 )
@@ -357,10 +358,6 @@ def read_named(part: OpenPart) -> Mapping[str, bytes]:
 
 def safetensors_in(part: Part) -> Iterator[Part]:
     """The folders of safetensors in a rank-file part, each as a part of the step."""
-    folders: dict[str, list[FileInfo]] = defaultdict(list)
-    for file in part.files:
-        if file.path.endswith((SUFFIX, INDEX_SUFFIX)):
-            folder, _, name = file.path.rpartition("/")
-            folders[folder].append(replace(file, path=name))
-    for folder, files in sorted(folders.items()):
-        yield Part(folder, PartFormat.SAFETENSORS, tuple(files))
+    suffixes = (SUFFIX, INDEX_SUFFIX)
+    files = [file for file in part.files if file.path.endswith(suffixes)]
+    return in_parts(files, PartFormat.SAFETENSORS)

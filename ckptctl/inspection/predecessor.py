@@ -44,7 +44,7 @@ def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
 
     Storage errors of the older step are passed over. Cost: two listings.
     """
-    from ckptctl.checks.without_metadata import check_fewer
+    from ckptctl.checks.rank_files import check_fewer
 
     for named in islice(older(), 1):
         with suppress(StorageError):

@@ -97,7 +97,7 @@ def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             context.readable.add(part.path)
         yield from findings
     if opened.beside is not None and not opened.beside.file.size:
-        from ckptctl.checks.without_metadata import empty_file
+        from ckptctl.checks.rank_files import empty_file
 
         yield empty_file(opened.step, opened.beside.file.path)
     sharded = [part.metadata for part in opened.parts if part.part.format in SHARDED]
@@ -118,7 +118,7 @@ def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterat
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part)
     if part.part.format is PartFormat.RANK_FILES:
-        from ckptctl.checks.without_metadata import check_named, check_rank_files
+        from ckptctl.checks.rank_files import check_named, check_rank_files
 
         of_rank_0: frozenset[str] = frozenset()
         if older is not None and any(map(is_of_rank_0, part.part.grids)):
@@ -141,7 +141,7 @@ def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Findi
     `folder` is where the part is in the store. Storage errors pass through. Cost: one
     read for each file and each index; a second one for headers of more than 64 KiB.
     """
-    from ckptctl.checks.without_metadata import check_safetensors
+    from ckptctl.checks.safetensors import check_safetensors
     from ckptctl.records.reads import read_headers, read_indexes
 
     headers = read_headers(store, folder, part.files)
@@ -229,7 +229,7 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 def _check_stated_ranks(
     opened: OpenStep, part: OpenPart, contents: Mapping[str, object], context: StageContext
 ) -> Iterator[Finding]:
-    from ckptctl.checks.without_metadata import check_stated_ranks
+    from ckptctl.checks.rank_files import check_stated_ranks
 
     known = {one.where for one in context.findings}
     for finding in check_stated_ranks(opened.step, part.part, contents):

@@ -62,6 +62,10 @@ _MP = rf"mp_rank_(?P<mp>{_N})"
 _ABOVE = r"(?P<folder>(?:.*?/)??)"
 _MP_FOLDER = rf"mp_rank_(?P<tp>{_N})(?:_(?P<pp>{_N}))?(?:_(?P<ep>{_N}))?/"
 _MEGATRON = rf"{_ABOVE}(?:{_MP_FOLDER})?"
+_NANOTRON = (
+    rf"_pp-(?P<pp>{_N})-of-(?P<of_pp>{_N})(?:_dp-(?P<dp>{_N})-of-(?P<of_dp>{_N}))?"
+    rf"_tp-(?P<tp>{_N})-of-(?P<of_tp>{_N})_exp-(?P<exp>{_N})-of-(?P<of_exp>{_N})\.pt"
+)
 # verl wrote Megatron's state this way until 0.4. Of the optimizer, one rank of each
 # model-parallel one writes.
 _PP_TP = rf"pp(?P<pp>{_N})_tp(?P<tp>{_N})"
@@ -213,9 +217,29 @@ FILES = (
     FileName(r"train/rank(?P<rank>[0-9]+)\.pt", "step tokens rng dataloader", "olmo-core"),
     FileName(r"extra_state/.*rank_?(?P<rank>[0-9]+).*", "rng scheduler", "bytecheckpoint"),
     FileName(r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader", "bytecheckpoint"),
-    FileName(r"checkpoint_metadata\.json", "step tokens", "nanotron"),
-    FileName(r"random/(?P<rank>[^/]+)\.pt", "rng", "nanotron"),
-    FileName(r"optimizer/[^/]+\.pt", "optimizer", "nanotron"),
+    FileName(r"checkpoint_metadata\.json", "step tokens +dataloader", "nanotron"),
+    FileName(
+        rf"(?P<folder>)random/tp-(?P<tp>{_N})-of-(?P<of_tp>{_N})_dp-(?P<dp>{_N})-of-(?P<of_dp>{_N})"
+        rf"_pp-(?P<pp>{_N})-of-(?P<of_pp>{_N})\.pt",
+        "rng",
+        "nanotron",
+        "nanotron",
+        "RNG states",
+    ),
+    FileName(rf"(?P<folder>)optimizer/optimizer{_NANOTRON}", "optimizer", "nanotron", "nanotron", "optimizer"),
+    FileName(
+        rf"(?P<folder>)lr_scheduler/lr_scheduler{_NANOTRON}", "scheduler", "nanotron", "nanotron", "scheduler"
+    ),
+    # Of a stage, all tensor-parallel ranks write a slice of each tensor that they split.
+    FileName(
+        rf"(?P<folder>model/.*_)pp-rank-(?P<each_pp>{_N})-of-{_N}"
+        rf"_tp-rank-(?P<tp>{_N})-of-(?P<of_tp>{_N})"
+        rf"(?:_exp-rank-(?P<exp>{_N})-of-(?P<of_exp>{_N}))?\.safetensors",
+        "model",
+        "nanotron",
+        "nanotron",
+        "slices",
+    ),
     FileName(r"step_scheduler\.pt", "step", "automodel"),
     FileName(r"training_state\.pt", "optimizer scheduler step"),
     FileName(r"trainer_state\.json", "step +dataloader"),

@@ -59,9 +59,9 @@ class _Named:
     axes: Mapping[str, int]
 
     @property
-    def of_ranks(self) -> int | None:
-        """How many ranks the name states."""
-        return next((n for axis, n in self.axes.items() if axis.startswith(_STATED)), None)
+    def lengths(self) -> tuple[tuple[str, int], ...]:
+        """The lengths of axes that the name states."""
+        return tuple(one for one in sorted(self.axes.items()) if one[0].startswith(_STATED))
 
     @property
     def what(self) -> str:
@@ -92,13 +92,13 @@ def grids_of(
     framework writes form a grid where they differ by it. Cost: one match of each
     name; a grid that names claim to be huge is counted, not listed.
     """
-    together: dict[tuple[str, str, int | None], list[_Named]] = defaultdict(list)
+    together: dict[tuple[str, str, object], list[_Named]] = defaultdict(list)
     for file in files:
         found = rank_file(file.path, layout) if file.kind == "file" else None
         if found is not None:
             row, match = found
             named = _Named(row, match, axes_in(match))
-            together[row.grid, match["folder"], named.of_ranks].append(named)
+            together[row.grid, match["folder"], named.lengths].append(named)
     return tuple(
         grid
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
@@ -141,7 +141,7 @@ def _grid(alike: Sequence[_Named], lengths: Mapping[str, int]) -> Grid:
         len(there),
         tuple(_name_at(first, place) for place in islice(missing, MAX_NAMED)),
         n_files if counts_all else None,
-        first.of_ranks is not None,
+        bool(first.lengths),
         first.row.grid in CONVERSIONS,
         frozenset(numbers) if counts_all else frozenset(),
     )

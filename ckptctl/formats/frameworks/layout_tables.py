@@ -148,7 +148,7 @@ SIGNATURES = (
     ("kempnerforge", "dcp", r"train_state\.pt"),
     ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),
     ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
-    ("nanotron", "dcp", r"checkpoint_metadata\.json"),
+    ("nanotron", "dcp", r"checkpoint_metadata\.json|random/tp-[0-9]+-of-.+\.pt"),
 )
 
 # Names that others use too: without the signature they are plain DCP.
@@ -160,6 +160,7 @@ WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "transformers": ("trainer_state.json",),
     "accelerate": ("random_states_0.pkl",),
     "megatron-bridge": ("train_state.pt", "run_config.yaml"),
+    "nanotron": ("checkpoint_metadata.json",),
 }
 
 PARSED: Mapping[str, tuple[str, ...]] = {"transformers": ("config.json", "adapter_config.json")}

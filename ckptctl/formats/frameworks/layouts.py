@@ -8,7 +8,7 @@ Patterns are anchored: `old-step-100.bak` is not step 100.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
@@ -358,34 +358,41 @@ def own_file_of_lone(name: str, path: str) -> str:
     return f"{OWN_FOLDER}/steps/{name}{path.removeprefix(OWN_FOLDER)}"
 
 
+MAX_PART_DEPTH = 3
+"""How many folders down a part may be. Folders below that are those of single tensors."""
+
+
 def parts_of(
     files: Sequence[FileInfo],
     layout: str = "",
     *,
-    max_depth: int = 3,
     stated: Mapping[str, int] | None = None,
 ) -> tuple[Part, ...]:
     """The folders of tensors among the files of a step of `layout`, by path.
 
     `stated` are lengths of the axes of rank files, as for `grids_of`.
 
-    A folder with DCP metadata or shard files is a DCP part, at most `max_depth`
-    folders down; beside such folders, the shards of DCP's Hugging Face writer and a
+    A folder with DCP metadata or shard files is a DCP part, at most
+    `MAX_PART_DEPTH` folders down; beside such folders, the shards of DCP's Hugging Face writer and a
     model in safetensors are parts too. Only where there is no DCP part, the signs of
     other formats are looked for. Cost: one pass over the files.
     """
     folders: dict[str, list[FileInfo]] = {}
     for file in files:
         folder, _, name = file.path.rpartition("/")
-        if is_own(file.path) or folder.count("/") >= max_depth:
-            continue
-        folders.setdefault(folder, []).append(_renamed(file, name))
-    formats = {folder: _dcp_format(inside) for folder, inside in folders.items()}
+        if not is_own(file.path):
+            folders.setdefault(folder, []).append(_renamed(file, name))
+    formats = {
+        folder: _dcp_format(inside)
+        for folder, inside in folders.items()
+        if folder.count("/") < MAX_PART_DEPTH
+    }
     if not any(formats.values()):
         return _other_parts(folders, layout, stated)
     return tuple(
         Part(folder, found, tuple(inside))
         for folder, inside in sorted(folders.items())
+        if folder in formats
         if (found := formats[folder] or _safetensors_beside(folder, inside)) is not None
     )
 
@@ -428,15 +435,30 @@ def _other_parts(
     for kind, expression in tables.OTHER_FORMATS:
         if any(full_match(expression, path) for path in paths):
             return (Part("", kind, _flattened(folders)),)
-    safetensors = tuple(
-        Part(folder, PartFormat.SAFETENSORS, tuple(inside))
-        for folder, inside in sorted(folders.items())
-        if any(file.path.endswith(".safetensors") for file in inside)
-    )
+    files = _flattened(folders)
     if any(is_archive(path, layout) for path in paths):
-        files = _flattened(folders)
         return (Part("", PartFormat.RANK_FILES, files, grids_of(files, layout, stated)),)
-    return safetensors
+    return tuple(
+        part
+        for part in in_parts(files, PartFormat.SAFETENSORS)
+        if any(file.path.endswith(".safetensors") for file in part.files)
+    )
+
+
+def in_parts(files: Iterable[FileInfo], kind: PartFormat) -> Iterator[Part]:
+    """The files of a step by folder, each folder as a part.
+
+    Deeper than `MAX_PART_DEPTH` nanotron has a folder for each tensor: together they are one
+    part, the folder above them all.
+    """
+    folders: dict[str, list[FileInfo]] = {}
+    for file in files:
+        folder, _, _ = file.path.rpartition("/")
+        top = folder.partition("/")[0] if folder.count("/") >= MAX_PART_DEPTH else folder
+        name = file.path.removeprefix(f"{top}/") if top else file.path
+        folders.setdefault(top, []).append(_renamed(file, name))
+    for folder, inside in sorted(folders.items()):
+        yield Part(folder, kind, tuple(inside))
 
 
 def is_archive(path: str, layout: str = "") -> bool:

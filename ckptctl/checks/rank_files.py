@@ -1,0 +1,246 @@
+"""Check rank files: one file of each kind for every rank.
+
+Only names are compared, and what the content of small files states: the grid that the names
+state (`formats.frameworks.grids`), and the files that an index lists. Whether the files are
+whole is checked as for records.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from ckptctl.checks.safetensors import check_index, check_numbers
+from ckptctl.data_classes import replace
+from ckptctl.findings import Finding
+from ckptctl.formats.frameworks import layout_tables as tables
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.grids import MAX_STATED, STATED_INSIDE, grids_of
+from ckptctl.formats.frameworks.layouts import is_archive
+from ckptctl.formats.pickles.stubs import shown
+from ckptctl.formatting import at_most_few, counted, some_of
+from ckptctl.model import FileInfo, Grid, Part, Step
+
+
+def check_rank_files(
+    step: Step, part: Part, archives: Collection[str], of_rank_0: Collection[str] = ()
+) -> Iterator[Finding]:
+    """Yield the faults that the names in a rank-file part show. Cost: one match of each name.
+
+    `archives` are the paths of its `torch.save` files, `of_rank_0` the kinds of file that rank 0
+    alone wrote in the step before, too. Yields `file.missing` for each kind of
+    which a rank lacks its file and where no file holds weights, `state.mixed` where files of
+    several world sizes lie in one folder, and `format.unlisted` where nothing states which
+    files belong to the step.
+    """
+    lacking = (one for one in part.grids if one.missing)
+    yield from at_most_few(_missing(step, one) for one in lacking if one.what not in of_rank_0)
+    yield from _mixed(step, part.grids)
+    if not any(re.fullmatch(tables.TORCH_INDEX, file.path) for file in part.files):
+        yield from check_numbers(path for path in archives)
+    kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
+    names = {name for kind in kinds if kind for name in kind.names}
+    for file in part.files:
+        if not file.size and is_archive(file.path) and kind_of_file(step.layout, file.path) is None:
+            yield empty_file(step, file.path)
+    is_one_file = [file.path for file in part.files] == [step.name]
+    if "model" in names or is_one_file:
+        return
+    if all(kind_of_file(step.layout, path) is not None for path in archives):
+        yield _no_weights(step, names)
+    else:
+        yield _unlisted(archives)
+
+
+def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Iterator[Finding]:
+    """Yield what files that name others name, and what is not there.
+
+    `documents` are the contents of DeepSpeed's `latest` and of the indexes of a model in
+    files of `torch.save`, by path. Yields `file.missing`, and as `check_index`.
+    """
+    paths = [file.path for file in part.files if file.kind == "file"]
+    for path, content in documents.items():
+        folder = path[: path.rfind("/") + 1]
+        tag = re.fullmatch(tables.TAG, path)
+        if tag is None:
+            below = [one.removeprefix(folder) for one in paths if one.startswith(folder)]
+            for finding in check_index(FileInfo(path, len(content)), content, {}, below):
+                yield replace(finding, where=finding.where and f"{folder}{finding.where}")
+            continue
+        named = content.decode("utf-8", "replace").strip()
+        if not any(one.startswith(f"{folder}{named}/") for one in paths):
+            yield Finding(
+                "file.missing",
+                path,
+                f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
+                "from it",
+                expected=f"the files of {shown(named)}",
+                found="nothing",
+                next_command=f"ckptctl show {shlex.quote(step.url)}",
+            )
+
+
+def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield `file.missing` for each parameter of the model that lacks a file.
+
+    nanotron and DeepSpeed's universal checkpoints keep files for each parameter. `contents`
+    are the decoded top levels of files, by path, and name the parameters.
+    """
+    for name, missing in _files_of_parameters(step.layout, part.files, contents):
+        yield Finding(
+            "file.missing",
+            missing[0],
+            f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing)}",
+            expected="the files of each parameter",
+            found=f"none of {some_of(missing)}",
+            next_command=f"ckptctl show {shlex.quote(step.url)}",
+        )
+
+
+def _files_of_parameters(
+    layout: str, files: Iterable[FileInfo], contents: Mapping[str, object]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """The parameters without a file that they need, each with the paths of those."""
+    held: dict[str, set[str]] = defaultdict(set)
+    tops = [content for content in contents.values() if isinstance(content, Mapping)]
+    if layout == "deepspeed-universal":
+        # A folder for each parameter, with a file for the weight and for each optimizer state.
+        for file in files:
+            top, _, name = file.path.rpartition("/")
+            if top.startswith("zero/"):
+                held[top.removeprefix("zero/")].add(name)
+        for group in (one for top in tops for one in _listed(top.get("param_shapes"))):
+            for name in group if isinstance(group, Mapping) else ():
+                held.setdefault(str(name), set())
+        wanted = frozenset().union(*held.values())
+        for name, there in sorted(held.items()):
+            if wanted - there:
+                yield name, [f"zero/{name}/{kind}" for kind in sorted(wanted - there)]
+    elif layout == "nanotron":
+        # `model/a/b/model_weight.safetensors`, and one for each rank of a tensor that is split.
+        there = {re.sub(r"(?:_pp-rank-.*)?\.safetensors", "", file.path) for file in files}
+        names = (name for top in tops for name in _listed(top.get("names")))
+        for name in dict.fromkeys(str(name) for name in names):
+            folder, _, leaf = f"model.{name}".rpartition(".")
+            path = f"{folder.replace('.', '/')}/model_{leaf}"
+            if path not in there:
+                yield name, [f"{path}.safetensors"]
+
+
+def _listed(value: object) -> Iterable[object]:
+    """The values of a list or a dictionary that a file may hold; nothing of anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield `file.missing` where the content of a file states more ranks than left one.
+
+    `contents` are the decoded top levels of files, by path.
+    """
+    yield from at_most_few(check_parameters(step, part, contents))
+    stated: dict[str, int] = {}
+    for content in contents.values():
+        for key, axis in STATED_INSIDE.items():
+            value = content.get(key) if isinstance(content, Mapping) else None
+            if type(value) is int and 0 < value <= MAX_STATED:
+                stated[axis] = max(value, stated.get(axis, 0))
+    if stated:
+        found = grids_of(part.files, step.layout, stated)
+        yield from at_most_few(_missing(step, one) for one in found if one.missing)
+
+
+def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
+    """Yield `file.fewer` for a kind that more ranks wrote in the step `before` than in this one.
+
+    The names of some frameworks do not state how many ranks there were: the files of the
+    last ranks can be missing without a trace. The job may also have got fewer ranks.
+    """
+    was = {(one.framework, one.what): one for other in before.parts for one in other.grids}
+    for one in part.grids:
+        other = was.get((one.framework, one.what))
+        if other is None or one.stated or one.missing or other.n_present <= one.n_present:
+            continue
+        yield Finding(
+            "file.fewer",
+            one.folder.rstrip("/"),
+            f"{counted(one.n_present, 'file')} with the {one.what}, where {before.name} has "
+            f"{other.n_present:,}: the job ran on fewer ranks, or the files of the last ranks are "
+            "missing",
+            expected=counted(other.n_present, "file"),
+            found=counted(one.n_present, "file"),
+            next_command=f"ckptctl show {shlex.quote(step.url)}",
+        )
+
+
+def _missing(step: Step, grid: Grid) -> Finding:
+    n_missing = grid.n_files - grid.n_present
+    of_ranks = f" of {grid.n_ranks} ranks" if grid.n_ranks else ""
+    return Finding(
+        "file.missing",
+        grid.missing[0],
+        f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
+        f"{'is' if n_missing == 1 else 'are'} missing: {some_of(grid.missing)}",
+        expected=counted(grid.n_files, "file"),
+        found=counted(grid.n_present, "file"),
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
+def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
+    sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for one in found:
+        if one.stated and one.n_ranks is not None:
+            sizes[one.folder, one.framework, one.what].append(one.n_ranks)
+    for (folder, _, what), ranks in sizes.items():
+        if len(ranks) > 1:
+            listed = " and ".join(f"{n:,}" for n in sorted(ranks))
+            yield Finding(
+                "state.mixed",
+                folder.rstrip("/"),
+                f"the files with the {what} are those of several saves, by {listed} ranks: which "
+                "of them is loaded depends on the number of ranks that load",
+                expected="files of one world size",
+                found=f"files of {listed} ranks",
+                next_command=f"ckptctl show {shlex.quote(step.url)}",
+            )
+            return
+
+
+def empty_file(step: Step, path: str) -> Finding:
+    """The finding for a file of `torch.save` without a byte."""
+    return Finding(
+        "file.unreadable",
+        path,
+        f"{path} is empty: the save was interrupted, or the storage was full",
+        expected="more than 0 bytes",
+        found="0 bytes",
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
+def _no_weights(step: Step, names: Collection[str]) -> Finding:
+    return Finding(
+        "file.missing",
+        "",
+        "no file of the step holds the model's weights",
+        expected="a file with the weights",
+        found=f"files with {some_of(sorted(names))}" if names else "none",
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
+def _unlisted(archives: Collection[str]) -> Finding:
+    return Finding(
+        "format.unlisted",
+        "",
+        f"{counted(len(archives), 'file')} of torch.save ({some_of(sorted(archives))}), and "
+        "nothing states which files belong to the step: one that was never written is not missed",
+        expected="file names of a known layout, with the weights among them",
+        found=some_of(sorted(archives)),
+        next_command="ckptctl explain format.unlisted",
+    )
