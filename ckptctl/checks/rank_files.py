@@ -10,36 +10,50 @@ from __future__ import annotations
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.checks.safetensors import check_index, check_numbers
 from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.grids import MAX_STATED, STATED_INSIDE, grids_of
+from ckptctl.formats.frameworks.file_names import kind_of_file, says_weights
+from ckptctl.formats.frameworks.grids import (
+    COMPOSERS_RANKS,
+    MAX_STATED,
+    STATED_INSIDE,
+    grids_of,
+    ranked,
+)
 from ckptctl.formats.frameworks.layouts import is_archive
 from ckptctl.formats.pickles.stubs import shown
+from ckptctl.formats.pickles.values import Opaque
 from ckptctl.formatting import at_most_few, counted, some_of
 from ckptctl.model import FileInfo, Grid, Part, Step
 
 
 def check_rank_files(
-    step: Step, part: Part, archives: Collection[str], of_rank_0: Collection[str] = ()
+    step: Step,
+    part: Part,
+    archives: Collection[str],
+    held: Callable[[], Collection[str]],
+    of_rank_0: Collection[str] = (),
 ) -> Iterator[Finding]:
     """Yield the faults that the names in a rank-file part show. Cost: one match of each name.
 
     `archives` are the paths of its `torch.save` files, `of_rank_0` the kinds of file that rank 0
-    alone wrote in the step before, too. Yields `file.missing` for each kind of
-    which a rank lacks its file and where no file holds weights, `state.mixed` where files of
-    several world sizes lie in one folder, and `format.unlisted` where nothing states which
-    files belong to the step.
+    alone wrote in the step before, too. `held` returns the kinds of train state that the content
+    of the files shows; it is called where no name shows the weights. Yields `file.missing` for
+    each kind of which a rank lacks its file and where no file holds weights, `state.mixed` where
+    files of several world sizes lie in one folder, and `format.unlisted` where nothing states
+    which files belong to the step.
     """
     lacking = (one for one in part.grids if one.missing)
     yield from at_most_few(_missing(step, one) for one in lacking if one.what not in of_rank_0)
     yield from _mixed(step, part.grids)
-    if not any(re.fullmatch(tables.TORCH_INDEX, file.path) for file in part.files):
-        yield from check_numbers(path for path in archives)
+    indexes = (re.fullmatch(tables.TORCH_INDEX, file.path) for file in part.files)
+    indexed = {match["folder"] for match in indexes if match}
+    alone = [path for path in archives if path[: path.rfind("/") + 1] not in indexed]
+    yield from [*check_numbers(alone)] or _without_index(step, alone)
     kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
     names = {name for kind in kinds if kind for name in kind.names}
     for file in part.files:
@@ -48,10 +62,26 @@ def check_rank_files(
     is_one_file = [file.path for file in part.files] == [step.name]
     if "model" in names or is_one_file:
         return
-    if all(kind_of_file(step.layout, path) is not None for path in archives):
+    unknown = [path for path in archives if kind_of_file(step.layout, path) is None]
+    if not unknown:
         yield _no_weights(step, names)
-    else:
+    elif not all(says_weights(one) or ranked(one) for one in unknown) or "model" not in held():
         yield _unlisted(archives)
+
+
+def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
+    """Yield `file.missing` for the index of a model in several files, without which none loads."""
+    found = (re.fullmatch(tables.TORCH_SHARD, path) for path in archives)
+    for model in sorted({match["model"] for match in found if match}):
+        index = f"{model}.bin.index.json"
+        yield Finding(
+            "file.missing",
+            index,
+            f"{index} is missing: without it no load finds the files of the model",
+            expected=index,
+            found="nothing",
+            next_command=f"ckptctl show {shlex.quote(step.url)}",
+        )
 
 
 def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Iterator[Finding]:
@@ -145,13 +175,24 @@ def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -
     yield from at_most_few(check_parameters(step, part, contents))
     stated: dict[str, int] = {}
     for content in contents.values():
-        for key, axis in STATED_INSIDE.items():
-            value = content.get(key) if isinstance(content, Mapping) else None
+        for path, axis in STATED_INSIDE.items():
+            value = _value_at(content, path)
             if type(value) is int and 0 < value <= MAX_STATED:
                 stated[axis] = max(value, stated.get(axis, 0))
+        if step.layout == "composer-ranks":
+            states = _value_at(content, (COMPOSERS_RANKS,))
+            stated["rank"] = max(len([*_listed(states)]), stated.get("rank", 0))
     if stated:
         found = grids_of(part.files, step.layout, stated)
         yield from at_most_few(_missing(step, one) for one in found if one.missing)
+
+
+def _value_at(content: object, path: Iterable[str]) -> object:
+    """What a file holds under keys or attributes; None where it lacks one."""
+    for key in path:
+        inside = content.state if isinstance(content, Opaque) else content
+        content = inside.get(key) if isinstance(inside, Mapping) else None
+    return content
 
 
 def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ the whole tensor: a shard that held the end of all its tensors can be lost witho
 from __future__ import annotations
 
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -27,13 +26,8 @@ from ckptctl.formats.archive.safetensors import (
     parse_header,
     parse_index,
 )
-from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.grids import MAX_STATED, STATED_INSIDE, grids_of
-from ckptctl.formats.frameworks.layouts import is_archive
-from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, counted, inside, some_of
-from ckptctl.model import Chunk, Chunks, FileInfo, Grid, Part, Step, TensorEntry
+from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
 
 _ONE_OF_SEVERAL = re.compile(
     r"(?P<before>.*model(?:\.\w+)?)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<suffix>\.\w+)"

@@ -35,6 +35,7 @@ from ckptctl.findings import (
     verdict_of,
 )
 from ckptctl.formats.frameworks.layouts import is_own, step_name
+from ckptctl.formatting import inside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, StageContext, contradicted
@@ -275,8 +276,8 @@ def _names(part: Part) -> Iterator[str]:
     # Beside the shards of a model, safetensors are an export of it.
     is_export = any("model" in grid.what for grid in part.grids)
     if part.format is PartFormat.RANK_FILES and not is_export:
-        folders = (file.path.rpartition("/")[0] for held in safetensors_in(part) for file in held.files)
-        yield from sorted({*folders} - {""})
+        held = [inside(one.path, file.path) for one in safetensors_in(part) for file in one.files]
+        yield from sorted({path.rpartition("/")[0] for path in held} - {""})
 
 
 def _holds_metadata(parts: Sequence[OpenPart]) -> bool:

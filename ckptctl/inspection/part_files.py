@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.checks.presence import holds_safetensors
 from ckptctl.checks.structure import RecordValue, StructureCheck, readable_ranges
-from ckptctl.data_classes import dataclass, replace
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL, View, read_directory, tail_needed
@@ -350,7 +350,7 @@ def read_named(part: OpenPart) -> Mapping[str, bytes]:
     wanted = {
         part.in_store(file.path): file.path
         for file in part.part.files
-        if file.kind == "file" and 0 < file.size <= MAX_HEADER
+        if file.kind == "file" and file.size <= MAX_HEADER
         if any(re.fullmatch(name, file.path) for name in names)
     }
     return {path: part.store.read(place, limit=MAX_HEADER) for place, path in wanted.items()}

@@ -9,7 +9,8 @@ another that explains it is left to the report, see `inspecting.settled`.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.coverage import check_part_coverage
@@ -27,14 +28,15 @@ from ckptctl.checks.shape import (
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
+from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
 from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, read_named, steps_by_optimizer
-from ckptctl.inspection.sidecars import check_documents
+from ckptctl.inspection.sidecars import check_documents, value_in_archive
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
@@ -125,7 +127,9 @@ def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterat
             from ckptctl.inspection.predecessor import kinds_of_rank_0
 
             of_rank_0 = kinds_of_rank_0(opened, part, older)
-        yield from check_rank_files(opened.step, part.part, part.ranges.file_names, of_rank_0)
+        held_inside = partial(_held_inside, opened)
+        archives = part.ranges.file_names
+        yield from check_rank_files(opened.step, part.part, archives, held_inside, of_rank_0)
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
         yield from check_identity(opened.step, part.part, part.metadata[0])
@@ -133,6 +137,13 @@ def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterat
         yield from check_presence(part.ranges, part.part.files, part.path)
         yield from check_sizes(part.ranges, part.path)
         yield from check_part_coverage(part.metadata, part.path)
+
+
+def _held_inside(opened: OpenStep) -> Collection[str]:
+    """The kinds of train state that the content of a rank-file step shows."""
+    contents = {one.path: one.content for one in opened.sidecars if one.content is not None}
+    step = opened.step
+    return train_state(Sources(step.layout, [], sidecars_of(step), contents, {})).held
 
 
 def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding]:
@@ -232,6 +243,10 @@ def _check_stated_ranks(
     from ckptctl.checks.rank_files import check_stated_ranks
 
     known = {one.where for one in context.findings}
+    for file in part.part.files:
+        if full_match(tables.STATES_RANKS, file.path) and file.kind == "file":
+            value = value_in_archive(opened.store, part.in_store(file.path), file.size)
+            contents = {**contents, file.path: value}
     for finding in check_stated_ranks(opened.step, part.part, contents):
         if finding.where not in known:
             yield finding

@@ -6,7 +6,7 @@ files runs: `flat_files` reads those of `torch.save`.
 The files of a safetensors model hold whole tensors, or the slices that DCP's Hugging Face
 writer puts into each shard. Headers give the position of the elements; no checksum verifies
 them, so a file that is written to in the meantime is detected by its size and time. Whether
-the files are complete is checked in `checks.without_metadata`.
+the files are complete is checked in `checks.rank_files` and `checks.safetensors`.
 """
 
 from __future__ import annotations

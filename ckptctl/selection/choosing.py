@@ -11,6 +11,7 @@ from itertools import groupby, islice
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
@@ -149,7 +150,7 @@ def take_one_of(
             choice.no_steps.append(candidate)
             continue
         others = [one for one in (*copies, *beside) if one.root_index != candidate.root_index]
-        reason = why_not(report, older, inspect, policy, others)
+        reason = why_not(report, older, inspect, policy, others) or _behind(report, choice, policy)
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
@@ -202,6 +203,24 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
     wanted = conditions.get(report.exit_code, "").split()
     messages = [finding.message for finding in report.findings if finding.code in wanted]
     return messages[0] if messages else report.verdict.value
+
+
+def _behind(report: Report, choice: Choice, policy: PickPolicy) -> str | None:
+    """Why a step without an optimizer is no substitute for one that was passed over.
+
+    Older steps show what a step lacks; of a run whose older steps are weights alone, only the
+    one that cannot be used does.
+    """
+    if policy.allow_missing_state or report.state.optimizer.found:
+        return None
+    for newer in (one.report for one in choice.passed_over):
+        named = (kind_of_file(newer.layout, one.where) for one in newer.findings)
+        if newer.state.optimizer.found or any(k and "optimizer" in k.names for k in named):
+            return (
+                f"lacks the optimizer, which step {newer.number} has ({newer.verdict.value}): a "
+                "resume from here would reset it (--allow-missing-state accepts that)"
+            )
+    return None
 
 
 def _lacking(

@@ -74,6 +74,8 @@ COUNTED = {
     "composer-epochs": "epochs",
     "fairseq": "steps",
     "epochs": "epochs",
+    "kohya": "steps",
+    "kohya-epochs": "epochs",
 }
 
 

@@ -180,7 +180,10 @@ def parse_index(data: bytes) -> Index:
     weights, stated = index.get("weight_map"), index.get("metadata")
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise RecordUnreadable("the index names no file for each tensor")
-    n_bytes = stated.get("total_size") if isinstance(stated, dict) else None
+    stated = stated if isinstance(stated, dict) else {}
+    n_bytes, groups = stated.get("total_size"), stated.get("param_groups")
+    if isinstance(groups, str):  # the index of an optimizer, as ColossalAI writes it
+        weights = {**weights, "param_groups": groups}
     return Index(weights, n_bytes if type(n_bytes) is int else None)
 
 

@@ -226,9 +226,19 @@ FILES = (
         "nanotron",
         "RNG states",
     ),
-    FileName(rf"(?P<folder>)optimizer/optimizer{_NANOTRON}", "optimizer", "nanotron", "nanotron", "optimizer"),
     FileName(
-        rf"(?P<folder>)lr_scheduler/lr_scheduler{_NANOTRON}", "scheduler", "nanotron", "nanotron", "scheduler"
+        rf"(?P<folder>)optimizer/optimizer{_NANOTRON}",
+        "optimizer",
+        "nanotron",
+        "nanotron",
+        "optimizer",
+    ),
+    FileName(
+        rf"(?P<folder>)lr_scheduler/lr_scheduler{_NANOTRON}",
+        "scheduler",
+        "nanotron",
+        "nanotron",
+        "scheduler",
     ),
     # Of a stage, all tensor-parallel ranks write a slice of each tensor that they split.
     FileName(
@@ -243,6 +253,7 @@ FILES = (
     FileName(r"step_scheduler\.pt", "step", "automodel"),
     FileName(r"training_state\.pt", "optimizer scheduler step"),
     FileName(r"trainer_state\.json", "step +dataloader"),
+    FileName(r"train_state\.json", "step", "kohya"),
     FileName(rf"{_IN}(?:random_states?|rng_states?)_(?P<rank>[0-9]+){_FILE}", "rng"),
     FileName(rf"{_IN}rng/(?:[^/]*rank_?(?P<rank>[0-9]+)|[^/]+){_FILE}", "rng"),
     FileName(rf"{_IN}rng(?:_states?)?{_FILE}", "rng"),
@@ -250,7 +261,9 @@ FILES = (
     FileName(rf"{_IN}(?:lr_)?scheduler(?:_[0-9]+)?{_FILE}", "scheduler"),
     FileName(r"lr_scheduler/.*", "scheduler"),
     FileName(
-        rf"{_IN}(?:train_)?data_?loader/(?:[^/]*rank_?(?P<rank>[0-9]+)|[^/]+){_FILE}", "dataloader"
+        rf"{_IN}(?:train_)?data_?(?:loader|reader)/(?:[^/]*(?:rank|dp)_?(?P<rank>[0-9]+)|[^/]+)"
+        rf"{_FILE}",
+        "dataloader",
     ),
     FileName(
         rf"{_IN}(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?{_FILE}",
@@ -308,6 +321,8 @@ FILES = (
     FileName(
         rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model", weights=_TORCH_WEIGHTS
     ),
+    FileName(rf"(?:.*/)?model/.+{_FILE}", "model"),
+    FileName(rf"(?:.*/)?optim(?:izer)?/.+{_FILE}", "optimizer"),
     FileName(
         rf".+\.ckpt|.+\.pth(?:\.tar)?|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)|[a-z]{{0,2}}[-_]?[0-9]+\.pt",
         weights=_TORCH_WEIGHTS,
@@ -386,6 +401,11 @@ def kind_of_file(layout: str, path: str) -> StateKind | None:
 def weights_called(name: str) -> str | None:
     """What saved weights of this name are called; None for a file that is not known as weights."""
     return next((row.weights for row, _ in matches(name) if row.weights), None)
+
+
+def says_weights(path: str) -> bool:
+    """Whether a file of `torch.save` is named as one that holds state: `checkpoint.pt`."""
+    return bool(full_match(rf"{_IN}{_SAYS_WEIGHTS}\.(?:pt|pth|pkl|bin|ckpt|tar)", path))
 
 
 def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | None:

@@ -16,16 +16,32 @@ from itertools import islice, product
 from math import prod
 
 from ckptctl.data_classes import dataclass
-from ckptctl.formats.frameworks.file_names import AGAIN, BY_RANK, FileName, axes_in, rank_file
+from ckptctl.formats.frameworks.file_names import (
+    AGAIN,
+    BY_RANK,
+    FileName,
+    axes_in,
+    kind_of_file,
+    rank_file,
+)
 from ckptctl.model import FileInfo, Grid
 
 _STATED = "of_"
 _APART = "each_"
 
+BY_AXES = "axes in the name"
+"""The grid of files that no framework names, and whose names state two axes of a mesh or more."""
+
+_AXIS = re.compile(
+    r"(?<![a-z])(?P<axis>[dtpcemswz]p|sdp|exp|zo)[-_]?(?:rank[-_]?)?(?P<n>[0-9]{1,6})(?![0-9a-z])"
+)
+
+_OF_NO_FRAMEWORK = (BY_RANK, BY_AXES)
+
 _LEAST: Mapping[str, int] = {"transformers": 2}
 """Ranks that a numbered name implies: alone, transformers writes `rng_state.pth`."""
 
-_DATA_PARALLEL = ("rank", "dp")
+_DATA_PARALLEL = ("rank", "dp", "sdp")
 """Axes that, with the others, count every rank; a grid without one counts model-parallel ranks."""
 
 CONVERSIONS: Mapping[str, str] = {
@@ -46,8 +62,18 @@ MAX_NAMED = 8
 
 MAX_STATED = 1_000_000
 
-STATED_INSIDE: Mapping[str, str] = {"dp_world_size": "dp", "mp_world_size": "mp"}
-"""Keys of DeepSpeed's model states that state the length of an axis."""
+STATED_INSIDE: Mapping[tuple[str, ...], str] = {
+    ("dp_world_size",): "dp",
+    ("mp_world_size",): "mp",
+    ("args", "tensor_model_parallel_size"): "tp",
+    ("args", "pipeline_model_parallel_size"): "pp",
+    ("distributed_state", "num_processes"): "rank",
+}
+"""Where files state the length of an axis: DeepSpeed's model states, Megatron's, and
+`training_args.bin` of transformers."""
+
+COMPOSERS_RANKS = "rng"
+"""Composer's ranks write a list of the RNG states of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +92,7 @@ class _Named:
     @property
     def what(self) -> str:
         """What the file holds, with its number on each axis that has grids of its own."""
-        if self.row.grid == BY_RANK:
+        if self.row.grid in _OF_NO_FRAMEWORK:
             # Every number is left out: the rank's, and one that may change with it, as a node's.
             return f"state in {re.sub('[0-9]+', 'N', self.match.string)}"
         apart = [str(n) for axis, n in self.axes.items() if axis.startswith(_APART)]
@@ -89,26 +115,56 @@ def grids_of(
     `stated` are the lengths of axes that the content of a file states. All kinds of one
     framework in one folder share the lengths of their axes. Files that state different
     world sizes were written by different attempts, and are apart. Names with a rank that no
-    framework writes form a grid where they differ by it. Cost: one match of each
-    name; a grid that names claim to be huge is counted, not listed.
+    framework writes form a grid where they differ by it, and so do those with two axes of a
+    mesh or more, each kind for itself. Cost: one match of each name; a grid that names claim
+    to be huge is counted, not listed.
     """
     together: dict[tuple[str, str, object], list[_Named]] = defaultdict(list)
     for file in files:
-        found = rank_file(file.path, layout) if file.kind == "file" else None
+        found = ranked(file.path, layout) if file.kind == "file" else None
         if found is not None:
             row, match = found
             named = _Named(row, match, axes_in(match))
-            together[row.grid, match["folder"], named.lengths].append(named)
+            apart = row.what if row.grid == BY_AXES else match["folder"]
+            together[row.grid, apart, named.lengths].append(named)
     return tuple(
         grid
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
-        if framework != BY_RANK or len({member.place for member in members}) > 1
+        if framework not in _OF_NO_FRAMEWORK or len({member.place for member in members}) > 1
         for grid in _grids(framework, members, stated or {})
     )
 
 
+def ranked(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | None:
+    """The row of a rank file, as `rank_file`, also for a name that states axes of a mesh."""
+    found = rank_file(path, layout)
+    if found is not None or len(_AXIS.findall(path)) < 2:
+        return found
+    kind = kind_of_file(layout, path)
+    return None if kind is not None and kind.names == ("dataloader",) else _by_axes(path)
+
+
+def _by_axes(path: str) -> tuple[FileName, re.Match[str]] | None:
+    """A row for one name with several axes: its text with their numbers left open."""
+    pattern, end, seen = "(?P<folder>)", 0, set()
+    for found in _AXIS.finditer(path):
+        axis, (start, stop) = found["axis"], found.span("n")
+        if axis in seen:
+            return None
+        seen.add(axis)
+        pattern += f"{re.escape(path[end:start])}(?P<{axis}>[0-9]+)"
+        end = stop
+    match = re.fullmatch(pattern + re.escape(path[end:]), path)
+    return match and (FileName(pattern, grid=BY_AXES, what=_AXIS.sub(_without_number, path)), match)
+
+
+def _without_number(found: re.Match[str]) -> str:
+    return found[0].replace(found["n"], "N")
+
+
 def _grids(framework: str, members: Sequence[_Named], stated: Mapping[str, int]) -> Iterator[Grid]:
-    lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), stated)
+    known = {} if framework in _OF_NO_FRAMEWORK else stated
+    lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), known)
     for member in members:
         for axis, n in member.axes.items():
             if axis.startswith(_STATED):

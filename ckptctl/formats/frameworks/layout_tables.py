@@ -38,9 +38,16 @@ STEP_NAMES = (
     ("epochs", rf"(?:(?:(?:ckpt|checkpoint|model)[-_])?epoch[-_]?|checkpoint){_N}"),
     (
         "dcp",
-        rf"(?:(?:ckpt|checkpoint|model|state)[-_]step|ckpt|iter|it|iteration)[-_]?{_N}",
+        rf"(?:(?:ckpt|checkpoint|model|state)[-_]step|ckpt|iter|it|iteration)[-_]?{_N}(?:-ckpt)?",
     ),
+    ("dcp", rf"step{_N}-unsharded"),
+    ("dcp", rf"epoch[-_]?[0-9]+[-_](?:global_)?step[-_]?{_N}"),
+    ("kohya", r".+-step(?P<step>[0-9]{8})-state"),
+    ("kohya-epochs", r".+-(?P<step>[0-9]{6})-state"),
 )
+
+FLAT_NUMBER = r"(?P<step>[0-9]{7})"
+"""The name of a step that is one file, without its suffix: `0050000.pt`, as DiT names it."""
 
 COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {
     "accelerate": "saves",
@@ -48,6 +55,7 @@ COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {
     "lightning-epochs": "epochs",
     "composer-epochs": "epochs",
     "epochs": "epochs",
+    "kohya-epochs": "epochs",
 }
 """The layouts whose number is not the training step, and what it counts.
 
@@ -113,6 +121,9 @@ TAG = r"(?P<folder>(?:.*/)?)latest"
 TORCH_INDEX = r"(?P<folder>(?:.*/)?)[^/]+\.bin\.index\.json"
 """The index of a model in several files of `torch.save`."""
 
+TORCH_SHARD = r"(?P<model>(?:.*/)?pytorch_(?:model|optim))-[0-9]{5}(?:-of-[0-9]{5})?\.bin"
+"""A file of such a model, as transformers and ColossalAI name it; both write an index."""
+
 # By the full path below the step; the first row that matches any file decides.
 OTHER_FORMATS = (
     (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
@@ -163,13 +174,28 @@ WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "nanotron": ("checkpoint_metadata.json",),
 }
 
+STATES_RANKS = r"(?:.*/)?training_args\.bin"
+"""A file of transformers that no load reads, and that states how many ranks there were.
+
+Source: transformers 5.23 `trainer.py` (`_save`), accelerate 1.15 `state.py` (`PartialState`).
+"""
+
 PARSED: Mapping[str, tuple[str, ...]] = {"transformers": ("config.json", "adapter_config.json")}
 """Documents that a load need not find, and does not survive where they are no JSON.
 
 Source: transformers 5.23 `trainer.py` (`_load_from_checkpoint`); PEFT `PeftConfig`.
 """
 
-# Megatron's torch_dist: `metadata.json` states what the folder is, and no load works without.
-MEGATRON = ("megatron", "megatron-bridge")
+_TORCH_DIST = (r"common\.pt", "metadata.json")
+
+NEEDED_BESIDE: Mapping[str, tuple[str, str]] = {
+    "megatron": _TORCH_DIST,
+    "megatron-bridge": _TORCH_DIST,
+    "nanotron": (r"optimizer/optimizer_pp-.+\.pt", "optimizer/optimizer_config.json"),
+}
+"""Documents without which no load works where a file is there: how that file is named, and theirs.
+
+Megatron's `metadata.json` states that the folder is a torch_dist checkpoint.
+"""
 
 STAGE = r"pp(?P<stage>[0-9]{1,6})"

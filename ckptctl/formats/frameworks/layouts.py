@@ -211,6 +211,9 @@ def _plain_step(name: str) -> StepName | None:
         match = full_match(expression, name) or full_match(expression, stem)
         if match:
             return _named(name, layout, match)
+    match = full_match(tables.FLAT_NUMBER, stem) if stem != name else None
+    if match:
+        return _named(name, "dcp", match)
     match = full_match(tables.BARE_NUMBER, name)
     return _named(name, "dcp", match, bare=True) if match else None
 
@@ -372,10 +375,10 @@ def parts_of(
 
     `stated` are lengths of the axes of rank files, as for `grids_of`.
 
-    A folder with DCP metadata or shard files is a DCP part, at most
-    `MAX_PART_DEPTH` folders down; beside such folders, the shards of DCP's Hugging Face writer and a
-    model in safetensors are parts too. Only where there is no DCP part, the signs of
-    other formats are looked for. Cost: one pass over the files.
+    A folder with DCP metadata or shard files is a DCP part, at most `MAX_PART_DEPTH` folders
+    down; beside such folders, the shards of DCP's Hugging Face writer and a model in
+    safetensors are parts too. Only where there is no DCP part, the signs of other formats are
+    looked for. Cost: one pass over the files.
     """
     folders: dict[str, list[FileInfo]] = {}
     for file in files:
@@ -499,8 +502,9 @@ def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) 
     if layout == "olmo-core" and any(part.path == "" for part in parts):
         return ()
     last = tables.WRITTEN_LAST.get(layout, ())
-    if layout in tables.MEGATRON and any(file.path == "common.pt" for file in files):
-        return (*last, "metadata.json")
+    beside, needed = tables.NEEDED_BESIDE.get(layout, ("", ""))
+    if beside and any(full_match(beside, file.path) for file in files):
+        return (*last, needed)
     return last
 
 

@@ -1,0 +1,253 @@
+"""Steps of frameworks that ckptctl does not integrate, under the names that their sources state.
+
+nanotron `serialize/`; fairseq2 `checkpoint/manager.py`; InternEvo `checkpoint/components.py`;
+ColossalAI `booster/booster.py`; sd-scripts `library/train_util.py`; OLMo 1 `checkpoint.py`;
+TinyLlama `pretrain/`; DiT `train.py`; Composer 0.32 with `save_folder` and `save_filename` of
+several ranks; Ray Train. The files are written by `torch.save` and safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptctl
+from ckptctl.findings import Severity
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.torch
+
+LONG_AGO_S = 1_700_000_000
+
+
+def weights(step: int) -> dict[str, Any]:
+    return {"layers.0.weight": torch.full((8, 8), float(step)), "norm.weight": torch.ones(8)}
+
+
+def optimizer(step: int) -> dict[str, Any]:
+    return {"state": {0: {"exp_avg": torch.full((8, 8), step / 7)}}, "param_groups": [{"lr": 0.1}]}
+
+
+def whole(step: int) -> dict[str, Any]:
+    return {"model": weights(step), "optimizer": optimizer(step), "iteration": step}
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(value))
+    elif path.suffix == ".safetensors":
+        safetensors.save_file(value, path)
+    else:
+        torch.save(value, path)
+    os.utime(path, (LONG_AGO_S, LONG_AGO_S))
+
+
+def nanotron(step: int) -> Iterator[tuple[str, object]]:
+    """2 tensor-parallel ranks, 2 stages, 2 data-parallel ranks, ZeRO-1."""
+    for pp, tp in product((0, 1), repeat=2):
+        block = f"{step}/model/model/decoder/{pp}/pp_block"
+        mesh = f"pp-rank-{pp}-of-2_tp-rank-{tp}-of-2"
+        yield f"{block}/attn/qkv_proj/model_weight_{mesh}.safetensors", weights(step)
+        yield f"{block}/input_layernorm/model_weight.safetensors", weights(step)
+        for dp in (0, 1):
+            named = [f"model.decoder.{pp}.pp_block.{leaf}.weight" for leaf in ("attn.qkv_proj",)]
+            named.append(f"model.decoder.{pp}.pp_block.input_layernorm.weight")
+            mesh = f"pp-{pp}-of-2_dp-{dp}-of-2_tp-{tp}-of-2_exp-0-of-1"
+            held = {**optimizer(step), "names": dict(enumerate(named))}
+            yield f"{step}/optimizer/optimizer_{mesh}.pt", held
+            yield f"{step}/lr_scheduler/lr_scheduler_{mesh}.pt", {"last_epoch": step}
+            states = {"torch_random_state": torch.get_rng_state()}
+            yield f"{step}/random/tp-{tp}-of-2_dp-{dp}-of-2_pp-{pp}-of-2.pt", states
+    yield f"{step}/optimizer/optimizer_config.json", {"type": "ZeroDistributedOptimizer"}
+    metas = {"last_train_step": step, "consumed_train_samples": 8 * step, "data_stages": [1]}
+    yield f"{step}/checkpoint_metadata.json", {"version": "1.4", "tp": 2, "dp": 2, "metas": metas}
+
+
+def fairseq2(step: int) -> Iterator[tuple[str, object]]:
+    for tp, dp in product((0, 1), repeat=2):
+        yield f"step_{step}/model/pp_00/tp_{tp:02}/sdp_{dp:02}.pt", weights(step)
+        yield f"step_{step}/optimizer/pp_00/tp_{tp:02}/sdp_{dp:02}.pt", optimizer(step)
+        yield f"step_{step}/data_reader/dp_{dp:02}.pt", {"position": step}
+
+
+def internevo(step: int) -> Iterator[tuple[str, object]]:
+    for tp, pp in product((0, 1), repeat=2):
+        yield f"{step}/model_tp{tp}_pp{pp}.pt", weights(step)
+        for zo in (0, 1):
+            yield f"{step}/optimizer_tp{tp}_pp{pp}_zo{zo}.pt", optimizer(step)
+    yield f"{step}/context.pt", {"step_count": step}
+
+
+def colossalai(step: int) -> Iterator[tuple[str, object]]:
+    folder = f"epoch-0_step-{step}"
+    index = dict.fromkeys(weights(step), "pytorch_model-00001.bin")
+    yield f"{folder}/model/pytorch_model-00001.bin", weights(step)
+    yield f"{folder}/model/pytorch_model.bin.index.json", {"weight_map": index}
+    index = {"0": "pytorch_optim-00001.bin"}
+    groups = {"param_groups": "pytorch_optim_group.bin"}
+    document = {"metadata": groups, "weight_map": index}
+    yield f"{folder}/optimizer/pytorch_optim.bin.index.json", document
+    yield f"{folder}/optimizer/pytorch_optim-00001.bin", optimizer(step)["state"]
+    yield f"{folder}/optimizer/pytorch_optim_group.bin", optimizer(step)["param_groups"]
+
+
+def kohya(step: int) -> Iterator[tuple[str, object]]:
+    folder = f"lora-step{step:08}-state"
+    yield f"{folder}/model.safetensors", weights(step)
+    yield f"{folder}/optimizer.bin", optimizer(step)
+    yield f"{folder}/scheduler.bin", {"last_epoch": step}
+    yield f"{folder}/random_states_0.pkl", {"torch_manual_seed": torch.get_rng_state()}
+    yield f"{folder}/train_state.json", {"current_epoch": 1, "current_step": step}
+    yield f"lora-step{step:08}.safetensors", weights(step)
+
+
+def of_composers_ranks(step: int) -> Iterator[tuple[str, object]]:
+    for rank in (0, 1):
+        yield f"ep0-ba{step}/rank{rank}.pt", {"state": whole(step), "rng": [1, 2]}
+
+
+def one_file(name: str) -> Callable[[int], Iterator[tuple[str, object]]]:
+    return lambda step: iter([(name.format(step), whole(step))])
+
+
+TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] = {
+    "nanotron": (nanotron, "{}"),
+    "fairseq2": (fairseq2, "step_{}"),
+    "InternEvo": (internevo, "{}"),
+    "ColossalAI": (colossalai, "epoch-0_step-{}"),
+    "sd-scripts": (kohya, "lora-step{:08}-state"),
+    "Composer": (of_composers_ranks, "ep0-ba{}"),
+    "Ray Train": (one_file("checkpoint_{:06}/checkpoint.pt"), "checkpoint_{:06}"),
+    "OLMo 1": (one_file("step{}-unsharded/model.pt"), "step{}-unsharded"),
+    "TinyLlama": (one_file("iter-{:06}-ckpt.pth"), "iter-{:06}-ckpt.pth"),
+    "DiT": (one_file("{:07}.pt"), "{:07}.pt"),
+}
+
+
+def saved(root: Path, framework: str, *steps: int) -> Path:
+    """A root with steps of a framework; the path of the last."""
+    files, name = TREES[framework]
+    for step in steps:
+        for path, value in files(step):
+            write(root / path, value)
+    return root / name.format(steps[-1])
+
+
+def faults(report: ckptctl.Report) -> set[str]:
+    return {finding.code for finding in report.with_severity(Severity.FAULT)}
+
+
+@pytest.mark.parametrize("framework", TREES)
+def test_a_sound_step_is_chosen_and_each_file_that_is_lost_or_cut_short_rules_it_out(
+    tmp_path, framework
+):
+    newest = saved(tmp_path, framework, 10, 20)
+    assert ckptctl.pick(str(tmp_path)).path == str(newest)
+    files = [newest] if newest.is_file() else sorted(p for p in newest.rglob("*") if p.is_file())
+    for file in files:
+        data = file.read_bytes()
+        for damage in (None, b"", data[: len(data) // 2], bytes(len(data))):
+            file.unlink()
+            if damage is not None:
+                file.write_bytes(damage)
+                os.utime(file, (LONG_AGO_S, LONG_AGO_S))
+            chosen = ckptctl.pick(str(tmp_path), grace_s=0)
+            assert chosen.path != str(newest), (file, damage and len(damage))
+            file.write_bytes(data)
+            os.utime(file, (LONG_AGO_S, LONG_AGO_S))
+    assert ckptctl.pick(str(tmp_path)).path == str(newest)
+
+
+@pytest.mark.parametrize("framework", ["nanotron", "fairseq2", "InternEvo"])
+def test_every_rank_of_a_mesh_is_missed_in_a_root_of_one_step(tmp_path, framework):
+    step = saved(tmp_path, framework, 10)
+    assert ckptctl.verify(str(step)).exit_code == 0
+    files = [path for path in step.rglob("*") if path.suffix in (".pt", ".safetensors")]
+    for file in files:
+        if file.parent.name == "data_reader" or file.name == "context.pt":
+            continue  # only the step before shows them
+        aside = file.rename(tmp_path / "aside")
+        report = ckptctl.verify(str(step), grace_s=0)
+        assert (report.exit_code, faults(report)) == (20, {"file.missing"}), file
+        aside.rename(file)
+
+
+def test_the_state_of_one_rank_alone_is_no_mesh(tmp_path):
+    step = saved(tmp_path, "DiT", 10)
+    folder = tmp_path / "step_20"
+    folder.mkdir()
+    step.rename(folder / "model.pt")
+    write(folder / "tp_rank_3_pp_rank_1.pt", {"x": 1})
+    assert ckptctl.verify(str(folder)).exit_code == 0
+
+
+class PartialState:
+    """Pickled as accelerate's, of which only the attributes are read."""
+
+    def __init__(self, num_processes: int) -> None:
+        self.num_processes = num_processes
+
+
+def of_transformers(root: Path) -> tuple[Path, list[str]]:
+    step = root / "checkpoint-10"
+    write(step / "model.safetensors", weights(10))
+    write(step / "optimizer.pt", optimizer(10))
+    write(step / "trainer_state.json", {"global_step": 10})
+    write(step / "training_args.bin", Namespace(distributed_state=PartialState(4)))
+    for rank in range(4):
+        write(step / f"rng_state_{rank}.pth", {"cpu": torch.get_rng_state()})
+    return step, ["rng_state_3.pth"]
+
+
+def of_megatron(root: Path) -> tuple[Path, list[str]]:
+    step = root / "iter_0000010"
+    args = Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    for tp, pp in product((0, 1), repeat=2):
+        folder = step / f"mp_rank_{tp:02}_{pp:03}"
+        write(folder / "model_optim_rng.pt", {**whole(10), "args": args})
+        write(folder / "distrib_optim.pt", optimizer(10))
+    last = [f"mp_rank_{tp:02}_001" for tp in (0, 1)]
+    return step, [f"{one}/{name}" for one in last for name in os.listdir(step / one)]
+
+
+def of_composer(root: Path) -> tuple[Path, list[str]]:
+    for rank in range(3):
+        write(root / f"ep0-ba10-rank{rank}.pt", {"state": whole(10), "rng": [1, 2, 3]})
+    return root, ["ep0-ba10-rank2.pt"]
+
+
+@pytest.mark.parametrize("made", [of_transformers, of_megatron, of_composer])
+def test_the_loss_of_the_last_rank_is_proven_by_what_the_others_hold(tmp_path, made):
+    step, last = made(tmp_path)
+    name = f"{step}@10" if made is of_composer else str(step)
+    assert ckptctl.verify(name).exit_code == 0
+    for file in last:
+        (step / file).unlink()
+    report = ckptctl.verify(name, grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+    assert all(file in " ".join(f.message for f in report.findings) for file in last)
+
+
+def test_no_older_step_without_an_optimizer_is_a_substitute_for_a_damaged_one(tmp_path):
+    for step in (10, 20):
+        write(tmp_path / f"step_{step}.pt", {"model": weights(step)})
+    write(tmp_path / "step_30.pt", whole(30))
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    flipped = bytearray((tmp_path / "step_30.pt").read_bytes())
+    at = flipped.index(torch.full((8, 8), 30.0).numpy().tobytes())
+    flipped[at] ^= 0xFF
+    (tmp_path / "step_30.pt").write_bytes(flipped)
+    chosen = ckptctl.pick(str(tmp_path), level="content", grace_s=0)
+    assert (chosen.exit_code, chosen.chosen) == (11, None)
+    assert "lacks the optimizer, which step 30" in chosen.passed_over[1].reason
+    without = ckptctl.pick(str(tmp_path), level="content", grace_s=0, allow_missing_state=True)
+    assert without.step == 20
