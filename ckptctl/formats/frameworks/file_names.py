@@ -219,13 +219,14 @@ FILES = (
     FileName(r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader", "bytecheckpoint"),
     FileName(r"checkpoint_metadata\.json", "step tokens +dataloader", "nanotron"),
     FileName(
-        rf"(?P<folder>)random/tp-(?P<tp>{_N})-of-(?P<of_tp>{_N})_dp-(?P<dp>{_N})-of-(?P<of_dp>{_N})"
-        rf"_pp-(?P<pp>{_N})-of-(?P<of_pp>{_N})\.pt",
+        rf"(?P<folder>)random/(?P<again_rank>tp-(?P<tp>{_N})-of-(?P<of_tp>{_N})"
+        rf"_dp-(?P<dp>{_N})-of-(?P<of_dp>{_N})_pp-(?P<pp>{_N})-of-(?P<of_pp>{_N}))\.pt",
         "rng",
         "nanotron",
         "nanotron",
         "RNG states",
     ),
+    FileName(r"random/(?P<again_rank>[^/]+)\.pt", "rng", "nanotron"),
     FileName(
         rf"(?P<folder>)optimizer/optimizer{_NANOTRON}",
         "optimizer",
@@ -393,8 +394,8 @@ def kind_of_file(layout: str, path: str) -> StateKind | None:
             names = tuple(row.holds.replace(_ALWAYS, "").split())
             always = tuple(k[1:] for k in row.holds.split() if k.startswith(_ALWAYS))
             # The ranks of a model hold shards of it, and no copies.
-            copies = _SHARDED.isdisjoint(names)
-            return StateKind(names, match.groupdict().get("rank") if copies else None, always)
+            groups = match.groupdict() if _SHARDED.isdisjoint(names) else {}
+            return StateKind(names, groups.get("rank") or groups.get(f"{AGAIN}rank"), always)
     return None
 
 
