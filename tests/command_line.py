@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 COMMAND = (sys.executable, "-m", "ckptctl")
 
 _NEEDS_TORCH = ("distributed", "integrations", "train")
+_CLIENTS = ("s3fs", "obstore", "services.botocore_data")
 _RUNBOOK = """import runpy, sys
 sys.executable = {!r}
 runpy.run_module("ckptctl", run_name="__main__", alter_sys=True)"""
@@ -66,6 +67,15 @@ def forked_python() -> str:
 
 
 @cache
+def torch_server() -> ForkServer:
+    """Forks processes that have imported torch and `ckptctl.train`: each would take two seconds."""
+    own = (path.stem for path in sorted((REPOSITORY / "ckptctl/train").glob("[a-z]*.py")))
+    loaded = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", *_CLIENTS)
+    variables = clean_environment(OMP_NUM_THREADS="1")
+    return ForkServer([*loaded, *(f"ckptctl.train.{name}" for name in own)], variables)
+
+
+@cache
 def _server() -> ForkServer:
     """Forks processes that have imported all of ckptctl that needs no torch, and clients of S3."""
     paths = (path.relative_to(REPOSITORY) for path in (REPOSITORY / "ckptctl").rglob("*.py"))
@@ -74,8 +84,7 @@ def _server() -> ForkServer:
         for path in paths
         if path.parts[1] not in _NEEDS_TORCH and path.name != "__main__.py"
     ]
-    clients = ("s3fs", "obstore", "services.botocore_data")
-    return ForkServer([*sorted(modules), *clients, "warm_patterns"], clean_environment())
+    return ForkServer([*sorted(modules), *_CLIENTS, "warm_patterns"], clean_environment())
 
 
 def validated(text: str) -> dict:

@@ -3,8 +3,9 @@
 Starting Python and importing costs 0.2 s of processor time for a command of ckptctl, often more
 than the test's own work. A `ForkServer` imports once and forks for every call. A forked process
 has arguments, variables, a folder, streams, a process number and an exit code of its own, as a
-started one has. All of them share one seed of string hashes, and what Python reads when it
-starts (`PYTHON…`, the encoding) is the server's: tests of these start a process.
+started one has, finds modules by its own PYTHONPATH, and is killed when its caller is. All of them
+share one seed of string hashes, and what else Python reads when it starts (`PYTHON…`, the
+encoding) is the server's: tests of these start a process.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ def _become(
     if pid := os.fork():
         for number in (0, 1, 2, *standard):
             os.close(number)
+        _wait_for(pid, reply)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with suppress(BrokenPipeError):
             os.write(reply, b"%d" % code)
@@ -163,10 +165,25 @@ def _become(
         os.close(number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
+    ours, theirs = (_found_by(each) for each in (os.environ, variables))
+    sys.path[1 : 1 + len(ours)] = theirs
     os.environ.clear()
     os.environ.update(variables)
     time.tzset()
     return words
+
+
+def _found_by(variables: Mapping[str, str]) -> list[str]:
+    return [path for path in variables.get("PYTHONPATH", "").split(":") if path]
+
+
+def _wait_for(pid: int, reply: int) -> None:
+    """Wait until a process ends, or kill it when nobody is left to read of its end."""
+    waiting = select.poll()
+    waiting.register(os.pidfd_open(pid), select.POLLIN)
+    waiting.register(reply, 0)  # an error of this pipe is that its reader has ended
+    if any(number == reply for number, _ in waiting.poll()):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _execute(flag: str, what: str, *words: str) -> None:

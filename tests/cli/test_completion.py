@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command_line import clean_environment, run_ckptctl
+from command_line import clean_environment, forked_python, run_ckptctl
 
 SHELLS = Path(__file__).parents[2] / "ckptctl" / "cli" / "shells"
 
@@ -50,7 +49,7 @@ def complete(request, tmp_path):
         pytest.skip(f"{request.param} is not installed")
     program = tmp_path / "bin" / "ckptctl"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptctl "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(forked_python())} -m ckptctl "$@"\n')
     program.chmod(0o755)
     script = tmp_path / "script"
     script.write_text(run_ckptctl("--show-completion", request.param).stdout)

@@ -6,12 +6,10 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command_line import validated
+from command_line import clean_environment, torch_server, validated
 from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
@@ -33,9 +31,11 @@ def recorded(once) -> Path:
     pytest.importorskip("torch")
 
     def record(folder: Path) -> None:
-        command = [sys.executable, str(JOB), str(folder), "4", *CASES]
-        environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, check=True)
+        variables = {"TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
+        environment = clean_environment(PYTHONPATH=str(JOB.parent), **variables)
+        words = ["-m", JOB.stem, str(folder), "4", *CASES]
+        done = torch_server().run(words, env=environment)
+        assert done.returncode == 0, done.stderr
 
     return once("flight-recorder", record)
 
@@ -68,8 +68,9 @@ def test_the_analyser_of_torch_finds_the_same_rank_missing(recorded, tmp_path):
         (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(document, 2))
     module = "torch.distributed.flight_recorder.fr_trace"
     program = f"from {module} import main; main()"
-    command = [sys.executable, "-c", program, str(tmp_path), "-p", "trace_"]
-    report = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = ["-c", program, str(tmp_path), "-p", "trace_"]
+    report = torch_server().run(words, env=clean_environment())
+    assert report.returncode == 0, report.stderr
     assert re.findall(r"missing ranks: (.*)", report.stdout + report.stderr) == ["{2}"]
     assert compared(tmp_path, "trace_*").never_joined == (2,)
 

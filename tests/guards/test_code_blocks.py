@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import clean_environment, forked_python
+from command_line import clean_environment, forked_python, torch_server
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PAGES = [
@@ -106,8 +106,8 @@ def test_the_code_blocks_of_a_page_run(page, folder):
                 assert done.returncode == block.exit_code, f"{command}\n{done.stderr}"
                 check_output(command, shown, done.stdout + done.stderr)
         else:
-            start = ["bash", "-c"] if block.language == "sh" else [sys.executable, "-c"]
-            done = run([*start, block.code], folder)
+            start = "bash" if block.language == "sh" else torch_server().python
+            done = run([start, "-c", block.code], folder)
             assert done.returncode == block.exit_code, f"{block.code}\n{done.stderr}"
 
 

@@ -102,13 +102,13 @@ def test_no_document_uses_a_retired_word() -> None:
     ] == []
 
 
-def prose_in(path: Path) -> Iterator[str]:
+def prose_in(path: Path, tree: ast.Module) -> Iterator[str]:
     """Docstrings, messages and comments of a module, without patterns of logs."""
     with path.open("rb") as file:
         tokens = list(tokenize.tokenize(file.readline))
     comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
     yield " ".join(comments)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         text = node.value if isinstance(node, ast.Constant) else None
         if isinstance(text, str) and text.count(" ") > 1 and not A_PATTERN.search(text):
             yield " ".join(text.split())
@@ -116,7 +116,10 @@ def prose_in(path: Path) -> Iterator[str]:
 
 def test_no_docstring_message_or_comment_uses_a_retired_word() -> None:
     assert [
-        found for path in SOURCES for text in prose_in(path) for found in retired_in(path, text)
+        found
+        for path, tree in zip(SOURCES, modules().values(), strict=True)
+        for text in prose_in(path, tree)
+        for found in retired_in(path, text)
     ] == []
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from command_line import clean_environment, forked_python
 from services.counting_proxy import CountingProxy, Fault
 from services.moto_server import moto_server
 from services.plugin import PAGE, S3Server
@@ -285,9 +286,8 @@ def test_uploads_that_a_killed_save_left_are_listed_and_aborted(
 ):
     proxy = counting_proxy(server.endpoint)
     url = f"s3://{server.bucket}/{prefix}"
-    command = [sys.executable, "-c", _UPLOAD, url, proxy.url, client]
-    environment = {**os.environ, **server.environment}
-    with subprocess.Popen(command, env=environment) as process:
+    command = [forked_python(), "-c", _UPLOAD, url, proxy.url, client]
+    with subprocess.Popen(command, env=clean_environment(**server.environment)) as process:
         wait_until(lambda: proxy.counts["PUT"] > 1, what="the first part")
         process.kill()
     options = {**server.options, "client": "s3fs"}

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-from functools import cache
 from pathlib import Path
 
-from command_line import REPOSITORY, clean_environment
-from forking import ForkServer
+from command_line import REPOSITORY, clean_environment, torch_server
 
 N_SAMPLES = 96
-
-_LOADED = (
-    *("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
-    *(
-        f"ckptctl.train.{path.stem}"
-        for path in sorted((REPOSITORY / "ckptctl/train").glob("[a-z]*.py"))
-    ),
-)
-"""What each rank would import for itself, in seconds."""
 
 
 def run_job(folder: Path, *options: object, name: str = "run", **variables: str):
     """Run the job to its end, through all its lives; what it printed is in `folder/NAME.jsonl`."""
     files = ("--root", folder / name, "--out", folder / f"{name}.jsonl")
     words = ["-m", "small_job", *map(str, files), *map(str, options)]
-    return _server().run(words, env=_environment(**variables))
-
-
-def _environment(**variables: str) -> dict[str, str]:
     paths = f"{Path(__file__).parent}:{REPOSITORY}"
-    return clean_environment(PYTHONPATH=paths, OMP_NUM_THREADS="1", **variables)
-
-
-@cache
-def _server() -> ForkServer:
-    return ForkServer(_LOADED, _environment())
+    return torch_server().run(
+        words, env=clean_environment(PYTHONPATH=paths, OMP_NUM_THREADS="1", **variables)
+    )
 
 
 def codes_of(done: subprocess.CompletedProcess[str]) -> list[int]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable
 
 import pytest
-from command_line import REPOSITORY, clean_environment
+from command_line import clean_environment, torch_server
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
 from services.processes import wait_until
@@ -111,8 +110,8 @@ def test_a_save_aborts_the_uploads_that_a_killed_save_of_its_number_has_left(
     # The first part arrives, the second never ends: then the job is killed.
     proxy.break_request("PUT", Fault.SILENT, path="partNumber=2")
     n_numbers = str(3 * PART_BYTES // 4)
-    command = [sys.executable, "-c", SAVES, root, proxy.url, n_numbers]
-    env = clean_environment(PYTHONPATH=str(REPOSITORY), **s3_ceph.environment)
+    command = [torch_server().python, "-c", SAVES, root, proxy.url, n_numbers]
+    env = clean_environment(**s3_ceph.environment)
     options = {**s3_ceph.options, "client": "s3fs"}
     with open_store(root, storage_options=options) as store:
         with subprocess.Popen(command, env=env) as process:

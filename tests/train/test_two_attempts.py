@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import clean_environment
+from command_line import clean_environment, torch_server
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
 
@@ -56,7 +55,9 @@ class Root:
         return {report.url.rpartition("/")[2]: report.verdict for report in found.reports}
 
 
-@pytest.fixture(params=["local", pytest.param("s3_moto", marks=pytest.mark.server)])
+@pytest.fixture(
+    params=["local", pytest.param("s3_moto", marks=[pytest.mark.server, pytest.mark.slow])]
+)
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
     if request.param == "local":
         return Root(str(tmp_path / "run"), {})
@@ -146,8 +147,9 @@ def test_a_guard_of_an_attempt_that_was_overtaken_rejects_nothing(root):
     older = root.job()
     older.resume()
     older.train(1, 3)
-    code = f"from one_process import run; run({root.url!r}, 6, **{root.options!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
+    code = f"{FINDING}from one_process import run; run({root.url!r}, 6, **{root.options!r})"
+    done = torch_server().run(["-c", code], env=clean_environment())
+    assert done.returncode == 0, done.stderr
     guard = LossGuard("stop", root=root.url, **root.options)
     verdict = guard.check(4, math.nan)
     assert verdict.stop
@@ -157,11 +159,7 @@ def test_a_guard_of_an_attempt_that_was_overtaken_rejects_nothing(root):
     older.die()
 
 
-def environment() -> dict[str, str]:
-    here = Path(__file__).parent
-    return clean_environment(
-        PYTHONPATH=":".join(map(str, (here, here.parent, here.parent.parent))), OMP_NUM_THREADS="1"
-    )
+FINDING = f"import sys; sys.path.insert(1, {str(Path(__file__).parent)!r})\n"
 
 
 # What the older attempt had on the way
@@ -181,7 +179,7 @@ def test_metadata_that_arrives_late_does_not_bring_the_abandoned_branch_back(
         lambda: (held.set(), released.wait()),
         path=f"/step_{last}.attempt-1/.metadata",
     )
-    code = f"""
+    code = f"""{FINDING}
 from one_process import Job
 job = Job({root.url!r}, storage_options={s3.options!r}, endpoint_url={proxy.url!r})
 job.resume()
@@ -235,7 +233,7 @@ def test_an_orphan_on_a_file_system_finds_no_folder_to_publish_in(tmp_path, monk
 
 @contextmanager
 def process(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    running = subprocess.Popen([sys.executable, "-c", code], env=environment())
+    running = subprocess.Popen([torch_server().python, "-c", code], env=clean_environment())
     try:
         yield running
     finally:

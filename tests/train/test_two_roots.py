@@ -51,7 +51,9 @@ def first(tmp_path: Path) -> str:
     return str(root)
 
 
-@pytest.fixture(params=["local", pytest.param("s3_moto", marks=pytest.mark.server)])
+@pytest.fixture(
+    params=["local", pytest.param("s3_moto", marks=[pytest.mark.server, pytest.mark.slow])]
+)
 def second(request: pytest.FixtureRequest, first: str, tmp_path: Path) -> Second:
     """Another root, with step 9 of the same run."""
     found = Second(str(tmp_path / "second"), {})
