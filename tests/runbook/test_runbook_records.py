@@ -338,6 +338,10 @@ def test_a_damaged_record_is_an_error_that_names_the_way_out(root, name):
     done = run(root, "--yes", "--continue")
     assert done.returncode == 21, done.stderr
     assert "--new starts a new run" in done.stderr
+
+
+def test_a_new_run_passes_over_a_damaged_record(root):
+    (plant(root) / "000002.json").write_bytes(DAMAGED["not JSON"])
     assert run(root, "--yes", "--new").returncode == 31
 
 
