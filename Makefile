@@ -32,7 +32,7 @@ check: lint ## Lint, types and fast tests, in two minutes: before every commit
 
 test: lint ## Lint, types and the tests that take no more than a second or two each
 	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
-	@$(TESTS) -m 'not slow and not long'
+	@$(TESTS) --dist loadfile --no-loadscope-reorder -m 'not slow and not long'
 
 test-long: $(READY) ## The tests that `make test` leaves out because they are slow
 	@$(TESTS) -m '$(SLOW)'

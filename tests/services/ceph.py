@@ -113,7 +113,7 @@ def _start(folder: Path) -> Gateway:
     try:
         _start_cluster(conf, folder, fsid, mon_port)
         _run("radosgw", "-c", conf, "-n", "client.rgw")
-        wait_until(lambda: _serves(port), what="the object gateway", limit_s=120)
+        wait_until(lambda: _serves(port), what="the object gateway")
         _run(
             *("radosgw-admin", "-c", conf, "-n", "client.rgw", "user", "create"),
             *("--uid", "test", "--display-name", "test"),

@@ -28,7 +28,7 @@ def answers(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 600) -> None:
     """Come back as soon as `condition` holds; raises `TimeoutError` naming `what`."""
     deadline = time.monotonic() + limit_s
     while not condition():
