@@ -137,23 +137,31 @@ def _is_a_grid(tensor: TensorEntry) -> bool:
     their products, the cells, fill the tensor. It remains to find each cell once.
     """
     chunks, n_dims = tensor.chunks, tensor.chunks.n_dims
-    if min(chunks.sizes, default=1) < 1:
-        return False
+    at_first = array("q", [0]) * len(chunks)
     n_cells, cut = 1, []
     for dim, n_elements in enumerate(tensor.shape):
         begins, sizes = chunks.offsets[dim::n_dims], chunks.sizes[dim::n_dims]
-        if begins.count(0) == len(chunks) == sizes.count(n_elements):
+        if n_elements and begins == at_first and sizes == array("q", [n_elements]) * len(chunks):
             continue
-        places = dict(zip(begins, sizes, strict=True))
-        if len(places) < len(chunks) and [*map(places.__getitem__, begins)] != sizes.tolist():
+        if min(sizes, default=0) < 1:
             return False
-        order = sorted(places)
-        ends = map(add, order, map(places.__getitem__, order))
-        if [0, *ends] != [*order, n_elements]:
-            return False
-        n_cells *= len(places)
+        n_places = len(chunks)
+        if not _follow(begins, sizes, n_elements):
+            places = dict(zip(begins, sizes, strict=True))
+            n_places = len(places)
+            if n_places < len(chunks) and [*map(places.__getitem__, begins)] != sizes.tolist():
+                return False
+            order = sorted(places)
+            if not _follow(order, list(map(places.__getitem__, order)), n_elements):
+                return False
+        n_cells *= n_places
         cut.append(begins)
     return n_cells == len(chunks) == (len(set(zip(*cut, strict=True))) if len(cut) > 1 else n_cells)
+
+
+def _follow(begins: Sequence[int], sizes: Sequence[int], n_elements: int) -> bool:
+    """Whether the places follow each other from end to end, from 0 to `n_elements`."""
+    return [0, *map(add, begins, sizes)] == [*begins, n_elements]
 
 
 def _slices_of(tensor: TensorEntry) -> tuple[list[Bounds], int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from operator import add, gt, mul
 
 from ckptctl.findings import Finding
@@ -87,7 +88,11 @@ def _check_tensors(ranges: Ranges, part_path: str) -> Iterator[Finding]:
 def _bytes_needed(tensor: TensorEntry) -> Sequence[int]:
     """Bytes of each chunk's elements."""
     chunks = tensor.chunks
-    n_bytes = [DTYPE_SIZES.get(tensor.dtype, 1)] * len(chunks)
+    element_bytes = DTYPE_SIZES.get(tensor.dtype, 1)
+    first = chunks.sizes[: chunks.n_dims]
+    if chunks.sizes == first * len(chunks):
+        return [element_bytes * prod(first)] * len(chunks)
+    n_bytes = [element_bytes] * len(chunks)
     for dim in range(chunks.n_dims):
         n_bytes = list(map(mul, n_bytes, chunks.sizes[dim :: chunks.n_dims]))
     return n_bytes
@@ -156,22 +161,36 @@ def _check_files(
     ranges: Ranges, listed: Mapping[str, FileInfo], part_path: str
 ) -> Iterator[Finding]:
     tiled = not holds_safetensors(ranges)
-    for name, numbers in zip(ranges.file_names, ranges.by_file, strict=True):
+    ends = _ends_in_order(ranges)
+    for number, name in enumerate(ranges.file_names):
+        file, reason = listed.get(name), escape_reason(name)
+        if file is not None and (file.kind, file.size) == ("file", ends[number]) and not reason:
+            continue
+        numbers = ranges.by_file[number]
         if not numbers:
             continue
         where = inside(part_path, name)
-        reason = escape_reason(name)
         if reason is not None:
             message = f"the path {reason}; torch would follow it for {_lost(ranges, numbers)}"
             yield Finding("path.escape", where, message)
             continue
-        file = listed.get(name)
         if file is None:
             yield Finding("shard.missing", where, f"{_lost(ranges, numbers)} cannot be read")
         elif file.kind != "file":
             yield from _check_kind(ranges, numbers, file, where)
         else:
             yield from _check_extents(ranges, numbers, file, where, tiled=tiled)
+
+
+def _ends_in_order(ranges: Ranges) -> Sequence[int | None]:
+    """Where the last range of each file ends, if each begins where the one before it ends.
+
+    None for a file whose ranges are in another order, or do not fill it: these are sorted.
+    """
+    ends: list[int | None] = [0] * (len(ranges.file_names) + 1)  # `NO_FILE`, -1, is the last
+    for file, start, length in zip(ranges.files, ranges.starts, ranges.lengths, strict=True):
+        ends[file] = start + length if ends[file] == start and length > 0 else None
+    return ends[:-1]
 
 
 def _check_kind(

@@ -50,7 +50,7 @@ class Ranges:
         self.metadatas = tuple(metadatas)
         self.entries: list[TensorEntry | BytesEntry] = []
         self.first_range = array("q")
-        self.files = array("q")
+        self.files = array("i")
         self.starts = array("q")
         self.lengths = array("q")
         self._numbers: dict[str, int] = {}
@@ -71,9 +71,12 @@ class Ranges:
         # All tensors of a metadata share one list of names: it is checked once.
         if id(chunks.file_names) not in known:
             numbers = [self._number(name) for name in chunks.file_names]
-            known[id(chunks.file_names)] = [*numbers, NO_FILE]  # `NO_FILE`, -1, is the last
-        numbers = known[id(chunks.file_names)]
-        self.files.extend([numbers[file] for file in chunks.files])
+            changed = numbers != [*range(len(numbers))]
+            known[id(chunks.file_names)] = [*numbers, NO_FILE] if changed else []
+        if numbers := known[id(chunks.file_names)]:  # `NO_FILE`, -1, is the last
+            self.files.extend(array("i", map(numbers.__getitem__, chunks.files)))
+        else:
+            self.files.extend(chunks.files)
         self.starts.extend(chunks.starts)
         self.lengths.extend(chunks.lengths)
 
