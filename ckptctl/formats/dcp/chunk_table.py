@@ -13,8 +13,6 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
-from operator import add, lt
 from typing import TYPE_CHECKING
 
 from ckptctl.formats.pickles.stubs import Malformed
@@ -29,58 +27,66 @@ Span = tuple[int, int, tuple[str, ...]]
 """Where a record begins, its length, both in bytes, and its transforms."""
 
 
+def packed(dims: Dims) -> bytes:
+    """Integers as an array of 64-bit ones has them: those of many chunks are joined in one go."""
+    return array("q", dims).tobytes()
+
+
+def unpacked(dims: bytes) -> Dims:
+    """The integers that were packed."""
+    return tuple(array("q", dims))
+
+
 class ChunkTable:
     """The chunks of all tensors in columns, those of one tensor behind each other.
 
-    Offsets and sizes are in elements; the other columns are those of `RangeColumns`.
+    Offsets and sizes are in elements and `packed`; the other columns are those of `RangeColumns`.
     `numbers` are those of the files, in the order in which they are first named.
     """
 
     def __init__(self) -> None:
         self.numbers: defaultdict[str, int] = defaultdict()
         self.numbers.default_factory = self.numbers.__len__
-        self._offsets: list[Dims] = []
-        self._sizes: list[Dims] = []
+        self._offsets: list[bytes] = []
+        self._sizes: list[bytes] = []
         self._files = array("i")
         self._starts = array("q")
         self._lengths = array("q")
         self._transforms: dict[str, dict[int, tuple[str, ...]]] = {}
-        self._first: dict[str, int] = {}
-        self._end: dict[str, int] = {}
+        self._own: dict[str, range] = {}
         # Made when a hint is of no help, or where several chunks begin at one offset.
-        self._by_offset: dict[str, dict[Dims, int]] = {}
+        self._by_offset: dict[str, dict[bytes, int]] = {}
 
-    def add(self, fqn: str, offsets: Sequence[Dims], sizes: Sequence[Dims]) -> None:
+    def add(self, fqn: str, offsets: Sequence[bytes], sizes: Sequence[bytes]) -> None:
         """Add the chunks of a tensor, still without byte ranges."""
-        self._first[fqn] = len(self._offsets)
+        self._own[fqn] = range(len(self._offsets), len(self._offsets) + len(offsets))
         self._offsets += offsets
         self._sizes += sizes
-        self._end[fqn] = len(self._offsets)
         if len(set(offsets)) != len(offsets):
             self._index(fqn)
         self._files += array("i", [NO_FILE]) * len(offsets)
         self._starts += array("q", [0]) * len(offsets)
         self._lengths += array("q", [0]) * len(offsets)
 
-    def _index(self, fqn: str) -> dict[Dims, int]:
+    def _index(self, fqn: str) -> dict[bytes, int]:
         """The first chunk at each offset of a tensor."""
         positions = self._by_offset[fqn] = {}
-        for position in range(self._first[fqn], self._end[fqn]):
+        for position in self._own[fqn]:
             positions.setdefault(self._offsets[position], position)
         return positions
 
     def place_run(self, run: StorageRun) -> bool:
         """Give each chunk of a run its byte range; False, and none given, where a hint is wrong."""
         hints, offsets, _ = zip(*run.keys, strict=True)
-        if None in hints or not self._by_offset.keys().isdisjoint(run.fqns):
+        if self._by_offset and not self._by_offset.keys().isdisjoint(run.fqns):
             return False
         try:
-            positions = list(map(add, map(self._first.__getitem__, run.fqns), hints))
-        except KeyError:
+            own = map(self._own.__getitem__, run.fqns)
+            positions = [chunks[hint] for chunks, hint in zip(own, hints, strict=True)]
+        except (KeyError, IndexError, TypeError):  # of another tensor, chunk, or without a hint
             return False
         if not (
-            all(map(lt, positions, map(self._end.__getitem__, run.fqns)))
-            and [*map(self._offsets.__getitem__, positions)] == [*offsets]
+            [*map(self._offsets.__getitem__, positions)] == [*offsets]
             and max(map(self._files.__getitem__, positions)) == NO_FILE
             and len(set(positions)) == len(positions)
         ):
@@ -95,20 +101,20 @@ class ChunkTable:
             lengths[position] = length
         return True
 
-    def place(self, fqn: str, hint: int | None, offset: Dims, file: int, span: Span) -> bool:
+    def place(self, fqn: str, hint: int | None, offset: bytes, file: int, span: Span) -> bool:
         """Give the chunk that begins at `offset` its byte range: the first, where several do.
 
         False where no chunk begins there. Raises `Malformed` where the chunk has a
         range already.
         """
-        if fqn not in self._first:
+        own = self._own.get(fqn)
+        if own is None:
             return False
-        position = self._first[fqn] + (hint or 0)
         if (
             fqn in self._by_offset
             or hint is None
-            or not self._first[fqn] <= position < self._end[fqn]
-            or self._offsets[position] != offset
+            or not 0 <= hint < len(own)
+            or self._offsets[position := own[hint]] != offset
         ):
             positions = self._by_offset.get(fqn) or self._index(fqn)
             if offset not in positions:
@@ -119,17 +125,17 @@ class ChunkTable:
         self._files[position] = file
         self._starts[position], self._lengths[position], transforms = span
         if transforms:
-            self._transforms.setdefault(fqn, {})[position - self._first[fqn]] = transforms
+            self._transforms.setdefault(fqn, {})[position - own.start] = transforms
         return True
 
     def chunks(self, fqn: str, n_dims: int, file_names: Sequence[str]) -> Chunks:
         """The chunks of a tensor, once every byte range is placed."""
         self._share_ranges(fqn)
-        own = slice(self._first[fqn], self._end[fqn])
+        own = slice(self._own[fqn].start, self._own[fqn].stop)
         return Chunks(
             n_dims,
-            array("q", chain.from_iterable(self._offsets[own])),
-            array("q", chain.from_iterable(self._sizes[own])),
+            array("q", b"".join(self._offsets[own])),
+            array("q", b"".join(self._sizes[own])),
             RangeColumns(
                 self._files[own],
                 self._starts[own],
@@ -141,15 +147,15 @@ class ChunkTable:
 
     def _share_ranges(self, fqn: str) -> None:
         """Chunks at one offset have one key, and so one range: each load reads it for all."""
-        begin, end = self._first[fqn], self._end[fqn]
+        own = self._own[fqn]
         positions = self._by_offset.get(fqn, {})
-        if len(positions) in (0, end - begin):
+        if len(positions) in (0, len(own)):
             return
         transforms = self._transforms.setdefault(fqn, {})
-        for position in range(begin, end):
+        for position in own:
             first = positions[self._offsets[position]]
             self._files[position] = self._files[first]
             self._starts[position] = self._starts[first]
             self._lengths[position] = self._lengths[first]
-            if first - begin in transforms:
-                transforms[position - begin] = transforms[first - begin]
+            if first - own.start in transforms:
+                transforms[position - own.start] = transforms[first - own.start]

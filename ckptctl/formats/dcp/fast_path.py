@@ -39,6 +39,7 @@ from itertools import accumulate, islice
 from typing import Generic, TypeVar
 
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.formats.dcp.chunk_table import packed
 from ckptctl.formats.pickles.machine import Machine
 from ckptctl.formats.pickles.stubs import MAX_DIMS, SIZE, Function, Malformed, Rows, checked_dims
 
@@ -279,11 +280,11 @@ _BINGET, _LONG1, _MARK, _SHORT_BINUNICODE, _EMPTY_TUPLE = 0x68, 0x8A, 0x28, 0x8C
 _INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
 Dims = tuple[int, ...]
-ChunkSlice = tuple[Dims, Dims, int]
-"""Where a chunk begins, its size, both in elements, and the memo slots that they fill."""
+ChunkSlice = tuple[bytes, bytes, int]
+"""Where a chunk begins, its size, both `packed`, and the memo slots that they fill."""
 
-Key = tuple[int | None, Dims | None, int]
-"""The hint and the offset in a key, and the memo slots that the offset fills."""
+Key = tuple[int | None, bytes | None, int]
+"""The hint and the `packed` offset in a key, and the memo slots that the offset fills."""
 
 Span = tuple[int, int]
 """Where a record begins, and its length, in bytes."""
@@ -349,10 +350,10 @@ def _text(machine: Machine, part: bytes) -> str:
     return text
 
 
-def _size(machine: Machine, part: bytes) -> Dims:
+def _size(machine: Machine, part: bytes) -> bytes:
     if not is_new_size(part):
-        return _checked(_referred(machine, part))
-    return dims_of(part, _reference_bytes(part))
+        return packed(_checked(_referred(machine, part)))
+    return packed(dims_of(part, _reference_bytes(part)))
 
 
 Groups = Callable[[bytes], Row]
@@ -372,12 +373,12 @@ def _groups(pattern: Callable[[Hole, str], str]) -> Groups:
     return split
 
 
-def _slice(split: Groups, sizes: Known[Dims], part: bytes) -> ChunkSlice:
+def _slice(split: Groups, sizes: Known[bytes], part: bytes) -> ChunkSlice:
     offset, size = split(part)
     return sizes[offset], sizes[size], n_size_slots(offset) + n_size_slots(size)
 
 
-def _key(split: Groups, sizes: Known[Dims], part: bytes) -> Key:
+def _key(split: Groups, sizes: Known[bytes], part: bytes) -> Key:
     hint, offset = split(part)
     return (
         None if hint == b"N" else _int(hint),

@@ -18,6 +18,7 @@ from itertools import accumulate, islice
 from operator import itemgetter
 
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.formats.dcp.chunk_table import unpacked
 from ckptctl.formats.dcp.fast_path import (
     DIMS,
     NEW,
@@ -74,8 +75,8 @@ class ChunkRun(Run):
             return None
         end_slot = first_slots[row + 1]
         if slot == end_slot - 1:
-            return size
-        return offset if slot == end_slot - 1 - n_each else None
+            return unpacked(size)
+        return unpacked(offset) if slot == end_slot - 1 - n_each else None
 
 
 def chunk_shape(parts: Parts) -> FastPathShape:
@@ -227,7 +228,7 @@ class _Reader:
         chunks_at: Callable[[int], Window],
     ) -> _Entry:
         fqn, *made_here, properties, size, chunks, _ = row
-        name, shape = self._parts.texts[fqn], self._parts.sizes[size]
+        name, shape = self._parts.texts[fqn], unpacked(self._parts.sizes[size])
         tensor, chunk_list = Stub(TENSOR), list[object]()
         its_properties = (
             self._parts.referred(properties)

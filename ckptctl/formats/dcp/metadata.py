@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.dcp.chunk_table import ChunkTable, Dims, Span
+from ckptctl.formats.dcp.chunk_table import ChunkTable, Dims, Span, packed, unpacked
 from ckptctl.formats.dcp.grammar import (
     BYTES,
     CHUNK,
@@ -306,18 +306,18 @@ def _tensor(fields: Fields) -> _Tensor:
     return _Tensor(*properties, shape)
 
 
-def _slices(shape: Dims, fields: Fields) -> tuple[list[Dims], list[Dims]]:
-    """Where the chunks of a tensor begin, and their sizes."""
+def _slices(shape: Dims, fields: Fields) -> tuple[list[bytes], list[bytes]]:
+    """Where the chunks of a tensor begin, and their sizes, both `packed`."""
     chunks = _required(fields, "chunks", TENSOR)
     if not isinstance(chunks, list | tuple):
         raise Malformed(f"its chunks are in a {_kind_of(chunks)}, not in a list")
-    offsets: list[Dims] = []
-    sizes: list[Dims] = []
+    offsets: list[bytes] = []
+    sizes: list[bytes] = []
     for chunk in chunks:
         if isinstance(chunk, Run) and chunk.kind == CHUNK:
             these, their_sizes, _ = zip(*cast("ChunkRun", chunk).slices, strict=True)
-            for n_dims in {*map(len, these), *map(len, their_sizes)}:
-                _check_n_dims(shape, n_dims)
+            for n_bytes in {*map(len, these), *map(len, their_sizes)}:
+                _check_n_dims(shape, n_bytes // 8)
             offsets += these
             sizes += their_sizes
             continue
@@ -327,10 +327,10 @@ def _slices(shape: Dims, fields: Fields) -> tuple[list[Dims], list[Dims]]:
     return offsets, sizes
 
 
-def _dims_like(shape: Dims, value: object) -> Dims:
+def _dims_like(shape: Dims, value: object) -> bytes:
     dims = checked_dims(value, "a chunk")
     _check_n_dims(shape, len(dims))
-    return dims
+    return packed(dims)
 
 
 def _check_n_dims(shape: Dims, n_dims: int) -> None:
@@ -357,15 +357,15 @@ def _properties(value: object) -> tuple[str, str, bool, int, bool, Dims | None]:
     raise Malformed(f"its properties are no {PROPERTIES} of torch 2.1 to 2.15")
 
 
-def _storage_entry(key: object, value: object) -> tuple[str, int | None, Dims | None, str, Span]:
-    """FQN, hint, offset of the chunk, file and place in it of one byte range."""
+def _storage_entry(key: object, value: object) -> tuple[str, int | None, bytes | None, str, Span]:
+    """FQN, hint, `packed` offset of the chunk, file and place in it of one byte range."""
     index, info = _fields(key, INDEX), _fields(value, STORAGE_INFO)
     fqn = _text(_required(index, "fqn", INDEX), "the name in a key of the byte ranges")
     try:
         hint, offset = _required(index, "index", INDEX), index.get("offset")
         if hint is not None and type(hint) is not int:
             raise Malformed(f"its index is a {_kind_of(hint)}")
-        offset = None if offset is None else checked_dims(offset, "its offset")
+        offset = None if offset is None else packed(checked_dims(offset, "its offset"))
         return fqn, hint, offset, *_range(info)
     except Malformed as wrong:
         raise Malformed(f"a byte range of {shown(fqn)}: {wrong}") from None
@@ -410,7 +410,7 @@ class _Ranges:
                     self._place(fqn, hint, offset, file, span)
 
     def _place(
-        self, fqn: str, hint: int | None, offset: Dims | None, file: str, span: Span
+        self, fqn: str, hint: int | None, offset: bytes | None, file: str, span: Span
     ) -> None:
         number = self._table.numbers[file]
         try:
@@ -419,6 +419,7 @@ class _Ranges:
                     raise Malformed("two byte ranges for one bytes entry")
                 self.of_bytes[fqn] = ByteRange(file, *span)
             elif offset is None or not self._table.place(fqn, hint, offset, number, span):
-                self.strays.append((fqn, offset, ByteRange(file, *span)))
+                place = None if offset is None else unpacked(offset)
+                self.strays.append((fqn, place, ByteRange(file, *span)))
         except Malformed as wrong:
             raise Malformed(f"{shown(fqn)}: {wrong}") from None
