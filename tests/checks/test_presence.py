@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from itertools import accumulate
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from made_parts import listing, metadata, tensor
 
 from ckptctl.checks.presence import check_presence, escape_reason
@@ -41,9 +46,9 @@ def check(
     return list(check_presence(Ranges(metadatas), files, part_path))
 
 
-def one_tensor(*ranges: ByteRange | None) -> Metadata:
+def one_tensor(*ranges: ByteRange | None, dtype: str = "float32") -> Metadata:
     boxes = [((i,), (1,)) for i in range(len(ranges))]
-    return metadata(tensor("w", (len(ranges),), *boxes, ranges=ranges))
+    return metadata(tensor("w", (len(ranges),), *boxes, ranges=ranges, dtype=dtype))
 
 
 def test_a_part_in_which_everything_is_in_its_place_draws_no_finding():
@@ -188,6 +193,32 @@ def test_byte_ranges_of_several_ranks_in_one_file_overlap_all_the_same():
     ranks = [one_tensor(ByteRange(FILE, 0, 100)), one_tensor(ByteRange(FILE, 50, 100))]
     (finding,) = check(*ranks, files=listing({FILE: 150}))
     assert finding.code == "range.overlap"
+
+
+BOUNDS = st.tuples(st.integers(-1, 9), st.integers(-1, 5))
+
+
+@settings(deadline=None)
+@given(st.lists(BOUNDS, min_size=1, max_size=5), st.lists(st.integers(1, 4)), st.randoms())
+def test_any_byte_ranges_are_counted_as_byte_by_byte(
+    drawn: list[tuple[int, int]], lengths: list[int], random: Random
+):
+    """Ranges at random, and ranges that follow each other, in order and not."""
+    following = [*zip(accumulate(lengths, initial=0), lengths, strict=False)]
+    shuffled = random.sample(following, len(following))
+    for bounds in filter(None, (drawn, following, shuffled, [*following, drawn[0]])):
+        held = Counter(n for start, length in bounds for n in range(start, start + length))
+        expected = [] if len(held) == 10 else ["shard.trailing"]
+        if max(held, default=0) >= 10:
+            expected = ["shard.truncated"]
+        if max(held.values(), default=0) > 1:
+            expected = [*filter("shard.truncated".__eq__, expected), "range.overlap"]
+        if any(start < 0 or length <= 0 for start, length in bounds):
+            expected = ["range.outside"]
+        ranges = [ByteRange(FILE, *place) for place in bounds]
+        # Ranges as long as the elements would be those of safetensors.
+        found = check(one_tensor(*ranges, dtype="complex128"), files=listing({FILE: 10}))
+        assert [finding.code for finding in found] == expected, bounds
 
 
 def test_a_byte_range_of_no_entry_is_told():
