@@ -24,9 +24,14 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 WIDTH = 16
-"""Requests in flight: with 8 MiB each it fills a fast link at 30 ms of latency."""
+"""Requests in flight, and inspections, removals or reads of a network file system at once."""
+
+READ_WIDTH = 64
+"""Reads of an object store in flight. Short ones wait for the server: at 30 ms of latency, 500
+reads of 2 KiB take 0.6 s of the clock with 64 in flight, 1.3 s with 16."""
 
 MAX_BYTES = 64 << 20
+"""Bytes in flight: long reads are limited by it, to 16 of 4 MiB."""
 
 
 class _Request(Generic[Item, T]):
@@ -51,7 +56,7 @@ def read_in_flight(
     read: Callable[[Span], bytes],
     spans: Iterable[Span],
     *,
-    width: int = WIDTH,
+    width: int = READ_WIDTH,
     max_bytes: int = MAX_BYTES,
 ) -> Iterator[tuple[Span, bytes]]:
     """Each span with the result of `read`, in the requested order.
@@ -108,11 +113,7 @@ def act_in_flight(act: Callable[[str], object], names: Iterable[str]) -> None:
     Calls that are in flight at that moment may still complete.
     """
 
-    def once(span: Span) -> bytes:
-        act(span.path)
-        return b""
-
-    for _ in read_in_flight(once, (Span(name, 0, 0) for name in names)):
+    for _ in in_flight(act, names):
         pass
 
 

@@ -108,9 +108,9 @@ class LocalStore:
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """See `Store.read_spans`: concurrent on a network file system, sequential on a disk."""
         if self.kind is StoreKind.NETWORK:
-            from ckptctl.storage.in_flight import read_in_flight
+            from ckptctl.storage.in_flight import WIDTH, read_in_flight
 
-            return read_in_flight(self._span, spans)
+            return read_in_flight(self._span, spans, width=WIDTH)
         return self._spans_in_turn(spans)
 
     def open_file(self, path: str) -> OpenFile:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable, UsageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Upload
-from ckptctl.storage.in_flight import WIDTH
+from ckptctl.storage.in_flight import READ_WIDTH
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.s3 import (
     NO_CREDENTIALS,
@@ -327,7 +327,7 @@ def _config(options: Mapping[str, object], timeout_s: float) -> dict[str, object
     config: dict[str, object] = {
         "connect_timeout": timeout_s,
         "read_timeout": timeout_s,
-        "max_pool_connections": WIDTH,
+        "max_pool_connections": READ_WIDTH,
         "retries": {"mode": "standard", "total_max_attempts": 1},
     }
     for source in (conf.get("s3", {}), options):
