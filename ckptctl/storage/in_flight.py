@@ -112,7 +112,6 @@ def act_in_flight(act: Callable[[str], object], names: Iterable[str]) -> None:
 
     Calls that are in flight at that moment may still complete.
     """
-
     for _ in in_flight(act, names):
         pass
 
