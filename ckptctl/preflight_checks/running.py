@@ -2,17 +2,18 @@
 
 Everything that can be known before a GPU is warm: `pick`'s choice, the storage as each
 node sees it, ranks against those that saved, saves against failures. Where several
-processes were started (srun, torchrun), rank 0 chooses, all look, and all come to the
-same answer.
+processes were started (srun, torchrun), rank 0 chooses, every process inspects the storage,
+and all return the same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import replace
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import LogWithoutLoss, UsageError
@@ -43,7 +44,7 @@ from ckptctl.preflight_checks.sizing import (
     sized,
 )
 from ckptctl.resharding.advising import ReadAdvice, command, countable
-from ckptctl.selection.picking import pick
+from ckptctl.selection.picking import choose_step
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.scanning import scan
 from ckptctl.selection.targets import Roots, roots_in
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
 
 
 _DEEP_STEPS = 20
+
+_Nodes = Mapping[str, tuple[NodeFacts, ...]]
+"""What each process found in each root, by the address of the root."""
 
 
 def preflight(
@@ -80,13 +84,14 @@ def preflight(
     on every node, and the one that holds the chosen step; saves go into the first, so that is
     where there must be room and what a probe writes to.
 
-    The required `world_size` is how many ranks will load; None takes what torchrun or SLURM say.
-    `world_sizes` are other numbers of ranks to say the cost of. `mtbf_s`
+    The required `world_size` is how many ranks will load; None takes that of torchrun or
+    SLURM.
+    `world_sizes` are other possible numbers of ranks. `mtbf_s`
     is the mean time between failures, in seconds. There must be room for `room_for` more
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
     and compares, and searches the newest 20 steps for what damaged ones share. `logs`
     are those of the job that died: the work behind the chosen step is counted. `launchers`
-    start the same look on other nodes, and what they see is compared. `group` are
+    inspect the storage from other nodes, and the results are compared. `group` are
     the processes of the job, each of which must call this. The rest is `pick`'s; each field of
     the three options objects is a keyword of this function, too.
 
@@ -99,115 +104,213 @@ def preflight(
     """
     group = group or ProcessGroup()
     policy, requirements, storage = options_from(keywords, policy, requirements, storage)
-    if mtbf_s is not None and not 0 < mtbf_s < float("inf"):
-        raise UsageError(f"--mtbf is {mtbf_s}; it must be above 0")
-    if any(size < 1 for size in world_sizes):
-        raise UsageError(f"--world-sizes is {min(world_sizes)}; a job has at least 1 rank")
-    if launchers and group.size > 1:
-        raise UsageError("--launcher is for one process: this is started on every node already")
-    if room_for < 0:
-        raise UsageError(f"--room-for is {room_for}; it must be 0 or more")
-    cluster = cluster_context()
-    launched = ranks_in(cluster)
-    source = ""
-    if requirements.world_size is None and launched is not None:
-        requirements = replace(requirements, world_size=launched[0])
-        source = f" ({launched[1]})"
-    n_ranks = requirements.world_size
-
-    def choose() -> Pick:
-        return pick(
-            *roots,
-            optional_roots=optional_roots,
-            allow_fresh=allow_fresh,
-            create=create,
-            policy=policy,
-            requirements=requirements,
-            storage=storage,
-        )
-
-    picked = group.from_first(choose)
-    step = picked.chosen.url if picked.chosen else ""
+    asked = _Asked(
+        tuple(world_sizes), mtbf_s, room_for, probe_storage, tuple(logs), tuple(launchers)
+    )
+    asked.check(group)
     named = roots_in(roots, optional_roots)
+    launched = ranks_in(cluster_context()) if requirements.world_size is None else None
+    if launched is not None:
+        requirements = replace(requirements, world_size=launched[0])
+    choose = partial(
+        choose_step,
+        named,
+        policy,
+        requirements,
+        storage,
+        allow_fresh=allow_fresh,
+        create=create,
+        command="preflight",
+    )
+    picked = group.from_first(choose)
     with ExitStack() as stack:
-        # Steps are saved into the first root; the chosen step may be in an optional one.
-        opened = {
-            url: stack.enter_context(open_store(url, storage))
-            for url in dict.fromkeys((named.first, *named.urls))
-        }
-        stores = {
-            url: one for url, one in opened.items() if url not in named.optional or holds(one, step)
-        }
-        store = stores[named.first]
+        stores = _open_roots(stack, named, picked, storage)
+        job = _Job(named, picked, stores, asked, requirements, storage)
+        nodes, probe = job.inspect_storage(group)
+        source = f" ({launched[1]})" if launched is not None else ""
+        checks, sizes = group.from_first(lambda: job.checks(nodes, probe, source))
+    return _answer(job, nodes, checks, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The arguments of `preflight` that `pick` does not take."""
+
+    world_sizes: tuple[int, ...]
+    mtbf_s: float | None
+    room_for: int
+    probe_storage: bool
+    logs: tuple[str, ...]
+    launchers: tuple[Launcher, ...]
+
+    def check(self, group: ProcessGroup) -> None:
+        """Raise `UsageError` for values without a meaning."""
+        if self.mtbf_s is not None and not 0 < self.mtbf_s < float("inf"):
+            raise UsageError(f"--mtbf is {self.mtbf_s}; it must be above 0")
+        if any(size < 1 for size in self.world_sizes):
+            raise UsageError(f"--world-sizes is {min(self.world_sizes)}; a job has at least 1 rank")
+        if self.launchers and group.size > 1:
+            raise UsageError("--launcher is for one process: this is started on every node already")
+        if self.room_for < 0:
+            raise UsageError(f"--room-for is {self.room_for}; it must be 0 or more")
+
+
+def _open_roots(
+    stack: ExitStack, roots: Roots, picked: Pick, storage: StorageOptions
+) -> dict[str, Store]:
+    """The mandatory roots, the first one first, and the one that holds the chosen step."""
+    opened = {
+        url: stack.enter_context(open_store(url, storage))
+        for url in dict.fromkeys((roots.first, *roots.urls))
+    }
+    step = picked.chosen.url if picked.chosen else ""
+    return {
+        url: one for url, one in opened.items() if url not in roots.optional or holds(one, step)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The job that is to start: its roots, the chosen step, and what the caller wants checked.
+
+    Steps are saved into the first root; the chosen one may be in another.
+    """
+
+    roots: Roots
+    picked: Pick
+    stores: Mapping[str, Store]
+    asked: _Asked
+    requirements: Requirements
+    storage: StorageOptions
+
+    def inspect_storage(self, group: ProcessGroup) -> tuple[_Nodes, Check | None]:
+        """What every process sees of each root, and what a probe came to; the same on all."""
+        step = self.picked.chosen.url if self.picked.chosen else ""
         nodes = {
             url: group.gather(
                 facts_of_this_node(
-                    one, name_below(one.url, step) if holds(one, step) else None, group.rank
+                    store, name_below(store.url, step) if holds(store, step) else None, group.rank
                 )
             )
-            for url, one in stores.items()
+            for url, store in self.stores.items()
         }
-
-        def launch(probe: Written | None) -> tuple[NodeReport, ...]:
-            words = arguments(list(stores), step, probe, storage)
-            return tuple(
-                one for launcher in launchers for one in launcher.reports(words, len(stores))
-            )
-
         probe: Check | None = None
-        reports_there: tuple[NodeReport, ...] = ()
-        if probe_storage:
-            probe, reports_there = _probed(store, group, launch)
-        elif launchers:
-            reports_there = launch(None)
-        for place, url in enumerate(stores):
-            nodes[url] += tuple(one.facts[place] for one in reports_there)
+        reports: tuple[NodeReport, ...] = ()
+        if self.asked.probe_storage:
+            probe, reports = self._probe(group)
+        elif self.asked.launchers:
+            reports = self._launch(None)
+        for place, url in enumerate(self.stores):
+            nodes[url] += tuple(one.facts[place] for one in reports)
+        return nodes, probe
 
-        def examine() -> tuple[tuple[Check, ...], ReadAdvice | None, tuple[Sized, ...]]:
-            step_bytes = picked.chosen.n_bytes if picked.chosen else 0
-            room = room_for * step_bytes if room_for else None
-            reports = _reports(picked)
-            if probe_storage and reports:
-                # The policy decides which step is taken, not which ones are damaged.
-                deep = scan(
-                    *roots,
-                    optional_roots=optional_roots,
-                    last=_DEEP_STEPS,
-                    policy=PickPolicy(level=Level.LISTING),
-                    requirements=requirements,
-                    storage=storage,
-                )
-                known = {one.url for one in reports}
-                reports += tuple(one for one in deep.reports if one.url not in known)
-            seen = measured_in(store, requirements.pattern) if picked.chosen else Measured(0)
-            sizes = _sizes(stores, picked.chosen, (n_ranks, *world_sizes), seen)
-            advice = next((one.resharding for one in sizes if one.world_size == n_ranks), None)
-            checks = [
-                _check_pick(picked),
-                _check_state(picked),
-                *_check_roots(named, nodes, room),
-                probe,
-                check_damage(store, reports, f"ckptctl scan {named.words} --level content"),
-                check_writers(store, picked.chosen)
-                if requirements.saved_world_size is None
-                else None,
-                check_capacity(n_ranks, source, picked.chosen, seen),
-                *(check_sizes(sizes) if world_sizes else ()),
-                _check_resharding(stores, picked.chosen, advice, storage),
-                _check_recomputed(logs, picked.chosen, storage) if logs else None,
-                check_cadence(named.first, mtbf_s, seen) if picked.chosen else None,
-            ]
-            return tuple(one for one in checks if one is not None), advice, sizes
+    def _launch(self, probe: Written | None) -> tuple[NodeReport, ...]:
+        """What the processes report that the launchers start on other nodes."""
+        step = self.picked.chosen.url if self.picked.chosen else ""
+        words = arguments(list(self.stores), step, probe, self.storage)
+        launchers = self.asked.launchers
+        return tuple(one for each in launchers for one in each.reports(words, len(self.stores)))
 
-        checks, advice, sizes = group.from_first(examine)
-    everyone = tuple(one for each in nodes.values() for one in each)
-    answer = _answer(named.first, picked, checks, everyone, advice)
-    return replace(answer, capacity=capacity_of(n_ranks, picked.chosen), sizes=sizes)
+    def _probe(self, group: ProcessGroup) -> tuple[Check, tuple[NodeReport, ...]]:
+        """Every process writes, reads its own files, and those of the next process.
+
+        What launchers start elsewhere reads the files of this one, which reads theirs.
+        """
+        with StorageProbe(self.stores[self.roots.first]) as probe:
+            group.gather(None)  # each has seen what was there before anyone wrote
+            written = group.gather(probe.write())
+            compared = [probe.compare(written[group.rank])]
+            if group.size > 1:
+                compared.append(probe.compare(written[(group.rank + 1) % group.size]))
+            # Nobody removes what another still reads.
+            gathered = [one for each in group.gather(tuple(compared)) for one in each]
+            reports = self._launch(written[group.rank])
+            for report in reports:
+                gathered += [report.compared] if report.compared else []
+                if report.written is not None:
+                    written += (report.written,)
+                    gathered.append(probe.compare(report.written))
+                    probe.remove(report.written)
+        return check_probe(written, gathered), reports
+
+    def checks(
+        self, nodes: _Nodes, probe: Check | None, ranks_from: str
+    ) -> tuple[tuple[Check, ...], tuple[Sized, ...]]:
+        """Every check, and what a load means at each number of ranks.
+
+        `ranks_from` is where the number of ranks is from, for a message.
+        """
+        asked, chosen, n_ranks = self.asked, self.picked.chosen, self.requirements.world_size
+        store = self.stores[self.roots.first]
+        room = asked.room_for * (chosen.n_bytes if chosen else 0) if asked.room_for else None
+        reports = self._reports()
+        scan_again = f"ckptctl scan {self.roots.words} --level content"
+        seen = measured_in(store, self.requirements.pattern) if chosen else Measured(0)
+        sizes = self._sizes(seen)
+        checks = [
+            _check_pick(self.picked),
+            _check_state(self.picked),
+            *_check_roots(self.roots, nodes, room),
+            probe,
+            check_damage(store, reports, scan_again),
+            check_writers(store, chosen) if self.requirements.saved_world_size is None else None,
+            check_capacity(n_ranks, ranks_from, chosen, seen),
+            *(check_sizes(sizes) if asked.world_sizes else ()),
+            self._check_resharding(_advice(sizes, n_ranks)),
+            _check_recomputed(asked.logs, chosen, self.storage) if asked.logs else None,
+            check_cadence(self.roots.first, asked.mtbf_s, seen) if chosen else None,
+        ]
+        return tuple(one for one in checks if one is not None), sizes
+
+    def _reports(self) -> tuple[Report, ...]:
+        """The reports of `pick`, and with a probe those of the newest steps besides."""
+        over = tuple(one.report for one in self.picked.passed_over)
+        reports = over if self.picked.chosen is None else (*over, self.picked.chosen)
+        if not (self.asked.probe_storage and reports):
+            return reports
+        # The policy decides which step is taken, not which ones are damaged.
+        deep = scan(
+            *self.roots.urls,
+            optional_roots=self.roots.optional,
+            last=_DEEP_STEPS,
+            policy=PickPolicy(level=Level.LISTING),
+            requirements=self.requirements,
+            storage=self.storage,
+        )
+        known = {one.url for one in reports}
+        return (*reports, *(one for one in deep.reports if one.url not in known))
+
+    def _sizes(self, seen: Measured) -> tuple[Sized, ...]:
+        """What a load of the chosen step means at each number of ranks that is asked for."""
+        chosen = self.picked.chosen
+        asked = (self.requirements.world_size, *self.asked.world_sizes)
+        sizes = tuple(dict.fromkeys(one for one in asked if one is not None))
+        if chosen is None or not sizes:
+            return ()
+        root = self._root_of(chosen)
+        opened = OpenStep(self.stores[root], name_below(root, chosen.url))
+        as_saved = chosen.world_size is not None and set(sizes) == {chosen.world_size.size}
+        source = None if as_saved else countable(opened)
+        return tuple(sized(sizes, chosen, parts_of(opened.files, chosen.layout), source, seen))
+
+    def _root_of(self, chosen: Report) -> str:
+        return next(url for url, store in self.stores.items() if holds(store, chosen.url))
+
+    def _check_resharding(self, advice: ReadAdvice | None) -> Check | None:
+        """Whether resharding first would pay, where the ranks are not those that saved."""
+        chosen = self.picked.chosen
+        if chosen is None or advice is None:
+            return None
+        root = self._root_of(chosen)
+        name = name_below(root, chosen.url)
+        return check_resharding(advice, command(root, name, advice.world_size, self.storage))
 
 
-def _check_roots(
-    named: Roots, nodes: Mapping[str, tuple[NodeFacts, ...]], room: int | None
-) -> Iterator[Check]:
+def _advice(sizes: Sequence[Sized], n_ranks: int | None) -> ReadAdvice | None:
+    return next((one.resharding for one in sizes if one.world_size == n_ranks), None)
+
+
+def _check_roots(named: Roots, nodes: _Nodes, room: int | None) -> Iterator[Check]:
     """What all processes see of each root, and whether the next saves fit into the first."""
     for url, facts in nodes.items():
         if url in named.optional:  # a local disk holds other steps on each node
@@ -215,36 +318,6 @@ def _check_roots(
         for check in check_nodes(url, facts, room if url == named.first else None):
             several = len(nodes) > 1
             yield replace(check, message=f"{url}: {check.message}") if several else check
-
-
-def _probed(
-    store: Store, group: ProcessGroup, launch: Callable[[Written | None], tuple[NodeReport, ...]]
-) -> tuple[Check, tuple[NodeReport, ...]]:
-    """Every process writes, reads its own files, and those of the next process.
-
-    What launchers start elsewhere reads the files of this one, which reads theirs.
-    """
-    with StorageProbe(store) as probe:
-        group.gather(None)  # each has seen what was there before anyone wrote
-        written = group.gather(probe.write())
-        compared = [probe.compare(written[group.rank])]
-        if group.size > 1:
-            compared.append(probe.compare(written[(group.rank + 1) % group.size]))
-        # Nobody removes what another still reads.
-        gathered = [one for each in group.gather(tuple(compared)) for one in each]
-        reports = launch(written[group.rank])
-        for report in reports:
-            gathered += [report.compared] if report.compared else []
-            if report.written is not None:
-                written += (report.written,)
-                gathered.append(probe.compare(report.written))
-                probe.remove(report.written)
-    return check_probe(written, gathered), reports
-
-
-def _reports(picked: Pick) -> tuple[Report, ...]:
-    over = tuple(one.report for one in picked.passed_over)
-    return over if picked.chosen is None else (*over, picked.chosen)
 
 
 def _check_pick(picked: Pick) -> Check:
@@ -255,11 +328,8 @@ def _check_pick(picked: Pick) -> Check:
     if picked.exit_code:
         outcome = CheckOutcome.FAILED
     inspected = f" (checked: {picked.level.value})" if picked.level else ""
-    next_command = picked.next_command
-    if picked.answer is Answer.FRESH and next_command:
-        next_command = next_command.replace("ckptctl pick ", "ckptctl preflight ", 1)
     message = "; ".join([picked.message + inspected, *(one.message for one in absent)])
-    return Check("step", outcome, message, picked.exit_code, next_command)
+    return Check("step", outcome, message, picked.exit_code, picked.next_command)
 
 
 _CORRECT_RESUME = {"model", "optimizer", "rng", "dataloader"}
@@ -271,41 +341,6 @@ def _check_state(picked: Pick) -> Check | None:
         return None
     short = _CORRECT_RESUME.intersection(picked.absent)
     return Check("state", CheckOutcome.WARNING if short else CheckOutcome.OK, picked.about_state)
-
-
-def _sizes(
-    stores: Mapping[str, Store],
-    chosen: Report | None,
-    sizes: Collection[int | None],
-    seen: Measured,
-) -> tuple[Sized, ...]:
-    """What a load of the chosen step means at each number of ranks that is known."""
-    asked = tuple(dict.fromkeys(one for one in sizes if one is not None))
-    if chosen is None or not asked:
-        return ()
-    root = _root_of(stores, chosen)
-    opened = OpenStep(stores[root], name_below(root, chosen.url))
-    as_saved = chosen.world_size is not None and set(asked) == {chosen.world_size.size}
-    source = None if as_saved else countable(opened)
-    return tuple(sized(asked, chosen, parts_of(opened.files, chosen.layout), source, seen))
-
-
-def _root_of(stores: Mapping[str, Store], chosen: Report) -> str:
-    return next(url for url, one in stores.items() if holds(one, chosen.url))
-
-
-def _check_resharding(
-    stores: Mapping[str, Store],
-    chosen: Report | None,
-    advice: ReadAdvice | None,
-    storage: StorageOptions,
-) -> Check | None:
-    """Whether resharding first would pay, where the ranks are not those that saved."""
-    if chosen is None or advice is None:
-        return None
-    root = _root_of(stores, chosen)
-    name = name_below(root, chosen.url)
-    return check_resharding(advice, command(root, name, advice.world_size, storage))
 
 
 def _check_recomputed(
@@ -334,25 +369,24 @@ def _check_recomputed(
 
 
 def _answer(
-    root: str,
-    picked: Pick,
-    checks: tuple[Check, ...],
-    nodes: tuple[NodeFacts, ...],
-    advice: ReadAdvice | None,
+    job: _Job, nodes: _Nodes, checks: tuple[Check, ...], sizes: tuple[Sized, ...]
 ) -> Preflight:
-    # A storage that nodes see differently makes `pick`'s word worthless: it comes first.
+    # A choice from a storage that nodes see differently proves nothing: that comes first.
     failed = [one for one in checks if one.outcome is CheckOutcome.FAILED]
     worst = next((one for one in failed if one.name != "step"), failed[0] if failed else None)
+    picked, n_ranks = job.picked, job.requirements.world_size
     chosen = picked.chosen if worst is None else None
     return Preflight(
-        root=root,
+        root=job.roots.first,
         path=None if chosen is None else chosen.url,
         step=None if chosen is None else chosen.number,
         checks=checks,
-        nodes=nodes,
+        nodes=tuple(one for each in nodes.values() for one in each),
         pick=picked,
-        resharding=advice,
+        resharding=_advice(sizes, n_ranks),
         message=picked.message if worst is None else worst.message,
         exit_code=0 if worst is None else worst.exit_code,
         next_command=None if worst is None else worst.next_command,
+        capacity=capacity_of(n_ranks, picked.chosen),
+        sizes=sizes,
     )

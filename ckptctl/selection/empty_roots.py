@@ -37,7 +37,6 @@ from ckptctl.storage.opening import base_name, join_url, parent_url
 MAX_FOLDERS = 2_000
 MAX_FOLDERS_TRIED = 64
 MAX_NAMED = 8
-CHECK_PATH = ": check the path"
 _MAX_DEPTH = 3
 _MAX_NEIGHBOURS = 3
 
@@ -50,13 +49,15 @@ class Beginning:
 
     `answer` is `FRESH`, `NONE_USABLE` (11: a step was usable once, or the record cannot
     prove otherwise) or `UNKNOWN` (75: the first save may still be running). `missing` are
-    the roots that do not exist, and `similar` addresses beside them with similar names.
+    the roots that do not exist, and `similar` addresses beside them with similar names;
+    `created` is the message where they are created.
     """
 
     answer: Answer
     message: str
     missing: tuple[str, ...] = ()
     similar: tuple[str, ...] = ()
+    created: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -142,12 +143,13 @@ def decide_beginning(
     similar = [name for store in missing for name in _neighbours(store, open_other)]
     beside = f" (beside it: {_some([base_name(url) for url in similar])})" if similar else ""
     names = tuple(store.url for store in missing)
-    verb = "does" if len(missing) == 1 else "do"
+    absent = f"{', '.join(names)} {'does' if len(missing) == 1 else 'do'} not exist"
     return Beginning(
         Answer.FRESH,
-        f"{', '.join(names)} {verb} not exist{CHECK_PATH}{beside}",
+        f"{absent}: check the path{beside}",
         names,
         tuple(similar),
+        created=f"{absent}: created{beside}",
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formatting import verb
@@ -20,7 +19,7 @@ from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_fr
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
-from ckptctl.selection.targets import OpenRoot, Roots, roots_in
+from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
     from ckptctl.options import PickKeywords
     from ckptctl.selection.empty_roots import Beginning
-
-_NOT_CREATED = "; a new run also needs --create"
 
 
 def pick(
@@ -66,16 +63,38 @@ def pick(
         requirements,
         storage,
     )
+    return choose_step(
+        roots_in(roots, optional_roots),
+        policy,
+        requirements,
+        storage,
+        allow_fresh=allow_fresh,
+        create=create,
+    )
+
+
+def choose_step(
+    roots: Roots,
+    policy: PickPolicy,
+    requirements: Requirements,
+    storage: StorageOptions,
+    *,
+    allow_fresh: bool = False,
+    create: bool = False,
+    command: str = "pick",
+) -> Pick:
+    """Do what `pick` does, for the command whose next call the answer may suggest."""
     if create and not allow_fresh:
-        raise UsageError(
-            "--create requires --allow-fresh",
-            instead="--allow-fresh",
-        )
-    named = roots_in(roots, optional_roots)
+        raise UsageError("--create requires --allow-fresh", instead="--allow-fresh")
     with ExitStack() as stack:
-        done = search(stack, named, policy, requirements, storage)
-        found = _answered(done, requirements, allow_fresh=allow_fresh)
-        return _created(found, done.opened_roots) if create else found
+        done = search(stack, roots, policy, requirements, storage)
+        found = _answered(done, requirements, command, allow_fresh=allow_fresh, create=create)
+        if create and (found.answer is Answer.FRESH or found.chosen is not None):
+            from ckptctl.selection.history import begin_run
+
+            stores = [root.store for root in done.opened_roots if not root.optional]
+            begin_run(stores, None if found.chosen is None else found.step)
+        return found
 
 
 def pick_step(
@@ -90,27 +109,19 @@ def pick_step(
         return _answered(done, requirements), done.opened
 
 
-def _answered(done: Search, requirements: Requirements, *, allow_fresh: bool = False) -> Pick:
+def _answered(
+    done: Search,
+    requirements: Requirements,
+    command: str = "pick",
+    *,
+    allow_fresh: bool = False,
+    create: bool = False,
+) -> Pick:
     if done.choice.chosen is not None:
         return _found(done, done.choice.chosen, requirements.require)
     if done.beginning is not None:
-        return _without_step(done, done.beginning, allow_fresh=allow_fresh)
+        return _without_step(done, done.beginning, command, allow_fresh=allow_fresh, create=create)
     return _none(done)
-
-
-def _created(found: Pick, opened_roots: Sequence[OpenRoot]) -> Pick:
-    """Create the roots of a new run with their sentinels, or record the chosen step."""
-    from ckptctl.selection.empty_roots import CHECK_PATH
-    from ckptctl.selection.history import begin_run
-
-    stores = [root.store for root in opened_roots if not root.optional]
-    if found.answer is Answer.FRESH:
-        begin_run(stores, None)
-        message = found.message.replace(CHECK_PATH, ": created").removesuffix(_NOT_CREATED)
-        return replace(found, exit_code=0, next_command=None, message=message)
-    if found.chosen is not None:
-        begin_run(stores, found.step)
-    return found
 
 
 def _found(done: Search, chosen: Report, require: Collection[str]) -> Pick:
@@ -143,13 +154,16 @@ def found_message(choice: Choice, chosen: Report) -> str:
     return f"resume from step {chosen.number}{past}"
 
 
-def _without_step(done: Search, begins: Beginning, *, allow_fresh: bool) -> Pick:
-    next_command: str | None = after_beginning(done, begins, "pick")
+def _without_step(
+    done: Search, begins: Beginning, command: str, *, allow_fresh: bool, create: bool
+) -> Pick:
     message, exit_code = begins.message, begins.exit_code
-    if begins.missing:
-        message += _NOT_CREATED if allow_fresh else "; a new run needs --allow-fresh --create"
-    elif begins.answer is Answer.FRESH and allow_fresh:
-        exit_code, next_command = 0, None
+    next_command: str | None = after_beginning(done, begins, command)
+    if begins.answer is Answer.FRESH and allow_fresh and (create or not begins.missing):
+        message, exit_code, next_command = begins.created or message, 0, None
+    elif begins.missing:
+        needs = "also needs --create" if allow_fresh else "needs --allow-fresh --create"
+        message += f"; a new run {needs}"
     return Pick(
         answer=begins.answer,
         roots=done.roots.urls,
@@ -173,7 +187,8 @@ def after_beginning(done: Search, begins: Beginning, command: str) -> str:
             return f"ckptctl {command} {shlex.quote(begins.similar[0])}"
         return f"ckptctl scan {shlex.quote(parent_url(begins.missing[0]))}"
     if begins.answer is Answer.FRESH:
-        return f"ckptctl pick {done.roots.words} --allow-fresh"
+        chooses = "pick" if command == "scan" else command
+        return f"ckptctl {chooses} {done.roots.words} --allow-fresh"
     return storage_corruption(done.roots)
 
 
