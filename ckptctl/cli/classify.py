@@ -7,9 +7,8 @@ from enum import Enum
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded, section
 from ckptctl.cli.values import parse_duration
 from ckptctl.failures.classifying import DEADLINE_S
@@ -134,7 +133,7 @@ def classify(
         storage=storage,
     )
     out.answer(
-        lambda: document("classify", answer),
+        document_of("classify", answer),
         lambda: classification_lines(answer),
         bare=answer.nodes_from(min_confidence.value) if print_nodes else (answer.domain.value,),
         bare_only=print_nodes or print_word,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -17,7 +16,7 @@ from ckptctl.cli.options import (
     argument,
     option,
 )
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.formatting import counted, exact_size
@@ -119,7 +118,7 @@ def convert(
         storage=storage,
     )
     out.answer(
-        lambda: document("convert", answer),
+        document_of("convert", answer),
         lambda: convert_lines(answer),
         bare=(answer.target,) if answer.written else (),
     )

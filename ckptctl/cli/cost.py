@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded
 from ckptctl.cli.values import parse_duration
 from ckptctl.formatting import duration, listed, percent, size
@@ -118,7 +117,7 @@ def cost(
     )
     bare = () if found.daly_s is None else (f"{found.daly_s:.0f}",)
     out.answer(
-        lambda: document("cost", found),
+        document_of("cost", found),
         lambda: cost_lines(found),
         bare=(found.cadence.value,) if print_cadence else bare,
         bare_only=print_cadence,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, section
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
@@ -52,7 +51,7 @@ def diff(
         storage=storage,
     )
     out.answer(
-        lambda: document("diff", answer),
+        document_of("diff", answer),
         lambda: diff_lines(answer),
         bare=tuple(one.fqn for one in answer.differences if one.what != "layout"),
     )

@@ -9,9 +9,8 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.binding import with_common
 from ckptctl.cli.commands import COMMANDS, load
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import (
     EMPTY,
     SEVERITY_STYLES,
@@ -73,7 +72,7 @@ def doctor(
         what.value, target, known_variables=known | _own_variables(), storage=storage
     )
     out.answer(
-        lambda: document("doctor", found),
+        document_of("doctor", found),
         lambda: diagnosis_lines(found),
         bare=tuple(f"{each.name} {each.where}" for each in found.advice),
     )

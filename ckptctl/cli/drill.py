@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import RootEnvOpt, argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
 from ckptctl.cli.values import parse_duration, parts
@@ -114,7 +113,7 @@ def drill(
 
     found = run_drill(command or (), root, options, tell=tell, storage=storage)
     write_reports(found, Path(work))
-    out.answer(lambda: document("drilled", found), lambda: drilled_lines(found, work))
+    out.answer(document_of("drilled", found), lambda: drilled_lines(found, work))
     return found.exit_code
 
 

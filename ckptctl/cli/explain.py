@@ -7,13 +7,13 @@ the tables that decide them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import resources
 from typing import Annotated
 
 from ckptctl.cli import exit_codes
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
@@ -53,13 +53,13 @@ def explain(
     if name is not None and name.startswith("ckptctl."):
         from ckptctl.cli.schemas import schema
 
-        out.document(schema(name))
+        out.document(partial(schema, name))
         return 0
     pages = [page(name)] if name is not None else [*all_pages()]
     base = (site or _published()).rstrip("/")
     pages = [replace(each, address=f"{base}/{each.address}" if base else None) for each in pages]
     out.answer(
-        lambda: document("explain", explained=pages),
+        document_of("explain", explained=pages),
         lambda: index_lines(pages) if name is None else _lines(pages[0], out.out.width),
         bare=(each.name if name is None else each.title for each in pages),
     )

@@ -8,9 +8,8 @@ from contextlib import suppress
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import HtmlOpt, MetricsOpt, argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import Symbol, glyph
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, padded
 from ckptctl.formatting import counted, duration, listed, percent
@@ -69,7 +68,7 @@ def history(
         _write_html(html, found)
     share = found.goodput.goodput
     out.answer(
-        lambda: document("history", found),
+        document_of("history", found),
         lambda: history_lines(found, out.out.picture_width, unicode=out.out.unicode),
         bare=() if share is None else (f"{share:.4f}",),
     )

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
 from ckptctl.cli.options import HtmlOpt, argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted
@@ -248,12 +247,12 @@ def loss(
     if plot is not None and not write_plot(report, plot) and out.talks:
         out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
     if follow and out.as_json:
-        out.save(lambda: document("loss", report))
+        out.save(document_of("loss", report))
         return report.exit_code
     worst = report.worst
     pace = Pace.UNKNOWN if worst is None else worst.throughput.pace
     out.answer(
-        lambda: document("loss", report),
+        document_of("loss", report),
         lambda: loss_lines(report, width=out.out.picture_width, unicode=out.out.unicode),
         bare=(pace.value if print_throughput else report.verdict.value,),
         bare_only=print_throughput,
@@ -283,7 +282,7 @@ def _last(reports: Iterator[ckptctl.LossReport], out: Output) -> ckptctl.LossRep
     for report in reports:
         is_new = last is None or (report.verdict, report.message) != (last.verdict, last.message)
         if out.as_json and is_new:
-            out.document_line(document("loss", report))
+            out.document_line(document_of("loss", report))
         out.progress(f"watching: {_so_far(report)}")
         last = report
     if last is None:

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
     MarksOpt,
     PatternOpt,
     StepArg,
     option,
 )
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.formats.own.marks import Mark, MarkKind
 from ckptctl.options import StorageOptions
@@ -129,7 +128,7 @@ def _mark(
     given["evidence"] = given["evidence"] or ()
     marked = ckptctl.mark(step, word, **given, storage=storage)
     out.answer(
-        lambda: document("marked", marked),
+        document_of("marked", marked),
         lambda: marked_lines(marked),
         bare=() if marked.path is None else (marked.path,),
     )

@@ -11,12 +11,13 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import ckptctl
 from ckptctl.cli.documents import Document, error_document
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import MakeDocument, Output
 from ckptctl.cli.rendering import line
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import counted
@@ -50,10 +51,10 @@ class Notifier:
             self._send = _sender(given)
             self._thread = ThreadPoolExecutor(1)
 
-    def send(self, document: Document) -> None:
+    def send(self, document: MakeDocument) -> None:
         """Send a document, behind those that are not sent yet; returns at once."""
         if self._send is not None:
-            self._sent.append(self._thread.submit(self._deliver, self._send, document))
+            self._sent.append(self._thread.submit(self._deliver, self._send, document()))
 
     def __enter__(self) -> Notifier:
         return self
@@ -61,7 +62,7 @@ class Notifier:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Send the error that ends the command; wait for what is not sent yet, two minutes."""
         if isinstance(error, CkptctlError):
-            self.send(error_document(error, self._out.command))
+            self.send(partial(error_document, error, self._out.command))
         if not self._sent:
             return
         from concurrent.futures import wait

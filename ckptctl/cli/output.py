@@ -15,15 +15,38 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
 
 from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import duration, size
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from ckptctl.cli.documents import Document
     from ckptctl.distributed.process_group import ProcessGroup
+
+MakeDocument: TypeAlias = "Callable[[], Document]"
+"""Makes a document where `--json`, `--report` or `--notify` needs it."""
+
+
+def document_of(
+    name: str,
+    result: DataclassInstance | None = None,
+    *,
+    exit_code: int | None = None,
+    **beside: object,
+) -> MakeDocument:
+    """What makes the document that `documents.document` describes; nothing is loaded before."""
+
+    def made() -> Document:
+        from ckptctl.cli.documents import document
+
+        return document(name, result, exit_code=exit_code, **beside)
+
+    return made
 
 
 _STRIP_WIDTH = 80
@@ -143,7 +166,7 @@ class Output:
 
     def answer(
         self,
-        document: Callable[[], Document],
+        document: MakeDocument,
         lines: Callable[[], Iterable[Line]],
         *,
         bare: Iterable[str] = (),
@@ -156,10 +179,9 @@ class Output:
         """
         if self._aside:
             return
-        self.save(document)
-        if self.as_json:
-            self.document(document())
-        elif self.quiet or bare_only:
+        if self.publish(document):
+            return
+        if self.quiet or bare_only:
             if not self.quiet:
                 # In one piece: a reader of both streams shows the bare answer behind it.
                 self._clear_progress()
@@ -168,6 +190,13 @@ class Output:
         else:
             self.lines(lines())
 
+    def publish(self, document: MakeDocument) -> bool:
+        """Write the document where `--report` and `--json` want it; whether `--json` does."""
+        self.save(document)
+        if self.as_json:
+            self.document(document)
+        return self.as_json
+
     def lines(self, lines: Iterable[Line], *, to: Channel | None = None) -> None:
         """Print lines for a person, on standard output unless `to` is another stream."""
         channel = to or self.out
@@ -175,15 +204,15 @@ class Output:
         for a_line in lines:
             channel.write(self._text((a_line,), channel))
 
-    def document(self, document: Document) -> None:
+    def document(self, document: MakeDocument) -> None:
         """Print the one document of `--json`."""
-        _write(self._stdout(), self._as_text(document))
+        _write(self._stdout(), self._as_text(document()))
 
-    def document_line(self, document: Document) -> None:
+    def document_line(self, document: MakeDocument) -> None:
         """Print one of several documents, each on a line of its own."""
         import json
 
-        whole = json.loads(self._as_text(document))
+        whole = json.loads(self._as_text(document()))
         _write(self._stdout(), f"{json.dumps(whole)}\n")
 
     def bare(self, texts: Iterable[str]) -> None:
@@ -194,7 +223,7 @@ class Output:
                 stream.buffer.write(os.fsencode(text) + b"\n")
                 stream.flush()
 
-    def save(self, document: Callable[[], Document]) -> None:
+    def save(self, document: MakeDocument) -> None:
         """Write the document to the file of `--report`, if there is one."""
         if self._report_file is not None:
             replace_file(self._report_file, self._as_text(document()))
@@ -202,15 +231,16 @@ class Output:
     def error(self, error: CkptctlError) -> None:
         """Report why ckptctl could not do its work; with `--json` as a document too."""
         self.lines(error_lines(error.message, error.next_command), to=self.err)
-        if self.as_json or self._report_file is not None:
-            from ckptctl.cli.documents import error_document
+        report_file, self._report_file = self._report_file, None
+        if not self.as_json and report_file is None:
+            return
+        from ckptctl.cli.documents import error_document
 
-            document = error_document(error, self.command)
-            report_file, self._report_file = self._report_file, None
-            if self.as_json and self.out.stream is not None:
-                self.document(document)
-            if report_file is not None:
-                replace_file(report_file, self._as_text(document))
+        document = partial(error_document, error, self.command)
+        if self.as_json and self.out.stream is not None:
+            self.document(document)
+        if report_file is not None:
+            replace_file(report_file, self._as_text(document()))
 
     def trace(self, error: BaseException) -> None:
         """Print the traceback of an error, with its causes."""

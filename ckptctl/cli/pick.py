@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from enum import Enum
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.pictures import warnings_of
 from ckptctl.cli.rendering import Line, StyledText, finding_lines, line, next_line, refused_lines
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Answer, Pick
-
-if TYPE_CHECKING:
-    from ckptctl.cli.documents import Document
 
 EXAMPLES = (
     'CKPT=$(ckptctl pick /shared/ckpt/run-1234) && torchrun train.py --resume "$CKPT"',
@@ -72,23 +68,17 @@ def pick(
     )
     fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK
     exit_code = _FELL_BACK if fell_back else found.exit_code
-    answer = partial(pick_document, found, exit_code)
-    out.save(answer)
-    if out.as_json:
-        out.document(answer())
-    else:
+    if not out.publish(pick_document(found, exit_code)):
         if out.talks or found.exit_code:
             out.lines(pick_lines(found), to=out.err)
         out.bare(_taken(found, printed))
     return exit_code
 
 
-def pick_document(found: Pick, exit_code: int) -> Document:
+def pick_document(found: Pick, exit_code: int) -> MakeDocument:
     """The document of `pick`; `path` and `step` are null where nothing was chosen."""
-    from ckptctl.cli.documents import document  # only --json and --report need it
-
     chosen = found.chosen
-    return document(
+    return document_of(
         "pick",
         found,
         exit_code=exit_code,

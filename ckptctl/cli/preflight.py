@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
-from ckptctl.cli.output import Output, process_group
+from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
 from ckptctl.cli.values import (
     parse_counts,
@@ -18,9 +19,6 @@ from ckptctl.errors import UsageError
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
-
-if TYPE_CHECKING:
-    from ckptctl.cli.documents import Document
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
@@ -127,7 +125,7 @@ def preflight(
     """
     if node_report is not None:
         step = "" if node_report == "none" else node_report
-        out.document_line(report_from_here([*roots], step, node_probe, storage))
+        out.document_line(partial(report_from_here, [*roots], step, node_probe, storage))
         return 0
     with ExitStack() as stack:
         group = process_group(stack, out)
@@ -148,15 +146,7 @@ def preflight(
             storage=storage,
         )
 
-    def answer() -> Document:
-        from ckptctl.cli.documents import document  # only --json and --report need it
-
-        return document("preflight", found)
-
-    out.save(answer)
-    if out.as_json:
-        out.document(answer())
-    elif group.is_first:
+    if not out.publish(document_of("preflight", found)) and group.is_first:
         if out.talks or found.exit_code:
             out.lines(preflight_lines(found), to=out.err)
         if found.path is not None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.main import Stopped, ignore_signals
 from ckptctl.cli.options import LevelOpt, argument, only, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded
 from ckptctl.data_classes import replace
 from ckptctl.formatting import size
@@ -96,7 +95,7 @@ def prune(
             raise
         found = replace(results[-1], exit_code=stopped.exit_code)
     out.answer(
-        lambda: document("pruned", found),
+        document_of("pruned", found),
         lambda: prune_lines(found),
         bare=tuple(one.url for one in found.decisions if one.removed),
     )

@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Annotated
 
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import RootEnvOpt, argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt
 from ckptctl.cli.values import parse_duration, parts
@@ -146,7 +145,7 @@ def rerun(
             out.lines([line(f"ckptctl: {message}", hang=2)], to=out.err)
 
     found = lead_replays(command or (), root, options, tell=tell, storage=storage)
-    out.answer(lambda: document("rerun", found), lambda: rerun_lines(found))
+    out.answer(document_of("rerun", found), lambda: rerun_lines(found))
     return found.exit_code
 
 

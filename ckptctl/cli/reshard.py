@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Annotated, Any
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -22,7 +21,7 @@ from ckptctl.cli.options import (
     argument,
     option,
 )
-from ckptctl.cli.output import Output, process_group
+from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.data_classes import replace
@@ -143,7 +142,7 @@ def reshard(
             if not answer.exit_code:
                 answer = replace(answer, next_command=_to_apply(step, target, wanted))
     out.answer(
-        lambda: document("reshard", answer),
+        document_of("reshard", answer),
         lambda: reshard_lines(answer),
         bare=(answer.target,) if answer.written else (),
     )

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Annotated
 
-from ckptctl.cli.documents import document
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, only, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.distributed.launcher import launched_nodes
@@ -304,7 +303,7 @@ def run(
         if out.talks:
             out.lines(attempt_lines(one), to=out.err)
         if one.decision is Decision.RESTART:
-            notifier.send(document("attempt", exit_code=one.exit_code or 1, attempt=one))
+            notifier.send(document_of("attempt", exit_code=one.exit_code or 1, attempt=one))
 
     options = RunOptions(
         budget=BudgetOptions(
@@ -345,13 +344,10 @@ def run(
             found = supervise(command or (), root, options)
         else:
             found = run_phases(read_job(job), root, options)
-        answer = document("supervised", found)
+        answer = document_of("supervised", found)
         if found.exit_code:
             notifier.send(answer)
-        out.save(lambda: answer)
-        if out.as_json:
-            out.document(answer)
-        elif out.talks or found.exit_code:
+        if not out.publish(answer) and (out.talks or found.exit_code):
             out.lines(supervised_lines(found), to=out.err)
     return found.exit_code
 

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.cli.documents import Document, ShownRunbook, document
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
@@ -46,6 +45,9 @@ from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.reading import find_runbook, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import write_transcript
+
+if TYPE_CHECKING:
+    from ckptctl.cli.documents import ShownRunbook
 
 EXAMPLES = (
     "ckptctl runbook run rb-7 /shared/ckpt/run-1234 --set LOG=train.log",
@@ -184,7 +186,7 @@ def runbook(
         if transcript is not None:
             write_transcript(Path(transcript), ran.events, ran.step)
         if ran.exit_code or not ran.finished:
-            notifier.send(document("runbook", ran))
+            notifier.send(document_of("runbook", ran))
         _answer(ran, transcript, out)
     return ran.exit_code
 
@@ -192,7 +194,7 @@ def runbook(
 def _list(folder: str | None, out: Output) -> int:
     books = [find_runbook(name, folder) for name in runbook_names(folder)]
     out.answer(
-        lambda: _runbooks(books),
+        _runbooks(books),
         lambda: list_lines(books),
         bare=(book.name for book in books),
     )
@@ -201,7 +203,7 @@ def _list(folder: str | None, out: Output) -> int:
 
 def _show(book: Runbook, out: Output) -> int:
     out.answer(
-        lambda: _runbooks((book,)),
+        _runbooks((book,)),
         lambda: page_lines(book.text, out.out.width),
         bare=book.text.splitlines(),
     )
@@ -212,7 +214,7 @@ def _lint(book: Runbook, out: Output) -> int:
     found = problems(book)
     exit_code = UsageError.exit_code if found else 0
     out.answer(
-        lambda: _runbooks((book,), found, exit_code),
+        _runbooks((book,), found, exit_code),
         lambda: lint_lines(book, found),
         bare=found,
     )
@@ -221,23 +223,23 @@ def _lint(book: Runbook, out: Output) -> int:
 
 def _runbooks(
     books: Iterable[Runbook], problems: Iterable[str] = (), exit_code: int = 0
-) -> Document:
-    shown = tuple(
-        ShownRunbook(
-            name=book.name,
-            title=book.title,
-            states=tuple(state.name for state in book.states),
-            inputs=book.inputs,
-            text=book.text,
-        )
+) -> MakeDocument:
+    shown: tuple[ShownRunbook, ...] = tuple(
+        {
+            "name": book.name,
+            "title": book.title,
+            "states": tuple(state.name for state in book.states),
+            "inputs": book.inputs,
+            "text": book.text,
+        }
         for book in books
     )
-    return document("runbooks", exit_code=exit_code, runbooks=shown, problems=tuple(problems))
+    return document_of("runbooks", exit_code=exit_code, runbooks=shown, problems=tuple(problems))
 
 
 def _answer(ran: Ran, transcript: str | None, out: Output) -> None:
     out.answer(
-        lambda: document("runbook", ran),
+        document_of("runbook", ran),
         lambda: ran_lines(ran, transcript),
         bare=() if ran.step is None else (ran.step,),
     )

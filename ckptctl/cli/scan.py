@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
     LACKING,
     STEP_MARKS,
@@ -40,9 +40,6 @@ from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
-
-if TYPE_CHECKING:
-    from ckptctl.cli.documents import Document
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
@@ -124,7 +121,7 @@ class _Shown:
                 self._begin(None)
         out = self._out.out
         self._out.answer(
-            lambda: scan_document(scan),
+            document_of("scan", scan),
             lambda: foot_lines(scan, out.picture_width, unicode=out.unicode),
             bare=usable_urls(scan),
         )
@@ -141,13 +138,6 @@ class _Shown:
 
 _WIDE = 108
 """From so many cells on, the table has columns for the ranks and for the time in UTC."""
-
-
-def scan_document(found: Scan) -> Document:
-    """The document of `scan`."""
-    from ckptctl.cli.documents import document  # only --json and --report need it
-
-    return document("scan", found)
 
 
 def chosen_lines(chosen: Report) -> list[Line]:
@@ -369,7 +359,7 @@ def _write_html(path: str, found: Scan) -> None:
     n_listed = f"{counted(len(rows), 'step')}, newest first"
     if found.n_older:
         n_listed += f"; {counted(found.n_older, 'older step')} not shown"
-    picture = timeline_of_steps(scan_document(found), found.chosen)
+    picture = timeline_of_steps(document_of("scan", found)(), found.chosen)
     write_page(
         path,
         f"Steps of {root}",

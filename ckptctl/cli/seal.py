@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import JobsOpt, StepArg, only, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.formatting import counted, exact_size
 from ckptctl.options import Requirements, StorageOptions
@@ -60,7 +59,7 @@ def seal(
         storage=storage,
     )
     out.answer(
-        lambda: document("sealed", sealed),
+        document_of("sealed", sealed),
         lambda: sealed_lines(sealed),
         bare=() if sealed.path is None else (sealed.path,),
     )

@@ -9,9 +9,8 @@ from math import prod
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, StepArg, option
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import (
     Line,
     StyledText,
@@ -75,7 +74,7 @@ def show(
     """
     contents = ckptctl.show(step, pattern=pattern, storage=storage)
     out.answer(
-        lambda: document("show", contents),
+        document_of("show", contents),
         lambda: contents_lines(contents, every_tensor=tensors, width=out.out.width),
         bare=map(safe, dict.fromkeys(tensor.fqn for tensor in contents.tensors))
         if printed is None

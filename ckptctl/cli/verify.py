@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ckptctl
 from ckptctl.cli.options import LevelOpt, MetricsOpt, StepArg
-from ckptctl.cli.output import Output, process_group
+from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
     LACKING,
     STEP_MARKS,
@@ -39,9 +39,6 @@ from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
 from ckptctl.selection.targets import parse_target
-
-if TYPE_CHECKING:
-    from ckptctl.cli.documents import Document
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -91,17 +88,17 @@ def verify(
 
             write_metrics(metrics, step_samples(report))
     out.answer(
-        lambda: verify_document(report, next_command(report)),
+        verify_document(report, next_command(report)),
         lambda: report_lines(report, time.time(), unicode=out.out.unicode),
     )
     return report.exit_code
 
 
-def verify_document(report: Report, next_command: str | None) -> Document:
+def verify_document(report: Report, next_command: str | None) -> MakeDocument:
     """The document of `verify`: the report is in its field `report`."""
-    from ckptctl.cli.documents import document  # only --json and --report need it
-
-    return document("verify", exit_code=report.exit_code, report=report, next_command=next_command)
+    return document_of(
+        "verify", exit_code=report.exit_code, report=report, next_command=next_command
+    )
 
 
 _NOT_SEEN = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import document
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
@@ -16,7 +15,7 @@ from ckptctl.cli.options import (
     only,
     option,
 )
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.cli.values import parse_duration, parse_size
 from ckptctl.errors import UsageError
@@ -107,7 +106,7 @@ def watch(
                     newest[found.event] = max(found.number, newest.get(found.event, 0))
                 # First the notification: whoever reads the line may end the watch.
                 if found.event is Event.DAMAGED:
-                    notifier.send(document("watched", found))
+                    notifier.send(document_of("watched", found))
                 _print(found, out)
         except Stopped:
             if once:
@@ -120,7 +119,7 @@ def watch(
 
 def _print(found: Watched, out: Output) -> None:
     if out.as_json:
-        out.document_line(document("watched", found))
+        out.document_line(document_of("watched", found))
     elif out.quiet:
         if found.event is Event.DAMAGED:
             out.lines([line(found.url or "", solid=True)])

@@ -26,11 +26,14 @@ def check(document) -> dict:
 EVERY = [
     documents.document("scan", scan(report(200, short(1)), report(100), chosen=100)),
     documents.document("scan", scan(exit_code=10)),
-    *(verify_document(report(1200, finding), "ckptctl explain x") for finding in VERDICTS.values()),
-    verify_document(report(1200, by_store=ByStore(4, 3, 1 << 30, 1)), None),
-    verify_document(report(1, number=None, world_size=None, written_s=None), None),
-    pick_document(pick(report(100), (report(200, short(1)), "too short")), 3),
-    pick_document(pick(None), 11),
+    *(
+        verify_document(report(1200, finding), "ckptctl explain x")()
+        for finding in VERDICTS.values()
+    ),
+    verify_document(report(1200, by_store=ByStore(4, 3, 1 << 30, 1)), None)(),
+    verify_document(report(1, number=None, world_size=None, written_s=None), None)(),
+    pick_document(pick(report(100), (report(200, short(1)), "too short")), 3)(),
+    pick_document(pick(None), 11)(),
     documents.document("show", contents(TensorRow("w", "float32", (2, 3), 1, 24, "model"))),
     documents.document("explain", explained=(page("shard.truncated"),)),
     documents.error_document(StorageUnavailable("no answer"), "scan"),
@@ -90,7 +93,7 @@ def keys(value):
 
 
 def test_a_document_has_the_fields_of_the_library_under_their_own_names():
-    read = check(verify_document(report(1200, short(3)), None))
+    read = check(verify_document(report(1200, short(3)), None)())
     assert set(Report.__dataclass_fields__) <= set(read["report"])
     assert read["report"]["findings"][0]["severity"] == "fault"
     assert read["report"]["digests"] == {".metadata": "ab" * 32}
@@ -102,5 +105,5 @@ def test_a_number_that_json_has_not_becomes_null():
 
 
 def test_names_that_no_encoding_carries_are_written_all_the_same():
-    read = check(verify_document(report(1, url="/ckpt/\udcff\x1b[31m/step_1"), None))
+    read = check(verify_document(report(1, url="/ckpt/\udcff\x1b[31m/step_1"), None)())
     assert read["report"]["url"] == "/ckpt/\udcff\x1b[31m/step_1"
