@@ -71,7 +71,7 @@ Inspect = Callable[[Candidate, Level], Report]
 
 
 def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candidate]:
-    """The candidates that the policy allows, newest first, earlier opened_roots first."""
+    """The candidates that the policy allows, newest first, earlier roots first."""
     return sorted(
         (
             c
