@@ -1,4 +1,4 @@
-"""Operations on the files of a mounted file system: list, publish, append, mounts.
+"""Operations on the files of a mounted file system: publish, append, mounts.
 
 Listing and publishing use descriptors: a descriptor keeps referring to the same folder when
 names are changed, a path does not. A file is written under a temporary name, flushed,
@@ -15,15 +15,13 @@ import errno
 import fcntl
 import os
 import shlex
-import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageFull, StorageUnavailable
-from ckptctl.model import FileInfo
 from ckptctl.storage.contract import StoreKind
-from ckptctl.storage.waiting import Transient, beat, busy
+from ckptctl.storage.waiting import beat, busy
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -171,48 +169,6 @@ class Descriptor:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def scan(folder: Descriptor, parts: Sequence[str]) -> Iterator[FileInfo]:
-    """The entries of the folder, unordered; `parts` are the names that lead to it.
-
-    Raises `Transient` if a name vanishes meanwhile, so that the whole listing is repeated:
-    the file may have been renamed to a name that the scan had already passed.
-    """
-    prefix = "".join(f"{part}/" for part in parts)
-    with os.scandir(folder.fd) as entries:
-        for entry in entries:
-            beat()
-            # NFS keeps a file under this name if it was removed while open.
-            if entry.name.startswith(".nfs"):
-                continue
-            try:
-                yield _info(entry, folder, prefix)
-            except FileNotFoundError as exc:
-                raise Transient("entries vanished during the listing") from exc
-
-
-def link_target(folder: Descriptor, name: str) -> str | None:
-    """The target of the link `name` in the folder; None if `name` is not a link."""
-    try:
-        return os.readlink(name, dir_fd=folder.fd)
-    except OSError:
-        return None
-
-
-def _info(entry: os.DirEntry[str], folder: Descriptor, prefix: str) -> FileInfo:
-    about = entry.stat(follow_symlinks=False)
-    path = prefix + entry.name
-    mtime_s = about.st_mtime_ns / 1e9
-    if stat.S_ISDIR(about.st_mode):
-        return FileInfo(path, 0, mtime_s, kind="dir")
-    identity = f"{about.st_dev}:{about.st_ino}:{about.st_mtime_ns}"
-    if stat.S_ISREG(about.st_mode):
-        return FileInfo(path, about.st_size, mtime_s, identity)
-    if stat.S_ISLNK(about.st_mode):
-        target = os.readlink(entry.name, dir_fd=folder.fd)
-        return FileInfo(path, 0, mtime_s, identity, "link", target)
-    return FileInfo(path, 0, mtime_s, identity, "other")
 
 
 _APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC

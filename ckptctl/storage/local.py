@@ -1,16 +1,12 @@
 """The store of a local or mounted file system.
 
-Every path is opened name by name from a descriptor of the root, and no name on the way may
-be a link: the file that was checked is the file that is read, even if names change
-meanwhile. Only the root itself, which the user named, may be a link or lie behind one.
-`publishing` writes files.
+`root_folder` opens what is below the root, `files` writes.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,9 +16,7 @@ from typing import TypeVar
 from ckptctl.errors import (
     AlreadyExists,
     PathEscape,
-    PathNotFound,
     StorageError,
-    StorageUnavailable,
 )
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
@@ -42,21 +36,15 @@ from ckptctl.storage.files import (
     error_of,
     full,
     kind_of,
-    link_target,
-    make_folder,
     mount_of,
     move,
     publish,
-    scan,
     write_in_place,
 )
+from ckptctl.storage.root_folder import RootFolder, scan
 from ckptctl.storage.waiting import Retries, Transient, beat, busy, retried
 
 T = TypeVar("T")
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# Without O_NONBLOCK, opening a pipe waits for its writer.
-_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 _HEALS = frozenset({errno.ESTALE, errno.EAGAIN})
 _RETRIES = Retries(3)
@@ -77,7 +65,7 @@ class LocalStore:
 
     def __init__(self, root: str, *, url: str | None = None) -> None:
         self.url = url or root
-        self._root = root
+        self._root = RootFolder(root, self.url)
         self._kind: StoreKind | None = None
 
     @property
@@ -85,7 +73,7 @@ class LocalStore:
         """Whether the folder is on a network file system, by the mount table."""
         if self._kind is None:
             with busy(self.url):
-                self._kind = kind_of(self._root)
+                self._kind = kind_of(self._root.path)
         return self._kind
 
     @property
@@ -140,7 +128,7 @@ class LocalStore:
 
     def path_of(self, path: str) -> str:
         """See `Folders.path_of`."""
-        root = os.path.abspath(self._root)
+        root = os.path.abspath(self._root.path)
         return os.path.join(root, *parts_of(path))
 
     def file_id(self, path: str) -> tuple[int, int]:
@@ -151,8 +139,8 @@ class LocalStore:
         """See `Folders.make_folder`."""
         *folders, name = parts_of(path)
         with self._writing(path):
-            self._make_root()
-            with self._folder(folders) as above:
+            self._root.make()
+            with self._root.folder(folders) as above:
                 os.mkdir(name, dir_fd=above.fd)
 
     def write_in_place(
@@ -160,17 +148,17 @@ class LocalStore:
     ) -> None:
         """See `Folders.write_in_place`."""
         *folders, name = parts_of(path)
-        with self._writing(path, size), self._folder(folders) as folder:
+        with self._writing(path, size), self._root.folder(folders) as folder:
             write_in_place(name, pieces(), within=folder.fd)
 
     def sync_folder(self, path: str) -> None:
         """See `Folders.sync_folder`."""
-        with self._writing(path), self._folder(parts_of(path)) as folder:
+        with self._writing(path), self._root.folder(parts_of(path)) as folder:
             os.fsync(folder.fd)
 
     def append_line(self, path: str, line: bytes) -> None:
         """See `Folders.append_line`."""
-        with self._writing(path), self._folder(parts_of(path)[:-1], make=True):
+        with self._writing(path), self._root.folder(parts_of(path)[:-1], make=True):
             pass  # creates the folder, so that the file can be created in it
         append_line(self.path_of(path), line)
 
@@ -179,8 +167,8 @@ class LocalStore:
         old, new = parts_of(path), parts_of(target)
         with (
             self._writing(target),
-            self._folder(old[:-1]) as within,
-            self._folder(new[:-1], make=True) as into,
+            self._root.folder(old[:-1]) as within,
+            self._root.folder(new[:-1], make=True) as into,
         ):
             move(old[-1], new[-1], within=within.fd, into=into.fd)
 
@@ -190,7 +178,7 @@ class LocalStore:
         with (
             self._writing(path),
             suppress(FileNotFoundError),
-            self._folder(parts[:-1]) as folder,
+            self._root.folder(parts[:-1]) as folder,
         ):
             try:
                 os.unlink(parts[-1], dir_fd=folder.fd)
@@ -205,8 +193,8 @@ class LocalStore:
         of the link is not changed.
         """
         parts = parts_of(path)
-        with self._writing(path), self._folder(parts[:-1]) as above:
-            with self._below(above, parts[-1], _FOLDER) as folder:
+        with self._writing(path), self._root.folder(parts[:-1]) as above:
+            with self._root.folder(parts[-1:], within=above) as folder:
                 for group in first:
                     self._unlink_below(folder, group)
                 self._empty(folder, depth=0)
@@ -216,7 +204,7 @@ class LocalStore:
     def file_system(self) -> FileSystem:
         """See `Folders.file_system`."""
         with busy(self.url):
-            folder = self._there()
+            folder = self._root.existing()
             try:
                 about = os.statvfs(folder)
             except OSError as exc:
@@ -249,10 +237,6 @@ class LocalStore:
 
     # Writing
 
-    def _there(self) -> str:
-        """The root, or the folder in which it will be created."""
-        return self._root if os.path.isdir(self._root) else os.path.dirname(self._root_to_be())
-
     def _publish(
         self, path: str, data: Iterable[bytes | memoryview], size: int, *, replace: bool
     ) -> None:
@@ -260,22 +244,15 @@ class LocalStore:
         if not parts:
             raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
         with self._writing(path, size):
-            self._make_root()
-            with self._folder(parts[:-1], make=True) as folder:
+            self._root.make()
+            with self._root.folder(parts[:-1], make=True) as folder:
                 publish(parts[-1], data, within=folder.fd, replace=replace)
-
-    def _make_root(self) -> None:
-        """Make the root where it is missing and its parent is there."""
-        if not os.path.isdir(self._root):
-            parent, name = os.path.split(self._root_to_be())
-            with Descriptor(os.open(parent, _FOLDER)) as above:
-                make_folder(name, within=above.fd)
 
     def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
         """Unlink files by their paths below an open folder, and flush the folders they were in."""
         for path in paths:
             *names, name = parts_of(path)
-            with self._walk(Descriptor(os.dup(folder.fd)), names) as inner:
+            with self._root.folder(names, within=folder) as inner:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=inner.fd)
                 os.fsync(inner.fd)
@@ -289,7 +266,7 @@ class LocalStore:
         for name, is_folder in names:
             beat()
             if is_folder:
-                with self._below(folder, name, _FOLDER) as inner:
+                with self._root.folder([name], within=folder) as inner:
                     self._empty(inner, depth=depth + 1)
                 os.rmdir(name, dir_fd=folder.fd)
             else:
@@ -307,13 +284,13 @@ class LocalStore:
                 ) from exc
             except OSError as exc:
                 if exc.errno in FULL:
-                    raise full(self._named(path), exc, self._there(), size) from exc
+                    raise full(self._named(path), exc, self._root.existing(), size) from exc
                 raise error_of(self._named(path), exc) from exc
 
     # Listing
 
     def _names(self, path: str) -> Iterator[FileInfo]:
-        with self._folder(parts_of(path)) as folder:
+        with self._root.folder(parts_of(path)) as folder:
             yield from scan(folder, parts_of(path))
 
     def _tree(self, path: str) -> Iterator[FileInfo]:
@@ -324,7 +301,7 @@ class LocalStore:
             if len(parts) - len(top) > _MAX_DEPTH:
                 raise TooLarge(f"{self._named(path)}: folders nested more than {_MAX_DEPTH} deep")
             try:
-                folder = self._folder(parts)
+                folder = self._root.folder(parts)
             except (FileNotFoundError, NotADirectoryError, PathEscape) as exc:
                 if parts == top:
                     raise
@@ -339,7 +316,7 @@ class LocalStore:
     # Reading
 
     def _whole(self, path: str, limit: int) -> bytes:
-        with self._file(path) as file:
+        with self._root.file(path) as file:
             data = b""
             size = os.fstat(file.fd).st_size
             # One byte more than expected, to detect that the file grew.
@@ -352,7 +329,7 @@ class LocalStore:
         raise TooLarge(f"{self._named(path)} is {size:,} bytes; the limit is {limit:,}")
 
     def _id(self, path: str) -> tuple[int, int]:
-        with self._file(path) as file:
+        with self._root.file(path) as file:
             found = os.fstat(file.fd)
         return found.st_dev, found.st_ino
 
@@ -363,7 +340,7 @@ class LocalStore:
                 if span.path != path:
                     file.close()
                     path = span.path
-                    file = self._tried(path, partial(self._file, path))
+                    file = self._tried(path, partial(self._root.file, path))
                 try:
                     with busy(self._named(path)):
                         data = self._exactly(file, span)
@@ -376,7 +353,7 @@ class LocalStore:
 
     def _span(self, span: Span) -> bytes:
         def once() -> bytes:
-            with self._file(span.path) as file:
+            with self._root.file(span.path) as file:
                 return self._exactly(file, span)
 
         return self._tried(span.path, once)
@@ -401,62 +378,6 @@ class LocalStore:
             f"bytes {span.offset:,} to {span.offset + span.length:,} were requested",
             size=size,
         )
-
-    # Opening, one name at a time
-
-    def _file(self, path: str) -> Descriptor:
-        *folders, name = parts_of(path) or ("",)
-        if not name:
-            raise PathNotFound(f"{self.url} is a folder, not a file")
-        with self._folder(folders) as folder:
-            file = self._below(folder, name, _FILE)
-        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-            file.close()
-            raise PathNotFound(f"{self._named(path)} is not a regular file; it was not read")
-        return file
-
-    def _folder(self, parts: Sequence[str], *, make: bool = False) -> Descriptor:
-        return self._walk(self._open_root(), parts, make=make)
-
-    def _walk(self, start: Descriptor, parts: Sequence[str], *, make: bool = False) -> Descriptor:
-        """The folder that `parts` lead to from `start`, which is closed."""
-        here = start
-        for name in parts:
-            with here:
-                if make:
-                    make_folder(name, within=here.fd)
-                here = self._below(here, name, _FOLDER)
-        return here
-
-    def _below(self, folder: Descriptor, name: str, flags: int) -> Descriptor:
-        try:
-            return Descriptor(os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder.fd))
-        except OSError as exc:
-            target = link_target(folder, name)
-            if target is None:
-                raise
-            raise PathEscape(
-                f"{self.url}: {name} is a link to {target}; links are not followed"
-            ) from exc
-
-    def _open_root(self) -> Descriptor:
-        try:
-            return Descriptor(os.open(self._root, _FOLDER))
-        except FileNotFoundError as exc:
-            self._root_to_be()
-            raise PathNotFound(f"{self.url} does not exist") from exc
-
-    def _root_to_be(self) -> str:
-        # If the root is a link, the parent of its target counts.
-        root = os.path.realpath(self._root)
-        parent = os.path.dirname(root)
-        if not os.path.isdir(parent):
-            raise StorageUnavailable(
-                f"{self.url} does not exist, nor does its parent {parent}; check that its file "
-                "system is mounted",
-                next_command="findmnt --real",
-            )
-        return root
 
     # Errors
 
@@ -483,7 +404,7 @@ class _LocalFile:
     def __init__(self, store: LocalStore, path: str) -> None:
         self._store = store
         self._path = path
-        self._file = store._tried(path, partial(store._file, path))
+        self._file = store._tried(path, partial(store._root.file, path))
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         """See `OpenFile.read_into`."""
@@ -496,7 +417,7 @@ class _LocalFile:
 
     def _fill_anew(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._file.close()
-        self._file = self._store._file(self._path)
+        self._file = self._store._root.file(self._path)
         self._fill(offset, buffers)
 
     def _fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
