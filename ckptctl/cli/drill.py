@@ -107,11 +107,7 @@ def drill(
         patience_s=parse_duration(patience, "--patience") or 0.0,
     )
 
-    def tell(message: str) -> None:
-        if out.talks:
-            out.lines([line(f"ckptctl: {message}", hang=2)], to=out.err)
-
-    found = run_drill(command or (), root, options, tell=tell, storage=storage)
+    found = run_drill(command or (), root, options, tell=out.tell, storage=storage)
     write_reports(found, Path(work))
     out.answer(document_of("drilled", found), lambda: drilled_lines(found, work))
     return found.exit_code

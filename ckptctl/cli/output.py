@@ -204,6 +204,11 @@ class Output:
         for a_line in lines:
             channel.write(self._text((a_line,), channel))
 
+    def tell(self, message: str) -> None:
+        """Print a message beside the answer; a warning also with `--quiet` and `--json`."""
+        if self.talks or message.startswith("warning: "):
+            self.lines([line(f"ckptctl: {message}", hang=2)], to=self.err)
+
     def document(self, document: MakeDocument) -> None:
         """Print the one document of `--json`."""
         _write(self._stdout(), self._as_text(document()))

@@ -140,11 +140,7 @@ def rerun(
         patience_s=parse_duration(patience, "--patience") or 0.0,
     )
 
-    def tell(message: str) -> None:
-        if out.talks or message.startswith("warning: "):
-            out.lines([line(f"ckptctl: {message}", hang=2)], to=out.err)
-
-    found = lead_replays(command or (), root, options, tell=tell, storage=storage)
+    found = lead_replays(command or (), root, options, tell=out.tell, storage=storage)
     out.answer(document_of("rerun", found), lambda: rerun_lines(found))
     return found.exit_code
 

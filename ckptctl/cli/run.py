@@ -337,7 +337,7 @@ def run(
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
         section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
         on_attempt=on_attempt,
-        tell=lambda message: _tell(out, message),
+        tell=out.tell,
     )
     with notifier:
         if job is None:
@@ -350,11 +350,6 @@ def run(
         if not out.publish(answer) and (out.talks or found.exit_code):
             out.lines(supervised_lines(found), to=out.err)
     return found.exit_code
-
-
-def _tell(out: Output, message: str) -> None:
-    if out.talks or message.startswith("warning: "):
-        out.lines([line(f"ckptctl: {message}", hang=2)], to=out.err)
 
 
 _SECTION_NAMES: dict[str, Section] = {
