@@ -16,8 +16,8 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
-from ckptctl.formats.own.documents import MarkDocument
-from ckptctl.formats.own.files import as_stored, canonical, read_back
+from ckptctl.formats.own.documents import MarkDocument, MarkedStep
+from ckptctl.formats.own.files import as_fields, as_stored, canonical, read_back
 from ckptctl.model import Time
 
 MARKS_FOLDER = f"{OWN_FOLDER}/marks"
@@ -111,34 +111,23 @@ def metadata_digest(digests: Sequence[tuple[str, str]]) -> str | None:
 
 def mark_bytes(mark: Mark) -> bytes:
     """The mark as it is stored, one line."""
-    fields: MarkDocument = {
-        "id": mark.id,
-        "word": mark.word.value,
-        "by": mark.by,
-        "at": mark.at,
-        "reason": mark.reason,
-        "evidence": list(mark.evidence),
-        "lifts": list(mark.lifts),
-        "step": {"url": mark.url, "number": mark.number, "metadata": mark.metadata},
-    }
+    fields = as_fields(mark)
+    fields["step"] = {name: fields.pop(name) for name in MarkedStep.__annotations__}
     return as_stored(SCHEMA, fields)
 
 
 def parse_mark(data: bytes) -> Mark:
     """The mark that a file or a line holds; raises `OwnFileUnreadable`."""
     fields = read_back(data, SCHEMA, MarkDocument, max_objects=_MAX_OBJECTS)
-    step = fields["step"]
     return Mark(
         id=fields["id"],
         word=_word(fields["word"]),
         by=fields["by"],
         at=fields["at"],
         reason=fields["reason"],
-        url=step["url"],
-        number=step["number"],
-        metadata=step["metadata"],
         evidence=tuple(fields["evidence"]),
         lifts=tuple(fields["lifts"]),
+        **fields["step"],
     )
 
 
