@@ -1,6 +1,6 @@
 """The store of a local or mounted file system.
 
-`root_folder` opens what is below the root, `files` writes.
+`files` opens what is below the root, and writes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ckptctl.storage.contract import (
 from ckptctl.storage.files import (
     FULL,
     Descriptor,
+    RootFolder,
     append_line,
     error_of,
     full,
@@ -39,9 +40,9 @@ from ckptctl.storage.files import (
     mount_of,
     move,
     publish,
+    scan,
     write_in_place,
 )
-from ckptctl.storage.root_folder import RootFolder, scan
 from ckptctl.storage.waiting import Retries, Transient, beat, busy, retried
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
-from ckptctl.storage import files, local, root_folder, waiting
+from ckptctl.storage import files, local, waiting
 from ckptctl.storage.contract import Span, StoreKind, TooLarge
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import open_store
@@ -306,14 +306,14 @@ def test_a_listing_starts_again_when_a_name_vanishes_under_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (root / "a.tmp").write_bytes(b"")
-    real, renamed = root_folder._info, []
+    real, renamed = files._info, []
 
     def rename_first(entry: os.DirEntry[str], *rest: object) -> object:
         if entry.name == "a.tmp" and not renamed:
             renamed.append((root / "a.tmp").rename(root / "a"))
         return real(entry, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(root_folder, "_info", rename_first)
+    monkeypatch.setattr(files, "_info", rename_first)
     assert [i.path for i in LocalStore(str(root)).list_tree()] == ["a", "step_1/.metadata"]
 
 
