@@ -29,6 +29,9 @@ from ckptctl.storage.waiting import start_daemon
 PIECE_BYTES = 1 << 20
 """Bytes a read on a file system: larger ones fall out of the processor's cache."""
 
+IN_PLACE_BYTES = 256 << 10
+"""Bytes a read into long memory of the caller, which is not in the cache as a buffer is."""
+
 OBJECT_PIECE_BYTES = 4 << 20
 """Bytes a request to an object store: with 16 in flight they take up 64 MiB."""
 
@@ -43,16 +46,30 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` bytes from `start` of the file, read at once.
+    """`length` bytes from `start` of the file.
 
     `ahead`: the bytes are read again later, and counted only then. `into` are the buffers to
-    read them into, at most `MAX_BUFFERS`, if not a buffer of the thread.
+    read them into, at most `MAX_BUFFERS`, if not a buffer of the thread. Only a piece with one
+    such buffer may be longer than one read.
     """
 
     start: int
     length: int
     ahead: bool = False
     into: Sequence[memoryview] = ()
+
+    def reads(self, limit: int, n_each: int) -> Iterator[tuple[int, int, Sequence[memoryview]]]:
+        """The reads: where each begins in the file, its length, and its buffers.
+
+        One, or where that would have more than `limit` bytes, several of `n_each`.
+        """
+        if self.length <= limit:
+            yield self.start, self.length, self.into
+            return
+        (memory,) = self.into
+        for at in range(0, self.length, n_each):
+            part = memory[at : at + n_each]
+            yield self.start + at, len(part), (part,)
 
 
 class Run(Protocol):
@@ -69,11 +86,14 @@ class Run(Protocol):
         ...
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        """The reads, none longer than `limit`; may be requested before earlier ones are taken."""
+        """What to read, in order, by at most `limit` bytes; asked for before earlier ones come.
+
+        A longer piece with one buffer of its own is read, and taken, part by part.
+        """
         ...
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """Consume the bytes of a piece; they are overwritten after it returns, unless in `into`.
+        """Consume the bytes of one read; they are overwritten after it returns, unless in `into`.
 
         `data` are the bytes in the first of several buffers.
         """
@@ -147,11 +167,11 @@ class _Board:
         late = until_s is not None and time.monotonic() > until_s
         return self.given_up or late or self.limits.stop.asked
 
-    def count(self, number: int, piece: Piece) -> None:
-        """Count a piece that thread `number` has read, and wait if the pace demands it."""
-        self.n_read[number] += 0 if piece.ahead else piece.length
+    def count(self, number: int, n_bytes: int, *, ahead: bool) -> None:
+        """Count what thread `number` has read, and wait if the pace demands it."""
+        self.n_read[number] += 0 if ahead else n_bytes
         if self.limits.pace is not None:
-            self.limits.pace.wait(piece.length)
+            self.limits.pace.wait(n_bytes)
 
     def runs(self) -> Iterator[Run]:
         with suppress(Empty):
@@ -237,32 +257,34 @@ def _read_files(store: Store, board: _Board, number: int) -> None:
     for run in board.runs():
         with store.open_file(run.path) as file:
             for piece in run.pieces(PIECE_BYTES):
-                if board.stopped:
-                    return
-                into = piece.into or (buffer[: piece.length],)
-                file.read_into(piece.start, *into)
-                run.take(piece, into[0])
-                board.count(number, piece)
+                for start, n_bytes, into in piece.reads(PIECE_BYTES, IN_PLACE_BYTES):
+                    if board.stopped:
+                        return
+                    into = into or (buffer[:n_bytes],)
+                    file.read_into(start, *into)
+                    run.take(piece, into[0])
+                    board.count(number, n_bytes, ahead=piece.ahead)
 
 
 def _read_objects(store: Store, board: _Board, number: int) -> None:
-    asked_for: deque[tuple[Run, Piece]] = deque()
+    asked_for: deque[tuple[Run, Piece, Sequence[memoryview]]] = deque()
 
     def spans() -> Iterator[Span]:
         for run in board.runs():
             for piece in run.pieces(OBJECT_PIECE_BYTES):
-                if board.stopped:
-                    return
-                asked_for.append((run, piece))
-                yield Span(run.path, piece.start, piece.length)
+                for start, n_bytes, into in piece.reads(OBJECT_PIECE_BYTES, OBJECT_PIECE_BYTES):
+                    if board.stopped:
+                        return
+                    asked_for.append((run, piece, into))
+                    yield Span(run.path, start, n_bytes)
 
     for _, data in store.read_spans(spans()):
         if board.stopped:
             return
-        run, piece = asked_for.popleft()
-        spread(data, piece.into)
-        run.take(piece, piece.into[0] if piece.into else memoryview(data))
-        board.count(number, piece)
+        run, piece, into = asked_for.popleft()
+        spread(data, into)
+        run.take(piece, into[0] if into else memoryview(data))
+        board.count(number, len(data), ahead=piece.ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,11 +61,10 @@ class ElementSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _ElementPiece(Piece):
-    """A piece of a run; `in_place`: it is read directly to its destination."""
+class _Copied(Piece):
+    """A piece whose elements are copied to their destination after they were read."""
 
     bytes_read: ByteSlice = _NOTHING
-    in_place: bool = False
 
 
 @dataclass(slots=True)
@@ -89,39 +88,40 @@ class ElementRun:
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """See `byte_pass.Run`."""
-        sink = self.sink
-        for piece in byte_slices(
-            sink.shape, self.elements, sink.item_bytes, most=limit, skip=self.skip
-        ):
-            memory = sink.memory_for(piece)
-            into = sink.staging(piece.length, limit) if memory is None else memory
-            yield _ElementPiece(
+        for part in self._slices(self.elements, self.n_bytes):
+            memory = self.sink.memory_for(part)
+            if memory is None:
+                yield from self._copied(part, limit)
+            else:
+                yield Piece(self.first_byte + part.start, part.length, into=(memory,))
+
+    def _copied(self, part: ByteSlice, limit: int) -> Iterator[Piece]:
+        for piece in self._slices(part.elements, limit):
+            into = self.sink.staging(piece.length, limit)
+            yield _Copied(
                 self.first_byte + piece.start,
                 piece.length,
                 into=() if into is None else (into,),
                 bytes_read=piece,
-                in_place=memory is not None,
             )
+
+    def _slices(self, elements: TensorSlice, most: int) -> Iterator[ByteSlice]:
+        sink = self.sink
+        return byte_slices(sink.shape, elements, sink.item_bytes, most=most, skip=self.skip)
 
     def take(self, piece: Piece, data: memoryview) -> None:
         """See `byte_pass.Run`."""
-        assert isinstance(piece, _ElementPiece)  # noqa: S101 - it comes from `pieces`
         if self.checksum is not None:
-            self._add_checksum(self.checksum, piece, data)
-        if not piece.in_place:
+            from zlib_ng.zlib_ng import crc32
+
+            if not self._n_taken:
+                self._start = piece.start - self.first_byte
+            self._crc = crc32(data, self._crc)
+            self._n_taken += len(data)
+            if self._n_taken == self.n_bytes:
+                self.checksum.add(CrcPart(self._start, self._n_taken, self._crc))
+        if isinstance(piece, _Copied):
             self.sink.copy(piece.bytes_read, data)
-
-    def _add_checksum(
-        self, checksum: ElementChecksum, piece: _ElementPiece, data: memoryview
-    ) -> None:
-        from zlib_ng.zlib_ng import crc32
-
-        if not self._n_taken:
-            self._start = piece.bytes_read.start
-        self._crc = crc32(data, self._crc)
-        self._n_taken += piece.length
-        if self._n_taken == self.n_bytes:
-            checksum.add(CrcPart(self._start, self._n_taken, self._crc))
 
 
 def element_runs(

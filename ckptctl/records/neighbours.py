@@ -69,7 +69,10 @@ class _Piece(Piece):
 
 
 class _Call:
-    """A call that is put together: bytes from `start` on, some of them into `buffer`."""
+    """A call that is put together: bytes from `start` on, some of them into `buffer`.
+
+    Memory that is longer than a call is alone in it: `Piece.reads` divides it.
+    """
 
     def __init__(self, start: int, buffer: memoryview) -> None:
         self.checks: list[tuple[_Check, Neighbour, memoryview]] = []
@@ -98,10 +101,11 @@ class _Call:
         self._end += len(memory)
         return memory
 
-    def piece(self) -> _Piece:
-        """The call, complete."""
+    def pieces(self) -> Iterator[_Piece]:
+        """The call, complete; none if nothing was added to it."""
         self._give()
-        return _Piece(self._start, self._end - self._start, into=self._into, checks=self.checks)
+        if self._into:
+            yield _Piece(self._start, self._end - self._start, into=self._into, checks=self.checks)
 
     def _give(self) -> None:
         if self._n_used > self._n_given:
@@ -137,25 +141,19 @@ class NeighbourRun:
         call = _Call(self._records[0].start, buffer)
         for record in self._records:
             for check, at, n_bytes, memory in self._parts(record):
-                while n_bytes:
-                    room = call.room(at, self._skip)
-                    if room < (n_bytes if memory is None else 1):
-                        yield call.piece()
-                        call, room = _Call(at, buffer), limit
-                    if memory is None:
-                        part = call.add_aside(at, n_bytes)
-                    else:
-                        part, memory = call.add(at, memory[:room]), memory[room:]
-                    call.checks.append((check, record, part))
-                    at += len(part)
-                    n_bytes -= len(part)
-        yield call.piece()
+                if call.room(at, self._skip) < n_bytes:
+                    yield from call.pieces()
+                    call = _Call(at, buffer)
+                part = call.add_aside(at, n_bytes) if memory is None else call.add(at, memory)
+                call.checks.append((check, record, part))
+        yield from call.pieces()
 
-    def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - it is in `into`
+    def take(self, piece: Piece, data: memoryview) -> None:
         """See `byte_pass.Run`."""
         assert isinstance(piece, _Piece)  # noqa: S101 - it comes from `pieces`
         for check, record, part in piece.checks:
-            check(record, part)
+            # Elements that take several reads have a piece to themselves.
+            check(record, part if len(piece.checks) > 1 else data)
 
     def _parts(self, record: Neighbour) -> Iterator[_Part]:
         _, start, template, first, memory = record
@@ -165,9 +163,11 @@ class NeighbourRun:
             yield _Part(_not_checked, start + first, n_wanted, memory)
         else:
             after = first + n_wanted
-            yield _Part(self._check_elements, start + template.start, n_before)
+            if n_before:
+                yield _Part(self._check_elements, start + template.start, n_before)
             yield _Part(self._check_elements, start + first, n_wanted, memory)
-            yield _Part(self._check_elements, start + after, template.end - after)
+            if after < template.end:
+                yield _Part(self._check_elements, start + after, template.end - after)
         yield _Part(self._check_rest, start + template.end, template.n_rest)
 
     def _check_head(self, record: Neighbour, part: memoryview) -> None:

@@ -164,9 +164,10 @@ class Resume:
                 saved = saved_metadata(decision, opened)
             except PathNotFound as error:  # removed since rank 0 inspected it
                 raise LoadFailed(error.message) from error
-            if "optimizer" in kinds_in(saved):
+            kinds = kinds_in(saved)
+            if "optimizer" in kinds:
                 undo.callback(allocate_state(job.parts.optimizer))
-            loaded.update(template(job.parts, job.position, saved))
+            loaded.update(template(job.parts, job.position, saved, kinds))
 
         try:
             with undo:

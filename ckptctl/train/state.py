@@ -253,13 +253,15 @@ def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
             yield from _values(value, here)
 
 
-def template(parts: Parts, position: RankPosition, saved: Metadata) -> dict[str, Any]:
+def template(
+    parts: Parts, position: RankPosition, saved: Metadata, kinds: Collection[str]
+) -> dict[str, Any]:
     """The state that DCP loads into on this rank: the tensors, and a placeholder per value.
 
-    It names only what the step contains. Raises `ModelDiffers` if a tensor of the model or
-    the optimizer is not in the step, or has another shape there.
+    It names only what the step contains; `kinds` are those of `kinds_in`. Raises `ModelDiffers`
+    if a tensor of the model or the optimizer is not in the step, or has another shape there.
     """
-    state = _sharded(parts, kinds_in(saved))
+    state = _sharded(parts, kinds)
     check_fits(state, saved)
     held = saved.bytes_entries
     for name in ("scheduler", "grad_scaler"):

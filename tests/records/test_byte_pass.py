@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from storage.faulty import FaultyStore
 
+from ckptctl.records import byte_pass
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
+from ckptctl.storage.contract import Kind
 from ckptctl.storage.local import LocalStore
 
 
@@ -20,20 +23,24 @@ class Wrong(Exception):
 
 @dataclass
 class Pieces:
-    """A run over a file of ten bytes, in pieces of one byte."""
+    """A run over a file of ten bytes, in pieces of one byte, or in one piece."""
 
     path: str
+    at_once: bool = False
     fails: bool = False
     pause_s: float = 0.0
     others_began: threading.Event = field(default_factory=threading.Event)
     memory: bytearray = field(default_factory=lambda: bytearray(10))
+    taken: list[bytes] = field(default_factory=list)
     n_bytes = 10
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        for at in range(10):
-            yield Piece(at, 1, into=[memoryview(self.memory)[at : at + 1]])
+        n_each = 10 if self.at_once else 1
+        for at in range(0, 10, n_each):
+            yield Piece(at, n_each, into=[memoryview(self.memory)[at : at + n_each]])
 
     def take(self, piece: Piece, data: memoryview) -> None:
+        self.taken.append(bytes(data))
         if self.fails:
             self.others_began.wait()
             raise Wrong
@@ -52,6 +59,19 @@ def test_bytes_are_read_to_where_a_run_wants_them(store: LocalStore):
     runs = [Pieces("a"), Pieces("b")]
     assert read_runs(store, runs, Limits(jobs=2)) == 20
     assert [bytes(run.memory) for run in runs] == [b"0123456789", b"abcdefghij"]
+
+
+@pytest.mark.parametrize("kind", [Kind.LOCAL, Kind.OBJECT])
+def test_memory_that_is_longer_than_a_read_is_read_part_by_part(
+    store: LocalStore, kind: Kind, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(byte_pass, "PIECE_BYTES", 8)
+    monkeypatch.setattr(byte_pass, "IN_PLACE_BYTES", 4)
+    monkeypatch.setattr(byte_pass, "OBJECT_PIECE_BYTES", 4)
+    run = Pieces("b", at_once=True)
+    assert read_runs(FaultyStore(store, kind=kind), [run], Limits()) == 10
+    assert run.taken == [b"abcd", b"efgh", b"ij"]
+    assert bytes(run.memory) == b"abcdefghij"
 
 
 def test_after_an_error_nothing_is_written_any_more(store: LocalStore):
