@@ -39,9 +39,6 @@ _STYLE = """
   /* A plot has colours of its own for a white page: white becomes the page's dark. */
   .plot svg, img { filter: invert(.93) hue-rotate(180deg); }
 }
-@media print {
-  svg { min-width: 0 !important; } .wide, pre, figure { overflow: visible !important; }
-}
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
 main { max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; }
 h1 { font-size: 1.35rem; line-height: 1.3; }
@@ -65,4 +62,8 @@ pre.command { border-left: 4px solid #3b6ea5; } img { max-width: 100%; backgroun
 .bar span { text-align: center; color: Canvas; background: var(--none); min-width: 1px; }
 .bar .good { background: var(--good); } .bar .warn { background: var(--warn); }
 .bar .bad { background: var(--bad); }
+@media print {
+  body { font-size: 12px; } svg { min-width: 0; } .wide, pre, figure { overflow: visible; }
+  pre { white-space: pre-wrap; } td div { width: auto; }
+}
 """

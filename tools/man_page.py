@@ -40,6 +40,8 @@ def manual_page() -> str:
 
 def _lines() -> Iterator[str]:
     yield f'.TH CKPTCTL 1 "" "{VERSION}" "User Commands"'
+    yield ".nh"  # an option that is broken at a hyphen cannot be copied
+    yield ".ad l"
     yield ".SH NAME"
     yield r"ckptctl \- choose the checkpoint to resume from, and check that the resume worked"
     yield ".SH SYNOPSIS"
@@ -48,7 +50,7 @@ def _lines() -> Iterator[str]:
     yield ".SH DESCRIPTION"
     yield from _prose(
         "Inspects sharded torch checkpoints on file systems and in object stores, chooses the "
-        "step to resume from, and judges the resume by its losses. It runs no code from a "
+        "step to resume from, and checks the resume by its losses. It runs no code from a "
         "checkpoint and never calls a storage error an empty root."
     )
     yield ".SH COMMANDS"
@@ -114,7 +116,15 @@ def _option(parameter: Parameter) -> Iterator[str]:
     names = ", ".join(rf"\fB{_text(name)}\fR" for name in declared.names)
     yield ".TP"
     yield names + (rf" \fI{_text(value)}\fR" if value else "")
-    yield _text(declared.help)
+    default = _default(parameter.default)
+    yield _text(f"{declared.help} Default: {default}." if default else declared.help)
+
+
+def _default(default: object) -> str:
+    default = getattr(default, "value", default)
+    if default in (REQUIRED, None, False, ()):
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _choices(kind: object) -> str:
@@ -131,7 +141,7 @@ def _prose(text: str) -> Iterator[str]:
 def _text(text: str) -> str:
     """Text as troff takes it: hyphens are minus signs, so that they can be copied."""
     plain = re.sub(r"\s+", " ", text).replace("\\", r"\e").replace("-", r"\-")
-    plain = plain.replace("…", "...").replace("×", "x")
+    plain = re.sub("`([^`]+)`", r"\\fB\1\\fR", plain.replace("…", "...").replace("×", "x"))
     return rf"\&{plain}" if plain[:1] in (".", "'") else plain
 
 

@@ -47,7 +47,7 @@ def classify(
     logs: Annotated[
         list[str] | None,
         argument(
-            metavar="[LOG...]",
+            metavar="LOG...",
             help="Files, folders of logs, URLs, or - for standard input; compressed or not, "
             "of the ranks, the launcher, the kernel, the scheduler; torchrun's error "
             "files too.",

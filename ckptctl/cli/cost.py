@@ -27,7 +27,7 @@ def cost(
     root: Annotated[
         str | None,
         argument(
-            metavar="[ROOT]",
+            metavar="ROOT",
             help="Folder or URL of a run; what its attempts recorded need not be given.",
         ),
     ] = None,

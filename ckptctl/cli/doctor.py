@@ -55,7 +55,7 @@ def doctor(
     ],
     target: Annotated[
         str | None,
-        argument(metavar="[TARGET]", help="The job script (- for standard input), or the root."),
+        argument(metavar="TARGET", help="The job script (- for standard input), or the root."),
     ] = None,
     *,
     storage: StorageOptions,

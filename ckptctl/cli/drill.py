@@ -66,7 +66,7 @@ def drill(
             "copies may share its blocks.",
         ),
     ] = "drill",
-    keep: Annotated[bool, option("--keep", help="Keep the copies of the root, too.")] = False,
+    keep: Annotated[bool, option("--keep", help="Keep the copies of the root.")] = False,
     hang_after: Annotated[
         str | None,
         option(

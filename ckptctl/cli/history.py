@@ -35,7 +35,9 @@ def history(
     state: Annotated[
         str | None,
         option(
-            "--state", metavar="DIR", help="Where run --state kept the state; default: the root."
+            "--state",
+            metavar="DIR",
+            help="The DIR of run --state, if it was given; by default the root holds the state.",
         ),
     ] = None,
     log: Annotated[

@@ -102,7 +102,7 @@ def pin(
     reason: ReasonOpt = "",
     off: Annotated[
         bool,
-        option("--off", help="Take the pin off the step."),
+        option("--off", help="Remove the pin."),
     ] = False,
     evidence: EvidenceOpt = None,
     by: ByOpt = None,

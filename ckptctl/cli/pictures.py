@@ -57,7 +57,7 @@ STEP_MARKS: Mapping[str, Symbol] = {
 RANK_MARKS: Mapping[str, Symbol] = {
     "damaged": Symbol("✗", "X", "bad", "damaged"),
     "missing": Symbol("○", "o", "bad", "missing"),
-    "short": Symbol("!", "!", "bad", "short"),
+    "short": Symbol("!", "!", "bad", "truncated"),
     "unreadable": Symbol("?", "?", "warn", "not readable"),
     "long": Symbol("»", ">", "warn", "too long"),
     "extra": Symbol("±", "x", "", "extra"),

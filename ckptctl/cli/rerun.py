@@ -105,7 +105,7 @@ def rerun(
             help="A new folder for copies and logs, which all nodes see.",
         ),
     ] = "rerun",
-    keep: Annotated[bool, option("--keep", help="Keep the copies of the root, too.")] = False,
+    keep: Annotated[bool, option("--keep", help="Keep the copies of the root.")] = False,
     dry_run: Annotated[
         bool, option("--dry-run", help="Show the step and the commands, and start nothing.")
     ] = False,

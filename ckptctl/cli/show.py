@@ -69,7 +69,7 @@ def show(
 ) -> int:
     """Show the contents of a step: tensors, sizes, ranks, and what a resume restores.
 
-    The metadata is read; of rank files the pickles, of safetensors the headers. With --quiet
+    Reads the metadata, the pickles of rank files, and the headers of safetensors. With --quiet
     the names of the tensors are printed, one a line.
     """
     contents = ckptctl.show(step, pattern=pattern, storage=storage)

@@ -309,7 +309,7 @@ def _too_few(
             why = "a step without checksums counts once it is sealed, with --accept-unverifiable"
             return f"ckptctl seal {shlex.quote(one.url)} --accept-unverifiable", f"{exist}; {why}"
         if "not sealed" in one.reason:
-            none = f"no good step is sealed, and only sealed steps count (--keep {keep})"
+            none = "no good step is sealed, and only sealed steps count"
             return f"ckptctl seal {root}@auto", exist if n_counted else none
     return None, exist
 

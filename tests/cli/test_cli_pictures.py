@@ -118,7 +118,7 @@ def test_the_map_has_a_glyph_for_each_rank_and_counts_the_states():
     title, glyphs, legend = (each.text for each in map_of_ranks(report(1, short(3)), unicode=True))
     assert title == "ranks 0 to 7"
     assert glyphs == "  □□□!□□□□"
-    assert legend == "  ! 1 short   □ 7 present, not checked"
+    assert legend == "  ! 1 truncated   □ 7 present, not checked"
 
 
 def test_many_ranks_share_glyphs_and_the_worst_of_them_shows():
@@ -127,7 +127,7 @@ def test_many_ranks_share_glyphs_and_the_worst_of_them_shows():
     assert title == "ranks 0 to 511; 8 to a glyph, the worst shows"
     assert len(glyphs.strip()) == MAX_CELLS
     assert glyphs.count("!") == 1
-    assert legend == "  ! 1 short   p 511 present, not checked"
+    assert legend == "  ! 1 truncated   p 511 present, not checked"
 
 
 def test_each_part_of_a_step_has_a_row():

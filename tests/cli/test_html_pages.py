@@ -99,21 +99,55 @@ def test_a_page_that_cannot_be_written_ends_with_2(framework_roots, tmp_path):
     assert "the page cannot be written" in validated(done.stdout)["message"]
 
 
+PROBE = """<script>
+const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+function over(color, under) {
+  canvas.clearRect(0, 0, 1, 1);
+  canvas.fillStyle = color;
+  canvas.fillRect(0, 0, 1, 1);
+  const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+  return [r, g, b].map((each, i) => (each * a + under[i] * (255 - a)) / 255);
+}
+function luminance(rgb) {
+  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const [r, g, b] = rgb.map((each) => linear(each / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+let least = 21;
+const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (texts.nextNode()) {
+  const box = texts.currentNode.parentElement;
+  if (!texts.currentNode.data.trim() || box.closest("svg, script")) continue;
+  const boxes = [];
+  for (let each = box; each; each = each.parentElement) boxes.unshift(each);
+  let back = dark ? [18, 18, 18] : [255, 255, 255];
+  for (const each of boxes) back = over(getComputedStyle(each).backgroundColor, back);
+  const text = luminance(over(getComputedStyle(box).color, back));
+  const [low, high] = [text, luminance(back)].sort((a, b) => a - b);
+  least = Math.min(least, (high + 0.05) / (low + 0.05));
+}
+document.title = [document.documentElement.scrollWidth, least.toFixed(2), dark].join(" ");
+</script></body>"""
+"""States the width of the page, and the lowest contrast of a text as WCAG 2 defines it."""
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("scheme", ["dark", "light"])
 @pytest.mark.parametrize("name", ["scan", "loss", "history"])
-def test_a_page_is_not_wider_than_a_phone(pages, tmp_path, name):
-    source = pages[name].read_text()
-    probe = "<script>document.title = document.documentElement.scrollWidth</script></body>"
+def test_a_page_fits_a_phone_and_has_the_contrast_of_wcag_aa(pages, tmp_path, name, scheme):
     page = tmp_path / "page.html"
-    page.write_text(source.replace("</body>", probe))
+    page.write_text(pages[name].read_text().replace("</body>", PROBE))
     done = subprocess.run(
         [
             *(CHROMIUM, "--headless=new", "--no-sandbox", "--window-size=500,900"),
+            f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}",
             *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()),
         ],
         capture_output=True,
         text=True,
         check=True,
     )
-    width = int(re.search(r"<title>(\d+)</title>", done.stdout)[1])
-    assert width <= 500
+    width, contrast, dark = re.search(r"<title>(\S+) (\S+) (\S+)</title>", done.stdout).groups()
+    assert (int(width) <= 500, dark) == (True, str(scheme == "dark").lower())
+    assert float(contrast) >= 4.5

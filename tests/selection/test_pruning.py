@@ -203,7 +203,7 @@ def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path: Pat
         trainer_step(root, number)
     document = validated(run_ckptctl("prune", root, "--keep", 1, "--apply", "--json").stdout)
     assert document["next_command"] == f"ckptctl seal {root}@auto"
-    reason = "no good step is sealed, and only sealed steps count (--keep 1)"
+    reason = "no good step is sealed, and only sealed steps count"
     assert document["message"] == f"nothing is removed: {reason}"
     for options in (("--unsealed",), ("--accept-unverifiable", "--unsealed")):
         done = run_ckptctl("prune", root, "--keep", 1, *options, "--apply", "--json")
