@@ -97,6 +97,8 @@ def _more_to_replay(assessment: Assessment) -> bool:
 class _Tail(Protocol):
     """A log that grows."""
 
+    reader: LogReader
+
     def new_items(self) -> Iterator[Row | Marker]:
         """The rows and markers that were added since the last call."""
 
@@ -113,10 +115,10 @@ class _FileTail:
 
     ended = False
 
-    def __init__(self, path: str, reader: Callable[[], LogReader]) -> None:
+    def __init__(self, path: str, new_reader: Callable[[LogReader], LogReader], first: LogReader):
         self._path = path
-        self._new_reader = reader
-        self._reader = reader()
+        self._new_reader = new_reader
+        self.reader = first
         self._inode: int | None = None
         self._offset = 0
 
@@ -130,23 +132,23 @@ class _FileTail:
         with file:
             status = os.fstat(file.fileno())
             if self._inode not in (None, status.st_ino) or status.st_size < self._offset:
-                yield from self._reader.end()
-                self._reader, self._offset = self._new_reader(), 0
+                yield from self.reader.end()
+                self.reader, self._offset = self._new_reader(self.reader), 0
             self._inode = status.st_ino
             file.seek(self._offset)
             while piece := file.read(_PIECE_BYTES):
                 self._offset += len(piece)
-                yield from self._reader.feed(piece)
+                yield from self.reader.feed(piece)
 
     def end(self) -> Iterator[Row | Marker]:
-        return self._reader.end()
+        return self.reader.end()
 
 
 class _InputTail:
     """Standard input."""
 
     def __init__(self, reader: LogReader) -> None:
-        self._reader = reader
+        self.reader = reader
         self.ended = False
 
     def new_items(self) -> Iterator[Row | Marker]:
@@ -158,10 +160,10 @@ class _InputTail:
             if not piece:
                 self.ended = True
                 return
-            yield from self._reader.feed(piece)
+            yield from self.reader.feed(piece)
 
     def end(self) -> Iterator[Row | Marker]:
-        return self._reader.end()
+        return self.reader.end()
 
 
 def follow_loss(
@@ -185,7 +187,9 @@ def follow_loss(
     resume_point, found = checkpoint.resolve(storage)
     options = CheckOptions(resume_point, found, strict=strict)
     logs = each_once(logs)
-    tails = [_tail(path, log_format) for path in logs]
+    tails: list[_Tail] = []
+    for path in logs:
+        tails.append(_tail(path, log_format, tails[-1].reader if tails else None))
     splitter = Splitter(around=resume_point.step if resume_point is not None else None)
     deadline = None if follow.max_wait_s is None else time.monotonic() + follow.max_wait_s
     may_divide: bool | None = None
@@ -245,10 +249,11 @@ def _may_divide(parts: Split, resume_point: ResumePoint | None) -> bool:
     return parts.segments[-1].last_step <= resume_point.step
 
 
-def _tail(path: str, log_format: LogFormat | None) -> _Tail:
+def _tail(path: str, log_format: LogFormat | None, earlier: LogReader | None) -> _Tail:
+    first = LogReader(path, log_format, earlier)
     if path == STDIN:
-        return _InputTail(LogReader(path, log_format))
+        return _InputTail(first)
     file = local_path(path)
     if file is None:
         raise UsageError(f"{path}: --follow supports files and standard input, not object stores")
-    return _FileTail(file, lambda: LogReader(path, log_format))
+    return _FileTail(file, lambda rotated: LogReader(path, log_format, rotated), first)

@@ -97,11 +97,14 @@ class LogReader:
 
     `name` is the file as the caller named it; it is part of the position of each row.
     The iterator that `feed` returns must be exhausted before the next call. Where a log
-    is rotated, call `end` and continue with a new reader.
+    is rotated, call `end` and continue with a new reader, to which this one is `earlier`.
     """
 
-    def __init__(self, name: str, log_format: LogFormat | None = None) -> None:
+    def __init__(
+        self, name: str, log_format: LogFormat | None = None, earlier: LogReader | None = None
+    ) -> None:
         self.name = name
+        self._earlier = earlier
         self.n_bytes = 0
         self._options = log_format or LogFormat()
         self._head = b""
@@ -159,7 +162,10 @@ class LogReader:
                 return WandbFile(self.name, keys)
             if is_document(self.name, head):
                 return TrainerState(self.name, keys)
-        return TextLog(self.name, form=name, pattern=pattern, keys=keys)
+        before = None if self._earlier is None else self._earlier._log
+        self._earlier = None
+        earlier = before if isinstance(before, TextLog) else None
+        return TextLog(self.name, form=name, pattern=pattern, keys=keys, earlier=earlier)
 
 
 @dataclass(slots=True)
@@ -229,7 +235,7 @@ def read_logs(
     readers: list[LogReader] = []
     has_loss = False
     for path in _in_order(expanded(paths, storage), storage, log_format):
-        reader = LogReader(path, log_format)
+        reader = LogReader(path, log_format, readers[-1] if readers else None)
         readers.append(reader)
         for item in _read(reader, storage, on_damage):
             has_loss = has_loss or (isinstance(item, Row) and item.has_loss)

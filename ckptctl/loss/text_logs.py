@@ -14,7 +14,8 @@ from typing import Protocol
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
-from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format
+from ckptctl.loss.formats.console import LineReader, pattern_format
+from ckptctl.loss.formats.line_formats import LINE_FORMATS
 from ckptctl.loss.formats.multi_line import (
     BLOCK_FORMATS,
     BlockReader,
@@ -130,15 +131,25 @@ class Averages:
 
 
 class TextLog:
-    """One text log, fed in pieces of any length; `name` is the file of its positions."""
+    """One text log, fed in pieces of any length; `name` is the file of its positions.
+
+    `earlier` is the log before it, which shows at which step an epoch began.
+    """
 
     # Lines that cannot be parsed are skipped, so a text log cannot be damaged.
     damage: str | None = None
 
     def __init__(
-        self, name: str, *, form: str | None = None, pattern: str | None = None, keys: Keys = None
+        self,
+        name: str,
+        *,
+        form: str | None = None,
+        pattern: str | None = None,
+        keys: Keys = None,
+        earlier: TextLog | None = None,
     ) -> None:
         self._name = name
+        self._earlier = {} if earlier is None else earlier._readers
         self._keys = keys
         self._splitter = LineSplitter()
         self._markers = markers.HintFinder()
@@ -283,6 +294,8 @@ class TextLog:
                     self._readers.clear()
                 reader = self._readers[key] = form.reader(self._keys)
                 if isinstance(reader, LineReader):
+                    if isinstance(before := self._earlier.get(key), LineReader):
+                        reader.follow(before)
                     reader.accumulated = self._accumulated
                     reader.resume(self._resumed)
                     reader.stop(self._stopped)

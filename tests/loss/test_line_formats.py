@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from math import exp
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from ckptctl.errors import UsageError
+from ckptctl.loss.checking import check_loss
 from ckptctl.loss.formats.fields import FIELDS
 from ckptctl.loss.reading import FORMATS, LogFormat, LogReader
 from ckptctl.loss.rows import Marker, Number, Row
@@ -111,6 +114,60 @@ def test_a_bar_that_is_drawn_again_is_one_row_and_the_next_bar_goes_on():
     assert [(row.step, row.loss.value) for row in rows(text + "\n")] == [
         (1, 5.0), (2, 4.9), (3, 4.8), (4, 4.7), (5, 4.6), (6, 4.4),
     ]  # fmt: skip
+
+
+FORMS_BY_EPOCH = (
+    "Epoch: {epoch} Step: {batch}/500 loss: {loss:.4f}",
+    "epoch {epoch} step {batch} loss {loss:.4f}",
+    "Epoch [{epoch}/5], Step [{batch}/500], Loss: {loss:.4f}",
+    "(trainer:762) INFO: {epoch}epoch:train:{first}-{batch}batch: acc=0.6, loss={loss:.4f}",
+)
+
+
+@pytest.mark.parametrize("form", FORMS_BY_EPOCH)
+def test_the_epochs_of_a_log_go_on_from_those_of_the_log_before(form, tmp_path):
+    """The job ended in epoch 4, and resumed from the checkpoint after epoch 2."""
+    random = Random(7)
+    noise = {step: random.gauss(0, 0.03) for step in range(10, 2500, 10)}
+    for name, first, last in (("1.log", 10, 1600), ("2.log", 1010, 2000)):
+        lines = (
+            form.format(
+                epoch=(step - 1) // 500 + 1,
+                batch=(step - 1) % 500 + 1,
+                first=(step - 1) % 500 - 8,
+                loss=2 + 4 * exp(-step / 600) + noise[step],
+            )
+            for step in range(first, last + 1, 10)
+        )
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    report = check_loss([str(tmp_path / "1.log"), str(tmp_path / "2.log")])
+    assert report.verdict.value == "continuous"
+    assert report.assessments[0].resume.first_step == 1010
+
+
+BESIDE_TRAINING = (
+    "[dev] step {}: loss {:.5f}",
+    "step {} | val loss {:.5f}",
+    "Validate: [0][{}/3000]  Loss: {:.5f}",
+    "\rEvaluating:  10%|█ | {}/3000 [00:10<10:00, 1.0it/s, loss={:.4f}]",
+    "\rValidation DataLoader 0:  10%|█ | {}/3000 [00:10<10:00, 1.0it/s, loss={:.4f}]",
+    # A mean since the epoch or the process began follows a resume only slowly.
+    "\rsteps:  10%|█ | {}/3000 [00:10<10:00, 1.0it/s, avr_loss={:.4f}]",
+    # Parts of a loss whose sum is not printed.
+    "\r  1/100  2.19G  {1:.3f}  {1:.3f}  15  640:  10%|█ | {0}/3000 [00:10<10:00, 1.0it/s]",
+)
+
+
+@pytest.mark.parametrize("form", BESIDE_TRAINING)
+def test_what_is_measured_beside_the_training_is_not_its_loss(form):
+    lines = (form.format(step, 2 + step / 1000) for step in range(10, 400, 10))
+    assert not any(row.has_loss for row in rows("\n".join(lines) + "\n"))
+
+
+@pytest.mark.parametrize("head", ["Epoch [1/3]", "Epoch 1/3", "Epoch 1", "Training"])
+def test_the_epoch_before_a_bar_is_not_its_step(head):
+    bars = (f"\r{head}:  1%|▏ | {n}/500 [00:01<10:00, 1.2it/s, Loss=2.1{n}]" for n in range(1, 9))
+    assert [row.step for row in rows("".join(bars) + "\n")] == [*range(1, 9)]
 
 
 BAR = "Epoch {}/-2 ━━━━━━ {} 0:00:01 • 0:00:00 81.94it/s loss: 0.0{}\n"

@@ -12,7 +12,7 @@ import pytest
 from pattern_growth import MOST_GROWTH, TOO_SHORT_S, seconds, too_slow
 
 import ckptctl.loss
-from ckptctl.loss.formats.console import LINE_FORMATS
+from ckptctl.loss.formats.line_formats import LINE_FORMATS
 from ckptctl.loss.formats.markers import _PHRASES
 from ckptctl.loss.formats.multi_line import BLOCK_FORMATS
 from ckptctl.loss.reading import LogReader

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_logs import VERSION_EVENT, scalar_event, wandb_file, wandb_history
 
-from ckptctl.loss.formats.console import LINE_FORMATS, LineReader
+from ckptctl.loss.formats.console import LineReader
 from ckptctl.loss.formats.fields import Precision, parse_number
+from ckptctl.loss.formats.line_formats import LINE_FORMATS
 from ckptctl.loss.formats.markers import HINTS, HintFinder
 from ckptctl.loss.reading import LogReader
 from ckptctl.loss.rows import LogPosition, Marker, Row

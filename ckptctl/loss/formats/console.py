@@ -1,7 +1,7 @@
 """Read programs that print a training step as one line of text.
 
-`LINE_FORMATS` has one entry for each program: the beginning of the line, its names and
-values, and its end. A line that a terminal or a log collector wrapped is joined again.
+`line_formats` describes the lines. A line that a terminal or a log collector wrapped is
+joined again.
 """
 
 from __future__ import annotations
@@ -10,280 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import copy
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.fields import FIELDS, Precision, RowMaker, clock_in, parse_step
+from ckptctl.loss.formats.line_formats import LineFormat
 from ckptctl.loss.rows import LogPosition, Number, Row
 
 _MAX_WRAPS = 8
-
-_VALUE = r"(\d{1,3}(?:,\d{3}){1,9}(?![\d.])|[^\s,|\]]{1,64})"
-_BARS = r"(?<![A-Za-z])([A-Za-z][^|:]{0,99}):\s{0,20}" + _VALUE
-_COLONS = r"(?<![\w/])([A-Za-z][\w/]{0,99}):\s{0,20}" + _VALUE
-_EQUALS = r"(?<![\w/])([A-Za-z][\w/]{0,99})=" + _VALUE
-
-
-@dataclass(frozen=True, slots=True)
-class LineFormat:
-    """How one program prints a step; `head`, `pairs` and `tail` are regular expressions.
-
-    Every line contains `hint`. `head` matches the beginning of the line with the step, in
-    the group `step`, or as `it` of `per` iterations of the epoch `epoch`; other groups are
-    fields of the row. `pairs` matches names and values after it. `tail` matches in complete
-    lines only.
-
-    `averages`: the loss is the mean since the row before. `trimmed`: trailing zeros are
-    left out. `fallback`: other formats are preferred. `rounds`: steps may start again in
-    each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
-    and the last one counts.
-    """
-
-    name: str
-    hint: str
-    head: str
-    pairs: str | None = None
-    tail: str | None = None
-    keys: Mapping[str, str] = field(default_factory=dict)
-    averages: bool = False
-    trimmed: bool = False
-    fallback: bool = False
-    rounds: bool = False
-    redrawn: bool = False
-
-
-LINE_FORMATS = (
-    LineFormat(
-        "nemo",
-        "Training epoch",
-        # `iteration` starts again in each epoch.
-        r"\bTraining epoch \d{1,9}, iteration \d{1,12}/\d{1,12} \|"
-        r"(?=.{0,2000}?\bglobal_step: (?P<step>\d{1,12})\b)",
-        _BARS,
-        trimmed=True,
-    ),
-    LineFormat(
-        "megatron",
-        "iteration",
-        r"\biteration\s{1,20}(?P<step>\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|",
-        _BARS + r"\s{0,20}(?=\|)",
-        tail=r"number of (?:nan|skipped) iterations:\s{0,20}\d{1,12}\s{0,20}\|",
-        averages=True,
-    ),
-    LineFormat(
-        "nanotron",
-        "iteration:",
-        r"\biteration:\s{0,20}(?P<step>\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|",
-        _BARS,
-        tail=r"grad_norm:\s*\S+",
-        trimmed=True,
-    ),
-    LineFormat(
-        "torchtitan",
-        "step:",
-        r"(?<!validate )\bstep:\s*(?P<step>\d+)\s+(?=loss:)",
-        _COLONS,
-        tail=r"mfu:\s*\S+",
-        keys={"device_throughput": "tps"},
-    ),
-    LineFormat(
-        "nanogpt",
-        "iter ",
-        r"\biter\s+(?P<step>\d+):\s+(?=loss)",
-        r"(?<![a-z])([a-z]{1,40}) ([^\s,]+)",
-        tail=r"time \S+ms",
-    ),
-    LineFormat(
-        "verl",
-        "step:",
-        # Each number with its path; NumPy's since 2.0 with their type.
-        r"\bstep:(?P<step>\d{1,12}) - (?=[\w/-]{1,100}(?:\([^)]{0,20}\))?:)",
-        r"(?<![\w/])([A-Za-z][\w/-]{0,99})(?:\([^)]{0,20}\))?:(?:np\.float\d\d\()?([^\s,)]{1,64})",
-    ),
-    LineFormat(
-        "modded-nanogpt",
-        "train_time:",
-        r"\bstep:(?P<step>\d+)/\d+\s+(?=\w+:)",
-        _COLONS,
-        tail=r"train_time:\S+",
-        keys={"step_time_s": "step_avg"},
-    ),
-    LineFormat(
-        "kempnerforge",
-        "[step ",
-        r"\[step (?P<step>\d+)\]\s+(?=loss=)",
-        _EQUALS,
-        tail=r"step_time=\S+",
-    ),
-    LineFormat(
-        "maxtext",
-        "completed step:",
-        r"\bcompleted step: (?P<step>\d+),",
-        _COLONS,
-        tail=r"\bloss: \S+",
-    ),
-    LineFormat(
-        "levanter",
-        "Progress on:train",
-        # Above 1,000 steps three digits are printed: the last row of `12.3kit` represents it.
-        r"\bProgress on:train\s+(?P<step>\d{1,12}(?:\.\d{1,2})?[kM]?)it/",
-        r"(loss)=([^\s,]+)",
-        tail=r"postfix:",
-        redrawn=True,
-    ),
-    LineFormat(
-        "torchtune",
-        "Step ",
-        r"\bStep (?P<step>\d+) \|\s*(?=\w+:)",
-        _COLONS,
-        tail=r"peak_memory\w{0,40}:|tokens_per_second\w{0,40}:.{0,400}\b(?:lr|loss):",
-        trimmed=True,
-    ),
-    LineFormat(
-        "torchtune-bar",
-        "|Loss: ",
-        r"(?:^|(?<=\s))\d{1,9}\|(?P<step>\d{1,12})\|Loss: (?P<loss>[^\s:]{1,64}):",
-        redrawn=True,
-    ),
-    LineFormat(
-        "litgpt",
-        "loss train:",
-        r"\biter \d{1,12} step (?P<step>\d{1,12}) \| loss train: (?P<loss>[^\s,]{1,64})",
-        redrawn=True,
-    ),
-    LineFormat(
-        "fairseq",
-        "num_updates=",
-        r"\bepoch \d{1,9}:\s{0,20}\d{1,12} / \d{1,12} .{0,1000}?\bnum_updates=(?P<step>\d{1,12})",
-        _EQUALS,
-        tail=r"\bwall=\S+",
-        averages=True,
-        trimmed=True,
-    ),
-    LineFormat(
-        "detectron2",
-        "total_loss:",
-        r"\biter:\s*(?P<step>\d+)\s+(?=total_loss:)",
-        _COLONS,
-        tail=r"\blr:\s*\S+",
-    ),
-    LineFormat(
-        "mmengine",
-        "Epoch",
-        r"\bEpoch(?:\(train\))?\s*\[(?P<epoch>\d+)\]\[\s*(?P<it>\d+)/(?P<per>\d+)\]",
-        _COLONS,
-        tail=r"\bloss:\s*\S+",
-        averages=True,
-    ),
-    LineFormat(
-        "mmengine-iter",
-        "Iter",
-        r"\bIter(?:\(train\))?\s*\[\s*(?P<step>\d+)/\d+\]",
-        _COLONS,
-        tail=r"\bloss:\s*\S+",
-        averages=True,
-    ),
-    LineFormat(
-        "pith-train",
-        "step ",
-        r"\bstep (?P<step>\d+)/\d+ \|",
-        r"(?<![a-z-])([a-z][a-z-]{0,60}) ([^\s|]+)",
-        tail=r"tokens-per-second \S+",
-    ),
-    LineFormat(
-        "deepspeed-pipe",
-        "steps: ",
-        r"\bsteps: (?P<step>\d+) (?=loss:)",
-        r"(?<![a-z/])([a-z][a-z/]{0,60}(?: time \(s\))?):\s{0,20}(\S+)",
-        tail=r"samples/sec:\s*\S+",
-    ),
-    LineFormat(
-        "mindformers",
-        "step:[",
-        r"\bEpoch:\[ *(?P<epoch>\d{1,9})/ *\d{1,9}\], "
-        r"step:\[ *(?P<step>\d{1,12})/ *(?P<per>\d{1,12})\]",
-        r"(?<!\w)([A-Za-z]\w{0,99}): ?\[? {0,20}([^\s,\]/]+)",
-        keys={"step_time_s": "per_step_time", "grad_norm": "global_norm"},
-        rounds=True,
-    ),
-    LineFormat(
-        "wenet",
-        "TRAIN Batch ",
-        # The epoch, and the batch of it; validation prints `CV`.
-        r"\bTRAIN Batch (?P<epoch>\d{1,9})/(?P<step>\d{1,12}) (?=loss )",
-        r"(?<!\w)([a-z]\w{0,99}) (\S+)",
-        rounds=True,
-    ),
-    LineFormat(
-        "rwkv",
-        "-",
-        r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",
-    ),
-    LineFormat(
-        "mlflow-metric",
-        " ",
-        r"^(?P<at>\d{13}) (?P<loss>\S+) (?P<step>\d+)$",
-    ),
-    LineFormat(
-        "deepspeed",
-        "skipped=",
-        r"\bstep=(?P<step>\d+), skipped=\d+, ",
-        r"(lr)=\[([^\],]+)",
-        fallback=True,
-    ),
-    LineFormat(
-        "progress-bar",
-        "oss=",
-        # tqdm with a postfix, as in Lightning: a step is printed repeatedly, the last counts.
-        r"(?:\bEpoch (?P<epoch>\d{1,9}):[^|]{0,20}\|[^|]{0,400})?"
-        r"\| *(?P<step>\d{1,12})/(?P<per>\d{1,12}|\?) \[[\d:]{1,20}<(?=[^\]]{0,2000}?(?:\b|_)loss)",
-        r"(?<![\w/])([A-Za-z][\w/]{0,99})=([^\s,\]]+)",
-        trimmed=True,
-        fallback=True,
-        rounds=True,
-        redrawn=True,
-    ),
-    LineFormat(
-        "rich-bar",
-        "\u2022",
-        # Lightning's RichProgressBar, on a terminal.
-        r"\bEpoch (?P<epoch>\d{1,9})/-?\d{1,9} +[\u2500-\u257f ]{1,400} "
-        r"(?P<step>\d{1,12})/(?P<per>\d{1,12}|--|\?) [-\d:]{1,20} \u2022",
-        r"(?<![\w/])([A-Za-z][\w/]{0,99}): (\S+)",
-        trimmed=True,
-        fallback=True,
-        rounds=True,
-        redrawn=True,
-    ),
-    LineFormat(
-        "plain",
-        "oss",
-        # A custom training loop: a step, and after it a loss.
-        r"(?i)^(?:(?=.*\btrain\w{0,20}[ _/]loss)|"
-        r"(?!.*(?:\b|_)(?:val|valid|validation|eval|evaluation|test)(?:\b|_)))"
-        r"(?:.{0,300}?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d{1,9}))?"
-        r".{0,300}?(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[(]{1,9}"
-        r"(?P<step>\d[\d,]{0,15})(?!\.?\d|\s?%)(?:\s?/\s?(?P<per>\d{1,12}))?"
-        r"(?=\D.{0,300}?(?:\b|_)loss)",
-        r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test) )?"
-        r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
-        r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
-        rounds=True,
-        fallback=True,
-    ),
-    LineFormat(
-        "bracketed",
-        "oss",
-        # `[5/1000] loss=2.34`, and torchvision's `Epoch: [0][ 10/5005] ... Loss 6.9 (7.0)`.
-        r"(?i)^(?!.{0,200}\b(?:val|valid|validation|eval|evaluation|test)\b)"
-        r"[^\[]{0,200}(?:\[ *(?P<epoch>\d{1,9})(?: ?/ *\d{1,9})?\] ?)?"
-        r"\[ *(?P<step>\d{1,12}) ?/ *(?P<per>\d{1,12})(?: \([^)]{0,20}\))?\]"
-        r"(?=.{0,1000}(?:\b|_)loss\b)",
-        r"(?<![\w/])([A-Za-z][\w/]{0,99})(?: ?[=:] {0,4}| {1,4}|\t)"
-        r"([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
-        rounds=True,
-        fallback=True,
-    ),
-)
 
 
 def pattern_format(pattern: str) -> LineFormat:
@@ -364,6 +96,10 @@ class LineReader:
     def stop(self, step: int | None) -> None:
         """Take note that the log announced the end of the training at `step`."""
         self._rounds.stop(None if step is None else step * self._batches)
+
+    def follow(self, earlier: LineReader) -> None:
+        """Take note that the log continues the one that `earlier` read."""
+        self._rounds.follow(earlier._rounds)
 
     @property
     def _batches(self) -> int:
@@ -461,10 +197,12 @@ class Rounds:
 
     A round is an epoch, or a progress bar from its beginning to its end. Every step must be
     passed in, in the order of the log. The round in which a log begins is unknown, unless a
-    line announced the step of the run after which it resumed.
+    line announced the step of the run after which it resumed, or the log before it shows at
+    which step an epoch began.
     """
 
     def __init__(self) -> None:
+        self._earlier: Rounds | None = None
         self._before: dict[int | None, int] = {}
         self._epoch: int | None = None
         self._last = 0
@@ -473,6 +211,10 @@ class Rounds:
         self._longest = 0
         self._resumed: int | None = None
         self._stopped: int | None = None
+
+    def follow(self, earlier: Rounds) -> None:
+        """Take note that `earlier` counted the rounds of the log before this one."""
+        self._earlier = earlier
 
     def resume(self, step: int | None) -> None:
         """Take note that the next step follows `step` of the run."""
@@ -492,6 +234,11 @@ class Rounds:
         `epoch`, a round ends with its last step; a process that restarted continues the
         round in which it ended.
         """
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None and epoch is not None and earlier._epoch is not None:
+            self._before, self._epoch, self._last = earlier._before, earlier._epoch, earlier._last
+            self._per, self._longest = earlier._per, earlier._longest
+            self._spacing = earlier._spacing
         resumed, self._resumed = self._resumed, None
         stopped, self._stopped = self._stopped, None
         if stopped is not None and per is not None and per <= step <= stopped:

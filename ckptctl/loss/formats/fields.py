@@ -45,9 +45,9 @@ _NAMES = {
     "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
         traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
         losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
-        trainsamplestrainloss losstotal lossestotal totallosstrain avgloss lossavg averageloss
-        meanloss lossmean losscurrent steploss pgloss policyloss crossentropy nll nllloss ce
-        trainlossepoch""",
+        trainsamplestrainloss losstotal lossestotal totallosstrain lastloss avgloss lossavg
+        averageloss meanloss lossmean losscurrent steploss pgloss policyloss crossentropy
+        nll nllloss ce trainlossepoch ltotal lgtotal lpix lgpix""",
     "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
         lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
         traininnerlr trainsampleslr""",
