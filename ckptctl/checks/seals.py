@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.layouts import is_own
+from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.marks import Mark, MarkKind, standing
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic
 from ckptctl.formatting import at_most_few, counted, some_of
@@ -239,7 +239,7 @@ def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
     unsealed = [
         file.path
         for file in seen.step.files
-        if file.kind == "file" and file.path not in sealed and not is_own(file.path)
+        if file.kind == "file" and file.path not in sealed and is_saved(file.path)
     ]
     needed = [path for path in unsealed if path in seen.named or path in seen.metadata]
     if needed:

@@ -188,7 +188,7 @@ def check_unchanged(step: Step, now: Sequence[FileInfo]) -> Iterator[Finding]:
 
 
 def _comparable(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
-    return {file.path: file for file in files if not layouts.is_own(file.path)}
+    return {file.path: file for file in files if layouts.is_saved(file.path)}
 
 
 def _described(file: FileInfo | None) -> str:

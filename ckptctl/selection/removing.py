@@ -43,6 +43,7 @@ from ckptctl.formats.frameworks.layouts import (
     REMOVING,
     is_flat_file,
     is_own,
+    is_saved,
     is_scattered,
     own_file_of_lone,
     step_name,
@@ -196,7 +197,7 @@ def _noted(store: Store, inspected: Inspection) -> bool:
 
 def files_digest(files: Iterable[FileInfo]) -> str:
     """A SHA-256 over the files of a step by path, each with its size and write time."""
-    saved = {f.path: [f.size, written_ms(f)] for f in files if not is_own(f.path)}
+    saved = {f.path: [f.size, written_ms(f)] for f in files if is_saved(f.path)}
     return sha256_of(canonical(saved))
 
 

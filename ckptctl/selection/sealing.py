@@ -20,7 +20,7 @@ from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming
-from ckptctl.formats.frameworks.layouts import is_own
+from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.seals import (
     MAX_SEAL_BYTES,
@@ -165,7 +165,7 @@ def _halves(limits: Limits) -> tuple[Limits, Limits]:
 
 def is_sealed(file: FileInfo) -> bool:
     """Whether a seal covers a file of a step."""
-    return file.kind == "file" and not is_own(file.path)
+    return file.kind == "file" and is_saved(file.path)
 
 
 def digested(

@@ -348,12 +348,17 @@ def rank_local_rank(file_name: str) -> int | None:
 def belongs_to_shards(path: str) -> bool:
     """Whether a file of a step is a shard, metadata, or ckptctl's own: not a sidecar."""
     name = path.rsplit("/", 1)[-1]
-    return name.endswith((".distcp", ".metadata", METADATA_TMP)) or is_own(path)
+    return name.endswith((".distcp", ".metadata", METADATA_TMP)) or not is_saved(path)
 
 
 def is_own(path: str) -> bool:
     """Whether a file below a root or a step is one that ckptctl wrote itself."""
     return path.split("/", 1)[0] == OWN_FOLDER
+
+
+def is_saved(path: str) -> bool:
+    """Whether a file below a step may be of the save: neither ckptctl nor a tool left it there."""
+    return not is_own(path) and full_match(tables.LEFT_BY_TOOLS, path) is None
 
 
 def own_file_of_lone(name: str, path: str) -> str:
@@ -383,7 +388,7 @@ def parts_of(
     folders: dict[str, list[FileInfo]] = {}
     for file in files:
         folder, _, name = file.path.rpartition("/")
-        if not is_own(file.path):
+        if is_saved(file.path):
             folders.setdefault(folder, []).append(_renamed(file, name))
     formats = {
         folder: _dcp_format(inside)
