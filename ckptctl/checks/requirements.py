@@ -236,7 +236,8 @@ def check_optimizer_steps(
         agreed = all(len(set(found)) == 1 for found in by_file.values())
         if not agreed or len(set(firm.values())) < 2:
             continue
-        usual = Counter(firm.values()).most_common(1)[0][0]
+        # Of as many files on either side, the older ones were left by an earlier save.
+        usual, _ = max(Counter(firm.values()).items(), key=lambda one: (one[1], one[0]))
         odd = {file: value for file, value in sorted(firm.items()) if value != usual}
         file, value = next(iter(odd.items()))
         yield Finding(

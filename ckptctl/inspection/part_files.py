@@ -27,6 +27,8 @@ from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks import layout_tables as tables
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     METADATA_TMP,
@@ -36,7 +38,7 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
 from ckptctl.formatting import inside
-from ckptctl.inspection.sidecars import scalar
+from ckptctl.inspection.sidecars import scalar, steps_inside
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
 from ckptctl.records.opening import Need
 from ckptctl.records.ranges import Ranges
@@ -291,6 +293,29 @@ def steps_by_optimizer(
 
 
 # Rank files
+
+MAX_COMPARED = 512
+"""So many files of a kind are opened for the steps that they count."""
+
+
+def steps_by_rank(part: OpenPart) -> Mapping[str, Sequence[tuple[str, float]]]:
+    """For each kind of rank file, each file and the steps that it counts.
+
+    A file of one count has it twice, which is as much as there can be. Cost: as
+    `steps_inside` for each file that holds an optimizer or a count, of kinds with several.
+    """
+    layout = part.opened.step.layout
+    sizes = {file.path: file.size for file in part.part.files}
+    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for kind, paths in files_by_kind(part.part.files, layout).items():
+        held = kind_of_file(layout, paths[0])
+        is_counted = held is None or not {"optimizer", "step"}.isdisjoint(
+            {*held.names} - {*held.always}
+        )
+        for path in paths[:MAX_COMPARED] if is_counted and len(paths) > 1 else ():
+            steps = steps_inside(part.store, part.in_store(path), sizes[path])
+            found[kind] += [(path, float(n)) for n in (steps if len(steps) > 1 else steps * 2)]
+    return found
 
 
 def listed_archives(part: Part, layout: str) -> Metadata:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import shlex
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
@@ -29,7 +30,10 @@ from ckptctl.formats.archive.legacy import LegacyFile
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import is_archive
-from ckptctl.formats.frameworks.state_keys import StateKind
+from ckptctl.formats.frameworks.state_keys import (
+    StateKind,
+    kind_of_entry,
+)
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
@@ -44,6 +48,7 @@ MAX_ENDS = 4096
 _TAIL = 98  # `tail_needed` needs as much
 MAX_SCALAR_BYTES = 64 * 2**10
 MAX_NUMBERS = 16
+MAX_KEYS = 8
 
 _SCALARS: Mapping[str, str] = {
     "int64": "q",
@@ -213,6 +218,45 @@ def value_in_file(
         return open_one_record(reads.span, size, open_before_archives).value
     directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
     return decode(directory, reads)
+
+
+def steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
+    """The steps that a file of `torch.save` counts, at its top and in optimizers; sorted.
+
+    At most `MAX_NUMBERS`; none of a file that is damaged or no archive. Cost: three short reads,
+    and one for each count that is a tensor.
+    """
+
+    def read(directory: RecordDirectory, view: Readable) -> object:
+        pickle = read_member(directory, "data.pkl", view)
+        found = [] if pickle is None else islice(_counts(decode_value(pickle), ()), MAX_NUMBERS)
+        stubs = (
+            one if isinstance(one, (int, float)) else _number_of(one, directory, view)
+            for one in found
+        )
+        return tuple(sorted(one for one in stubs if one is not None))
+
+    try:
+        found = value_in_file(FileReads(store, path), size, read)
+    except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
+        return ()
+    return found if isinstance(found, tuple) else ()
+
+
+def _counts(value: object, keys: tuple[str, ...]) -> Iterator[int | float | TensorStub]:
+    """The numbers under names of step counts: at the top, and in the state of an optimizer."""
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[object, object]] = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        path = (*keys, str(key))
+        if isinstance(item, (int, float, TensorStub)) and not isinstance(item, bool):
+            of_parameter = path[-1] == "step" and "state" in keys
+            if of_parameter or (not keys and kind_of_entry(path).names == ("step",)):
+                yield item
+        elif len(path) < MAX_KEYS:
+            yield from _counts(item, path)
 
 
 def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,12 @@ from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import MAX_QUICK_READS, read_named, steps_by_optimizer
+from ckptctl.inspection.part_files import (
+    MAX_QUICK_READS,
+    read_named,
+    steps_by_optimizer,
+    steps_by_rank,
+)
 from ckptctl.inspection.sidecars import check_documents, value_in_archive
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
@@ -177,7 +182,10 @@ def _has_fault(findings: Sequence[Finding]) -> bool:
 
 def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     yield from part.structure.findings
-    steps = steps_by_optimizer(part.metadata, part.structure, part.path)
+    if part.part.format is PartFormat.RANK_FILES:
+        steps = steps_by_rank(part)
+    else:
+        steps = steps_by_optimizer(part.metadata, part.structure, part.path)
     yield from check_optimizer_steps(steps, opened.url)
 
 

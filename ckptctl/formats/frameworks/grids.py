@@ -99,6 +99,11 @@ class _Named:
         return " ".join((self.row.what, *apart))
 
     @property
+    def apart(self) -> str:
+        """What distinguishes the files of one grid from others of the same framework."""
+        return self.row.what if self.row.grid == BY_AXES else self.match["folder"]
+
+    @property
     def grid_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis in self.axes if not axis.startswith((_STATED, _APART)))
 
@@ -120,19 +125,29 @@ def grids_of(
     to be huge is counted, not listed.
     """
     together: dict[tuple[str, str, object], list[_Named]] = defaultdict(list)
-    for file in files:
-        found = ranked(file.path, layout) if file.kind == "file" else None
-        if found is not None:
-            row, match = found
-            named = _Named(row, match, axes_in(match))
-            apart = row.what if row.grid == BY_AXES else match["folder"]
-            together[row.grid, apart, named.lengths].append(named)
+    for named in _named(files, layout):
+        together[named.row.grid, named.apart, named.lengths].append(named)
     return tuple(
         grid
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
         if framework not in _OF_NO_FRAMEWORK or len({member.place for member in members}) > 1
         for grid in _grids(framework, members, stated or {})
     )
+
+
+def files_by_kind(files: Iterable[FileInfo], layout: str) -> Mapping[str, Sequence[str]]:
+    """The paths of the rank files of each kind, that is of each grid."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for named in _named(files, layout):
+        kinds[f"{named.apart} {named.what}"].append(named.match.string)
+    return kinds
+
+
+def _named(files: Iterable[FileInfo], layout: str) -> Iterator[_Named]:
+    for file in files:
+        found = ranked(file.path, layout) if file.kind == "file" else None
+        if found is not None:
+            yield _Named(*found, axes_in(found[1]))
 
 
 def ranked(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | None:
