@@ -252,6 +252,19 @@ def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
             return
 
 
+def file_of_another_step(step: Step, path: str, count: int, before: str) -> Finding:
+    """The finding for a file that an older step has, and that counts its steps."""
+    return Finding(
+        "state.mixed",
+        path,
+        f"{path} counts {count:,} steps and is the file of {before}: the step, or a part of it, is "
+        "a copy of that one",
+        expected=f"a file that counts {step.number:,} steps",
+        found=f"{count:,} steps",
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
 def empty_file(step: Step, path: str) -> Finding:
     """The finding for a file of `torch.save` without a byte."""
     return Finding(

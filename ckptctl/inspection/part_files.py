@@ -301,8 +301,8 @@ MAX_COMPARED = 512
 def steps_by_rank(part: OpenPart) -> Mapping[str, Sequence[tuple[str, float]]]:
     """For each kind of rank file, each file and the steps that it counts.
 
-    A file of one count has it twice, which is as much as there can be. Cost: as
-    `steps_inside` for each file that holds an optimizer or a count, of kinds with several.
+    A file of a known kind that has one count has it twice. Cost: as `steps_inside` for each file
+    that holds an optimizer or a count, of kinds with several.
     """
     layout = part.opened.step.layout
     sizes = {file.path: file.size for file in part.part.files}
@@ -314,7 +314,10 @@ def steps_by_rank(part: OpenPart) -> Mapping[str, Sequence[tuple[str, float]]]:
         )
         for path in paths[:MAX_COMPARED] if is_counted and len(paths) > 1 else ():
             steps = steps_inside(part.store, part.in_store(path), sizes[path])
-            found[kind] += [(path, float(n)) for n in (steps if len(steps) > 1 else steps * 2)]
+            # One count is all that a file of a known kind may have; of other files it may be
+            # a count of the rank's own.
+            steps = steps if held is None or len(steps) > 1 else steps * 2
+            found[kind] += [(path, float(n)) for n in steps]
     return found
 
 

@@ -9,7 +9,7 @@ compared.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -21,16 +21,27 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks.grids import is_of_rank_0
-from ckptctl.formats.frameworks.layouts import METADATA, StepName
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    StepName,
+    counts_training_steps,
+    step_name,
+)
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc
 from ckptctl.records.ranges import Ranges
-from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.contract import Span, Store, read_range
 from ckptctl.storage.opening import join_url
 
 MAX_METADATA_BYTES = 32 << 20
 """Steps of larger metadata (some 190,000 chunks) are not compared: two would be in memory."""
+
+MAX_END = 64 << 10
+"""Bytes of the end of two files that are compared."""
+
+COUNTS = ("global_step", "global_steps", "iteration")
+"""Keys under which transformers, DeepSpeed, Lightning and Megatron count the steps of the run."""
 
 MAX_TRIED = 2
 """So many older steps are tried until one can be read."""
@@ -63,6 +74,50 @@ def kinds_of_rank_0(opened: OpenStep, part: OpenPart, older: Older) -> frozenset
             grids = (one for other in before.parts for one in other.grids)
             return kinds & {one.what for one in grids if is_of_rank_0(one)}
     return frozenset()
+
+
+def check_counts(
+    opened: OpenStep, contents: Mapping[str, object], older: Older
+) -> Iterator[Finding]:
+    """Yield `state.mixed` for each file of a rank-file step that is that of an older step.
+
+    `contents` are decoded files by path. One that counts as many steps as an older step has in
+    its name, and no more, and ends with the same bytes as the file of that step, was not
+    written by this save: an archive ends with the checksums of all that it holds. Cost: none
+    where all counts are those of the step; else a listing and two short reads for each file.
+    """
+    from ckptctl.checks.rank_files import file_of_another_step
+
+    number = opened.step.number
+    if number is None or not counts_training_steps(opened.step.layout):
+        return
+    for path, content in contents.items():
+        held = content if isinstance(content, Mapping) else {}
+        count = next((held[key] for key in COUNTS if key in held), None)
+        if type(count) is not int or count >= number:
+            continue
+        for named in (one for one in older() if one.number == count):
+            before = OpenStep(opened.store, named)
+            with suppress(StorageError):
+                then = named.name if opened.is_file else _path_then(path, number, count)
+                if _end(opened, path) == _end(before, then):
+                    yield file_of_another_step(opened.step, path, count, named.name)
+
+
+def _path_then(path: str, number: int, count: int) -> str:
+    """The path of a file in step `count`, whose folders may be named by the step."""
+    *folders, name = path.split("/")
+    named = [(folder, step_name(folder)) for folder in folders]
+    then = (f.replace(str(number), str(count)) if n and n.number == number else f for f, n in named)
+    return "/".join((*then, name))
+
+
+def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:
+    """The size and the last bytes of a file; None for a file that is not there."""
+    size = next((file.size for file in opened.files if file.path == path), 0)
+    n_bytes = min(size, MAX_END)
+    end = read_range(opened.store, opened.in_store(path), size - n_bytes, n_bytes)
+    return size, end
 
 
 def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:

@@ -229,6 +229,10 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         for part in opened.parts:
             if part.part.format is PartFormat.RANK_FILES:
                 yield from _check_stated_ranks(opened, part, contents, context)
+        if context.older is not None and contents:
+            from ckptctl.inspection.predecessor import check_counts
+
+            yield from check_counts(opened, contents, context.older)
     context.state = train_state(
         Sources(
             step.layout,

@@ -303,6 +303,58 @@ def test_with_a_seal_the_file_of_another_rank_or_step_is_found(root):
     assert ckptctl.verify(str(step), level="content").exit_code == 0
 
 
+OF_ANOTHER_STEP = {
+    "verl": ("actor/optim_world_size_2_rank_1.pt",),
+    "zero1": ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"),
+    "zero3": ("zero_pp_rank_1_mp_rank_00_model_states.pt",),
+    "transformers": ("trainer_state.json",),
+    "lightning": ("",),
+}
+
+
+@pytest.mark.parametrize("root", OF_ANOTHER_STEP, indirect=True)
+def test_without_a_seal_the_file_of_the_step_before_is_found_by_the_steps_that_it_counts(root):
+    step, older = root / NEWEST[root.name], root / OLDER[root.name]
+    for name in OF_ANOTHER_STEP[root.name]:
+        file = step / name
+        whole = file.read_bytes()
+        write(file, (older / name).read_bytes())
+        report = ckptctl.verify(str(step), grace_s=0)
+        assert (report.exit_code, faults(report)) == (21, {"state.mixed"}), name
+        assert ckptctl.pick(str(root), grace_s=0).path == str(older)
+        write(file, whole)
+    assert ckptctl.pick(str(root)).path == str(step)
+
+
+LEFT_BY_TOOLS = (
+    ".~tmp~/{}",
+    ".rsync-partial/{}",
+    ".{}.aB3xY9",
+    "._{}",
+    ".nfs00000000000a1b2c0000001f",
+    ".DS_Store",
+    "__MACOSX/._{}",
+    ".snapshot/hourly.0/{}",
+)
+
+
+@pytest.mark.parametrize("root", ["zero1", "transformers"], indirect=True)
+def test_what_copying_tools_and_file_systems_leave_in_a_step_is_no_part_of_it(root):
+    step = root / NEWEST[root.name]
+    file = archives(step)[-1]
+    left = [step / name.format(file.name) for name in LEFT_BY_TOOLS]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.read_bytes()[:100])
+        os.utime(path, (0, 0))
+    assert ckptctl.pick(str(root), grace_s=0).path == str(step)
+    assert ckptctl.seal(str(step), accept_unverifiable=True).exit_code == 0
+    for path in left:
+        path.unlink()
+    report = ckptctl.verify(str(step), level="content", require_seal=True)
+    assert (report.exit_code, faults(report)) == (0, set())
+
+
 @each_framework
 def test_a_mark_lapses_when_the_step_is_saved_anew(root):
     step = root / NEWEST[root.name]
