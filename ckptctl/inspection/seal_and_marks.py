@@ -144,7 +144,7 @@ def read_marks(opened: OpenStep) -> ReadMarks:
     spans = (Span(opened.in_store(file.path), 0, file.size) for file in read)
     for file, (_, data) in zip(read, opened.store.read_spans(spans), strict=True):
         try:
-            marks.append(parse_mark(data))
+            marks.append(parse_mark(bytes(data)))
         except OwnFileUnreadable as error:
             unread[file.path] = error.message
     current = metadata_digest(tuple(opened.digests.items()))

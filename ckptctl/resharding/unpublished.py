@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, Upload, spread
+from ckptctl.storage.contract import Data, OpenFile, Span, Store, StoreKind, Upload, spread
 from ckptctl.storage.waiting import Retries
 
 
@@ -55,7 +55,7 @@ class WithFiles:
         data = self._files.get(path)
         return self._store.read(path, limit=limit) if data is None else data
 
-    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
         """See `Store.read_spans`."""
         asked: deque[Span] = deque()
 

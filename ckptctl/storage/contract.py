@@ -59,6 +59,10 @@ class NotSupported(StorageError):
     code = "storage.not-supported"
 
 
+Data = bytes | memoryview
+"""What was read: bytes, or a view of those that a client holds, which are not copied."""
+
+
 class StoreKind(str, Enum):
     """How much a read costs: almost nothing, a round trip, or a request."""
 
@@ -232,8 +236,8 @@ class Store(Protocol):
         """
         ...
 
-    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
-        """Each span with its bytes, in the requested order.
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
+        """Each span with what was read, in the requested order.
 
         Several reads are in flight at once where that is faster; at most 64 MiB of results
         are buffered. On an object store, all spans of one path are read from one object: if
@@ -316,10 +320,10 @@ class Store(Protocol):
 def read_range(store: Store, path: str, offset: int, length: int) -> bytes:
     """The `length` bytes of a file from `offset` on. Cost: one read."""
     ((_, data),) = store.read_spans([Span(path, offset, length)])
-    return data
+    return bytes(data)
 
 
-def spread(data: bytes, buffers: Iterable[memoryview]) -> None:
+def spread(data: Data, buffers: Iterable[memoryview]) -> None:
     """Copy the bytes into the buffers, one after the other."""
     at, taken = 0, memoryview(data)
     for buffer in buffers:

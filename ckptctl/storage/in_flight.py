@@ -53,12 +53,12 @@ class _Request(Generic[Item, T]):
 
 
 def read_in_flight(
-    read: Callable[[Span], bytes],
+    read: Callable[[Span], T],
     spans: Iterable[Span],
     *,
     width: int = READ_WIDTH,
     max_bytes: int = MAX_BYTES,
-) -> Iterator[tuple[Span, bytes]]:
+) -> Iterator[tuple[Span, T]]:
     """Each span with the result of `read`, in the requested order.
 
     At most `width` reads run or are buffered, and at most `max_bytes` bytes unless a single

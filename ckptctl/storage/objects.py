@@ -15,6 +15,7 @@ from ckptctl.data_classes import replace as with_fields
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
+    Data,
     OpenFile,
     Replaced,
     ShortRead,
@@ -63,7 +64,7 @@ class Client(Protocol):
         """
         ...
 
-    def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
+    def get(self, key: str, start: int, end: int) -> tuple[Data, str]:
         """Bytes `start` to `end` and the ETag of the object (empty if the storage has none).
 
         Returns fewer bytes if the object ends before `end`; raises `ShortRead` if it ends
@@ -144,9 +145,9 @@ class ObjectStore:
             return b""  # a range of an empty object cannot be satisfied
         if len(data) > limit:
             raise TooLarge(f"{self._named(path)} is larger than {limit:,} bytes and was not read")
-        return data
+        return bytes(data)
 
-    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
         """See `Store.read_spans`: always in flight, one request a span."""
         return read_in_flight(partial(self._span, etags={}), spans)
 
@@ -253,7 +254,7 @@ class ObjectStore:
             key=attrgetter("path"),
         )
 
-    def _span(self, span: Span, etags: dict[str, str]) -> bytes:
+    def _span(self, span: Span, etags: dict[str, str]) -> Data:
         """The bytes of a span; `etags` maps paths to the ETags of earlier reads."""
         if span.length == 0:
             return b""
@@ -295,7 +296,7 @@ class ObjectStore:
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:
-            return self._client.get(key, 0, len(data) + 1)[0] == data
+            return bytes(self._client.get(key, 0, len(data) + 1)[0]) == data
         except ShortRead:
             return not data
         except PathNotFound:
@@ -326,7 +327,7 @@ class ObjectStore:
 class _OpenObject:
     """An object that is read in pieces."""
 
-    def __init__(self, get: Callable[[Span], bytes], path: str) -> None:
+    def __init__(self, get: Callable[[Span], Data], path: str) -> None:
         self._get = get
         self._path = path
 

@@ -26,7 +26,7 @@ from ckptctl.errors import (
 )
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage import waiting
-from ckptctl.storage.contract import NotSupported, Upload
+from ckptctl.storage.contract import Data, NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.s3 import (
     MEANINGS,
@@ -128,13 +128,14 @@ class ObstoreClient:
             raise StorageUnavailable(f"s3://{self._bucket}: the server is not an S3 server")
         return found, None
 
-    def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
+    def get(self, key: str, start: int, end: int) -> tuple[Data, str]:
         """See `Client.get`."""
         import obstore
 
-        def once() -> tuple[bytes, str]:
+        def once() -> tuple[Data, str]:
             answer = obstore.get(self._store, key, options={"range": (start, end)})
-            data = bytes(answer.bytes())
+            # A copy would take half the time and half the memory of reading an object.
+            data = memoryview(answer.bytes())
             first, last = answer.range
             if len(data) != last - first:
                 raise Transient(f"{len(data):,} of {last - first:,} bytes arrived")
