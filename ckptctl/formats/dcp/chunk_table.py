@@ -48,7 +48,8 @@ class ChunkTable:
         self.numbers: defaultdict[str, int] = defaultdict()
         self.numbers.default_factory = self.numbers.__len__
         self._offsets: list[bytes] = []
-        self._sizes: list[bytes] = []
+        # One, where all chunks of a tensor have the same.
+        self._sizes: dict[str, Sequence[bytes]] = {}
         self._files = array("i")
         self._starts = array("q")
         self._lengths = array("q")
@@ -57,11 +58,11 @@ class ChunkTable:
         # Made when a hint is of no help, or where several chunks begin at one offset.
         self._by_offset: dict[str, dict[bytes, int]] = {}
 
-    def add(self, fqn: str, offsets: Sequence[bytes], sizes: Sequence[bytes]) -> None:
+    def add(self, fqn: str, offsets: list[bytes], sizes: list[bytes]) -> None:
         """Add the chunks of a tensor, still without byte ranges."""
         self._own[fqn] = range(len(self._offsets), len(self._offsets) + len(offsets))
         self._offsets += offsets
-        self._sizes += sizes
+        self._sizes[fqn] = sizes[:1] if sizes[:1] * len(sizes) == sizes else sizes
         if len(set(offsets)) != len(offsets):
             self._index(fqn)
         self._files += array("i", [NO_FILE]) * len(offsets)
@@ -131,11 +132,11 @@ class ChunkTable:
     def chunks(self, fqn: str, n_dims: int, file_names: Sequence[str]) -> Chunks:
         """The chunks of a tensor, once every byte range is placed."""
         self._share_ranges(fqn)
-        own = slice(self._own[fqn].start, self._own[fqn].stop)
+        own, sizes = slice(self._own[fqn].start, self._own[fqn].stop), self._sizes[fqn]
         return Chunks(
             n_dims,
             array("q", b"".join(self._offsets[own])),
-            array("q", b"".join(self._sizes[own])),
+            array("q", b"".join(sizes)) * (len(self._own[fqn]) // max(1, len(sizes))),
             RangeColumns(
                 self._files[own],
                 self._starts[own],
