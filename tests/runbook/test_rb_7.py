@@ -167,6 +167,7 @@ def test_fewer_ranks_are_a_decision_with_its_numbers(root):
     assert resumed(root) == "step_500"
 
 
+@pytest.mark.slow
 def test_storage_that_only_this_node_sees_is_a_decision(root):
     exit_code, _, document = run(root, SEEN_BY=None)
     assert exit_code == 75
@@ -320,7 +321,10 @@ CANARY_ENDS = {
 }
 
 
-@pytest.mark.parametrize("canary", CANARY_ENDS)
+@pytest.mark.parametrize(
+    "canary",
+    ["the same values", "other values", pytest.param("other steps", marks=pytest.mark.slow)],
+)
 def test_a_replay_proves_the_resume_or_that_it_was_wrong(root, tmp_path, canary):
     text, wanted, because = CANARY_ENDS[canary]
     replay = log(tmp_path, "canary.log", text)
@@ -342,6 +346,7 @@ def report(root: Path, step: int, tokens: int) -> None:
     (attempts / f"{name}.jsonl").write_text("".join(lines))
 
 
+@pytest.mark.slow
 def test_the_tokens_of_the_checkpoint_outweigh_those_of_the_resume_report(root, tmp_path):
     """The log of before lacks them, so that nothing else tells where the count goes on."""
     held = int(run_ckptctl("show", root / "step_500", "--print", "tokens").stdout)
@@ -369,6 +374,7 @@ def test_a_throughput_that_does_not_come_back_is_a_decision(root, tmp_path):
     assert watched(root, tmp_path, rows(401, 540), slow, SLOWER="fewer nodes")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_throughput_that_cannot_be_compared_yet_is_no_success(root, tmp_path):
     exit_code, ended, document = watched(root, tmp_path, rows(401, 505), rows(501, 512, pace=0.5))
     assert exit_code == 31, document["reason"]
@@ -376,6 +382,7 @@ def test_a_throughput_that_cannot_be_compared_yet_is_no_success(root, tmp_path):
     assert "too few steps to compare the throughput" in document["reason"]
 
 
+@pytest.mark.slow
 def test_fewer_ranks_have_a_throughput_of_their_own(root, tmp_path):
     slow = rows(501, 600, pace=0.5)
     half = {"WORLD_SIZE": 2, "ELASTIC": "yes"}
@@ -384,6 +391,7 @@ def test_fewer_ranks_have_a_throughput_of_their_own(root, tmp_path):
     assert ended["throughput"]["printed"] == ["in-band"]
 
 
+@pytest.mark.slow
 def test_saves_that_are_too_rare_after_the_failure_are_a_decision(root, tmp_path):
     logs = (rows(401, 540), rows(501, 600))
     exit_code, _, document = watched(root, tmp_path, *logs, MTBF="1s")
@@ -394,7 +402,11 @@ def test_saves_that_are_too_rare_after_the_failure_are_a_decision(root, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("apart_s", "word", "code"), [(100, "short-enough", 0), (7200, "longer-than-best", 32)]
+    ("apart_s", "word", "code"),
+    [
+        pytest.param(100, "short-enough", 0, marks=pytest.mark.slow),
+        (7200, "longer-than-best", 32),
+    ],
 )
 def test_the_failures_that_the_run_recorded_need_no_mtbf(root, tmp_path, apart_s, word, code):
     folder = root / ".ckptctl" / "attempts"

@@ -212,6 +212,7 @@ def test_the_storage_runbook_finds_the_last_proven_step_however_old(root):
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_run_on_an_object_store_is_continued_from_another_machine(s3, root):
     prefix = uuid.uuid4().hex
     for path in (root / "step_500").iterdir():

@@ -70,8 +70,15 @@ def started(*words: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.server
-@SIGNALS
-@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize(
+    ("number", "as_json"),
+    [
+        (signal.SIGINT, False),
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_prune_that_a_signal_ends_reports_what_it_removed(
     sealed: Path,
     s3_moto: S3Server,

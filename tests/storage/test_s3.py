@@ -195,7 +195,11 @@ def test_the_second_page_is_asked_again_and_the_first_is_not(
 PARTS = 6
 
 
-@pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.UNAVAILABLE, Fault.LOST], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [Fault.BROKEN, pytest.param(Fault.UNAVAILABLE, marks=pytest.mark.slow), Fault.LOST],
+    ids=str,
+)
 def test_a_part_that_fails_is_sent_again_and_the_others_are_not(
     s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str, fault: Fault
 ):

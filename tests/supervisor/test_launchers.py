@@ -301,6 +301,7 @@ def in_namespaces(launchers: Launchers, lease_s: float) -> None:
     launchers.environment[LEASE] = str(lease_s)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_storage_that_does_not_answer_longer_than_a_lease_ends_no_job(launchers: Launchers):
     in_namespaces(launchers, 3)
