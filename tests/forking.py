@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
 import forked_call
 from forked_call import ask, at_start
@@ -126,41 +126,60 @@ def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
     gc.freeze()
     # Ctrl-C is for the tests; this process ends with them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    waiting = select.poll()
+    waiting.register(listener)
+    waiting.register(sys.stdin)
+    running: dict[int, tuple[int, int, int]] = {}
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if listener not in ready:
+        number, _ = waiting.poll()[0]
+        if number == sys.stdin.fileno():
+            for pid, _, _ in running.values():
+                os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        call, _ = listener.accept()
-        with call:
-            head, streams, _, _ = socket.recv_fds(call, 4, 4)
-            body = b""
-            while len(body) < int.from_bytes(head, "big"):
-                body += call.recv(int.from_bytes(head, "big") - len(body))
-        if os.fork() == 0:
-            listener.close()
-            return _become(*marshal.loads(body), streams)
-        for number in streams:
-            os.close(number)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        if number == listener.fileno():
+            (words, variables, cwd), (*standard, reply) = _accepted(listener)
+            if (pid := os.fork()) == 0:
+                for each in (listener.fileno(), reply, *running):
+                    os.close(each)
+                return _become(words, variables, cwd, standard)
+            for each in standard:
+                os.close(each)
+            end = os.pidfd_open(pid)
+            for each, event in ((end, select.POLLIN), (reply, 0)):
+                waiting.register(each, event)
+                running[each] = (pid, end, reply)
+            continue
+        pid, end, reply = running[number]
+        if number == reply:  # an error of this pipe is that its reader has ended
+            waiting.unregister(reply)
+            os.kill(pid, signal.SIGKILL)
+            continue
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(BrokenPipeError):
+            os.write(reply, b"%d" % code)
+        for each in (end, reply):
+            with suppress(KeyError):
+                waiting.unregister(each)
+            os.close(each)
+            del running[each]
+
+
+def _accepted(listener: socket.socket) -> tuple[Any, Sequence[int]]:
+    """The next call, and its streams with the pipe for its exit code."""
+    call, _ = listener.accept()
+    with call:
+        head, streams, _, _ = socket.recv_fds(call, 4, 4)
+        body = b""
+        while len(body) < int.from_bytes(head, "big"):
+            body += call.recv(int.from_bytes(head, "big") - len(body))
+    return marshal.loads(body), streams
 
 
 def _become(
     words: list[str], variables: Mapping[str, str], cwd: str, streams: Sequence[int]
 ) -> list[str]:
-    """Fork the process that was asked for; its parent stays to report its exit code."""
-    *standard, reply = streams
-    if pid := os.fork():
-        for number in (0, 1, 2, *standard):
-            os.close(number)
-        _wait_for(pid, reply)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with suppress(BrokenPipeError):
-            os.write(reply, b"%d" % code)
-        os._exit(0)
-    os.close(reply)
-    for target, number in enumerate(standard):
+    """Be the process that was asked for: with its streams, folder and variables."""
+    for target, number in enumerate(streams):
         os.dup2(number, target)
         os.close(number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -175,15 +194,6 @@ def _become(
 
 def _found_by(variables: Mapping[str, str]) -> list[str]:
     return [path for path in variables.get("PYTHONPATH", "").split(":") if path]
-
-
-def _wait_for(pid: int, reply: int) -> None:
-    """Wait until a process ends, or kill it when nobody is left to read of its end."""
-    waiting = select.poll()
-    waiting.register(os.pidfd_open(pid), select.POLLIN)
-    waiting.register(reply, 0)  # an error of this pipe is that its reader has ended
-    if any(number == reply for number, _ in waiting.poll()):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _execute(flag: str, what: str, *words: str) -> None:
