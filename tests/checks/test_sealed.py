@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def root(tmp_path: Path) -> Path:
     step = tmp_path / "step_5"
     step.mkdir()
     for name, size in ((".metadata", 40), ("__0_0.distcp", 3000), ("__1_0.distcp", 3000)):
-        (step / name).write_bytes(os.urandom(size))
+        (step / name).write_bytes(random.Random(name).randbytes(size))
         os.utime(step / name, (1.7e9, 1.7e9))
     (step / "empty.distcp").touch()
     return tmp_path

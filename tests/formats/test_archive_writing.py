@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import random
 from math import prod
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def written(dtype: str, shape: tuple[int, ...], data: bytes) -> bytes:
 def test_a_record_is_byte_for_byte_what_torch_saves(dtype, shape):
     import torch
 
-    data = os.urandom(prod(shape) * DTYPE_SIZES[dtype])
+    data = random.Random(f"{dtype} {shape}").randbytes(prod(shape) * DTYPE_SIZES[dtype])
     if dtype == "bool":
         data = bytes(byte & 1 for byte in data)
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, dtype))
