@@ -1,4 +1,4 @@
-"""A job dies in the middle of a save: which step does it resume from, and does it go on?
+"""Kill a job in the middle of a save, and resume it from the step that is whole.
 
 Trains a small model on four ranks, has it killed while it saves, asks `ckptctl`
 about what is left, and starts the job again. Every command is shown before it
@@ -38,26 +38,26 @@ def main() -> None:
     killed = _run(f"{train} --die-during-save {STEPS}", expect=-signal.SIGKILL, capture=True)
     _check_that_the_save_was_cut_short()
 
-    _say("Which steps are there now, and which of them would `pick` take?")
+    _say("`scan` lists the steps, and the one that `pick` would choose:")
     _run(f"ckptctl scan {ROOT}", expect=0)
 
     _say(
-        f"Step {STEPS} is the newest. Can it be trusted? The job is dead, so nothing is being "
-        "written any more: with `--grace 0` the step is not taken for a save in progress."
+        f"Step {STEPS} is the newest, and its save was interrupted. The job has ended, so nothing "
+        "writes to it: with `--grace 0` it does not count as a save in progress."
     )
     _run(f"ckptctl verify {ROOT}@latest --grace 0", expect=20)
 
     _say(
-        "A job script asks one question, and gets one path on its standard output: "
-        "the newest step that can be used. The reasons go to standard error."
+        "A job script gets one path on standard output: the newest step that can be used. "
+        "The reasons go to standard error."
     )
     path = _run(f"ckptctl pick {ROOT}", expect=0, capture=True).strip()
     if path != WHOLE:
         _fail(f"pick answered {path!r}, and the newest whole step is {WHOLE!r}")
 
     _say(
-        "The same job, started again: `--resume-from auto` takes that step by itself, on every "
-        f"rank. Step {STEPS} is then saved anew; what was left of it is kept aside."
+        "The same job is started again: with `--resume-from auto` every rank loads that step. "
+        f"Step {STEPS} is then saved anew; what was left of it is moved aside."
     )
     resumed = _run(f"{train} --resume-from auto", expect=0, capture=True)
     _run(f"ckptctl verify {HALF} --level content --require-seal", expect=0)
@@ -67,11 +67,11 @@ def main() -> None:
     if again != [70, 80] or any(before[step] != after[step] for step in again):
         _fail(f"the losses were {before} and are {after}: the resume was not exact")
     _say(
-        "The resumed run went through steps 70 and 80 a second time, and came to the same losses "
-        "in every digit: weights, optimizer, schedule, random numbers and data were all restored."
+        "The resumed run trained steps 70 and 80 a second time, with the same losses in every "
+        "digit: weights, optimizer, schedule, random numbers and data were all restored."
     )
     ckptctl = os.path.relpath(Path(sys.executable).with_name("ckptctl"))
-    print(f"\nThe steps are kept. To look at them:\n  {ckptctl} scan {ROOT}", flush=True)
+    print(f"\nThe steps are kept. To list them:\n  {ckptctl} scan {ROOT}", flush=True)
     print(f"\nresumed from: {path}\nloss at step {again[-1]}: {after[again[-1]]}", flush=True)
 
 
