@@ -82,7 +82,8 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Write
             instead="--memory 256M",
         )
     waits = StoreKind.LOCAL not in (source.kind, target.kind) or source.kind is StoreKind.OBJECT
-    usual = _MAX_JOBS if waits else min(_MAX_JOBS, os.cpu_count() or 1)
+    # A thread that flushes its file leaves its processor to one more.
+    usual = _MAX_JOBS if waits else min(_MAX_JOBS, (os.cpu_count() or 1) + 1)
     upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is StoreKind.OBJECT else 0
     free = memory - _OWN_BYTES
     n = max(1, min(jobs or usual, free // (upload + 8 * _SMALLEST_BLOCK)))
