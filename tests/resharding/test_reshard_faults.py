@@ -161,7 +161,11 @@ def test_killed_at_any_moment_nothing_is_published_and_the_same_call_goes_on(sou
         if target.exists():
             report = ckptctl.verify(str(target), level=Level.CONTENT, require_seal=True)
             assert report.usable, report.findings
-            break
+            if n_killed:
+                break
+            # The call that was measured was slower than the one that ended here.
+            shutil.rmtree(target)
+            took_s /= 2
         assert ckptctl.pick(str(target.parent), allow_fresh=True).chosen is None
     assert n_killed
     if not target.exists():
