@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
@@ -44,9 +43,10 @@ from ckptctl.preflight_checks.sizing import (
     sized,
 )
 from ckptctl.resharding.advising import ReadAdvice, command, countable
-from ckptctl.selection.picking import choose_step
+from ckptctl.selection.picking import answer_of, check_create
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.scanning import scan
+from ckptctl.selection.searching import search
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import name_below, open_store
@@ -108,20 +108,19 @@ def preflight(
         tuple(world_sizes), mtbf_s, room_for, probe_storage, tuple(logs), tuple(launchers)
     )
     asked.check(group)
+    check_create(allow_fresh=allow_fresh, create=create)
     named = roots_in(roots, optional_roots)
     launched = ranks_in(cluster_context()) if requirements.world_size is None else None
     if launched is not None:
         requirements = replace(requirements, world_size=launched[0])
-    choose = partial(
-        choose_step,
-        named,
-        policy,
-        requirements,
-        storage,
-        allow_fresh=allow_fresh,
-        create=create,
-        command="preflight",
-    )
+
+    def choose() -> Pick:
+        with ExitStack() as stack:
+            done = search(stack, named, policy, requirements, storage)
+            return answer_of(
+                done, requirements, "preflight", allow_fresh=allow_fresh, create=create
+            )
+
     picked = group.from_first(choose)
     with ExitStack() as stack:
         stores = _open_roots(stack, named, picked, storage)

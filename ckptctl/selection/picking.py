@@ -63,38 +63,17 @@ def pick(
         requirements,
         storage,
     )
-    return choose_step(
-        roots_in(roots, optional_roots),
-        policy,
-        requirements,
-        storage,
-        allow_fresh=allow_fresh,
-        create=create,
-    )
+    check_create(allow_fresh=allow_fresh, create=create)
+    named = roots_in(roots, optional_roots)
+    with ExitStack() as stack:
+        done = search(stack, named, policy, requirements, storage)
+        return answer_of(done, requirements, allow_fresh=allow_fresh, create=create)
 
 
-def choose_step(
-    roots: Roots,
-    policy: PickPolicy,
-    requirements: Requirements,
-    storage: StorageOptions,
-    *,
-    allow_fresh: bool = False,
-    create: bool = False,
-    command: str = "pick",
-) -> Pick:
-    """Do what `pick` does, for the command whose next call the answer may suggest."""
+def check_create(*, allow_fresh: bool, create: bool) -> None:
+    """Raise `UsageError` where roots are to be created for no fresh run."""
     if create and not allow_fresh:
         raise UsageError("--create requires --allow-fresh", instead="--allow-fresh")
-    with ExitStack() as stack:
-        done = search(stack, roots, policy, requirements, storage)
-        found = _answered(done, requirements, command, allow_fresh=allow_fresh, create=create)
-        if create and (found.answer is Answer.FRESH or found.chosen is not None):
-            from ckptctl.selection.history import begin_run
-
-            stores = [root.store for root in done.opened_roots if not root.optional]
-            begin_run(stores, None if found.chosen is None else found.step)
-        return found
 
 
 def pick_step(
@@ -106,10 +85,10 @@ def pick_step(
     """
     with ExitStack() as stack:
         done = search(stack, roots, policy, requirements, storage)
-        return _answered(done, requirements), done.opened
+        return answer_of(done, requirements), done.opened
 
 
-def _answered(
+def answer_of(
     done: Search,
     requirements: Requirements,
     command: str = "pick",
@@ -117,11 +96,24 @@ def _answered(
     allow_fresh: bool = False,
     create: bool = False,
 ) -> Pick:
+    """The answer of a search, for the command that the caller would run again.
+
+    With `create`, the mandatory roots of a fresh run and their sentinels are created, or the
+    chosen step is recorded.
+    """
+    begins = done.beginning
     if done.choice.chosen is not None:
-        return _found(done, done.choice.chosen, requirements.require)
-    if done.beginning is not None:
-        return _without_step(done, done.beginning, command, allow_fresh=allow_fresh, create=create)
-    return _none(done)
+        found = _found(done, done.choice.chosen, requirements.require)
+    elif begins is not None:
+        found = _without_step(done, begins, command, allow_fresh=allow_fresh, create=create)
+    else:
+        found = _none(done)
+    if create and (found.answer is Answer.FRESH or found.chosen is not None):
+        from ckptctl.selection.history import begin_run
+
+        stores = [root.store for root in done.opened_roots if not root.optional]
+        begin_run(stores, None if found.chosen is None else found.step)
+    return found
 
 
 def _found(done: Search, chosen: Report, require: Collection[str]) -> Pick:
