@@ -47,8 +47,16 @@ if TYPE_CHECKING:
     from ckptctl.selection.marking import mark
     from ckptctl.selection.picking import pick
     from ckptctl.selection.pruning import Pruned, prune
-    from ckptctl.selection.results import Answer, Contents, Marked, PassedOver, Pick, Scan, Sealed
-    from ckptctl.selection.retention import PruneDecision
+    from ckptctl.selection.results import (
+        Answer,
+        Contents,
+        Marked,
+        PassedOver,
+        Pick,
+        PruneDecision,
+        Scan,
+        Sealed,
+    )
     from ckptctl.selection.scanning import scan
     from ckptctl.selection.sealing import seal
     from ckptctl.selection.verifying import show, verify
@@ -136,7 +144,6 @@ __all__ = [
 
 _HOMES = {
     "ckptctl.selection.pruning": "Pruned prune",
-    "ckptctl.selection.retention": "PruneDecision",
     "ckptctl.supervisor.nodes": "NodeOptions",
     "ckptctl.supervisor.restarting": "keep_running",
     "ckptctl.supervisor.results": "Attempt Supervised",
@@ -157,7 +164,7 @@ _HOMES = {
     "ckptctl.formats.own.marks": "Mark MarkKind",
     "ckptctl.selection.marking": "mark",
     "ckptctl.selection.picking": "pick",
-    "ckptctl.selection.results": "Answer Contents Marked PassedOver Pick Scan Sealed",
+    "ckptctl.selection.results": "Answer Contents Marked PassedOver Pick PruneDecision Scan Sealed",
     "ckptctl.selection.scanning": "scan",
     "ckptctl.selection.sealing": "seal",
     "ckptctl.selection.verifying": "show verify",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 
 from ckptctl.integrations.recorder import Recorder, RecordOptions, step_of
-from ckptctl.selection.retention import ASIDE_FOLDER
+from ckptctl.selection.roots import ASIDE_FOLDER
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.train import resolve
 

@@ -34,10 +34,10 @@ from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
 from ckptctl.selection.history import resumed_from
 from ckptctl.selection.removing import abandoned_uploads, remove_step, write_proof
+from ckptctl.selection.results import PruneDecision
 from ckptctl.selection.retention import (
     SEALED_UNVERIFIABLE,
     OnInspected,
-    PruneDecision,
     Retained,
     RetentionPlan,
     Rules,

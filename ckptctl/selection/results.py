@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
-from ckptctl.findings import Finding, Report
+from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.model import ExitCode, Level, TrainState, WorldSize
 
@@ -266,3 +266,23 @@ class Marked:
     """The exit code of the command."""
     next_command: str | None
     """The command to run next; null where there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PruneDecision:
+    """The decision on one step: whether it is removed, and why."""
+
+    number: int
+    """The training step."""
+    url: str
+    """The address of the step."""
+    verdict: Verdict
+    """The verdict of the step."""
+    n_bytes: int
+    """Its size in bytes."""
+    removed: bool
+    """It is removed."""
+    reason: str
+    """Why it is removed or kept, in one line."""
+    counts: bool = False
+    """It is one of the good steps that are kept."""

@@ -9,7 +9,6 @@ would refuse a counted one stays. `prune` and `Checkpointer(keep=)` both use thi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -17,7 +16,7 @@ from itertools import islice
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER, REMOVING, StepName, is_own, step_name
+from ckptctl.formats.frameworks.layouts import REMOVING, is_own
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import FileInfo, Level
@@ -33,17 +32,14 @@ from ckptctl.selection.choosing import (
     why_not,
 )
 from ckptctl.selection.removing import PROOF, has_seal, is_proven
-from ckptctl.selection.roots import older_steps
+from ckptctl.selection.results import PruneDecision
+from ckptctl.selection.roots import moved_aside, older_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot
-from ckptctl.storage.contract import Store, StoreKind, list_if_there
+from ckptctl.storage.contract import Store, StoreKind
 from ckptctl.storage.in_flight import in_flight
-from ckptctl.storage.opening import base_name, join_url
+from ckptctl.storage.opening import join_url
 
-ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
-"""The folder of steps that a later save of the same number replaced."""
-
-_ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6,10}\.[0-9a-f]{4}")
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
 SEALED_UNVERIFIABLE = "sealed, but unverifiable without --accept-unverifiable"
@@ -66,26 +62,6 @@ class Rules:
     policy: PickPolicy = field(default_factory=PickPolicy)
     unsealed: bool = False
     protected: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PruneDecision:
-    """The decision on one step: whether it is removed, and why."""
-
-    number: int
-    """The training step."""
-    url: str
-    """The address of the step."""
-    verdict: Verdict
-    """The verdict of the step."""
-    n_bytes: int
-    """Its size in bytes."""
-    removed: bool
-    """It is removed."""
-    reason: str
-    """Why it is removed or kept, in one line."""
-    counts: bool = False
-    """It is one of the good steps that are kept."""
 
 
 @dataclass(slots=True)
@@ -436,19 +412,6 @@ class _Counted:
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:
     """The files of a step without the note that retention itself writes."""
     return [file for file in files if file.path != PROOF]
-
-
-def moved_aside(store: Store) -> tuple[StepName, ...]:
-    """The steps in `.ckptctl/aside`, where a file system has any. Cost: one listing."""
-    if store.folders is None:
-        return ()
-    found = []
-    for entry in list_if_there(store, ASIDE_FOLDER):
-        match = _ASIDE.fullmatch(base_name(entry.path))
-        named = step_name(match["name"]) if match and entry.kind == "dir" else None
-        if named is not None:
-            found.append(replace(named, name=entry.path))
-    return tuple(found)
 
 
 def _stays_aside(inspected: Inspection) -> str | None:

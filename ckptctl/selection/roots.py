@@ -33,7 +33,8 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Store, StoreKind
+from ckptctl.storage.contract import Store, StoreKind, list_if_there
+from ckptctl.storage.opening import base_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,3 +305,22 @@ def _content(store: Store, pointer: FileInfo) -> str | None:
         return store.read(pointer.path, limit=MAX_POINTER_BYTES).decode("utf-8", "replace")
     except StorageError:
         return None
+
+
+ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
+"""The folder of steps that a later save of the same number replaced."""
+
+_ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6,10}\.[0-9a-f]{4}")
+
+
+def moved_aside(store: Store) -> tuple[StepName, ...]:
+    """The steps in `.ckptctl/aside`, where a file system has any. Cost: one listing."""
+    if store.folders is None:
+        return ()
+    found = []
+    for entry in list_if_there(store, ASIDE_FOLDER):
+        match = _ASIDE.fullmatch(base_name(entry.path))
+        named = step_name(match["name"]) if match and entry.kind == "dir" else None
+        if named is not None:
+            found.append(replace(named, name=entry.path))
+    return tuple(found)

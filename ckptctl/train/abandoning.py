@@ -22,8 +22,7 @@ from ckptctl.options import Requirements
 from ckptctl.selection.branches import put_resume
 from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.marking import check_inspected, new_mark, put_mark
-from ckptctl.selection.retention import ASIDE_FOLDER
-from ckptctl.selection.roots import list_root
+from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Folders, Store, StoreKind
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.train.agreement import ResumeDecision
