@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
@@ -78,47 +80,20 @@ def drill(
     """
     work = new_work_folder("drill", command, root, options.root_env, options.work)
     chosen = pick(root, storage=storage)
-    step, url = chosen.step, chosen.path
-    path = path_in(root, url)
+    path = path_in(root, chosen.path)
     before = fingerprint(root, storage)
-    read_only = read_only_launcher(root)
     about = JobOptions(
         command=tuple(command),
-        read_only=read_only,
+        read_only=read_only_launcher(root),
         root_env=options.root_env,
         nodes=options.nodes,
         patience_s=options.patience_s,
     )
-    ending = Ending()
-    means = ""
-    trials: list[Trial] = []
-
-    def copied(name: str) -> DrillJob:
-        nonlocal means
-        job = DrillJob(about, work / name / "root", work / name, ending.end)
-        means = copy_step(root, path, job.root, storage)
-        return job
-
-    def run() -> None:
-        nonlocal about
-        tell(f"a run from step {step} without a fault, to compare with")
-        reference = copied("no-fault")
-        about = _measured(reference, options)
-        for name in options.faults:
-            trials.append(run_trial(name, copied(name), reference.log, options.seed, tell))
-            if not options.keep:
-                shutil.rmtree(work / name / "root")
-
-    with ending.listening():
-        work.mkdir(parents=True)
-        try:
-            ending.call(run)
-        finally:
-            ending.end()
-            if not options.keep:
-                for copy in work.glob("*/root"):
-                    shutil.rmtree(copy, ignore_errors=True)
+    faults = _Faults(about, options, work, lambda copy: copy_step(root, path, copy, storage), tell)
+    tell(f"a run from step {chosen.step} without a fault, to compare with")
+    ended_by = faults.inject()
     unchanged = fingerprint(root, storage) == before
+    trials = tuple(faults.trials)
     failed = [trial.fault for trial in trials if not trial.passed]
     grade = f"the job survives {len(trials) - len(failed)} of {len(trials)} faults"
     if failed:
@@ -126,22 +101,76 @@ def drill(
     if not unchanged:
         grade += f"; {root} was changed meanwhile"
     exit_code = FAILED if failed or not unchanged else 0
-    if ending.asked is not None:
-        grade = f"ended by {ending.asked.name}; of {len(options.faults)} faults, {grade}"
-        exit_code = 128 + ending.asked
+    if ended_by is not None:
+        grade = f"ended by {ended_by.name}; of {len(options.faults)} faults, {grade}"
+        exit_code = 128 + ended_by
     return Drilled(
         tuple(command),
         root,
-        step,
+        chosen.step,
         options.seed,
-        means,
-        bool(read_only),
+        faults.means,
+        bool(about.read_only),
         unchanged,
-        tuple(trials),
+        trials,
         grade,
         exit_code,
         f"less {shlex.quote(str(work / 'report.md'))}" if failed else None,
     )
+
+
+class _Faults:
+    """The runs of a job without a fault and with each, on copies that `copy` makes.
+
+    `means` is how the last copy was made, `trials` what was graded so far.
+    """
+
+    def __init__(
+        self,
+        about: JobOptions,
+        options: DrillOptions,
+        work: Path,
+        copy: Callable[[Path], str],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.means = ""
+        self.trials: list[Trial] = []
+        self._about = about
+        self._options = options
+        self._work = work
+        self._copy = copy
+        self._tell = tell
+        self._ending = Ending()
+
+    def inject(self) -> signal.Signals | None:
+        """Run the job without a fault, and with one after the other; a signal that ended it."""
+        with self._ending.listening():
+            self._work.mkdir(parents=True)
+            try:
+                self._ending.call(self._run)
+            finally:
+                self._ending.end()
+                if not self._options.keep:
+                    for copy in self._work.glob("*/root"):
+                        shutil.rmtree(copy, ignore_errors=True)
+        return self._ending.asked
+
+    def _run(self) -> None:
+        options = self._options
+        reference = self._job("no-fault")
+        self._about = _measured(reference, options)
+        for name in options.faults:
+            job = self._job(name)
+            self.trials.append(run_trial(name, job, reference.log, options.seed, self._tell))
+            if not options.keep:
+                shutil.rmtree(job.root)
+
+    def _job(self, name: str) -> DrillJob:
+        """The job on a copy of its own."""
+        folder = self._work / name
+        job = DrillJob(self._about, folder / "root", folder, self._ending.end)
+        self.means = self._copy(job.root)
+        return job
 
 
 def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:

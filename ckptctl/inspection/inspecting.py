@@ -303,7 +303,7 @@ def _newest(files: Sequence[FileInfo]) -> float | None:
 
 
 _HALF_WRITTEN = frozenset({"record.framing", "shard.truncated", "file.unreadable"})
-"""What a rank file looks like while it is written; the metadata of DCP is written last."""
+"""The faults of a rank file while it is written; the metadata of DCP is written last."""
 
 MAX_AHEAD_S = 12 * 3600.0
 """How far a storage's clock may be ahead: local time for UTC, at most."""

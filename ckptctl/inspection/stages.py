@@ -372,7 +372,7 @@ _MISSING = frozenset({"shard.missing", "metadata.missing", "file.missing"})
 def left_out(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield a `step.unknown` where a file is there that the listing lacks.
 
-    A local file system is taken at its word. Storage errors pass through. Cost: a read
+    The listing of a local file system is complete. Storage errors pass through. Cost: a read
     of one byte for each file that is missing, at most `MAX_ASKED`.
     """
     if opened.store.kind is StoreKind.LOCAL:

@@ -12,7 +12,7 @@ from ckptctl.selection.results import Pick
 
 
 class CheckOutcome(str, Enum):
-    """What one check came to: a `warning` is worth a look, a `failed` check stops the job."""
+    """What one check came to: a `failed` check stops the job, a `warning` does not."""
 
     OK = "ok"
     WARNING = "warning"

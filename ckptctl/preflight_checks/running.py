@@ -335,7 +335,7 @@ _CORRECT_RESUME = {"model", "optimizer", "rng", "dataloader"}
 
 
 def _check_state(picked: Pick) -> Check | None:
-    """What the chosen step restores. What no step holds is worth a look, and stops nothing."""
+    """What the chosen step restores. What no step holds is a warning, and stops nothing."""
     if picked.chosen is None:
         return None
     short = _CORRECT_RESUME.intersection(picked.absent)
