@@ -137,9 +137,14 @@ def decide_beginning(
         ]
         return _after_interrupted(urls, histories, interrupted, counter)
     missing = [root.store for root in opened_roots if not root.listing.exists]
-    if not missing:
-        holds = "holds" if len(opened_roots) == 1 else "hold"
-        return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
+    if missing:
+        return _not_there(missing, open_other)
+    holds = "holds" if len(opened_roots) == 1 else "hold"
+    return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
+
+
+def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> Beginning:
+    """What roots mean that do not exist: a new run, or a wrong path."""
     similar = [name for store in missing for name in _neighbours(store, open_other)]
     beside = f" (beside it: {_some([base_name(url) for url in similar])})" if similar else ""
     names = tuple(store.url for store in missing)
