@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import is_saved
-from ckptctl.formats.own.marks import Mark, MarkKind, standing
+from ckptctl.formats.own.marks import Mark, MarkKind, in_force
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic
 from ckptctl.formatting import at_most_few, counted, some_of
 from ckptctl.model import FileInfo, Step
@@ -280,20 +280,20 @@ def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iter
     `metadata` is the `metadata_digest` of the save that lies here.
     """
     own = [mark for mark in marks if mark.applies_to(step.number, metadata)]
-    stand = standing(own)
-    for mark in stand:
+    applying = in_force(own)
+    for mark in applying:
         if mark.word in _CODES:
             yield _mark_finding(_CODES[mark.word], mark, f"{mark.word.value} {_who(mark)}")
-    superseded = [mark for mark in stand if mark.word is MarkKind.SUPERSEDED]
+    superseded = [mark for mark in applying if mark.word is MarkKind.SUPERSEDED]
     if superseded and metadata and all(mark.metadata is None for mark in superseded):
         yield _mark_finding("step.finished-late", superseded[-1], _FINISHED_LATE)
-    accepted = [mark for mark in stand if mark.word is MarkKind.ACCEPTED]
+    accepted = [mark for mark in applying if mark.word is MarkKind.ACCEPTED]
     if accepted:
         newest = accepted[-1]
         yield _mark_finding(
             "step.accepted", newest, f"{_before(own, newest)}, and accepted {_who(newest)}"
         )
-    for mark in standing(mark for mark in marks if mark not in own):
+    for mark in in_force(mark for mark in marks if mark not in own):
         if mark.word in _CODES:
             what = f"an earlier save of this step was {mark.word.value} {_who(mark)}"
             yield _mark_finding("mark.outdated", mark, what)

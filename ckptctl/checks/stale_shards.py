@@ -106,7 +106,7 @@ class StaleShardCheck:
 
     def suspects(self, before: Crcs) -> tuple[int, ...]:
         """Files whose first records are unchanged while a tensor in them changed elsewhere."""
-        return tuple(one.file for one in self._standing(before, at_least=1))[:MAX_SUSPECTS]
+        return tuple(one.file for one in self._unchanged(before, at_least=1))[:MAX_SUSPECTS]
 
     def closer(self, suspects: Sequence[int], before: Crcs) -> tuple[int, ...]:
         """Many more records of these files, and others of the same tensors."""
@@ -123,16 +123,16 @@ class StaleShardCheck:
                 chosen.update(dict.fromkeys(others[:1]))
         return tuple(n for n in chosen if n not in before)
 
-    def standing(self, suspects: Sequence[int], before: Crcs) -> tuple[StaleShard, ...]:
+    def confirmed(self, suspects: Sequence[int], before: Crcs) -> tuple[StaleShard, ...]:
         """The suspects that are unchanged in all compared records."""
-        found = self._standing(before, at_least=MIN_TENSORS)
+        found = self._unchanged(before, at_least=MIN_TENSORS)
         return tuple(one for one in found if one.file in suspects)
 
     def _moved(self, before: Crcs) -> set[int]:
         """The files in which a record moved on."""
         return {self._ranges.files[n] for n, crc in before.items() if crc != self._crcs[n]}
 
-    def _standing(self, before: Crcs, *, at_least: int) -> Iterator[StaleShard]:
+    def _unchanged(self, before: Crcs, *, at_least: int) -> Iterator[StaleShard]:
         files = self._ranges.files
         moved = self._moved(before)
         by_file: dict[int, list[int]] = defaultdict(list)

@@ -148,7 +148,7 @@ def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
         before = before.with_more(store, part, check.closer(suspects, before.crcs))
     except (StorageError, MemoryError):
         return
-    found = check.standing(suspects, before.crcs)
+    found = check.confirmed(suspects, before.crcs)
     unproven = [one for one in found if not one.has_moments]
     still_before = None
     if unproven:

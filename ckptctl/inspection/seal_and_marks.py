@@ -25,11 +25,11 @@ from ckptctl.formats.own.marks import (
     MAX_MARK_BYTES,
     Mark,
     MarkKind,
+    in_force,
     mark_bytes,
     metadata_digest,
     named_word,
     parse_mark,
-    standing,
 )
 from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, SealedFile, parse_seal
 from ckptctl.model import FileInfo, Step
@@ -84,7 +84,7 @@ def read_notes(
     if requirements.marks is not None:
         marks += read_marks_file(requirements.marks).on_step(step.url, step.number, current)
     found = [*damaged, *check_marks(marks, step, current)]
-    own = standing(mark for mark in marks if mark.applies_to(step.number, current))
+    own = in_force(mark for mark in marks if mark.applies_to(step.number, current))
     named = {part.in_step(name) for part in opened.parts for name in part.ranges.file_names}
     seal, unread = opened.seal
     about = [*unread]
@@ -97,7 +97,7 @@ def read_notes(
     ):
         about.append(_required(step, seal, about))
     usable = seal if applies_to_step(about) else None
-    pins = tuple(mark for mark in standing(marks) if mark.word is MarkKind.PINNED)
+    pins = tuple(mark for mark in in_force(marks) if mark.word is MarkKind.PINNED)
     return Notes(usable, own, (*found, *about), pins)
 
 

@@ -23,9 +23,9 @@ from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
     Mark,
     MarkKind,
+    in_force,
     mark_bytes,
     metadata_digest,
-    standing,
 )
 from ckptctl.formatting import rfc3339
 from ckptctl.inspection.inspecting import inspect_step
@@ -68,9 +68,9 @@ def mark(
     Raises `UsageError`, and `StorageError` if the step cannot be inspected or written to:
     then nothing was written. Cost: an inspection at `listing`, one write.
     """
-    spoken = _known(word)
+    kind = _known(word)
     by = by or f"{user_name()}@{socket.gethostname()}"
-    _check_words(spoken, reason, evidence, by)
+    _check_words(kind, reason, evidence, by)
     requirements = Requirements(marks=marks, pattern=pattern)
     storage = options_from(keywords, storage)
     with open_target(step, requirements, storage) as found:
@@ -78,15 +78,15 @@ def mark(
         check_inspected(inspected.report)
         # A listing does not read what names the save of a rank-file step.
         report = replace(inspected.report, digests=tuple(found.digests.items()))
-        stand = inspected.notes.marks if inspected.notes else ()
-        if spoken is MarkKind.UNPINNED and inspected.notes:
+        applying = inspected.notes.marks if inspected.notes else ()
+        if kind is MarkKind.UNPINNED and inspected.notes:
             # A pin on an earlier save keeps the folder, so it can be lifted as well.
-            stand += tuple(pin for pin in inspected.notes.pins if pin not in stand)
-        lifted = tuple(one for one in stand if one.word in spoken.lifts)
-        if spoken.lifts and not lifted and not _takes_as_renamed(spoken, report, stand):
-            return _nothing_to_lift(report, spoken, stand)
+            applying += tuple(pin for pin in inspected.notes.pins if pin not in applying)
+        lifted = tuple(one for one in applying if one.word in kind.lifts)
+        if kind.lifts and not lifted and not _takes_as_renamed(kind, report, applying):
+            return _nothing_to_lift(report, kind, applying)
         made = new_mark(
-            report, spoken, reason=reason, by=by, evidence=evidence, lifts=[m.id for m in lifted]
+            report, kind, reason=reason, by=by, evidence=evidence, lifts=[m.id for m in lifted]
         )
         path = _write(found, made, marks)
         return Marked(
@@ -95,10 +95,10 @@ def mark(
             mark=made,
             path=path,
             lifted=lifted,
-            standing=standing((*stand, made)),
-            message=f"{report.url} is {spoken.value}",
+            standing=in_force((*applying, made)),
+            message=f"{report.url} is {kind.value}",
             exit_code=0,
-            next_command=_next_command(found, spoken, marks),
+            next_command=_next_command(found, kind, marks),
         )
 
 
@@ -190,14 +190,14 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
     return join_url(found.store.url, own_file)
 
 
-def _takes_as_renamed(word: MarkKind, report: Report, stand: Sequence[Mark]) -> bool:
+def _takes_as_renamed(word: MarkKind, report: Report, applying: Sequence[Mark]) -> bool:
     """Whether the mark accepts a renamed folder for the first time."""
     renamed = {"step.wrong-step", "metadata.foreign"} & {f.code for f in report.findings}
-    is_accepted = any(one.word is MarkKind.ACCEPTED for one in stand)
+    is_accepted = any(one.word is MarkKind.ACCEPTED for one in applying)
     return word is MarkKind.ACCEPTED and bool(renamed) and not is_accepted
 
 
-def _nothing_to_lift(report: Report, word: MarkKind, stand: tuple[Mark, ...]) -> Marked:
+def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...]) -> Marked:
     what, hint = "not pinned", ""
     quoted = shlex.quote(report.url)
     if word is MarkKind.ACCEPTED:
@@ -212,7 +212,7 @@ def _nothing_to_lift(report: Report, word: MarkKind, stand: tuple[Mark, ...]) ->
         mark=None,
         path=None,
         lifted=(),
-        standing=stand,
+        standing=applying,
         message=f"{report.url} is {what}; nothing was written{hint}",
         exit_code=0,
         next_command=f"ckptctl verify {quoted}",

@@ -16,7 +16,7 @@ from typing import Any
 
 import ckptctl
 from ckptctl.errors import NothingToResume, UsageError
-from ckptctl.formats.own.marks import MarkKind, parse_mark, standing
+from ckptctl.formats.own.marks import MarkKind, in_force, parse_mark
 from ckptctl.formats.own.run_events import BeganEvent, DecidedEvent, Event, OpenedEvent
 from ckptctl.runbook import record
 from ckptctl.storage.opening import open_store
@@ -226,7 +226,7 @@ class Reject(Writer):
     def words(self, disk: Path) -> set[MarkKind]:
         """What stands on the step. A file that is none of a mark ends this."""
         written = (disk / f"run/step_8/{OWN}/marks").glob("*.json")
-        return {mark.word for mark in standing(parse_mark(path.read_bytes()) for path in written)}
+        return {mark.word for mark in in_force(parse_mark(path.read_bytes()) for path in written)}
 
 
 class Accept(Reject):

@@ -16,10 +16,10 @@ from ckptctl.formats.own.files import canonical, digest_of
 from ckptctl.formats.own.marks import (
     Mark,
     MarkKind,
+    in_force,
     mark_bytes,
     metadata_digest,
     parse_mark,
-    standing,
 )
 
 MARK = Mark(
@@ -78,15 +78,15 @@ def test_a_mark_of_a_newer_version_is_told_from_a_damaged_one():
 def test_an_acceptance_lifts_the_rejections_that_it_names_and_no_other():
     one, two = said(MarkKind.REJECTED, "one"), said(MarkKind.REJECTED, "two")
     accepted = said(MarkKind.ACCEPTED, "three", "09:00", lifts=("one",))
-    assert standing([one, two, accepted]) == (accepted, two)
+    assert in_force([one, two, accepted]) == (accepted, two)
 
 
 def test_the_order_of_clocks_decides_nothing():
     rejected = said(MarkKind.REJECTED, "one", "12:00")
     accepted = said(MarkKind.ACCEPTED, "two", "08:00", lifts=("one",))
-    assert standing([rejected, accepted]) == (accepted,)
+    assert in_force([rejected, accepted]) == (accepted,)
     later = said(MarkKind.ACCEPTED, "two", "14:00")
-    assert rejected in standing([rejected, later])
+    assert rejected in in_force([rejected, later])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_order_of_clocks_decides_nothing():
 )
 def test_a_word_lifts_only_what_it_takes_back(word, lifter):
     one = said(word, "one")
-    assert one in standing([one, said(lifter, "two", lifts=("one",))])
+    assert one in in_force([one, said(lifter, "two", lifts=("one",))])
 
 
 def test_a_mark_applies_to_one_save_of_one_step():

@@ -138,7 +138,7 @@ def _word(word: str) -> MarkKind:
         raise OwnFileUnreadable(f"{word[:64]!r} is no word of a mark") from None
 
 
-def standing(marks: Iterable[Mark]) -> tuple[Mark, ...]:
+def in_force(marks: Iterable[Mark]) -> tuple[Mark, ...]:
     """The marks that no other one has lifted, oldest first.
 
     A mark is lifted only by one that names it: what two writers decide in the same
