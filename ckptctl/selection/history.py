@@ -18,16 +18,22 @@ from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
+from ckptctl.errors import (
+    AlreadyExists,
+    OwnFileUnreadable,
+    PathNotFound,
+    StorageError,
+    StorageUnavailable,
+)
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.documents import RootDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.model import FileInfo
 from ckptctl.selection.roots import list_root
-from ckptctl.storage.contract import Store, TooLarge, read_if_there
+from ckptctl.storage.contract import Store, TooLarge, list_if_there, read_if_there
 from ckptctl.storage.in_flight import in_flight
-from ckptctl.storage.opening import base_name
+from ckptctl.storage.opening import base_name, join_url
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.ledger import LedgerLine
@@ -95,6 +101,20 @@ def put_sentinel(store: Store) -> None:
             return
     with suppress(AlreadyExists):
         store.put(ROOT_FILE, as_stored(_SCHEMA, _new(began_empty=not list_root(store).steps)))
+
+
+def check_sentinel(store: Store) -> None:
+    """Raise `StorageUnavailable` if a root that had a sentinel has none now.
+
+    The storage is not mounted any more then, and what is written would go to the disk below
+    the mount point. Cost: one listing.
+    """
+    if not any(entry.path == ROOT_FILE for entry in list_if_there(store, OWN_FOLDER)):
+        raise StorageUnavailable(
+            f"{join_url(store.url, ROOT_FILE)} is gone: the storage is not mounted any more, or "
+            "the root was emptied",
+            next_command="findmnt --real" if store.folders is not None else None,
+        )
 
 
 def record_usable(store: Store, step: int) -> None:

@@ -177,7 +177,7 @@ class Folders(Protocol):
     def append_line(self, path: str, line: bytes) -> None:
         """Append `line`, which must end with a line end, to a file that several processes write.
 
-        The line is written whole or not at all. Creates the file and missing folders.
+        The line is written whole or not at all. Creates the file in a folder that exists.
         """
         ...
 

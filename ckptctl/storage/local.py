@@ -159,8 +159,8 @@ class LocalStore:
 
     def append_line(self, path: str, line: bytes) -> None:
         """See `Folders.append_line`."""
-        with self._writing(path), self._root.folder(parts_of(path)[:-1], make=True):
-            pass  # creates the folder, so that the file can be created in it
+        with self._writing(path), self._root.folder(parts_of(path)[:-1]):
+            pass  # no link leads to it
         append_line(self.path_of(path), line)
 
     def move(self, path: str, target: str) -> None:

@@ -81,8 +81,10 @@ class HeldState:
         state: SupervisorDocument,
         number: int,
         tell: Callable[[str], None],
+        signals: Signals | None = None,
     ) -> None:
         self.state = state
+        self._signals = signals
         self._revisions = revisions
         self._copy = copy
         self._owner = state["owner"]["id"] if state["owner"] else ""
@@ -139,6 +141,15 @@ class HeldState:
     def poll(self, _running: Running | None = None, _now_s: float = 0.0) -> Hang | None:
         """Raise `Fenced` where another process has taken the state over."""
         self._report()
+        if self._signals is None or self._signals.asked is None:
+            return None
+        *earlier, last = self.state["attempts"]
+        if not last["free"]:
+            # A scheduler kills this process next if the job does not end in time. What it asked
+            # for costs nothing, and the record of that must not wait for the end of the job.
+            with self._changed:
+                self.state = {**self.state, "attempts": [*earlier, {**last, "free": True}]}
+                self._changed.notify_all()
         return None
 
     def finish(self) -> None:
@@ -254,11 +265,11 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
             continue  # another one came first
         except StorageError:
             # The thread writes it later; until then no other process finds this one.
-            held = HeldState(revisions, copy, state, number, tell)
+            held = HeldState(revisions, copy, state, number, tell, signals)
             held.save({**state})
             return held
         copy.write(state)
-        return HeldState(revisions, copy, state, number + 1, tell)
+        return HeldState(revisions, copy, state, number + 1, tell, signals)
 
 
 def lead(
@@ -392,10 +403,14 @@ def _closed(state: SupervisorDocument, n_ended: int) -> SupervisorDocument:
         return state
     left = f", and {n_ended} processes that it left were ended" if n_ended else ""
     last = attempts[-1]
+    launch = state.get("launch")
+    asked = last["free"] or (launch is not None and launch["signal"] is not None)
+    after = " after a signal had asked it to end" if asked else ""
     last = {
         **last,
         "decision": Decision.RESTART.value,
-        "reason": f"its supervisor was killed{left}",
+        "free": asked,
+        "reason": f"its supervisor was killed{after}{left}",
     }
     return {**state, "attempts": [*attempts[:-1], last]}
 

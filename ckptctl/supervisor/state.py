@@ -22,7 +22,6 @@ from ckptctl.errors import (
     OwnFileUnsupported,
     PathNotFound,
     StorageError,
-    StorageUnavailable,
 )
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -40,7 +39,7 @@ from ckptctl.formats.own.supervision import (
     read_state,
     state_bytes,
 )
-from ckptctl.selection.history import ROOT_FILE
+from ckptctl.selection.history import check_sentinel
 from ckptctl.storage.contract import Store, TooLarge, read_if_there
 from ckptctl.storage.opening import absolute_url, join_url
 
@@ -155,12 +154,7 @@ class Revisions:
 
     def _check_root(self) -> None:
         if self._of_root:
-            try:
-                entries = self._store.list_dir(OWN_FOLDER)
-            except PathNotFound:
-                entries = ()
-            if not any(entry.path == ROOT_FILE for entry in entries):
-                raise StorageUnavailable(f"{join_url(self._store.url, ROOT_FILE)} is not there")
+            check_sentinel(self._store)
 
 
 class LocalCopy:

@@ -20,7 +20,7 @@ from threading import Event, Thread
 from typing import Any
 
 from ckptctl.data_classes import dataclass, field, replace
-from ckptctl.errors import CkptctlError
+from ckptctl.errors import AlreadyExists, CkptctlError
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import LedgerLine
 from ckptctl.resharding.advising import ReadAdvice, advise
@@ -91,6 +91,11 @@ class Ledger:
 
         Must not be called after `add_later`, because two threads would write.
         """
+        # Lines of `add_later` create no folder: below the mount point of a storage that is not
+        # mounted any more, they would look like the record of another run.
+        if self.store.folders is not None:
+            with suppress(AlreadyExists):
+                self.store.folders.make_folder(ATTEMPTS_FOLDER)
         self._write(self.store, self._stored(line))
 
     def add_later(self, line: LedgerLine) -> None:

@@ -39,6 +39,7 @@ from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits
 from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.history import check_sentinel
 from ckptctl.selection.removing import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import digested, identity_of, is_sealed
@@ -123,6 +124,7 @@ class StepSave:
 
     def _make_place(self) -> str | None:
         """Create the step directory; returns what was moved aside for it. On rank 0 only."""
+        check_sentinel(self._store)
         self._check_token()
         moved = None
         folders = self._store.folders

@@ -198,6 +198,25 @@ def test_a_job_that_a_killed_run_left_behind_is_ended_and_counts(root: Path, tmp
     assert second["decision"] == "given-up"
 
 
+def test_a_run_that_is_killed_after_a_signal_to_end_costs_nothing(root: Path, tmp_path: Path):
+    job = f"trap '' TERM; touch {tmp_path}/began; while :; do sleep 1; done"
+    for _ in range(2):  # as a scheduler does whose grace is too short for the job
+        run = subprocess.Popen(
+            [*COMMAND, "run", "--root", root, "--max-restarts", "0", "--", "sh", "-c", job],
+            env=clean_environment(),
+        )
+        until((tmp_path / "began").exists)
+        run.terminate()
+        until(lambda: states(root)[-1]["attempts"][-1]["free"])
+        run.kill()
+        run.wait()
+        (tmp_path / "began").unlink()
+    assert once(root, "true").exit_code == 0
+    assert processes_with(str(root)) == []
+    reasons = [each["reason"] for each in states(root)[-1]["attempts"]][:2]
+    assert all("killed after a signal had asked it to end" in reason for reason in reasons)
+
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 WORKER = """
 import os, pathlib, sys, time

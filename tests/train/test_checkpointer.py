@@ -597,6 +597,32 @@ def test_a_whole_step_is_not_written_over(root):
     job.die()
 
 
+@pytest.mark.parametrize("mount_point", [True, False])
+def test_a_save_is_refused_while_the_storage_is_not_mounted(tmp_path: Path, mount_point: bool):
+    root, storage = tmp_path / "mount" / "run", tmp_path / "storage"
+    root.parent.mkdir()
+    job = Job(root)
+    job.resume()
+    job.train(1, 3)
+    job.ckpt._attempt.ledger.drain(600)
+    root.rename(storage)
+    if mount_point:
+        root.mkdir()
+    with pytest.raises(
+        SaveFailed, match=r"root.json is gone: the storage is not mounted"
+    ) as failed:
+        job.train(4, 6)
+    assert failed.value.exit_code == 75
+    job.ckpt._attempt.ledger.drain(600)
+    assert [*root.parent.rglob("*")] == [root] * mount_point  # nothing lies below the mount point
+    if mount_point:
+        root.rmdir()
+    storage.rename(root)
+    job.ckpt.save(6)
+    job.ckpt.close()
+    assert ckptctl.pick(str(root)).chosen.number == 6
+
+
 def test_a_disk_that_is_full_leaves_older_steps_and_says_so(half, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
