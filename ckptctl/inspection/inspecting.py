@@ -7,6 +7,7 @@ requirements. `choosing` chooses between steps.
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
-from ckptctl.formats.frameworks.layouts import is_own, step_name
+from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
 from ckptctl.formatting import inside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
@@ -248,7 +249,7 @@ def _report(
         bytes_read=sum(part.bytes_read for part in parts)
         + (context.content.n_read if context.content else 0),
         written_s=_newest(files),
-        parts=tuple(name for part in step.parts for name in _names(part)),
+        parts=tuple(name for part in step.parts for name in _names(step, part)),
         digests=tuple(
             pair
             for part in parts
@@ -265,8 +266,10 @@ def _report(
     )
 
 
-def _names(part: Part) -> Iterator[str]:
+def _names(step: Step, part: Part) -> Iterator[str]:
     """What a later step may lack: the part, or each kind of rank file in it."""
+    if is_scattered(step.name):
+        yield from sorted({re.sub("[0-9]+", "N", file.path) for file in part.files})
     if not part.grids:
         yield part.path
     for grid in part.grids:

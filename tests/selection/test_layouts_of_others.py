@@ -2,7 +2,9 @@
 
 nanotron `serialize/`; fairseq2 `checkpoint/manager.py`; InternEvo `checkpoint/components.py`;
 ColossalAI `booster/booster.py`; sd-scripts `library/train_util.py`; OLMo 1 `checkpoint.py`;
-TinyLlama `pretrain/`; DiT `train.py`; Composer 0.32 with `save_folder` and `save_filename` of
+TinyLlama `pretrain/`; DiT `train.py`; fvcore `checkpoint.py` (Detectron2, DINOv2); metaseq
+`checkpoint_utils.py`; nanochat `checkpoint_manager.py`; guided-diffusion `train_util.py`; VITS
+`train.py`; Composer 0.32 with `save_folder` and `save_filename` of
 several ranks; Ray Train. The files are written by `torch.save` and safetensors.
 """
 
@@ -115,6 +117,33 @@ def of_composers_ranks(step: int) -> Iterator[tuple[str, object]]:
         yield f"ep0-ba{step}/rank{rank}.pt", {"state": whole(step), "rng": [1, 2]}
 
 
+def metaseq(step: int) -> Iterator[tuple[str, object]]:
+    for part, shard in product((0, 1), repeat=2):
+        yield f"checkpoint_{step}-model_part-{part}-shard{shard}.pt", whole(step)
+
+
+def dinov2(step: int) -> Iterator[tuple[str, object]]:
+    for rank in (0, 1):
+        yield f"model_{step:07}.rank_{rank}.pth", whole(step)
+
+
+def nanochat(step: int) -> Iterator[tuple[str, object]]:
+    yield f"model_{step:06}.pt", weights(step)
+    yield f"meta_{step:06}.json", {"step": step, "dataloader_state_dict": {"rg_idx": step}}
+    for rank in (0, 1):
+        yield f"optim_{step:06}_rank{rank}.pt", optimizer(step)
+
+
+def guided_diffusion(step: int) -> Iterator[tuple[str, object]]:
+    for name, value in (("model", weights), ("ema_0.9999_", weights), ("opt", optimizer)):
+        yield f"{name}{step:06}.pt", value(step)
+
+
+def vits(step: int) -> Iterator[tuple[str, object]]:
+    for name in "GD":
+        yield f"{name}_{step}.pth", whole(step)
+
+
 def one_file(name: str) -> Callable[[int], Iterator[tuple[str, object]]]:
     return lambda step: iter([(name.format(step), whole(step))])
 
@@ -130,16 +159,31 @@ TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] =
     "OLMo 1": (one_file("step{}-unsharded/model.pt"), "step{}-unsharded"),
     "TinyLlama": (one_file("iter-{:06}-ckpt.pth"), "iter-{:06}-ckpt.pth"),
     "DiT": (one_file("{:07}.pt"), "{:07}.pt"),
+    "Detectron2": (one_file("model_{:07}.pth"), "model_{:07}.pth"),
+    "metaseq": (metaseq, "@{}"),
+    "DINOv2": (dinov2, "@{}"),
+    "nanochat": (nanochat, "@{}"),
+    "guided-diffusion": (guided_diffusion, "@{}"),
+    "VITS": (vits, "@{}"),
 }
 
 
 def saved(root: Path, framework: str, *steps: int) -> Path:
-    """A root with steps of a framework; the path of the last."""
+    """A root with steps of a framework; the address of the last, as `pick` prints it."""
     files, name = TREES[framework]
     for step in steps:
         for path, value in files(step):
             write(root / path, value)
-    return root / name.format(steps[-1])
+    named = name.format(steps[-1])
+    return Path(f"{root}{named}") if named.startswith("@") else root / named
+
+
+def files_of(root: Path, framework: str, step: int) -> list[Path]:
+    """The files of a step that its address leads to."""
+    files, name = TREES[framework]
+    paths = [path for path, _ in files(step)]
+    folder = name.format(step)
+    return [root / path for path in paths if folder[0] == "@" or path.startswith(folder)]
 
 
 def faults(report: ckptctl.Report) -> set[str]:
@@ -152,8 +196,7 @@ def test_a_sound_step_is_chosen_and_each_file_that_is_lost_or_cut_short_rules_it
 ):
     newest = saved(tmp_path, framework, 10, 20)
     assert ckptctl.pick(str(tmp_path)).path == str(newest)
-    files = [newest] if newest.is_file() else sorted(p for p in newest.rglob("*") if p.is_file())
-    for file in files:
+    for file in files_of(tmp_path, framework, 20):
         data = file.read_bytes()
         for damage in (None, b"", data[: len(data) // 2], bytes(len(data))):
             file.unlink()

@@ -289,6 +289,17 @@ FILES = (
         "composer",
         "state",
     ),
+    FileName(
+        rf"(?P<folder>)checkpoint_[0-9_]+(?:-model_part-(?P<mp>{_N}))?-shard(?P<rank>{_N})\.pt",
+        "model optimizer scheduler step dataloader",
+        "fairseq-shards",
+        "fairseq-shards",
+        "state",
+    ),
+    FileName(r"meta_[0-9]+\.json", "step dataloader", "by-kind"),
+    FileName(r"optim_[0-9]+_rank[0-9]+\.pt", "optimizer", "by-kind"),
+    FileName(r"opt[0-9]+\.pt", "optimizer", "by-kind"),
+    FileName(r"[GD]_[0-9]+\.pth", "model optimizer step", "by-kind"),
     FileName(rf"{_IN}lit_model\.pth", "model optimizer step", weights=_TORCH_WEIGHTS),
     # OLMo's `local` checkpointer.
     FileName(rf"{_ABOVE}model/rank(?P<rank>{_N})\.pt", "model", "olmo-core", "olmo", "model"),

@@ -42,6 +42,7 @@ STEP_NAMES = (
     ),
     ("dcp", rf"step{_N}-unsharded"),
     ("dcp", rf"epoch[-_]?[0-9]+[-_](?:global_)?step[-_]?{_N}"),
+    ("dcp", r"model_(?P<step>[0-9]{7})"),  # Detectron2
     ("kohya", r".+-step(?P<step>[0-9]{8})-state"),
     ("kohya-epochs", r".+-(?P<step>[0-9]{6})-state"),
 )
@@ -68,6 +69,16 @@ as do Lightning, Composer, fairseq and DINO where a file name has no step.
 SCATTERED = (
     ("nvrx", rf"(?:[^/]+/)?r?[0-9]{{1,6}}/iter_{_N}_[0-9]{{1,6}}_local(?:\.dirty)?\.pt"),
     ("composer-ranks", rf"(?:[^/]*-)?ba{_N}-rank[0-9]{{1,6}}\.pt"),
+    # fairseq and metaseq
+    (
+        "fairseq-shards",
+        rf"checkpoint_(?:[0-9]+_)?{_N}(?:-model_part-[0-9]{{1,6}})?-shard[0-9]{{1,6}}\.pt",
+    ),
+    # DINOv2, nanochat, guided-diffusion, VITS
+    ("by-kind", r"model_(?P<step>[0-9]{7})\.rank_[0-9]{1,6}\.pth"),
+    ("by-kind", r"(?:model|optim|meta)_(?P<step>[0-9]{6})(?:_rank[0-9]{1,6})?\.(?:pt|json)"),
+    ("by-kind", r"(?:model|opt|ema_[0-9.]+_)(?P<step>[0-9]{6})\.pt"),
+    ("by-kind", rf"[GD]_{_N}\.pth"),
 )
 
 HOLDS_SCATTERED = r"r?[0-9]{1,6}"
