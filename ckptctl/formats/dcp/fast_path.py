@@ -276,7 +276,10 @@ DIMS = rf"(?:\)|{INT}(?:\x85|{INT}(?:\x86|{INT}\x87))\x94|\({INT}{{4,{MAX_DIMS}}
 MAX_KNOWN = 262_144
 """How many parts of one kind are remembered: more than 16,384 ranks have places in tensors."""
 
-_BINGET, _LONG1, _MARK, _SHORT_BINUNICODE, _EMPTY_TUPLE = 0x68, 0x8A, 0x28, 0x8C, 0x29
+_BINGET, _LONG1, _MARK, _EMPTY_TUPLE = 0x68, 0x8A, 0x28, 0x29
+NEW_TEXT = 0x8C
+"""SHORT_BINUNICODE: a text begins with it that is written here."""
+
 _INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
 Dims = tuple[int, ...]
@@ -336,7 +339,6 @@ class Parts:
         self.keys = Known(partial(_key, _groups(key_pattern), sizes))
         self.spans = Known(partial(_span, _groups(span_pattern)))
         self.texts = Known(partial(_text, machine))
-        self.n_new_texts = Known(_n_new_texts)
         self.slots = Known(_slot_read)
         self.referred = partial(_referred, machine)
 
@@ -407,7 +409,7 @@ def slot_of(reference: bytes) -> int:
 
 def is_new_text(part: bytes) -> bool:
     """Whether a text is written here, and put into the memo."""
-    return part[0] == _SHORT_BINUNICODE
+    return part[0] == NEW_TEXT
 
 
 def is_new_size(part: bytes) -> bool:
@@ -432,14 +434,6 @@ def n_key_slots(part: bytes) -> int:
 
 def _reference_bytes(part: bytes) -> int:
     return 2 if part[0] == _BINGET else REFERENCE_BYTES
-
-
-def _n_new_texts(part: bytes) -> int:
-    """Whether a text is written here: 1, or 0 where it is referred to."""
-    if not is_new_text(part):
-        return 0
-    _new_text(part)
-    return 1
 
 
 def _slot_read(part: bytes) -> int:

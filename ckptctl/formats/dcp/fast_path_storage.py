@@ -22,6 +22,7 @@ from operator import add, itemgetter, lt
 from ckptctl.formats.dcp.fast_path import (
     INT,
     NEW,
+    NEW_TEXT,
     REFERENCE,
     SET,
     TEXT,
@@ -138,8 +139,8 @@ class _Rows:
             *window.rows, strict=True
         )
         self.keys = parts.keys.column(key_parts)
-        self.new_fqns = parts.n_new_texts.column(self.fqn_parts)
-        self.new_files = parts.n_new_texts.column(self.file_parts)
+        self.new_fqns = list(map(NEW_TEXT.__eq__, map(itemgetter(0), self.fqn_parts)))
+        self.new_files = list(map(NEW_TEXT.__eq__, map(itemgetter(0), self.file_parts)))
         n_texts = map(add, self.new_fqns, self.new_files)
         n_others = map(_OWN_SLOTS.__add__, map(itemgetter(2), self.keys))
         n_slots = map(add, n_texts, n_others)
