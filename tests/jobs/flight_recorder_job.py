@@ -56,7 +56,12 @@ def rank_main(folder: Path, case: str, rank: int, world_size: int) -> None:
         for group in groups * 2:
             dist.all_reduce(values, group=group)
         dist.barrier()
-        threading.Thread(target=cross, args=(groups, rank, values), daemon=True).start()
+        begun: list[dist.ProcessGroup] = []
+        arguments = (groups, rank, values, begun)
+        threading.Thread(target=cross, args=arguments, daemon=True).start()
+        # Rank 2 waits for rank 3 in its second row, the others in their second column.
+        while len(begun) < (4, 4, 3, 2)[rank]:
+            time.sleep(0.05)
     else:
         misbehaving = threading.Thread(target=misbehave, args=(case, rank, values), daemon=True)
         misbehaving.start()
@@ -73,9 +78,15 @@ def rank_main(folder: Path, case: str, rank: int, world_size: int) -> None:
     os._exit(0)
 
 
-def cross(groups: tuple[dist.ProcessGroup, ...], rank: int, values: torch.Tensor) -> None:
+def cross(
+    groups: tuple[dist.ProcessGroup, ...],
+    rank: int,
+    values: torch.Tensor,
+    begun: list[dist.ProcessGroup],
+) -> None:
     """Rows and columns in turn, until the neighbours of rank 3 wait, and theirs."""
     for group in groups * 3 if rank != 3 else groups:
+        begun.append(group)
         dist.all_reduce(values, group=group)
 
 
