@@ -157,9 +157,6 @@ BUCKETS = {
 }
 """The field of an attempt that each bucket is the sum of."""
 
-TIMES = ("restart_s", "startup_s", "load_s", "first_step_s", "productive_s", "save_s", "lost_s")
-"""The fields of an attempt that divide its time, in the order in which they come."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mtbf:
