@@ -134,7 +134,7 @@ class ObstoreClient:
 
         def once() -> tuple[Data, str]:
             answer = obstore.get(self._store, key, options={"range": (start, end)})
-            # A copy would take half the time and half the memory of reading an object.
+            # Not copied: a copy takes a quarter of the processor time of a long read.
             data = memoryview(answer.bytes())
             first, last = answer.range
             if len(data) != last - first:
