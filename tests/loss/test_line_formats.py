@@ -116,6 +116,21 @@ def test_a_bar_that_is_drawn_again_is_one_row_and_the_next_bar_goes_on():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("n_dictionaries", [1, 2])
+def test_a_dictionary_that_a_logger_writes_behind_a_bar_has_the_step_of_that_bar(n_dictionaries):
+    """LLaMA-Factory logs the loss itself, and the trainer writes it once more."""
+    text = ""
+    for step in range(1, 21):
+        text += f"\r  1%|▏| {step}/600 [00:26<25:00,  5.09s/it]"
+        if step % 5 == 0:
+            loss = f"{{'loss': 1.4{step}, 'epoch': 0.{step}}}"
+            text += f"[INFO|2026-11-20 22:55:57] llamafactory.train.callbacks:143 >> {loss}\n"
+            if n_dictionaries == 2:
+                text += f"\r{' ' * 60}\r{loss}\n\r  1%|▏| {step}/600 [00:26<25:00,  5.09s/it]"
+    found = [(row.step, row.loss.value) for row in rows(text + "\n")]
+    assert found == [(5, 1.45), (10, 1.41), (15, 1.415), (20, 1.42)]
+
+
 FORMS_BY_EPOCH = (
     "Epoch: {epoch} Step: {batch}/500 loss: {loss:.4f}",
     "epoch {epoch} step {batch} loss {loss:.4f}",

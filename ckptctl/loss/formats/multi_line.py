@@ -140,12 +140,14 @@ _PAIR = re.compile(r"'([\w/]{1,99})': '?([^,'}]+)'?")
 _BAR = re.compile(
     r"^\s{0,99}\d{1,3}%\|.{0,400}?\|\s{0,99}(?P<step>\d{1,12})/(?P<total>\d{1,12}) \["
 )
+_BLANKS = " " * 16
 
 
 class HfConsoleReader:
     """Reads the dictionaries and progress bars of one rank.
 
-    The bar is drawn again directly after a dictionary, with the step of the dictionary.
+    The bar is drawn again directly after a dictionary, with the step of the dictionary. A
+    dictionary in the line of a bar has the step of that bar.
     Without bars the rows have no step; `n_without_step` counts these, which are left out.
     """
 
@@ -178,6 +180,10 @@ class HfConsoleReader:
         if found is not None:
             yield from self.end()
             self._held = (found[0], position)
+            # A logger writes behind the bar of the step; tqdm blanks the bar before it writes.
+            is_beside = bar is not None and _BLANKS not in text[bar.end() : found.start()]
+            if is_beside and self._bar == self._latest:
+                yield from self.end()
 
     def end(self) -> Iterator[Row]:
         """The row of a dictionary that no bar followed; its step is that of the bar before.
