@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from made_roots import make_templates, put_step
 from next_commands import next_command
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
-from services.processes import wait_until
+from services.processes import started, wait_until
 
 import ckptctl
 from ckptctl.cli.app import run
@@ -59,8 +60,8 @@ def steps_in(url: str, s3: S3Server) -> set[int]:
     return {int(name.removeprefix("step_")) for name in names if name.startswith("step_")}
 
 
-def started(*words: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def command(*words: str, env: Mapping[str, str]) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started(
         [*COMMAND, *words],
         env=clean_environment(**env),
         stdout=subprocess.PIPE,
@@ -92,7 +93,7 @@ def test_a_prune_that_a_signal_ends_reports_what_it_removed(
     proxy.break_request("DELETE", Fault.SILENT, nth=n_files + 1, lasts=True)
     env = {**s3_moto.environment, "AWS_ENDPOINT_URL": proxy.url}
     words = ["prune", url, "--keep", "2", "--apply", *(["--json"] if as_json else [])]
-    with started(*words, env=env) as process:
+    with command(*words, env=env) as process:
         wait_until(lambda: proxy.counts["DELETE"] > n_files, what="the second removal")
         process.send_signal(number)
         out, err = process.communicate()
@@ -138,7 +139,7 @@ def test_whenever_the_signal_comes_exactly_the_steps_that_are_gone_are_named(
         return {step for step in range(100, 600, 100) if not (root / f"step_{step}").exists()}
 
     words = ("prune", str(root), "--keep", "2", "--apply", "--json")
-    with started(*words, env={}) as process:
+    with command(*words, env={}) as process:
         wait_until(lambda: len(gone()) >= n_gone or process.poll() is not None, what="a removal")
         process.send_signal(number)
         out, err = process.communicate()
@@ -224,10 +225,9 @@ def test_the_ledger_names_every_step_that_keep_removed_however_the_job_ends(
     root = tmp_path / "run"
     tests = REPOSITORY / "tests"
     paths = ":".join(map(str, (REPOSITORY, tests, tests / "train")))
-    command = [sys.executable, "-c", JOB, str(root)]
-    with subprocess.Popen(
-        command, env=clean_environment(PYTHONPATH=paths), stderr=subprocess.DEVNULL
-    ) as process:
+    job = [sys.executable, "-c", JOB, root]
+    variables = clean_environment(PYTHONPATH=paths)
+    with started(job, env=variables, stderr=subprocess.DEVNULL) as process:
         # A later one, too: each save removes the one before.
         eighth = [root / f"step_{step}" for step in range(8, 200)]
         wait_until(lambda: any(each.exists() for each in eighth), what="the eighth save")

@@ -16,7 +16,7 @@ from command_line import COMMAND, clean_environment, validated
 from next_commands import run_and_follow as run_ckptctl
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
-from services.processes import wait_until
+from services.processes import started, wait_until
 from storage.faulty import FaultyStore
 
 import ckptctl
@@ -166,13 +166,10 @@ def test_what_is_interrupted_while_it_goes_is_never_taken(root: Path):
     # The step is large enough for the signal to fall into its removal, or before or after it.
     for number in range(2000):
         (root / "step_100" / f"extra_{number}").write_bytes(b"x")
-    with subprocess.Popen(
-        [*COMMAND, "prune", root, "--keep", "4", "--apply"], env=clean_environment()
-    ) as process:
-        until = time.monotonic() + 30
-        while (root / "step_100" / ".metadata").exists() and time.monotonic() < until:
+    command = (*COMMAND, "prune", root, "--keep", "4", "--apply")
+    with started(command, env=clean_environment()) as process:
+        while (root / "step_100" / ".metadata").exists() and process.poll() is None:
             time.sleep(0.0005)
-        process.kill()
     report = ckptctl.scan(str(root)).reports[-1]
     assert report.number == 200 or not report.usable
 
@@ -307,11 +304,8 @@ def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_
     proxy.break_request("DELETE", Fault.SILENT, nth=2, lasts=True)
     command = ("prune", url, "--keep", "4", "--apply")
     variables = {**s3_moto.environment, "AWS_ENDPOINT_URL": proxy.url}
-    with subprocess.Popen([*COMMAND, *command], env=clean_environment(**variables)) as process:
-        try:
-            wait_until(lambda: proxy.counts["DELETE"] > 1, what="the removal")
-        finally:
-            process.kill()
+    with started([*COMMAND, *command], env=clean_environment(**variables)):
+        wait_until(lambda: proxy.counts["DELETE"] > 1, what="the removal")
     left = ckptctl.scan(url, grace_s=0.0, storage_options=s3_moto.options).reports[-1]
     assert (left.number, left.interrupted, left.usable) == (100, True, False)
     # A save that is so young may still be written.

@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def free_port() -> int:
@@ -35,6 +37,16 @@ def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 600
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not there after {limit_s:g} s")
         time.sleep(0.05)
+
+
+@contextmanager
+def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process that is killed where the test fails, instead of being waited for without end."""
+    with subprocess.Popen(list(map(str, command)), **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -21,7 +21,7 @@ from command_line import clean_environment, forked_python
 from services.counting_proxy import CountingProxy, Fault
 from services.moto_server import moto_server
 from services.plugin import PAGE, S3Server
-from services.processes import free_port, wait_until
+from services.processes import free_port, started, wait_until
 
 from ckptctl.errors import (
     AccessDenied,
@@ -291,7 +291,7 @@ def test_uploads_that_a_killed_save_left_are_listed_and_aborted(
     proxy = counting_proxy(server.endpoint)
     url = f"s3://{server.bucket}/{prefix}"
     command = [forked_python(), "-c", _UPLOAD, url, proxy.url, client]
-    with subprocess.Popen(command, env=clean_environment(**server.environment)) as process:
+    with started(command, env=clean_environment(**server.environment)) as process:
         wait_until(lambda: proxy.counts["PUT"] > 1, what="the first part")
         process.kill()
     options = {**server.options, "client": "s3fs"}
@@ -519,7 +519,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(
 ):
     proxy.break_request(verb, Fault.SILENT, lasts=True)
     command = [sys.executable, "-c", _WAIT, f"s3://{s3_moto.bucket}", proxy.url, client, verb]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with started(command, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: proxy.counts[verb] == 1, what="the request")
         process.send_signal(signal.SIGINT)
         assert process.wait() == -signal.SIGINT

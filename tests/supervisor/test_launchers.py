@@ -271,7 +271,7 @@ def test_one_launcher_is_refused_where_several_supervise_and_the_other_way_round
 def test_launchers_agree_through_an_object_store(s3_moto: S3Server, launchers: Launchers):
     launchers.root = f"s3://{s3_moto.bucket}/{launchers.folder.name}"  # type: ignore[assignment]
     launchers.job("[ $CKPTCTL_RESTART_COUNT = 1 ] && exit 0; [ $1 = 1 ] && exit 5; sleep 3600")
-    launchers.options += ["--create", "--wait-storage", "30s"]
+    launchers.options += ["--create", "--wait-storage", "10m"]
     for name, value in s3_moto.options.items():
         text = value if isinstance(value, str) else json.dumps(value)
         launchers.options += ["--storage-option", f"{name}={text}"]

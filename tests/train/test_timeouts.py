@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import uuid
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import pytest
 from command_line import clean_environment, torch_server
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
-from services.processes import wait_until
+from services.processes import started, wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -114,7 +113,7 @@ def test_a_save_aborts_the_uploads_that_a_killed_save_of_its_number_has_left(
     env = clean_environment(**s3_ceph.environment)
     options = {**s3_ceph.options, "client": "s3fs"}
     with open_store(root, storage_options=options) as store:
-        with subprocess.Popen(command, env=env) as process:
+        with started(command, env=env) as process:
             wait_until(lambda: len(store.list_uploads()) > 0, what="the upload")
             process.kill()
         (left,) = store.list_uploads()
