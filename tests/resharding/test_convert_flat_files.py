@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def trained() -> dict:
         "optimizer": optimizer.state_dict(),
         "step": 1200,
         "history": [0.5, None, True, (1, "a", b"\xff\0", -(1 << 70))],
+        "callbacks": {"timer": {"elapsed": timedelta(days=-2, seconds=3, microseconds=70000)}},
         "mixed": [torch.arange(4), {"deep": 3}],
         "nested": {"pair": (OrderedDict(a=1), {"b": [2.5]}), "dtype": torch.bfloat16, "": {}},
     }

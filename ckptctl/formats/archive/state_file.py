@@ -35,7 +35,7 @@ from ckptctl.formats.archive.writing import (
     tensor_value,
 )
 from ckptctl.formats.pickles.stubs import Dtype, Ordered
-from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub
+from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub, TimeDelta
 
 _ID_DIGITS = 20
 
@@ -282,6 +282,9 @@ _SIMPLE: Mapping[type, Callable[[Any], bytes]] = {
     str: text,
     bytes: _bytes,
     Dtype: lambda value: f"ctorch\n{value.name}\n".encode(),
+    TimeDelta: lambda value: (
+        b"cdatetime\ntimedelta\n(" + b"".join(map(pickled_integer, value)) + b"tR"
+    ),
 }
 
 

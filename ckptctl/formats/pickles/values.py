@@ -11,6 +11,7 @@ Source: torch 2.13 `torch/_utils.py` and `torch/serialization.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable
@@ -337,8 +338,24 @@ def _as_stored(
     return rebuilt
 
 
+class TimeDelta(NamedTuple):
+    """A `datetime.timedelta` of a pickle, by its arguments."""
+
+    days: int
+    seconds: int
+    microseconds: int
+
+
+def _time_delta(args: tuple[object, ...]) -> object:
+    match args:
+        case (int(days), int(seconds), int(microseconds)):
+            return TimeDelta(days, seconds, microseconds)
+    return Opaque("datetime.timedelta")
+
+
 FAITHFUL = Grammar(
     {
+        ("datetime", "timedelta"): Function("datetime.timedelta", _time_delta),
         **{key: value for key, value in TOLERANT.names.items() if "pathlib" not in key[0]},
         ("torch._utils", "_rebuild_tensor_v2"): Function(
             "_rebuild_tensor_v2", _as_stored(_rebuild_v2, 6)
