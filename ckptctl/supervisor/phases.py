@@ -23,9 +23,9 @@ from ckptctl.errors import (
 )
 from ckptctl.storage.opening import is_local, join_url
 from ckptctl.supervisor.options import RunOptions
-from ckptctl.supervisor.restarting import stored_state, supervise
+from ckptctl.supervisor.restarting import supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
-from ckptctl.supervisor.state import STATE_FOLDER
+from ckptctl.supervisor.state import STATE_FOLDER, stored_state
 
 _MAX_BYTES = 64 << 10
 _PAUSE_S = 10.0

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ from ckptctl.supervisor.policy import (
 from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.roots import WatchedRoots
-from ckptctl.supervisor.state import STATE_FOLDER, LocalCopy, Revisions
+from ckptctl.supervisor.state import LocalCopy, Revisions, stored_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,15 +92,6 @@ def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOpt
         open_store(url, options.storage).close()
     with stored_state(roots.first, options) as revisions:
         return _Supervisor(tuple(command), roots, revisions, options).run()
-
-
-@contextmanager
-def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
-    """The state of a run whose first root is `root`."""
-    with open_store(options.state or root, options.storage) as store:
-        folders = ["" if options.state else STATE_FOLDER, options.output.phase]
-        folder = "/".join(filter(None, folders))
-        yield Revisions(store, folder, of_root=options.state is None)
 
 
 class _NotStarted(Exception):
@@ -494,33 +485,29 @@ class _Supervisor:
         return self._roots.inspect()
 
     def _summary(self, conclusion: Conclusion) -> Supervised:
-        last = self._attempts[-1] if self._attempts else None
-        next_command: str | None = None
-        if conclusion.decision in (Decision.GIVEN_UP, Decision.NEVER):
-            next_command = f"ckptctl scan {self._roots.words}"
-            of_storage = (EXIT_NONE_USABLE, *NOT_INSPECTED)
-            if last and last.cause is not None and conclusion.exit_code not in of_storage:
-                logs = [*self._options.output.logs]
-                if self._log_folder is not None:
-                    logs.append(self._log_folder.path(last.number))
-                if logs := [*filter(os.path.exists, logs)]:
-                    words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
-                    next_command = shlex.join(words)
-        word = {
-            Decision.DONE: "done",
-            Decision.STOPPED: "stopped",
-            Decision.RESTART: "stopped before a restart",
-            Decision.NEVER: "not restarted",
-            Decision.GIVEN_UP: "given up",
-            Decision.WAIT: "waiting for capacity",
-        }[conclusion.decision]
         n = len(self._attempts)
+        attempts = f"{n} attempt{'' if n == 1 else 's'}"
         return Supervised(
             self._command,
             self._roots.url,
             tuple(self._attempts),
             tuple(self._warnings),
-            f"{word} after {n} attempt{'' if n == 1 else 's'}: {conclusion.reason}",
+            f"{conclusion.decision.as_end} after {attempts}: {conclusion.reason}",
             conclusion.exit_code,
-            next_command,
+            self._next_command(conclusion),
         )
+
+    def _next_command(self, conclusion: Conclusion) -> str | None:
+        """What a person runs where no attempt follows: `classify`, where there is a log."""
+        if conclusion.decision not in (Decision.GIVEN_UP, Decision.NEVER):
+            return None
+        last = self._attempts[-1] if self._attempts else None
+        of_storage = (EXIT_NONE_USABLE, *NOT_INSPECTED)
+        if last and last.cause is not None and conclusion.exit_code not in of_storage:
+            logs = [*self._options.output.logs]
+            if self._log_folder is not None:
+                logs.append(self._log_folder.path(last.number))
+            if logs := [*filter(os.path.exists, logs)]:
+                words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
+                return shlex.join(words)
+        return f"ckptctl scan {self._roots.words}"

@@ -18,6 +18,21 @@ class Decision(str, Enum):
     GIVEN_UP = "given-up"
     WAIT = "wait-for-capacity"
 
+    @property
+    def as_end(self) -> str:
+        """The decision as the end of a run, for a message."""
+        return _ENDS[self]
+
+
+_ENDS = {
+    Decision.DONE: "done",
+    Decision.RESTART: "stopped before a restart",
+    Decision.STOPPED: "stopped",
+    Decision.NEVER: "not restarted",
+    Decision.GIVEN_UP: "given up",
+    Decision.WAIT: "waiting for capacity",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:

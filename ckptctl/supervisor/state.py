@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import (
     AlreadyExists,
@@ -41,7 +43,10 @@ from ckptctl.formats.own.supervision import (
 )
 from ckptctl.selection.history import check_sentinel
 from ckptctl.storage.contract import Store, TooLarge, read_if_there
-from ckptctl.storage.opening import absolute_url, join_url
+from ckptctl.storage.opening import absolute_url, join_url, open_store
+
+if TYPE_CHECKING:
+    from ckptctl.supervisor.options import RunOptions
 
 STATE_FOLDER = f"{OWN_FOLDER}/supervisor"
 """The path of the state in a root."""
@@ -155,6 +160,15 @@ class Revisions:
     def _check_root(self) -> None:
         if self._of_root:
             check_sentinel(self._store)
+
+
+@contextmanager
+def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
+    """The state of a run whose first root is `root`."""
+    with open_store(options.state or root, options.storage) as store:
+        folders = ["" if options.state else STATE_FOLDER, options.output.phase]
+        folder = "/".join(filter(None, folders))
+        yield Revisions(store, folder, of_root=options.state is None)
 
 
 class LocalCopy:

@@ -12,7 +12,7 @@ from storage.faulty import FaultyStore
 from ckptctl.errors import StorageUnavailable
 from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import open_store
-from ckptctl.supervisor import phases, restarting
+from ckptctl.supervisor import phases, state
 from ckptctl.supervisor.options import RunOptions
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
@@ -76,7 +76,7 @@ def test_a_phase_that_is_done_does_not_run_again_when_the_storage_fails(
         store.fail("list_dir", StorageUnavailable("no answer"), path=".ckptctl/supervisor/pretrain")
         return store
 
-    monkeypatch.setattr(restarting, "open_store", opened)
+    monkeypatch.setattr(state, "open_store", opened)
     with pytest.raises(StorageUnavailable):
         phases.run_phases([phase], str(root), RunOptions(wait_s=0))
     assert lines(tmp_path / "ran") == ["ran"]
