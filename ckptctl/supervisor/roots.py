@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.findings import EXIT_FRESH
-from ckptctl.selection.history import begin_run
+from ckptctl.selection.history import begin_run, check_sentinel
 from ckptctl.selection.results import Pick
 from ckptctl.selection.targets import Roots
 from ckptctl.storage.contract import Store
@@ -42,13 +41,19 @@ class WatchedRoots:
         try:
             # No process saves between two attempts, so an unfinished save is not in progress.
             found = self._inspect(allow_fresh=True, **({"grace_s": 0.0} if self._used else {}))
+            holds_steps = bool(found.passed_over or found.chosen)
+            if self._used and not holds_steps:
+                self._check_mounted()
         except (StorageError, UsageError) as error:
             return RootState(error.exit_code, error.message)
         step = found.chosen.number if found.chosen else None
-        if found.exit_code == EXIT_FRESH and self._used:
-            return RootState(NO_ANSWER, f"{self.url} existed, but no longer exists")
-        holds_steps = bool(found.passed_over or found.chosen)
         return RootState(found.exit_code, found.message, step, holds_steps, found.next_command)
+
+    def _check_mounted(self) -> None:
+        """Raise `StorageUnavailable` where a root has lost its sentinel: it is not mounted."""
+        for url in self._mandatory:
+            with self._opened(url) as store:
+                check_sentinel(store)
 
     def loads(self, world_size: int) -> bool:
         """Whether the newest usable step loads with so many ranks, and loses nothing required."""

@@ -163,9 +163,10 @@ def test_steps_of_which_none_is_usable_after_a_life_end_with_11(job, source: Pat
     assert found.next_command == f"ckptctl scan {tmp_path / 'ckpt'}"
 
 
+@pytest.mark.parametrize("leaves", ["", "; mkdir ckpt"])
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_root_that_is_gone_is_waited_for_within_a_bound(
-    job, source: Path, tmp_path: Path, comes_back: bool
+    job, source: Path, tmp_path: Path, comes_back: bool, leaves: str
 ):
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
 
@@ -173,12 +174,14 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
         while not (tmp_path / "away").exists():
             time.sleep(0.01)
         time.sleep(2)
+        if leaves:  # the mount point, as umount leaves it
+            (tmp_path / "ckpt").rmdir()
         (tmp_path / "away").rename(tmp_path / "ckpt")
 
     mounting = threading.Thread(target=mount)
     if comes_back:
         mounting.start()
-    text = '[ "$n" = 1 ] && exit 0; mv ckpt away; exit 1'
+    text = f'[ "$n" = 1 ] && exit 0; mv ckpt away{leaves}; exit 1'
     said: list[str] = []
     wait_s = 600 if comes_back else 0
     found = kept_running(script(tmp_path, text), tmp_path, wait_s=wait_s, tell=said.append)
@@ -186,7 +189,7 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
         mounting.join()
     assert (found.exit_code, n_attempts(tmp_path)) == ((0, 2) if comes_back else (75, 1))
     assert found.attempts[0].inspected is comes_back
-    waited = [line for line in said if "existed, but no longer exists" in line]
+    waited = [line for line in said if "waiting for" in line and "root.json is gone" in line]
     assert len(waited) == comes_back
 
 
