@@ -13,7 +13,7 @@ from storage.faulty import FaultyStore
 
 from ckptctl.records import byte_pass
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
-from ckptctl.storage.contract import Kind
+from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 
 
@@ -61,9 +61,9 @@ def test_bytes_are_read_to_where_a_run_wants_them(store: LocalStore):
     assert [bytes(run.memory) for run in runs] == [b"0123456789", b"abcdefghij"]
 
 
-@pytest.mark.parametrize("kind", [Kind.LOCAL, Kind.OBJECT])
+@pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.OBJECT])
 def test_memory_that_is_longer_than_a_read_is_read_part_by_part(
-    store: LocalStore, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, kind: StoreKind, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(byte_pass, "PIECE_BYTES", 8)
     monkeypatch.setattr(byte_pass, "IN_PLACE_BYTES", 4)
