@@ -24,7 +24,7 @@ from ckptctl.formats.frameworks.grids import (
     grids_of,
     ranked,
 )
-from ckptctl.formats.frameworks.layouts import is_archive
+from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formats.pickles.values import Opaque
 from ckptctl.formatting import at_most_few, counted, some_of

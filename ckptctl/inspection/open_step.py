@@ -32,6 +32,7 @@ from ckptctl.formats.frameworks.layouts import (
     scattered_steps,
     step_name,
 )
+from ckptctl.formats.frameworks.parts import parts_of
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formatting import inside
 from ckptctl.inspection.part_files import (
@@ -133,7 +134,7 @@ class OpenStep:
         if number is not None and layout == "nvrx":
             beside = _files_below(self.store, self.store.list_dir(""))
             stated = {"rank": layouts.ranks_beside(beside, number)}
-        parts = layouts.parts_of(files, layout, stated=stated)
+        parts = parts_of(files, layout, stated=stated)
         return Step(self.url, self.name, number, layout, parts, files)
 
     @property

@@ -32,10 +32,9 @@ from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     METADATA_TMP,
-    in_parts,
-    is_archive,
     rank_local_rank,
 )
+from ckptctl.formats.frameworks.parts import in_parts, is_archive
 from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
 from ckptctl.formatting import inside
 from ckptctl.inspection.sidecars import scalar, steps_inside

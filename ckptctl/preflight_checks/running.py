@@ -17,7 +17,7 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.frameworks.layouts import parts_of
+from ckptctl.formats.frameworks.parts import parts_of
 from ckptctl.goodput.measuring import Measured, measured_in
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level

@@ -24,12 +24,11 @@ from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
-    is_archive,
     is_flat_file,
-    parts_of,
     shard_rank,
     step_name,
 )
+from ckptctl.formats.frameworks.parts import is_archive, parts_of
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import RecordedResume, read_resumes

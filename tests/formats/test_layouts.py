@@ -5,6 +5,7 @@ import pytest
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables, layouts
 from ckptctl.formats.frameworks.layouts import compile_pattern, pointed_step, step_name
+from ckptctl.formats.frameworks.parts import parts_of
 from ckptctl.model import FileInfo, PartFormat
 
 
@@ -191,7 +192,7 @@ def test_a_pointer_names_a_step_by_number_name_or_path(content, number):
 
 
 def test_every_folder_with_metadata_or_shards_is_a_part():
-    parts = layouts.parts_of(
+    parts = parts_of(
         files(
             "pp0/.metadata",
             "pp0/__0_0.distcp",
@@ -208,7 +209,7 @@ def test_every_folder_with_metadata_or_shards_is_a_part():
 
 
 def test_a_step_saved_without_collectives_is_rank_local():
-    (part,) = layouts.parts_of(files("__0.metadata", "__0_0.distcp", "__1.metadata"))
+    (part,) = parts_of(files("__0.metadata", "__0_0.distcp", "__1.metadata"))
     assert part.format is PartFormat.DCP_RANK_LOCAL
 
 
@@ -230,17 +231,17 @@ def test_a_step_saved_without_collectives_is_rank_local():
     ],
 )
 def test_another_format_is_known_by_its_files(path, expected):
-    (part,) = layouts.parts_of(files(path))
+    (part,) = parts_of(files(path))
     assert part.format is expected
 
 
 def test_sidecars_beside_shards_do_not_make_a_step_flat():
-    parts = layouts.parts_of(files(".metadata", "__0_0.distcp", "optimizer.pt"))
+    parts = parts_of(files(".metadata", "__0_0.distcp", "optimizer.pt"))
     assert [part.format for part in parts] == [PartFormat.DCP]
 
 
 def test_a_model_in_safetensors_beside_an_optimizer_in_dcp_is_a_part():
-    parts = layouts.parts_of(
+    parts = parts_of(
         files(
             "optim/.metadata",
             "optim/__0_0.distcp",
@@ -263,11 +264,11 @@ def test_a_pointer_in_the_form_of_a_checkpoint_is_one_only_as_a_link():
 
 
 def test_what_ckptctl_writes_is_no_part():
-    assert layouts.parts_of(files(".ckptctl/__0_0.distcp")) == ()
+    assert parts_of(files(".ckptctl/__0_0.distcp")) == ()
 
 
 def test_a_stage_that_is_missing_below_the_highest_is_named():
-    parts = layouts.parts_of(files("pp0/.metadata", "pp3/.metadata"))
+    parts = parts_of(files("pp0/.metadata", "pp3/.metadata"))
     assert layouts.missing_stages(parts) == ("pp1", "pp2")
 
 
@@ -331,7 +332,7 @@ def test_what_a_framework_writes_last_is_missed(name, paths, layout, missing):
     assert named is not None
     listed = files(*paths)
     assert layouts.layout_of(named, listed) == layout
-    last = layouts.written_last(layout, layouts.parts_of(listed), listed)
+    last = layouts.written_last(layout, parts_of(listed), listed)
     assert tuple(name for name in last if name not in paths) == missing
 
 

@@ -1,0 +1,139 @@
+"""The parts of a step: the folders of tensors among its files.
+
+Which names are those of shards, metadata and rank files is looked up in `layouts`; nothing is
+opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ckptctl.formats.frameworks import layout_tables as tables
+from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
+from ckptctl.formats.frameworks.grids import grids_of
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    METADATA_TMP,
+    hugging_face_rank,
+    is_saved,
+    rank_local_rank,
+    shard_rank,
+)
+from ckptctl.model import FileInfo, Part, PartFormat
+
+MAX_PART_DEPTH = 3
+"""How many folders down a part may be. Folders below that are those of single tensors."""
+
+
+def parts_of(
+    files: Sequence[FileInfo],
+    layout: str = "",
+    *,
+    stated: Mapping[str, int] | None = None,
+) -> tuple[Part, ...]:
+    """The folders of tensors among the files of a step of `layout`, by path.
+
+    `stated` are lengths of the axes of rank files, as for `grids_of`.
+
+    A folder with DCP metadata or shard files is a DCP part, at most `MAX_PART_DEPTH` folders
+    down; beside such folders, the shards of DCP's Hugging Face writer and a model in
+    safetensors are parts too. Only where there is no DCP part, the signs of other formats are
+    looked for. Cost: one pass over the files.
+    """
+    folders: dict[str, list[FileInfo]] = {}
+    for file in files:
+        folder, _, name = file.path.rpartition("/")
+        if is_saved(file.path):
+            folders.setdefault(folder, []).append(_renamed(file, name))
+    formats = {
+        folder: _dcp_format(inside)
+        for folder, inside in folders.items()
+        if folder.count("/") < MAX_PART_DEPTH
+    }
+    if not any(formats.values()):
+        return _other_parts(folders, layout, stated)
+    return tuple(
+        Part(folder, found, tuple(inside))
+        for folder, inside in sorted(folders.items())
+        if folder in formats
+        if (found := formats[folder] or _safetensors_beside(folder, inside)) is not None
+    )
+
+
+def _safetensors_beside(folder: str, files: Iterable[FileInfo]) -> PartFormat | None:
+    """A folder of safetensors that a resume reads: exports for others are not parts."""
+    is_model = folder in tables.MODEL_FOLDERS
+    found = any(
+        hugging_face_rank(file.path) is not None
+        or (is_model and file.path.endswith(".safetensors"))
+        for file in files
+    )
+    return PartFormat.SAFETENSORS if found else None
+
+
+def _renamed(file: FileInfo, name: str) -> FileInfo:
+    return FileInfo(name, file.size, file.mtime_s, file.identity, file.kind, file.link)
+
+
+def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
+    found: PartFormat | None = None
+    for file in files:
+        if file.path in (METADATA, METADATA_TMP):
+            return PartFormat.DCP
+        if rank_local_rank(file.path) is not None:
+            found = PartFormat.DCP_RANK_LOCAL
+        elif shard_rank(file.path) is not None and found is None:
+            found = PartFormat.DCP
+    return found
+
+
+def _other_parts(
+    folders: Mapping[str, Sequence[FileInfo]], layout: str, stated: Mapping[str, int] | None
+) -> tuple[Part, ...]:
+    paths = [
+        (f"{folder}/{file.path}" if folder else file.path)
+        for folder in folders
+        for file in folders[folder]
+    ]
+    for kind, expression in tables.OTHER_FORMATS:
+        if any(full_match(expression, path) for path in paths):
+            return (Part("", kind, _flattened(folders)),)
+    files = _flattened(folders)
+    if any(is_archive(path, layout) for path in paths):
+        return (Part("", PartFormat.RANK_FILES, files, grids_of(files, layout, stated)),)
+    return tuple(
+        part
+        for part in in_parts(files, PartFormat.SAFETENSORS)
+        if any(file.path.endswith(".safetensors") for file in part.files)
+    )
+
+
+def in_parts(files: Iterable[FileInfo], kind: PartFormat) -> Iterator[Part]:
+    """The files of a step by folder, each folder as a part.
+
+    Deeper than `MAX_PART_DEPTH` nanotron has a folder for each tensor: together they are one
+    part, the folder above them all.
+    """
+    folders: dict[str, list[FileInfo]] = {}
+    for file in files:
+        folder, _, _ = file.path.rpartition("/")
+        top = folder.partition("/")[0] if folder.count("/") >= MAX_PART_DEPTH else folder
+        name = file.path.removeprefix(f"{top}/") if top else file.path
+        folders.setdefault(top, []).append(_renamed(file, name))
+    for folder, inside in sorted(folders.items()):
+        yield Part(folder, kind, tuple(inside))
+
+
+def is_archive(path: str, layout: str = "") -> bool:
+    """Whether a file of a rank-file step is one of `torch.save`, by its name."""
+    if full_match(tables.ARCHIVE, path):
+        return True
+    return bool(full_match(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
+
+
+def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...]:
+    return tuple(
+        _renamed(file, f"{folder}/{file.path}" if folder else file.path)
+        for folder in sorted(folders)
+        for file in folders[folder]
+    )
