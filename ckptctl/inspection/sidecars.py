@@ -214,10 +214,18 @@ def value_in_file(
 
     Raises `RecordUnreadable`, and what `decode` raises.
     """
-    if is_before_archives(reads.get(0, min(16, size)) or b""):
+    directory = _directory(reads, size)
+    if directory is None:
         return open_one_record(reads.span, size, open_before_archives).value
-    directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
     return decode(directory, reads)
+
+
+def _directory(reads: FileReads, size: int) -> RecordDirectory | None:
+    """The directory of a file of `torch.save`; None for one from before it wrote archives."""
+    if is_before_archives(reads.get(0, min(16, size)) or b""):
+        return None
+    directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
+    return directory
 
 
 def steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
@@ -226,21 +234,19 @@ def steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
     At most `MAX_NUMBERS`; none of a file that is damaged or no archive. Cost: three short reads,
     and one for each count that is a tensor.
     """
-
-    def read(directory: RecordDirectory, view: Readable) -> object:
-        pickle = read_member(directory, "data.pkl", view)
-        found = [] if pickle is None else islice(_counts(decode_value(pickle), ()), MAX_NUMBERS)
-        stubs = (
-            one if isinstance(one, (int, float)) else _number_of(one, directory, view)
-            for one in found
-        )
-        return tuple(sorted(one for one in stubs if one is not None))
-
+    reads = FileReads(store, path)
     try:
-        found = value_in_file(FileReads(store, path), size, read)
+        directory = _directory(reads, size)
+        pickle = None if directory is None else read_member(directory, "data.pkl", reads)
+        if directory is None or pickle is None:
+            return ()
+        steps = (
+            _number_of(one, directory, reads) if isinstance(one, TensorStub) else one
+            for one in islice(_counts(decode_value(pickle), ()), MAX_NUMBERS)
+        )
+        return tuple(sorted(one for one in steps if one is not None))
     except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
         return ()
-    return found if isinstance(found, tuple) else ()
 
 
 def _counts(value: object, keys: tuple[str, ...]) -> Iterator[int | float | TensorStub]:

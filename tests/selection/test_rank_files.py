@@ -391,6 +391,21 @@ def test_files_whose_names_state_nothing_are_unverifiable(tmp_path, rank_files):
     assert (report.exit_code, faults(report)) == (22, {"format.unlisted"})
 
 
+def test_a_tuple_in_a_file_from_before_archives_counts_no_steps(tmp_path):
+    import torch
+
+    step = tmp_path / "step-100"
+    step.mkdir()
+    torch.save({"model": {"weight": torch.ones(2)}, "step": 100}, step / "model.pt")
+    for rank in range(2):
+        for name, state in ("optimizer", ("adam", rank)), ("scheduler", (rank, rank)):
+            path = step / f"{name}_rank_{rank}.pt"
+            torch.save(state, path, _use_new_zipfile_serialization=False)
+    report = ckptctl.verify(str(step), level="structure")
+    assert (report.exit_code, faults(report)) == (0, set()), report.findings
+    assert ckptctl.pick(str(tmp_path)).path == str(step)
+
+
 def test_a_file_of_torch_save_is_a_step(tmp_path, rank_files):
     shutil.copy2(rank_files / "lightning" / NEWEST["lightning"], tmp_path / "step_10.pt")
     assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / "step_10.pt")
