@@ -269,7 +269,9 @@ def _report(
 def _names(step: Step, part: Part) -> Iterator[str]:
     """What a later step may lack: the part, or each kind of rank file in it."""
     if is_scattered(step.name):
-        yield from sorted({re.sub("[0-9]+", "N", file.path) for file in part.files})
+        # Several averages of the weights differ by a decimal fraction: it is no step or rank.
+        number = r"(?<![0-9.])[0-9]+(?!\.?[0-9])"
+        yield from sorted({re.sub(number, "N", file.path) for file in part.files})
     if not part.grids:
         yield part.path
     for grid in part.grids:

@@ -135,8 +135,9 @@ def nanochat(step: int) -> Iterator[tuple[str, object]]:
 
 
 def guided_diffusion(step: int) -> Iterator[tuple[str, object]]:
-    for name, value in (("model", weights), ("ema_0.9999_", weights), ("opt", optimizer)):
-        yield f"{name}{step:06}.pt", value(step)
+    for name in ("model", "ema_0.9999_", "ema_0.99_"):
+        yield f"{name}{step:06}.pt", weights(step)
+    yield f"opt{step:06}.pt", optimizer(step)
 
 
 def vits(step: int) -> Iterator[tuple[str, object]]:
