@@ -11,6 +11,7 @@ import pytest
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_loss
+from ckptctl.loss.formats.console import Rounds
 from ckptctl.loss.formats.fields import FIELDS
 from ckptctl.loss.reading import FORMATS, LogFormat, LogReader
 from ckptctl.loss.rows import Marker, Number, Row
@@ -158,6 +159,20 @@ def test_the_epochs_of_a_log_go_on_from_those_of_the_log_before(form, tmp_path):
     report = check_loss([str(tmp_path / "1.log"), str(tmp_path / "2.log")])
     assert report.verdict.value == "continuous"
     assert report.assessments[0].resume.first_step == 1010
+
+
+def test_a_log_that_continues_another_changes_no_steps_of_it():
+    """`--follow` reads both while they grow; the second job has twice the ranks."""
+    first, second = Rounds(), Rounds()
+    second.follow(first)
+    assert [first.step(step, 40, epoch) for epoch in (1, 2) for step in (20, 40)] == [
+        20,
+        40,
+        60,
+        80,
+    ]
+    assert [second.step(20, 20, epoch) for epoch in (2, 3)] == [60, 80]
+    assert first.step(20, 40, 3) == 100
 
 
 BESIDE_TRAINING = (

@@ -236,7 +236,8 @@ class Rounds:
         """
         earlier, self._earlier = self._earlier, None
         if earlier is not None and epoch is not None and earlier._epoch is not None:
-            self._before, self._epoch, self._last = earlier._before, earlier._epoch, earlier._last
+            self._before = dict(earlier._before)  # the log before may grow, too
+            self._epoch, self._last = earlier._epoch, earlier._last
             self._per, self._longest = earlier._per, earlier._longest
             self._spacing = earlier._spacing
         resumed, self._resumed = self._resumed, None
