@@ -119,7 +119,7 @@ class LogReader:
         self._progressed = ""
         self._tracebacks: set[int | None] = set()
         self._ignored: set[int | None] = set()
-        self._ignored_from = -2
+        self._ignored_from: tuple[int, int | None] = (-2, None)
         self._report: dict[str, str] | None = None
         self.stacks = StackReader(name)
 
@@ -193,12 +193,12 @@ class LogReader:
         """Whether the line only frames others, as the head of a traceback or report does."""
         message = line.message.strip()
         if _IGNORED.match(message):
-            self._ignored_from = number
+            self._ignored_from = (number, line.rank)
             return True
         if message.startswith("Traceback (most recent call last)"):
             if len(self._tracebacks) < _MAX_RANKS:
                 self._tracebacks.add(line.rank)
-            if number == self._ignored_from + 1:
+            if self._ignored_from == (number - 1, line.rank):
                 self._ignored.add(line.rank)
             else:
                 self._ignored.discard(line.rank)

@@ -116,6 +116,17 @@ def test_what_python_prints_and_ignores_is_no_cause(name, tmp_path: Path):
     assert ckptctl.classify(str(log)).failure == "job-code"
 
 
+def test_what_python_ignores_on_one_rank_hides_no_cause_on_another(tmp_path: Path):
+    ignored, *rest = IGNORED["an error of a destructor"].splitlines()
+    failed = f"{TRACEBACK}main\n    train()\ntorch.OutOfMemoryError: CUDA out of memory. Tried to"
+    lines = [f"[rank0]: {ignored}"]
+    lines += [f"[rank1]: {line}" for line in failed.splitlines()]
+    lines += [f"[rank0]: {line}" for line in rest]
+    log = tmp_path / "job.log"
+    log.write_text("\n".join(lines) + "\n")
+    assert ckptctl.classify(str(log)).failure == "job-oom"
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_message_of_a_job_that_is_well_is_no_certain_cause(name, tmp_path: Path):
     log = tmp_path / "job.log"
