@@ -28,7 +28,7 @@ WIDTH = 16
 
 READ_WIDTH = 64
 """Reads of an object store in flight. Short ones wait for the server: at 30 ms of latency, 500
-reads of 2 KiB take 0.6 s of the clock with 64 in flight, 1.3 s with 16."""
+reads of 2 KiB through obstore take 0.6 s of the clock with 64 in flight, 1.3 s with 16."""
 
 MAX_BYTES = 64 << 20
 """Bytes in flight: long reads are limited by it, to 16 of 4 MiB."""
