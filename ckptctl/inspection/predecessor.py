@@ -86,8 +86,6 @@ def check_counts(
     written by this save: an archive ends with the checksums of all that it holds. Cost: none
     where all counts are those of the step; else a listing and two short reads for each file.
     """
-    from ckptctl.checks.rank_files import file_of_another_step
-
     number = opened.step.number
     if number is None or not counts_training_steps(opened.step.layout):
         return
@@ -101,6 +99,8 @@ def check_counts(
             with suppress(StorageError):
                 then = named.name if opened.is_file else _path_then(path, number, count)
                 if _end(opened, path) == _end(before, then):
+                    from ckptctl.checks.rank_files import file_of_another_step
+
                     yield file_of_another_step(opened.step, path, count, named.name)
 
 

@@ -24,7 +24,6 @@ from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import seconds_of
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.storage.contract import Store, list_if_there, read_if_there
-from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import absolute_url, base_name
 
 BRANCHES_FOLDER = f"{OWN_FOLDER}/branches"
@@ -128,6 +127,8 @@ def read_resumes(store: Store) -> tuple[RecordedResume, ...]:
     The name of a record counts if its content cannot be read. Raises `StorageError` if the
     root does not answer. Cost: one listing, and one read per resume.
     """
+    from ckptctl.storage.in_flight import in_flight  # only for a run with several roots
+
     named: dict[str, RecordedResume] = {}
     for entry in list_if_there(store, BRANCHES_FOLDER):
         match = _NAME.fullmatch(entry.path.rpartition("/")[2])
