@@ -13,6 +13,7 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl.findings import Severity
+from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
@@ -353,6 +354,12 @@ def test_what_copying_tools_and_file_systems_leave_in_a_step_is_no_part_of_it(ro
         path.unlink()
     report = ckptctl.verify(str(step), level="content", require_seal=True)
     assert (report.exit_code, faults(report)) == (0, set())
+
+
+def test_a_hidden_file_with_an_extension_of_six_letters_is_part_of_a_step():
+    assert is_saved("7/.x.distcp")
+    assert is_saved(".model.pt.sha256")
+    assert not is_saved("7/.x.distcp.aB3xY9")
 
 
 @each_framework

@@ -25,7 +25,7 @@ from ckptctl.storage.waiting import Watchdog
 
 class Stuck(LocalStore):
     def _whole(self, path, limit):
-        with open(os.path.join(self._root, path), "rb") as pipe:
+        with open(os.path.join(self._root.path, path), "rb") as pipe:
             return pipe.read()
 
 def say(error):
