@@ -136,7 +136,7 @@ def test_a_listing_that_fails_for_good_is_an_error_and_never_an_empty_root(
 ) -> None:
     proxy = counting_proxy(s3.endpoint)
     proxy.break_request("LIST", Fault.UNAVAILABLE, lasts=True)
-    error = asked(s3, "pick", run, storage_options=through(proxy, s3), timeout_s=2)
+    error = asked(s3, "pick", run, storage_options=through(proxy, s3), timeout_s=2, retries=1)
     assert isinstance(error, StorageUnavailable)
 
 
@@ -145,7 +145,7 @@ def test_metadata_that_cannot_be_read_stops_the_search(
 ) -> None:
     proxy = counting_proxy(s3.endpoint)
     proxy.break_request("GET", Fault.UNAVAILABLE, lasts=True)
-    about = {"storage_options": through(proxy, s3), "timeout_s": 2}
+    about = {"storage_options": through(proxy, s3), "timeout_s": 2, "retries": 1}
     stopped = asked(s3, "pick", run, **about)
     assert (stopped.answer, stopped.exit_code, stopped.chosen) == (Answer.UNKNOWN, 75, None)
     assert asked(s3, "verify", f"{run}/step_500", **about).exit_code == 75
