@@ -398,6 +398,7 @@ def test_files_whose_names_state_nothing_are_unverifiable(tmp_path, rank_files):
     assert (report.exit_code, faults(report)) == (22, {"format.unlisted"})
 
 
+@pytest.mark.torch
 def test_a_tuple_in_a_file_from_before_archives_counts_no_steps(tmp_path):
     import torch
 
