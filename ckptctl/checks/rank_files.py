@@ -74,13 +74,11 @@ def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
     found = (re.fullmatch(tables.TORCH_SHARD, path) for path in archives)
     for model in sorted({match["model"] for match in found if match}):
         index = f"{model}.bin.index.json"
-        yield Finding(
-            "file.missing",
+        yield _missing_file(
+            step,
             index,
             f"{index} is missing: without it no load finds the files of the model",
-            expected=index,
-            found="nothing",
-            next_command=f"ckptctl show {shlex.quote(step.url)}",
+            index,
         )
 
 
@@ -101,14 +99,12 @@ def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Itera
             continue
         named = content.decode("utf-8", "replace").strip()
         if not any(one.startswith(f"{folder}{named}/") for one in paths):
-            yield Finding(
-                "file.missing",
+            yield _missing_file(
+                step,
                 path,
                 f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
                 "from it",
-                expected=f"the files of {shown(named)}",
-                found="nothing",
-                next_command=f"ckptctl show {shlex.quote(step.url)}",
+                f"the files of {shown(named)}",
             )
 
 
@@ -119,14 +115,13 @@ def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> 
     are the decoded top levels of files, by path, and name the parameters.
     """
     for name, missing in _files_of_parameters(step.layout, part.files, contents):
-        yield Finding(
-            "file.missing",
+        yield _missing_file(
+            step,
             missing[0],
             f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
             f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing)}",
-            expected="the files of each parameter",
-            found=f"none of {some_of(missing)}",
-            next_command=f"ckptctl show {shlex.quote(step.url)}",
+            "the files of each parameter",
+            f"none of {some_of(missing)}",
         )
 
 
@@ -221,15 +216,21 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
 def _missing(step: Step, grid: Grid) -> Finding:
     n_missing = grid.n_files - grid.n_present
     of_ranks = f" of {grid.n_ranks} ranks" if grid.n_ranks else ""
-    return Finding(
-        "file.missing",
+    return _missing_file(
+        step,
         grid.missing[0],
         f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
         f"{'is' if n_missing == 1 else 'are'} missing: {some_of(grid.missing)}",
-        expected=counted(grid.n_files, "file"),
-        found=counted(grid.n_present, "file"),
-        next_command=f"ckptctl show {shlex.quote(step.url)}",
+        counted(grid.n_files, "file"),
+        counted(grid.n_present, "file"),
     )
+
+
+def _missing_file(
+    step: Step, where: str, message: str, expected: str, found: str = "nothing"
+) -> Finding:
+    show = f"ckptctl show {shlex.quote(step.url)}"
+    return Finding("file.missing", where, message, expected, found, show)
 
 
 def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
@@ -278,13 +279,12 @@ def empty_file(step: Step, path: str) -> Finding:
 
 
 def _no_weights(step: Step, names: Collection[str]) -> Finding:
-    return Finding(
-        "file.missing",
+    return _missing_file(
+        step,
         "",
         "no file of the step holds the model's weights",
-        expected="a file with the weights",
-        found=f"files with {some_of(sorted(names))}" if names else "none",
-        next_command=f"ckptctl show {shlex.quote(step.url)}",
+        "a file with the weights",
+        f"files with {some_of(sorted(names))}" if names else "none",
     )
 
 

@@ -25,7 +25,7 @@ from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
     counts_training_steps,
-    step_name,
+    path_in_step,
 )
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import ByteRange, Metadata, TensorEntry
@@ -97,19 +97,11 @@ def check_counts(
         for named in (one for one in older() if one.number == count):
             before = OpenStep(opened.store, named)
             with suppress(StorageError):
-                then = named.name if opened.is_file else _path_then(path, number, count)
+                then = named.name if opened.is_file else path_in_step(path, number, count)
                 if _end(opened, path) == _end(before, then):
                     from ckptctl.checks.rank_files import file_of_another_step
 
                     yield file_of_another_step(opened.step, path, count, named.name)
-
-
-def _path_then(path: str, number: int, count: int) -> str:
-    """The path of a file in step `count`, whose folders may be named by the step."""
-    *folders, name = path.split("/")
-    named = [(folder, step_name(folder)) for folder in folders]
-    then = (f.replace(str(number), str(count)) if n and n.number == number else f for f, n in named)
-    return "/".join((*then, name))
 
 
 def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:

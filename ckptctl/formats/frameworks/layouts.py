@@ -126,6 +126,14 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
     return replace(found, name=name, unfinished=unfinished or cut, attempt=attempt)
 
 
+def path_in_step(path: str, number: int, other: int) -> str:
+    """Where step `other` has the file that step `number` has at `path`; folders may be numbered."""
+    *folders, name = path.split("/")
+    named = [(folder, step_name(folder)) for folder in folders]
+    then = (f.replace(str(number), str(other)) if n and n.number == number else f for f, n in named)
+    return "/".join((*then, name))
+
+
 def scattered_name(number: int) -> str:
     """The name of a step whose files lie in several folders, as it follows its root."""
     return f"@{number}"
