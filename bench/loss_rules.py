@@ -1,12 +1,12 @@
-"""Which rule sees which fault of a resume, and how often does it cry wolf?
+"""Count which faults of a resume each loss rule detects, and its false alarms.
 
 The resumes are those of a real training job (`fixtures/loss_resumes.py`), as its log
 would show them: with the steps that were logged twice and without, every step or the
 mean of ten, with so many decimals. The rules:
 
     megatron    a loss above ten times the largest of the first hundred
-    first row   the first row stands 5 % above the mean of the twenty before
-    ema z       one of the five first rows lies three deviations above the moving average
+    first row   the first row is 5 % above the mean of the twenty before
+    ema z       one of the five first rows is three deviations above the moving average
     ckptctl     this project: `x` discontinuous, `?` suspect
 
 Each column counts resumes that the rule calls wrong. False alarms at places where
@@ -86,7 +86,7 @@ def as_logged(rows: Sequence[Sequence[float]], interval: int, decimals: int) -> 
 
 
 def verdict(before: Sequence[Row], after: Sequence[Row], saved: int) -> str:
-    """What this project says."""
+    """The verdict of this project."""
     report = check_rows([*before, *after], CheckOptions(ResumePoint(saved, "asked")))
     return report.verdict.value
 
@@ -178,7 +178,7 @@ def _false_alarms(document: dict, decimals: int) -> None:
 
 
 def _targets(document: dict) -> int:
-    """Whether what is promised for four decimals holds."""
+    """Whether the promise for four decimals holds."""
     found: dict[str, Counter[str]] = {}
     for case in cases(document):
         said = verdict(case.before, case.after, case.saved)

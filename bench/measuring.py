@@ -216,7 +216,7 @@ def _elements_at(file: int, record: int) -> int:
 def bare_reader(step: Path | str) -> Any:
     """The limit of a load: torch plans, and a bare loop reads elements to where they belong.
 
-    It computes the CRC-32 of what it reads, in pieces that stay in the cache, and looks at
+    It computes the CRC-32 of what it reads, in pieces that stay in the cache, and checks
     nothing else. Only for contiguous tensors of the saved dtype, and slices along the first
     dimension.
     """

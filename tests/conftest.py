@@ -1,7 +1,7 @@
-"""Which real checkpoints can a test take?
+"""Real checkpoints for tests, and the order in which workers run test files.
 
-Everything a fixture here hands out is shared by all tests and all workers:
-read it, and break only what `copy_of` gives. Servers are not here but in
+Everything that a fixture here returns is shared by all tests and all workers:
+read it, and break only copies that `copy_of` makes. Servers are in
 `tests/services`.
 """
 
@@ -32,8 +32,8 @@ pytest_plugins = ["services.plugin"]
 settings.register_profile("patient", deadline=None)  # a busy machine is no fault
 settings.load_profile("patient")
 
-# Started in the background of a shell, or under nohup: the programs that tests interrupt
-# would inherit deaf ears, and be waited for in vain.
+# A process that was started in the background of a shell, or under nohup, ignores signals:
+# the programs that tests interrupt would inherit that, and never end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -198,7 +198,7 @@ def _made_once(name: str, make: Callable[[Path], None], folder: Path = CACHE) ->
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the system lets go of when the process ends."""
+    """Hold an exclusive lock that the system releases when the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Under which name are the checkpoints kept that real torch wrote for the tests?"""
+"""The name under which the checkpoints are cached that real torch wrote for the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles put together by hand, opcode by opcode, so that they can say anything.
+"""Pickles put together by hand, opcode by opcode, with any content.
 
 The functions return the bytes that leave one value on the stack; `pickled` makes
 a whole pickle of them. Nothing here needs torch, and nothing is looked up.

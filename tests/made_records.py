@@ -1,7 +1,7 @@
-"""Records that a test builds byte by byte, to make one field of them say something else.
+"""Records that a test builds byte by byte, with another value in one field.
 
 `archive` writes what torch writes, which `test_records` proves on real ones; each
-`Made` member may then lie about one thing. Real records are better wherever a
+`Made` member may then have one wrong value. Real records are better wherever a
 byte of them can simply be changed.
 """
 

@@ -62,7 +62,7 @@ def unseal(step: Path) -> None:
 
 
 def flip_bit(step: Path) -> None:
-    """Change one bit of the largest tensor, which only a look at the bytes finds."""
+    """Change one bit of the largest tensor, which only reading the bytes detects."""
     metadata = decode_metadata((step / ".metadata").read_bytes())
     ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
     largest = max((one for one in ranges if one is not None), key=lambda one: one.length)

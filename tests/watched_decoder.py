@@ -1,4 +1,4 @@
-"""Decode files as a victim would, and tell on everything that happens meanwhile.
+"""Decode files, and record every audit event that Python raises meanwhile.
 
 Run as `python watched_decoder.py MEBIBYTES FOLDER`: memory is limited to so
 much, every file of the folder goes through each decoder, and each outcome is

@@ -1,8 +1,8 @@
-"""Ask about steps as an operator would, and tell on everything that happens meanwhile.
+"""Inspect steps as a user does, and record every unexpected audit event.
 
 Run as `python watched_inspection.py MEBIBYTES FOLDER`: each folder in `FOLDER` is a root with
 one step; every question that reads one is asked of it, and each outcome is printed as
-a line of JSON: what the deepest look found, the exit codes, and the events that no
+a line of JSON: the findings at the deepest level, the exit codes, and the events that no
 reader has a reason to cause. All modules are loaded before that; from then on memory is
 limited to so much more than is taken by then.
 """
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def ask(root: Path) -> tuple[list[int], list[str]]:
-    """The exit codes of every question, and the codes of what the deepest look found."""
+    """The exit codes of every question, and the codes of what the deepest inspection found."""
     codes, found = [], set()
     for question in (
         lambda: ckptctl.verify(f"{root}@100", level=Level.CONTENT, nan_scan=True, jobs=1),

@@ -50,7 +50,7 @@ def renewed(text: str, root: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was said of one damage."""
+    """The answers about one kind of damage."""
 
     damage: str
     marker: str

@@ -3,8 +3,8 @@
     python tools/install_torch.py [torch==VERSION]
 
 On Linux the default package index serves torch with gigabytes of CUDA
-libraries. What would be installed is looked at first; where CUDA is in it, this
-stops and says what to do. Set ALLOW_CUDA=1 to take it all the same.
+libraries. What would be installed is resolved first; if CUDA is in it, this
+stops and names the options. Set ALLOW_CUDA=1 to take it all the same.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python tools/outside_scores.py --threads DIR      # keep threads in DIR, and read them there
 
 The texts are not part of this repository: `tests/failures/outside.tsv` holds for each the part
-(`seen`: looked at while rules were written; `held`: only scored), the class that its source
+(`seen`: read while rules were written; `held`: only scored), the class that its source
 states, the address, and the SHA-256 of the text. A text with another digest is not scored.
 
 The address of lines in a file ends with their numbers. The address of lines in an issue thread

@@ -39,7 +39,7 @@ BATCH = 24
 
 
 def main() -> None:
-    """Train from where the root says."""
+    """Train from the newest usable step of the root."""
     options = _parse()
     dist.init_process_group("gloo")
     rank, n_ranks = dist.get_rank(), dist.get_world_size()

@@ -1,7 +1,7 @@
-"""Which ways are there to break the files of a step? One case a number, always the same.
+"""Break the files of a step: the number of a case determines what is done.
 
-A: bytes of a shard change. B: a file is cut or goes on. C: files are missing, renamed,
-of another kind, or too many. L: everything is well-formed and wrong.
+A: bytes of a shard change. B: a file is truncated or extended. C: files are missing,
+renamed, of another kind, or superfluous. L: all files are well-formed, and the step is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Make = Callable[[int, Random, Sound], Case]
 
 
 def damaged_bytes(number: int, chance: Random, subject: Sound) -> Case:
-    """A bit, a byte, a sector, a page or 64 KiB of a shard are not what they were."""
+    """Change a bit, a byte, a sector, a page or 64 KiB of a shard."""
     name = chance.choice(subject.shards)
     data = bytearray(subject.files[name])
     kind = ("bit", "byte", "values", "sector", "page", "region", "stale", "shift")[number % 8]
@@ -47,7 +47,7 @@ def damaged_bytes(number: int, chance: Random, subject: Sound) -> Case:
 
 
 def _shift(data: bytearray, at: int, chance: Random) -> None:
-    """A few bytes come in or fall out, and the file keeps its length."""
+    """Insert or remove a few bytes, and keep the length of the file."""
     n, length = chance.choice([1, 2, 8, 64]), len(data)
     if chance.random() < 0.5:
         data[at:at] = chance.randbytes(n)
@@ -57,7 +57,7 @@ def _shift(data: bytearray, at: int, chance: Random) -> None:
 
 
 def cut_files(number: int, chance: Random, subject: Sound) -> Case:
-    """A file ends early or goes on: at 0, 1, at the edges of records and pages, anywhere."""
+    """Truncate or extend a file: at 0, 1, at the edges of records and pages, anywhere."""
     name = chance.choice([*subject.shards, ".metadata"])
     data = subject.files[name]
     edges = [0, 1, len(data) - 1, len(data) // 2, chance.randrange(len(data))]
@@ -73,7 +73,7 @@ def cut_files(number: int, chance: Random, subject: Sound) -> Case:
             lambda step: put(step / name, data + more),
             harm=whole,
             sealed=number % 3 == 0,
-            may_refuse=number % 3 == 0,  # a seal says how long each file is
+            may_refuse=number % 3 == 0,  # a seal holds the length of each file
         )
     at = chance.choice([edge for edge in edges if edge < len(data)])
     return Case(
@@ -85,7 +85,7 @@ def cut_files(number: int, chance: Random, subject: Sound) -> Case:
 
 
 def odd_folders(number: int, chance: Random, subject: Sound) -> Case:
-    """Files that are gone, renamed, no files at all, or that nobody needs."""
+    """Remove, rename or replace files, or add some that nothing needs."""
     kinds = ("gone", "renamed", "cased", "folder", "pipe", "socket", "link", "extra", "leftover")
     kind = kinds[number % len(kinds)]
     sealed = number % 4 == 0
@@ -130,7 +130,7 @@ def _bind(path: Path) -> None:
 
 
 def _beside(kind: str, chance: Random, subject: Sound, sealed: bool) -> Case:
-    """Files that no metadata names: a note, whatever they are called."""
+    """Add files that no metadata names: a note for each, whatever its name."""
     extra = ["__97_0.distcp", ".nfs000000012ab", "core.1234", "notes.txt", "__97_0.distcp.tmp"]
     name = chance.choice(extra if kind == "extra" else [".metadata.tmp", ".metadata.tmp.x"])
     data = chance.choice([b"", b"left over", subject.files[subject.shards[0]]])
@@ -146,7 +146,7 @@ def _beside(kind: str, chance: Random, subject: Sound, sealed: bool) -> Case:
 
 
 def wrong_but_sound(number: int, chance: Random, subject: Sound) -> Case:
-    """Every file is one that torch wrote, or might have: of another step, or swapped."""
+    """Replace files by others that torch wrote, or could have: of another step, or swapped."""
     kinds = ("stale", "swapped", "moved", "dropped", "hole", "no chunks", "dtype", "shape")
     kind = kinds[number % len(kinds)]
     sealed = number // len(kinds) % 2 == 0
@@ -185,7 +185,7 @@ def _put_all(step: Path, files: dict[str, bytes]) -> None:
 
 
 def _change(kind: str, metadata: Any, chance: Random) -> tuple[str, Claim]:
-    """Make metadata say something else that it might say; what, or nothing."""
+    """Change metadata to another valid content; returns what was changed, or nothing."""
     entries, places = metadata.state_dict_metadata, metadata.storage_data
     held = [f for f, e in entries.items() if getattr(e, "chunks", None) and 0 not in e.size]
     fqn = chance.choice(held)

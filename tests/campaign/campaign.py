@@ -1,12 +1,12 @@
-"""Break sound checkpoints in thousands of ways, and count what is missed.
+"""Break sound checkpoints in thousands of ways, and count the faults that are missed.
 
     python tests/campaign/campaign.py [--share 0.05] [--seed 1] [--jobs 2] [--only A B]
                                       [--minutes 25] [--table docs/reliability.md]
 
-Each case has a category and a number, and is made from these and the seed alone: a
-share is a random part of them, and a run that was interrupted goes on where it was.
-Outcomes are lines of JSON in `.cache/campaign/SEED/`. Ends with 1 when a bad step was
-taken for a good one, a good one was refused, or anything else was wrong.
+A case is determined by its category, its number and the seed. `--share` runs a random
+part of the cases; an interrupted run continues where it stopped. Outcomes are lines of
+JSON in `.cache/campaign/SEED/`. Ends with 1 if a bad step was accepted, a good one was
+refused, or anything else was wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def planned(category: str, seed: int, share: float) -> list[int]:
 
 
 def done_before(file: Path) -> set[tuple[str, int]]:
-    """The cases of an earlier run; a line that was cut off is none."""
+    """The cases of an earlier run, without a truncated last line."""
     found = set()
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
@@ -59,7 +59,7 @@ def done_before(file: Path) -> set[tuple[str, int]]:
 
 
 def work(job: int, asked: argparse.Namespace, out: Path) -> None:
-    """Run every so many'th case that is not done yet, until the time is up."""
+    """Run every n-th case that is not done yet, until the time limit."""
     from cases import Bench
 
     until_s = time.monotonic() + 60 * asked.minutes
@@ -98,7 +98,7 @@ def _planned_in_all() -> int:
 
 
 def outcomes(out: Path) -> list[dict[str, object]]:
-    """All that were written down, each case once."""
+    """All recorded outcomes, each case once."""
     found = {}
     for path in sorted(out.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -111,7 +111,7 @@ def outcomes(out: Path) -> list[dict[str, object]]:
 
 
 def main() -> int:
-    """Run the campaign, and say what came of it."""
+    """Run the campaign, and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)

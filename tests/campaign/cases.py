@@ -1,4 +1,4 @@
-"""How does one case run? By its category and its number, from the seed alone."""
+"""Run one case, which its category, its number and the seed determine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Bench:
     """Runs cases in a folder of its own; `peers` is the share that torch loads too."""
 
     def __init__(self, folder: Path, seed: int, *, peers: float) -> None:
-        logging.disable(logging.CRITICAL)  # torch tells at length of what it cannot load
+        logging.disable(logging.CRITICAL)  # torch prints long warnings about what it cannot load
         self._root = folder
         self._folder = folder
         self._seed = seed
@@ -81,7 +81,7 @@ class Bench:
         self._watch = Watch()
 
     def run(self, category: str, number: int) -> Outcome:
-        """Run one case, and take away what is left of it."""
+        """Run one case, and remove its files."""
         chance = Random(f"{self._seed}-{category}-{number}")
         subjects = self._library.all()
         subject = subjects[chance.randrange(len(subjects))]
@@ -113,7 +113,7 @@ class Bench:
         return outcome
 
     def _keep(self, outcome: Outcome) -> None:
-        """Set aside what was refused for nothing, and say whether it still is."""
+        """Move aside the file of a false alarm, and return whether the step is still refused."""
         name = f"{self._seed}-{outcome.category}-{outcome.number}"
         kept = REPOSITORY / ".cache" / "campaign" / "kept" / name
         shutil.rmtree(kept, ignore_errors=True)
@@ -155,7 +155,7 @@ class Bench:
     def _watched(
         self, category: str, number: int, chance: Random, subject: Sound, outcome: Outcome
     ) -> None:
-        """What holds its answer against more than a verdict."""
+        """Categories whose answers are compared with more than a verdict."""
         try:
             with self._watch:
                 if category == "F":
@@ -175,7 +175,7 @@ class Bench:
     def _in_processes(
         self, category: str, number: int, chance: Random, subject: Sound, outcome: Outcome
     ) -> None:
-        """What is asked of processes and servers that live for many cases."""
+        """The processes and servers that serve many cases."""
         try:
             if category == "P":
                 self._templates = self._templates or make_templates(self._folder / "templates")

@@ -1,9 +1,9 @@
-"""What is on a disk when the power goes?
+"""A disk that loses power at a chosen moment.
 
-A file system in a file, mounted over a loop device: it can be cut off at any moment,
-through the call that ext4 and XFS have for that, and mounted again, which replays its
-journal. It takes root and a mount namespace of its own (`unshare --mount`), so that
-nothing stays mounted whatever becomes of this process.
+A file system in a file, mounted over a loop device. The shutdown call of ext4 and XFS
+cuts it off at any moment; the next mount replays its journal. It requires root and a
+mount namespace of its own (`unshare --mount`), so that nothing stays mounted when this
+process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIB = 1 << 20
 
 
 class Left(int, Enum):
-    """What of that which nobody flushed is on the disk all the same."""
+    """The part of the unflushed data that is on the disk."""
 
     ALL = 0
     NAMES = 1
@@ -32,7 +32,7 @@ class Left(int, Enum):
 
 
 class System(str, Enum):
-    """A file system. Its options are the most forgetful that it has."""
+    """A file system, with the options that flush least."""
 
     EXT4 = "ext4"
     XFS = "xfs"
@@ -86,7 +86,7 @@ class Disk:
         self.mount()
 
     def keep(self) -> None:
-        """Let what lies there now be what `restore` comes back to."""
+        """Keep the present content for `restore`."""
         self.unmount()
         _run("cp", "--sparse=always", str(self._image), str(self._kept))
 
@@ -102,7 +102,7 @@ class Disk:
         _run("umount", str(self.mounted))
 
     def settle(self) -> None:
-        """Have all on the disk that was written so far."""
+        """Flush everything that was written so far."""
         fd = os.open(self.mounted, os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).syncfs(fd):
@@ -111,7 +111,7 @@ class Disk:
             os.close(fd)
 
     def cut(self, left: Left) -> None:
-        """From here on nothing reaches the disk."""
+        """Let no later write reach the disk."""
         fd = os.open(self.mounted, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, _SHUTDOWN, struct.pack("I", left))

@@ -1,9 +1,9 @@
-"""What if an object store fails in one request, or contradicts itself?
+"""I: an object store in which one request fails, or whose answers contradict each other.
 
-I: a real server behind a proxy that breaks the k-th request, once or from then on, or
-before which somebody writes and deletes. Both clients for S3. A step that is sound is
-never called damaged or absent for it, and an older one never taken; a step that really
-changed is not called whole.
+A real server behind a proxy that breaks the k-th request, once or from then on, or
+before which another client writes or deletes. Both clients for S3. A sound step is never
+reported as damaged or absent because of it, and no older one is chosen; a step that
+changed is not reported as whole.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class Bucket:
                 if file.is_file():
                     self.put(f"{step.name}/{file.name}", file.read_bytes())
         self._counts: dict[tuple[str, str], dict[str, int]] = {}
-        # What waits between tries is not looked at here, and would take hours.
+        # Pauses between retries are not tested here, and would take hours.
         waiting.FIRST_PAUSE_S = 0.002
         # Pages of any length may lose their token: not only those of 1,000 keys.
         obstore_client.PAGE_KEYS = 1
 
     def options(self, client: str, timeout_s: float = PATIENT_S) -> Options:
-        """How the questions reach the proxy."""
+        """The addresses and variables that lead commands to the proxy."""
         return {
             "storage_options": {
                 "key": "campaign",
@@ -116,7 +116,7 @@ class Bucket:
         }
 
     def counts(self, name: str, client: str) -> dict[str, int]:
-        """How many requests a question takes where nothing fails."""
+        """How many requests a command sends if nothing fails."""
         if (name, client) not in self._counts:
             self.proxy.reset()
             QUESTIONS[name](self.root, self.options(client))
@@ -133,7 +133,7 @@ class Bucket:
         self.client.delete_object(Bucket=BUCKET, Key=f"{RUN}/{path}")
 
     def unseal(self) -> None:
-        """Take away the seal, if there is one."""
+        """Remove the seal, if there is one."""
         self.delete(f"{self.subject.path.name}/.ckptctl/seal.json")
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Bucket:
 
 
 def failing_s3(number: int, chance: Random, bucket: Bucket, outcome: Outcome) -> None:
-    """Ask one question while the storage fails, then again when it is healed."""
+    """Run one command while the storage fails, then again when it works."""
     client = CLIENTS[number % 2]
     name = chance.choice(list(QUESTIONS))
     counts = bucket.counts(name, client)
@@ -193,7 +193,7 @@ def _asked(name: str, bucket: Bucket, client: str, outcome: Outcome) -> Any:
 
 
 def _wrong(name: str, answer: Any, outcome: Outcome, *, stale: bool) -> str | None:
-    """What is wrong with an answer about a step that is sound."""
+    """The faults of an answer about a sound step."""
     if answer is None:
         return outcome.problem
     code = answer.exit_code
@@ -210,7 +210,7 @@ def _wrong(name: str, answer: Any, outcome: Outcome, *, stale: bool) -> str | No
     if len(reports) < (1 if name == "verify" else 2):
         return f"{len(reports)} of 2 steps are there"
     if stale:
-        # Of steps that decide nothing, `scan` tells what the listing shows.
+        # For steps that decide nothing, `scan` reports what the listing shows.
         reports = [report for report in reports if report.number == 20]
     good = (Verdict.COMPLETE, Verdict.UNKNOWN)
     wrong = [report.verdict.value for report in reports if report.verdict not in good]
@@ -218,7 +218,7 @@ def _wrong(name: str, answer: Any, outcome: Outcome, *, stale: bool) -> str | No
 
 
 def _wrong_seal(bucket: Bucket, client: str, outcome: Outcome) -> str | None:
-    """A seal that is there is a good one, whatever the answer was."""
+    """Every seal that exists is valid, whatever the answer was."""
     report = QUESTIONS["verify"](bucket.root, bucket.options(client))
     said = {finding.code for finding in report.findings if finding.code.startswith("seal.")}
     bad = said if outcome.verdict == "exit 0" else said - {"seal.missing"}
@@ -228,7 +228,7 @@ def _wrong_seal(bucket: Bucket, client: str, outcome: Outcome) -> str | None:
 def _while_it_changes(
     chance: Random, bucket: Bucket, name: str, client: str, outcome: Outcome
 ) -> None:
-    """Somebody writes or deletes between the first listing and the last one."""
+    """Write or delete an object between the first listing and the last one."""
     subject = bucket.subject
     file = chance.choice([*subject.shards, ".metadata"])
     path, data = f"{subject.path.name}/{file}", subject.files[file]
@@ -264,7 +264,7 @@ def _while_it_changes(
 
 
 def _report_of(name: str, answer: Any) -> Any:
-    """What was said of the newest step."""
+    """The answer about the newest step."""
     if name == "verify":
         return answer
     if name == "seal":

@@ -1,8 +1,8 @@
-"""What if the storage fails in one call, or the step changes between two of them?
+"""A storage in which one call fails (F), or a step that changes between two calls (J).
 
 F: the k-th call of the store fails, or the k-th system call below it. J: before the
-k-th call somebody writes, deletes, renames. Outcomes are held against what must be
-true whatever happens: unknown is never damaged, and never fresh; what changed is told.
+k-th call another process writes, deletes or renames. In every case, an unknown state is
+never reported as damage or as a fresh run, and a change is reported.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ QUESTIONS: dict[str, Ask] = {
 
 @contextmanager
 def store_that(order: Callable[[FaultyStore], None]) -> Iterator[list[FaultyStore]]:
-    """While this lasts, every store that a command opens is a real one that was told to fail."""
+    """Within this context, every store that a command opens is a real one that fails on demand."""
     made: list[FaultyStore] = []
 
     def opened(url: str, *args: Any, **kwargs: Any) -> FaultyStore:
@@ -113,7 +113,7 @@ def system_that_fails(nth: int, number: int, *, lasts: bool) -> Iterator[_System
 
 
 class Counts:
-    """How many calls each question makes of a healthy storage."""
+    """How many calls each command makes if nothing fails."""
 
     def __init__(self, make_root: Callable[[], Path]) -> None:
         self.of_store: dict[str, dict[str, int]] = {}
@@ -130,7 +130,7 @@ class Counts:
 
 
 def failing(number: int, chance: Random, counts: Counts, root: Path, outcome: Outcome) -> None:
-    """Ask while the storage fails in one call, then again when it is healed."""
+    """Run a command while the storage fails in one call, then again when it works."""
     name = chance.choice(list(QUESTIONS))
     lasts = chance.random() < 0.4
     if number % 2:
@@ -155,7 +155,7 @@ def failing(number: int, chance: Random, counts: Counts, root: Path, outcome: Ou
 
 
 def _asked(name: str, root: Path, outcome: Outcome, *, gone: bool) -> str | None:
-    """What is wrong with the answer, if anything; `gone` is a path that is said not to be there."""
+    """The fault of the answer, if any; `gone` is a path that is reported as missing."""
     try:
         answer: Any = QUESTIONS[name](root)
     except CkptctlError as error:
@@ -186,7 +186,7 @@ def _not_damaged(reports: Any) -> str | None:
 
 
 class _Disturbed(FaultyStore):
-    """Something happens before the k-th call, whichever it is."""
+    """Change the step before the k-th call, whichever it is."""
 
     def __init__(self, root: Path, nth: int, happens: Callable[[], object]) -> None:
         super().__init__(LocalStore(str(root)))
@@ -201,7 +201,7 @@ class _Disturbed(FaultyStore):
 
 
 def changing(number: int, chance: Random, subject: Sound, step: Path, outcome: Outcome) -> None:
-    """Look at a step that somebody changes meanwhile: never damaged, and never whole."""
+    """Inspect a step that changes meanwhile: it is reported neither as damaged nor as whole."""
     level = (Level.STRUCTURE, Level.CONTENT)[number % 2]
     quiet = _Disturbed(step.parent, 0, lambda: None)
     inspect_step(OpenStep(quiet, step.name), Requirements(), level=level)
@@ -224,6 +224,6 @@ def changing(number: int, chance: Random, subject: Sound, step: Path, outcome: O
     outcome.verdict = report.verdict.value
     outcome.codes = sorted({f.code for f in report.findings if f.verdict is not None})
     if nth == 1:
-        return  # it happened before anything was looked at
+        return  # it happened before the inspection
     if report.verdict not in (Verdict.CHANGED, Verdict.UNKNOWN):
         outcome.problem = f"it changed, and is called {report.verdict.value}"

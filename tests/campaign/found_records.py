@@ -1,10 +1,10 @@
 """Q: records of a runbook that were found under a root, damaged or written to attack.
 
 A run of a small page is left before its command, and its record is changed: random bytes,
-fields of other types, inputs that shells and loaders obey, steps that are elsewhere. Then
-the run is continued with nobody to ask. Whatever the record holds, the run ends with a
-result or a documented error, no command of the record runs, and a block sees of the
-record only the names that the page declares.
+fields of other types, inputs that shells and loaders interpret, steps in other places. Then
+the run is continued unattended. Whatever the record holds, the run ends with a result or a
+documented error, no command of the record runs, and a block receives from the record only
+the names that the page declares.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ BOOK = parse(PAGE, "rb-1.md")
 
 
 class Nobody:
-    """A run without a person: changes are agreed to, and nothing of a record is."""
+    """An unattended run that consents to changes, and to nothing that a record holds."""
 
     attended = assumes = False
     columns = None
@@ -104,7 +104,7 @@ class Nobody:
 
 
 def found_record(number: int, chance: Random, root: Path, outcome: Outcome) -> None:
-    """Change the record of a run, continue it, and look at what came of it."""
+    """Change the record of a run, continue it, and check the outcome."""
     top = root.parent
     shutil.rmtree(top, ignore_errors=True)
     root.mkdir(parents=True)

@@ -1,8 +1,8 @@
-"""The rest: what attacks, random mutations, odd names and times, and what is sound.
+"""Attacks (K), random mutations (M), odd names and times (N), and sound steps (O).
 
-K: pickles made to attack, in the place of metadata. M: mutations of metadata, records,
-seals and marks, read by what reads them. N: roots whose steps have odd names and times.
-O: sound steps of every kind, copied in every way: nothing is to be found in them.
+K: pickles made to attack, in place of the metadata. M: mutations of metadata, records,
+seals and marks, read by their readers. N: roots whose steps have odd names and times.
+O: sound steps of every kind, copied in every way: no fault may be reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ N_MUTATIONS, N_NAMES, N_SOUND = 20_000, 600, 900
 
 
 def hostile(number: int, subject: Sound) -> Case:
-    """A pickle that attacks stands in the place of metadata."""
+    """Replace the metadata by a pickle that attacks."""
     name, data = list(HOSTILE.items())[number // 2]
     where = (".metadata", "__0.metadata")[number % 2]
 
@@ -45,7 +45,7 @@ def hostile(number: int, subject: Sound) -> Case:
 
 
 def mutated(data: bytes, chance: Random) -> bytes:
-    """A bit, some bytes, or a stretch of them are others; now and then the length is."""
+    """Change a bit, some bytes, a run of them, or sometimes the length."""
     made = bytearray(data)
     at = chance.randrange(len(made))
     how = chance.randrange(8)
@@ -110,8 +110,8 @@ def _mutated_metadata(chance: Random, subject: Sound, root: Path, outcome: Outco
             return
     outcome.about += f": {', '.join(sorted(names))}"
     if names <= INVISIBLE | {"fqn"}:
-        # A pickle holds a name once: a tensor was renamed, and everything fits. A load of
-        # the model misses it, and a seal tells; nothing else in the step can.
+        # A pickle holds a name once: a tensor was renamed consistently. A load of
+        # the model misses it, and a seal detects it; nothing else in the step can.
         outcome.claim = "seal"
 
 
@@ -156,12 +156,12 @@ NAMES = (
 
 
 def odd_names(number: int, chance: Random, subject: Sound, root: Path, outcome: Outcome) -> None:
-    """Steps by all names and at all times: the newest by number is taken, whatever they say."""
+    """Steps with odd names and times: the newest by number is chosen."""
     root.mkdir(parents=True)
     held = {}
     style = chance.choice([name for name, is_step in NAMES[:6] if is_step])
     known = [0, 1, 9, 10, 99, 100, 1000, 10**9, 2**31, 2**40, chance.randrange(10**6)]
-    # Beside the step itself, a copy of it under a further number is told as what it is.
+    # Beside the step itself, a copy of it under a further number is reported as a copy.
     own = int(subject.path.name.removeprefix("step_"))
     numbers = chance.sample([n for n in known if n != own], 4)
     for n in numbers:

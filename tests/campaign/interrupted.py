@@ -1,8 +1,8 @@
-"""Which states can a save leave that does not come to its end?
+"""Build the states that an interrupted save can leave.
 
 Replays the operations of real saves (`recorded_saves`) up to one of them, or to the
-middle of it, and then takes away what a power cut may take: data that was not synced,
-and names in a folder that nobody synced.
+middle of it, and then removes what a power cut may remove: data that was not synced,
+and names in a folder that was not synced.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Folder:
             self.files.pop(name, None)
 
     def lose(self, how: str, chance: Random) -> None:
-        """Take away what a power cut may take."""
+        """Remove what a power cut may remove."""
         if how.startswith("unsynced"):
             for name in self.unsynced & self.files.keys():
                 data = self.files[name]
@@ -152,7 +152,7 @@ def interrupted(number: int, chance: Random, all_: list[Save]) -> tuple[Case, Sa
     # The step before stands in for one of the run: it holds what the new save holds.
     case = Case(about, spoil, sealed=sealed, suspicions=SUSPICIONS - {"shard.stale"})
     case.harm, case.claim = _truth(save, folder.files)
-    # The old step is whole and its metadata stands: a new file beside it tells of a save.
+    # The old step is complete with its metadata: a new file beside it shows a save.
     case.may_refuse = case.harm is Harm.NONE and ".metadata.tmp" in folder.files
     if (
         sealed
@@ -180,7 +180,7 @@ def _truth(save: Save, files: Files) -> tuple[Harm, Claim]:
         for name, records in whole[0].records.items()
         for record in records
     }
-    # Every record is one that torch wrote, at one time or the other: a chimera.
+    # Every record is one that torch wrote, some in one save and some in another.
     return max(harms, key=list(Harm).index), Claim.SEAL if held <= known else Claim.CONTENT
 
 

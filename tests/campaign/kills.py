@@ -1,14 +1,14 @@
-"""Killed 50 times at random moments: does the run stay the one that nobody kills?
+"""Kill a training run 50 times at random; its losses must equal those of an unbroken run.
 
     python tests/campaign/kills.py [--kills 50] [--seed 0] [--lazy]
 
 Four ranks on gloo train a small transformer with dropout, AdamW, a schedule and
 shuffled data. All of them are killed with SIGKILL, at a random time or at a moment of a
-save, and started again with `auto`, ten times a run; then the run may end. Its losses
-must be those of an unbroken run in every digit, its samples those of one epoch, and
-nothing may be left in its root but the newest three steps, whole and sealed, and the one
-that was resumed from last.
-Ends with a code other than 0 where they are not; `--seed` repeats a campaign.
+save, and restarted with `auto`, ten times in each run; then the run may end. Its losses
+must equal those of an unbroken run in every digit, its samples those of one epoch, and
+its root must hold nothing but the newest three steps, complete and sealed, and the one
+that was resumed from last. Ends with a code other than 0 otherwise; `--seed` repeats a
+campaign.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_left(root: Path, moments: list[str]) -> None:
         left = ", ".join(f"{report.number}: {report.verdict.value}" for report in reports)
         sys.exit(f"{left} are left, kills at {' '.join(moments)}")
     aside = [int(path.name.split(".")[0][5:]) for path in (root / ".ckptctl/aside").glob("*")]
-    # Where the last life had nothing left to save, nothing was cleared away either.
+    # If the last attempt had nothing left to save, it removed nothing either.
     saved = resumed_from != reports[0].number
     if saved and any(number < reports[-1].number for number in aside):
         sys.exit(f"steps {aside} lie aside, kills at {' '.join(moments)}")

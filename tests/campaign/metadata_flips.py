@@ -1,19 +1,18 @@
-"""What becomes of metadata in which one bit has changed?
+"""Flip single bits of metadata, and count the flips that no check detects.
 
-Flips single bits of a real `.metadata`, decodes each result with little memory,
-and sorts it:
+Decodes each result with little memory, and sorts it:
 
 - rejected: the decoder refuses it;
-- same: it decodes to the same content (an index that is only a hint, say);
-- caught: it decodes to other content, and looking at the step finds a fault;
-- invisible: all that changed is in fields that neither a load nor a record can
+- same: it decodes to the same content (an index that is only a hint, for example);
+- caught: it decodes to other content, and an inspection of the step finds a fault;
+- invisible: the only changes are in fields that neither a load nor a record can
   show, counted by their names;
-- missed: anything else. There must be none.
+- missed: anything else. The count must be 0.
 
     python tests/campaign/metadata_flips.py STEP [--flips 12000] [--seed 1]
 
 `STEP` is a step directory of DCP. Without `--flips`, one random bit of every byte.
-Ends with 1 when a flip was missed.
+Ends with 1 if a flip was missed.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ Caught = Callable[[bytes], str | None]
 
 @dataclass
 class Tally:
-    """How many flips ended how."""
+    """The number of flips by outcome."""
 
     rejected: Counter[str] = field(default_factory=Counter)
     same: int = 0

@@ -1,9 +1,9 @@
-"""Was the answer right? What is asked of a broken step, and held against what is true of it.
+"""Inspect a broken step with every command, and compare the answers with the truth about it.
 
-A case is a step that something was done to. It is looked at at each level until one
-finds something, with a seal and without, and `pick` must choose accordingly. What is
-wrong with an answer is a `Problem`: a bad step that a level should have seen, a good
-one that was refused, anything that was changed, run or left behind.
+A case is a step that was changed. It is inspected at each level until one finds a fault,
+with a seal and without, and `pick` must choose accordingly. A wrong answer is a
+`Problem`: a bad step that a level should have detected, a good one that was refused,
+anything that was changed, run or left behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEEN |= {Verdict.IN_PROGRESS, Verdict.UNVERIFIABLE}
 
 
 class Claim(str, Enum):
-    """Who promises to see the harm: a look at every byte, a seal alone, or nobody."""
+    """What must detect the damage: reading every byte, a seal alone, or nothing."""
 
     CONTENT = "content"
     SEAL = "seal"
@@ -42,7 +42,7 @@ class Claim(str, Enum):
 
 @dataclass
 class Case:
-    """Something that was done to a step.
+    """A change to a step.
 
     `harm` None is found out from the tree, for a step whose metadata was left alone.
     `may_refuse` is a step that is whole and may be refused all the same: beside it lies
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What became of a case, as it is written down."""
+    """The recorded outcome of a case."""
 
     category: str
     number: int
@@ -84,7 +84,7 @@ class Outcome:
 
 
 class Watch:
-    """Notes what no reader has a reason to do, as Python itself reports it."""
+    """Records the audit events that no reader has a reason to cause."""
 
     NEVER = (
         "exec",
@@ -107,7 +107,7 @@ class Watch:
     def _note(self, event: str, args: tuple[object, ...]) -> None:
         if not (self.on and event.startswith(self.NEVER)):
             return
-        # Servers and clients of other cases live in this process, in threads of their own.
+        # Servers and clients of other cases run in threads of this process.
         if threading.current_thread().name.startswith(("MainThread", "ckptctl")):
             self.events.append(event)
 
@@ -132,7 +132,7 @@ def digest_of(folder: Path) -> str:
 
 
 def judge(case: Case, outcome: Outcome, subject: Sound, step: Path, watch: Watch) -> None:
-    """Ask about the step, and write into `outcome` what was answered and what is wrong with it."""
+    """Inspect the step, and record in `outcome` the answers and their faults."""
     harm = subject.harm(step) if case.harm is None else case.harm
     outcome.harm, outcome.claim = harm.value, case.claim.value
     outcome.metadata_exists = (step / ".metadata").is_file()
@@ -172,7 +172,7 @@ def _look(case: Case, outcome: Outcome, step: Path) -> None:
 
 
 def _choose(case: Case, outcome: Outcome, harm: Harm, step: Path, older: Path | None) -> None:
-    """`pick` takes what `verify` found nothing in, unless it lacks what an older step holds."""
+    """`pick` chooses a step without faults, unless an older one holds more state."""
     chosen = ckptctl.pick(str(step.parent), level=Level.CONTENT)
     path = None if chosen.chosen is None else Path(chosen.chosen.url).name
     expected = step.name if outcome.caught is None else older.name if older else None

@@ -1,7 +1,7 @@
-"""What does torch's own load make of a step?
+"""Load a step with torch's own load, and compare the tensors with what was saved.
 
-It raises, or gives what was saved, or gives something else without a word. Where a pipe
-lies in the place of a shard it waits for ever: that ends here after a few seconds.
+The load raises, returns what was saved, or returns other values without an error. It
+waits forever if a pipe is in place of a shard; it is ended here after a few seconds.
 """
 
 from __future__ import annotations

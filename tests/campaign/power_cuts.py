@@ -1,15 +1,15 @@
-"""The power goes at every step of everything that ckptctl writes: what is lost?
+"""Simulate a power cut at every write of ckptctl, and check what is lost.
 
     python tests/campaign/power_cuts.py [--share 0.05] [--seed 0] [--jobs 2] [--only save]
                                         [--systems ext4 xfs] [--page docs/reliability.md]
 
-Each writer is run once and watched: by then everything must be flushed, by what POSIX
-promises and no journal is needed for. Then, on a disk of its own, it is stopped right
-before each of its calls that change files, and after the last; the disk is cut off, with
-all, only the names, or nothing of what nobody flushed on it; it is mounted again, and
-judged. At last the same writer is run again, and must come to its end.
+Each writer is run once and watched: at its end everything must be flushed, by the
+guarantees of POSIX, without relying on a journal. Then, on a disk of its own, it is stopped
+right before each of its calls that change files, and after the last. The disk is cut off,
+with all, only the names, or nothing of the unflushed data on it; it is mounted again, and
+inspected. Finally the same writer is run again, and must succeed.
 
-Ends with 1 where something is wrong, with 3 where no disk can be cut off here.
+Ends with 1 if something is wrong, with 3 if no disk can be cut off on this machine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _RECLAIMED = re.compile(r"name removed: .*/\.ckptctl/resharding(/|$)")
 
 @dataclass(frozen=True)
 class Cut:
-    """The power goes before call `number` of a writer; one more than there are is the end."""
+    """A power cut before call `number` of a writer; one past the last is its end."""
 
     writer: type[Writer]
     number: int
@@ -67,7 +67,7 @@ class Cut:
 def main() -> None:
     asked = _parsed()
     if "CKPTCTL_CUTS_ALONE" not in os.environ and not any(map(why_not, asked.systems)):
-        # A mount namespace of its own: whatever becomes of this, nothing stays mounted.
+        # In a mount namespace of its own: nothing stays mounted when this process ends.
         os.environ["CKPTCTL_CUTS_ALONE"] = "1"
         os.execvp("unshare", ["unshare", "--mount", sys.executable, *sys.argv])
     warnings.simplefilter("ignore")
@@ -212,7 +212,7 @@ def _work(cuts: Sequence[Cut], base: Path, folder: Path, told: Any) -> None:
 
 
 def cut_one(cut: Cut, writer: Writer, disk: Disk) -> tuple[bool, str]:
-    """Whether the writer had come to its end when the power went, and what is wrong then."""
+    """Whether the writer had returned before the power cut, and what is wrong after it."""
     disk.restore()
     try:
         pid = forked(lambda: _write_and_stop(cut.number, writer, disk))
@@ -265,11 +265,11 @@ def forked(work: Callable[[], object]) -> int:
 
 
 class Failed(Exception):
-    """What was done in a process of its own did not come to its end."""
+    """A call in a process of its own did not return."""
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """What it gives in a process of its own. Raises `Failed`."""
+    """The result of a call in a process of its own. Raises `Failed`."""
     read_fd, write_fd = os.pipe()
 
     def told() -> None:

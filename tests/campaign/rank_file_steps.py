@@ -1,9 +1,9 @@
-"""R: rank-file steps of real frameworks, damaged at random, or whole in other surroundings.
+"""R: rank-file steps of real frameworks, damaged at random, or sound in other surroundings.
 
 The roots are those of the fixture: verl, DeepSpeed ZeRO, transformers, accelerate, Lightning.
-Of the newest step a file is removed, cut, lengthened, zeroed in part, flipped in a bit, or
-replaced by that of the step before where a seal proves the step. A harmed step is never
-chosen at level `content`; one that was only renamed, touched or given a stray file is.
+A file of the newest step is removed, truncated, extended, zeroed in part, flipped in a bit, or
+replaced by that of the step before if a seal proves the step. A damaged step is never chosen
+at level `content`; one that was only renamed, touched or given a stray file is.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CHANGES: Sequence[Callable[[bytes, Random], bytes]] = (_cut, _cut, _flipped, _z
 
 
 def rank_file_step(chance: Random, roots: Path, root: Path, outcome: Outcome) -> None:
-    """Copy a root, harm its newest step or not, and ask `pick`."""
+    """Copy a root, damage its newest step or not, and run `pick`."""
     source = chance.choice(sorted(path for path in roots.iterdir() if path.is_dir()))
     shutil.copytree(source, root, symlinks=True)
     steps = {int(m["step"]): path for path in root.iterdir() if (m := _NEWEST.fullmatch(path.name))}
@@ -78,7 +78,7 @@ def rank_file_step(chance: Random, roots: Path, root: Path, outcome: Outcome) ->
 
 
 def _harm(step: Path, older: Path, chance: Random, outcome: Outcome) -> bool:
-    """Harm a file; False where nothing can tell that it is harmed."""
+    """Damage a file; False where nothing can detect it."""
     file = chance.choice(_files(step))
     is_proven = outcome.sealed or file.suffix != ".safetensors"
     how = chance.randrange(len(_CHANGES) + 2)
@@ -111,7 +111,7 @@ def _files(step: Path) -> list[Path]:
 
 
 def _leave_whole(root: Path, step: Path, chance: Random, outcome: Outcome) -> None:
-    """Change what says nothing against the step."""
+    """Change what leaves the step sound."""
     how = chance.randrange(4)
     outcome.about = f"{outcome.about}; whole: {how}".lstrip("; ")
     if how == 0:

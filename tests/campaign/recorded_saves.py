@@ -1,11 +1,11 @@
-"""Which file operations make a real save, in which order?
+"""Record the file operations of real saves, in order.
 
     python tests/campaign/recorded_saves.py OUT
 
-Two ranks of real torch save over gloo, through DCP's own writer, whose file system is
+Two ranks of real torch save over gloo, through DCP's own writer. Its file system is
 watched: folders made, files opened, every write with its bytes, syncs, closes, renames
-and removals, with the time of each, so that those of both ranks fall into one order.
-Written as JSON: for each kind of save what lay there before, and the operations.
+and removals, with the time of each, so that those of both ranks have one order.
+Written as JSON: for each kind of save the files before it, and the operations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ N_RANKS = 2
 
 
 class _Stream:
-    """A file that tells what is written to it."""
+    """A file that records what is written to it."""
 
     def __init__(self, stream: Any, name: str, tell: Any) -> None:
         self._stream, self._name, self._tell = stream, name, tell
@@ -49,7 +49,7 @@ class _Stream:
 
 
 def _watch(operations: list[list[object]]) -> None:
-    """From now on DCP's writer notes into `operations` what it does in the folder of a step."""
+    """Let DCP's writer record in `operations` what it does in the folder of a step."""
     from torch.distributed.checkpoint import filesystem
 
     def tell(what: str, *about: object) -> None:
@@ -103,7 +103,7 @@ def _state(rank: int, value: int) -> dict[str, Any]:
         state[f"model.{name}.{rank}"] = torch.full((40, 60), float(value))
         for kind in ("exp_avg", "exp_avg_sq"):
             state[f"optimizer.state.{name}.{rank}.{kind}"] = torch.full((40, 60), value / 7)
-    if value % 2 == 0:  # half of the runs keep counts that give a mixed step away
+    if value % 2 == 0:  # half of the runs keep counts that reveal a mixed step
         for name in ("up", "down"):
             state[f"optimizer.state.{name}.{rank}.step"] = torch.tensor(float(value))
     return state
@@ -153,7 +153,7 @@ def _rank(rank: int, folder: Path, out: Path) -> None:
 
 
 def record(out: Path) -> None:
-    """Save in every way, and write down what happened."""
+    """Save in every way, and write the operations."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as made:

@@ -1,6 +1,6 @@
-"""P: retention of random roots, of which `pick` takes the same afterwards.
+"""P: retention of random roots; `pick` chooses the same step before and after it.
 
-Roots of the steps of a real job: whole, without their scheduler, weights alone; sealed or
+Roots of the steps of a real job: complete, without their scheduler, weights alone; sealed or
 not, marked, pinned, damaged in every way of `made_roots`, copied under further numbers, of
 several attempts. Then `prune --apply`, once to three times, at random levels.
 """
@@ -24,7 +24,7 @@ LEVELS = (None, Level.LISTING, Level.STRUCTURE, Level.CONTENT)
 
 
 def retained(chance: Random, templates: Path, root: Path, outcome: Outcome) -> None:
-    """Make a root, prune it, and hold what `pick` takes against what it took before."""
+    """Make a root, prune it, and compare what `pick` chooses before and after."""
     root.mkdir(parents=True)
     pinned = _made(chance, templates, root)
     for _ in range(chance.randint(1, 3)):

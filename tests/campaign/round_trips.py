@@ -1,12 +1,12 @@
-"""Thousands of random steps: is every byte the same after a way there and back?
+"""Reshard or convert thousands of random steps, and back; every byte must be the same.
 
     python tests/campaign/round_trips.py [--examples 1500] [--minutes 10] [--seed N]
 
-The properties of `tests/resharding`, drawn anew in every call and without end in sight:
-random tensors, cuts, meshes and world sizes, resharded and back, and converted to a file
-of `torch.save` and one of safetensors and back. It ends after so many examples of each
-property, or when the time is up, says how many there were, and ends with 1 and the
-smallest example that it found where one does not hold.
+The properties of `tests/resharding`, with new random examples in every call: tensors,
+slices, meshes and world sizes, resharded and back, and converted to a `torch.save` file
+and to safetensors and back. Stops after so many examples of each property, or at the time
+limit, and prints how many there were. Ends with 1 and the smallest failing example if a
+property does not hold.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     print(f"seed {options.seed}")
     warnings.filterwarnings("ignore", "ComplexHalf support")
     if IN_MEMORY.is_dir():
-        # What is asked is about bytes, and not about disks.
+        # The properties concern bytes, not disks.
         tempfile.tempdir = str(IN_MEMORY)
     began_s = time.monotonic()
     counts = dict.fromkeys(PROPERTIES, 0)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def round_of(holds: Callable[..., None], arguments: Mapping[str, Any], n: int, number: int) -> int:
-    """How many examples were tried; raises what the first that fails does."""
+    """How many examples were tried; raises what the first failing one raises."""
     n_tried = 0
 
     @settings(drawn(n), database=None)

@@ -1,9 +1,9 @@
-"""What if a command does not get the memory that it asks for?
+"""G: commands with too little memory.
 
-G: whole commands under a limit on their address space, from what they take anyway to
+Whole commands under a limit on their address space, from what they need to start up to
 2 GiB, and with allocations of Python that fail: one, or a hundred in a row. On steps
-that are sound, damaged, and made to attack. The right answer, or "could not look":
-never another word, and never an older step.
+that are sound, damaged, and made to attack. The answer is the right one, or that the
+inspection failed; never a wrong verdict, and never an older step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Starved:
 def short_of_memory(
     number: int, chance: Random, subject: Sound, root: Path, starved: Starved, outcome: Outcome
 ) -> None:
-    """Ask one question with too little memory, then again with enough."""
+    """Run one command with too little memory, then again with enough."""
     kind, command = chance.choice(KINDS), COMMANDS[number % len(COMMANDS)]
     order, said = _shortage(number, chance, starved.n_bytes)
     step = tree(root, subject)
@@ -108,7 +108,7 @@ def _shortage(number: int, chance: Random, taken: int) -> tuple[dict[str, int], 
 
 
 def _spoiled(kind: str, chance: Random, subject: Sound, step: Path) -> str:
-    """Make the step a bad one, if it is to be; what was done."""
+    """Damage the step if the case asks for it; returns what was done."""
     if kind == "hostile":
         name = chance.choice([one for one in HOSTILE if one not in MEANT_WELL])
         put(step / ".metadata", HOSTILE[name])
@@ -132,12 +132,12 @@ def _argv(command: str, root: Path, step: Path) -> list[str]:
 
 
 def _ended_wrong(answer: dict[str, Any], exact: bool) -> str | None:
-    """What no ending may be, whatever was asked."""
+    """The endings that no command may have."""
     code, err = answer["code"], answer["err"]
     if code is None:
         return "does not end"
     if code < 0 or code == 1:
-        # Python itself does not bear every failed allocation.
+        # Python itself does not survive every failed allocation.
         own = code in (-6, -11) or "SystemError" in err or "SystemError" in answer["out"]
         return None if exact and own else f"ends with {code}: {err[-200:]}"
     noted = err.replace("Exception ignored in", "").count("Traceback")
@@ -194,7 +194,7 @@ _WRONG = {"pick": _wrong_pick, "scan": _wrong_scan, "verify": _wrong_verify, "se
 
 
 def _unsaid(answer: dict[str, Any]) -> bool:
-    """It could not look, or Python itself gave up; the latter was asked for before."""
+    """The inspection failed, or Python itself ended; the caller has checked for the latter."""
     return answer["code"] in (COULD_NOT_LOOK, 1) or answer["code"] < 0
 
 
@@ -207,7 +207,7 @@ def _wrong_verdict(said: str, bad: bool) -> str | None:
 
 
 def _left_behind(step: Path, before: str, bad: bool) -> str | None:
-    """What is wrong with what lies there, once there is memory again."""
+    """The faults of the answer once there is enough memory."""
     own = step / ".ckptctl"
     if own.exists():
         left = [path.name for path in own.iterdir() if path.name != "seal.json"]

@@ -1,14 +1,14 @@
-"""Slow but sound work under hang detection, for half an hour: is any of it ended?
+"""Run slow but sound work under hang detection for half an hour; no attempt may be ended.
 
     python tests/campaign/slow_work.py [--minutes 30] [--seed 1] [--speed 20]
 
 Real jobs of two gloo ranks under torchrun train one after the other under `ckptctl run`, each in
 a root of its own, so that each learns its limits anew. Steps, saves, evaluations and data
-loaders take longer than the limits now and then; the job is requeued, suspended as `scontrol
-suspend` does it, and so is `run`. All of it is sound, so no attempt may end as a hang. The
-built-in limits are divided by `--speed`: half an hour covers ten hours of a job. Ends with 1
-where a job was ended for a hang, did not end with 0, or where no limit was ever passed: the
-soak would have proved nothing.
+loaders exceed the limits now and then; the job is requeued, suspended as `scontrol suspend`
+does it, and so is `run`. All of it is sound, so no attempt may end as a hang. The built-in
+limits are divided by `--speed`: half an hour covers ten hours of a job. Ends with 1 if a job
+was ended for a hang, did not end with 0, or if no limit was ever exceeded: the soak would have
+proved nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AGAIN = 75
 
 
 def train(root: str, seed: int, speed: float, seconds: float) -> None:
-    """Train for so many seconds in all attempts; what is slow is drawn alike on all ranks."""
+    """Train for so many seconds in all attempts; all ranks draw the same slow sections."""
     import torch
     import torch.distributed as dist
 

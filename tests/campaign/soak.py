@@ -1,13 +1,13 @@
-"""Many processes at one root at once, for minutes: does every answer hold?
+"""Run many processes on one root at once for minutes, and check every answer.
 
     python tests/campaign/soak.py [--minutes 2] [--seed 1]
 
-One saves steps as torch does, some of which are damaged or never come to their end; one
-prunes; others pick, verify, scan, seal, reject, accept and pin. Each command is a
-process of its own. What was saved and what was said is kept here, and every answer is
-held against it: what `pick` takes is whole, was not rejected before, and is the newest
-such step; nothing sound is called damaged; marks and pins last; nothing ends with a code
-that is not documented. Ends with 1 where something does not hold.
+One saves steps as torch does, some of them damaged or never finished; one prunes; others
+pick, verify, scan, seal, reject, accept and pin. Each command is a process of its own.
+This process records what was saved and what was answered, and checks every answer: the
+step that `pick` chooses is whole, was not rejected before, and is the newest such step; no
+sound step is reported as damaged; marks and pins last; every exit code is documented.
+Ends with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ GONE = (2, 20, 26)
 
 @dataclass
 class Truth:
-    """What is known of one step; times are by `time.monotonic`, and inf for never."""
+    """The truth about one step; times are of `time.monotonic`, and inf for never."""
 
     sound: bool
     whole_s: float = float("inf")
     marks: list[tuple[str, float, float]] = field(default_factory=list)
 
     def rejected(self, at_s: float) -> bool | None:
-        """Whether it was rejected then; None where somebody was about to change that."""
+        """Whether it was rejected then; None while a command was changing that."""
         word = False
         for what, began_s, ended_s in self.marks:
             if began_s <= at_s:
@@ -62,12 +62,12 @@ class Truth:
         return word
 
     def marked_since(self, at_s: float) -> bool:
-        """Somebody marked it, or was about to, after that."""
+        """Whether a command marked it after that, or had begun to."""
         return any(ended_s >= at_s for _, _, ended_s in self.marks)
 
 
 class Root:
-    """The root, the truth about it, and what was answered."""
+    """The root, the truth about it, and the answers."""
 
     def __init__(self, folder: Path, until_s: float, seed: int) -> None:
         self.path = folder / "run"
@@ -87,11 +87,11 @@ class Root:
         return self.path / f"step_{number}"
 
     def stands(self, number: int) -> bool:
-        """Whether the step is there, and nobody has begun to remove it."""
+        """Whether the step exists, and no command has begun to remove it."""
         return (self.step(number) / ".metadata").is_file()
 
     def problem(self, said: str) -> None:
-        """Write down what does not hold."""
+        """Record a check that failed."""
         with self.lock:
             self.problems.append(said)
 
@@ -131,7 +131,7 @@ class Caller:
         return answer
 
     def close(self) -> None:
-        """Go home."""
+        """Stop the user's commands."""
         self._server.close()
 
 
@@ -165,7 +165,7 @@ def save(root: Root, draw: random.Random, number: int) -> None:
 def writer(root: Root) -> None:
     """Save one step after the other."""
     draw = random.Random(f"{root.seed}-writer")
-    number = 1000  # the step that all are copies of would tell that they bear its name in them
+    number = 1000  # the step that all are copies of would show that they hold its name
     while time.monotonic() < root.until_s:
         number += 10
         save(root, draw, number)
@@ -173,7 +173,7 @@ def writer(root: Root) -> None:
 
 
 def picker(root: Root, me: Caller) -> None:
-    """Pick, and ask whether what was picked is what it was said to be."""
+    """Pick, and verify the step that was chosen."""
     began_s = time.monotonic()
     answer = me.ask("pick", root.path, "--level", "content", "-q")
     ended_s = time.monotonic()
@@ -197,7 +197,7 @@ def picker(root: Root, me: Caller) -> None:
 
 
 def verify(root: Root, me: Caller, number: int | None = None) -> None:
-    """Verify a step, and hold the answer against what was saved."""
+    """Verify a step, and compare the answer with what was saved."""
     number = root.some(me.draw) if number is None else number
     if not number:
         return
@@ -254,7 +254,7 @@ def pruner(root: Root, me: Caller) -> None:
 
 
 def scanner(root: Root, me: Caller) -> None:
-    """Look at all steps; that it ends well is all that is asked."""
+    """Scan all steps; only the exit code is checked."""
     me.ask("scan", root.path, "--level", me.draw.choice(("listing", "structure")), "--json")
     time.sleep(me.draw.uniform(0, 0.3))
 
@@ -272,7 +272,7 @@ ROLES: tuple[tuple[str, Callable[[Root, Caller], None]], ...] = (
 
 
 def soak(folder: Path, minutes: float, seed: int) -> Root:
-    """Let them all work at one root until the time is up, then ask once more in quiet."""
+    """Run all users on one root until the time limit, then check once more without them."""
     with _callers(Root(folder, float("inf"), seed)) as (root, callers):
         root.until_s = time.monotonic() + 60 * minutes
         threads = [threading.Thread(target=_guarded, args=(root, lambda: writer(root)))]
@@ -333,7 +333,7 @@ def _in_quiet(root: Root, me: Caller) -> None:
 
 
 def main() -> int:
-    """Soak, and say what came of it."""
+    """Run the soak, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)

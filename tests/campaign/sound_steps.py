@@ -1,8 +1,8 @@
-"""What is a sound step, byte by byte, and what would be lost with each of its bytes?
+"""Sound steps, and what a load would lose with each of their bytes.
 
-The campaign breaks copies of these steps. What is true of them is kept here, outside of
-the tree that is broken, and read without the tool that is tested: metadata by torch's
-own classes, records by Python's `zipfile`.
+The campaign breaks copies of these steps. The truth about them is kept here, outside of
+the tree that is broken, and read without ckptctl: metadata by torch's own classes,
+records by Python's `zipfile`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEEDS_VALUES = ("/data.pkl", "/byteorder")
 
 
 class Harm(str, Enum):
-    """What became of a step: by what a load would give, and not by what the tool says."""
+    """The state of a step by what a load would give, not by what ckptctl reports."""
 
     NONE = "none"
     BYTES = "bytes"
@@ -50,7 +50,7 @@ class Record:
         return self.spans if self.data[:2] == b"PK" else ((0, len(self.data)),)
 
     def harm(self, held: bytes) -> Harm:
-        """What it means that these bytes are there in its place."""
+        """The effect of these bytes in its place."""
         if held == self.data:
             return Harm.NONE
         held, data = unpacked(held), unpacked(self.data)
@@ -80,7 +80,7 @@ class Sound:
         return path.read_bytes() if path is not None and path.is_file() else None
 
     def harm(self, step: Path) -> Harm:
-        """What became of the copy at `step` whose metadata still is the one of this step."""
+        """The state of the copy at `step`, whose metadata is still that of this step."""
         worst = Harm.NONE
         for name, records in self.records.items():
             held = read_plain(step / name)
@@ -155,7 +155,7 @@ def sound(path: Path, older: Path | None = None) -> Sound:
 
 
 def sound_as(step: Path) -> Sound:
-    """A step in which nothing is to be found, and of whose bytes nothing is asked."""
+    """A step without faults, whose bytes are not damaged."""
     return Sound(step.name, step, None, {}, {})
 
 
@@ -205,7 +205,7 @@ def _with_long_records(root: Path) -> tuple[Path, Path]:
         torch.manual_seed(number)
         state = {name: torch.randn(200, 300) for name in ("up", "down", "norm")}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that it is alone
+            warnings.simplefilter("ignore")  # it warns that it is alone
             writer = Writer(step, single_file_per_rank=False)
             dcp.save(state, storage_writer=writer, no_dist=True)
         for path in step.iterdir():

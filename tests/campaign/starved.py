@@ -3,10 +3,10 @@
     python tests/campaign/starved.py FOLDER
 
 Reads a line of JSON for each command from standard input, and answers each with one.
-Nothing but `ckptctl` is loaded here, and once for all: what fails in a child is the
-command, and hardly ever the start of an interpreter. `limit` is RLIMIT_AS in bytes.
-`from` and `to` count allocations of Python: those between fail, to the end where `to`
-is 0. `_testcapi` does that, which Linux distributions may leave out of their Python.
+Only `ckptctl` is loaded here, once for all commands, so that the limit is reached in the
+command and hardly ever in the start of an interpreter. `limit` is RLIMIT_AS in bytes.
+`from` and `to` are numbers of Python's allocations: those between them fail, all later
+ones if `to` is 0. This requires `_testcapi`, which Linux distributions may leave out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE_S = 300.0
 
 
 def run(order: dict[str, Any], folder: Path) -> dict[str, object]:
-    """Run one command line in a child; how it ended, and what it wrote."""
+    """Run one command line in a child; returns its exit code and output."""
     out, err = folder / "out", folder / "err"
     child = os.fork()
     if child == 0:

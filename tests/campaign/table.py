@@ -1,4 +1,4 @@
-"""Tables of the results by category: detected at which level, missed, refused for nothing."""
+"""Tables of the results by category: level of detection, misses, false alarms."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ PEERS = "| check | harmed steps checked | detected | not detected | share not de
 
 
 def peers(found: Sequence[Found]) -> list[str]:
-    """What other checks say of the same harmed steps."""
+    """The answers of other checks on the same damaged steps."""
     harmed = [one for one in found if one["harm"] == "values" and one["category"] in "ABCDL"]
     loaded = [one for one in harmed if one["loaded"] is not None]
     raised = sum(one["loaded"] in ("raised", "hung") for one in loaded)

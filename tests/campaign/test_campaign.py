@@ -1,4 +1,4 @@
-"""A random share of the campaign finds nothing missed; and the campaign can find something."""
+"""A random share of the campaign misses nothing, and the campaign detects sabotage."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_all_that_happens_at_one_root_at_once_leaves_every_answer_true(tmp_path:
 def test_a_pick_of_a_damaged_step_would_be_caught_by_the_soak(tmp_path: Path) -> None:
     root = soak.Root(tmp_path, 0.0, SEED)
     soak.save(root, random.Random(SEED), 10)
-    root.truth[10].sound = False  # what was saved is whole; what is believed of it is not
+    root.truth[10].sound = False  # what was saved is whole; the recorded truth about it is not
     (me,) = [soak.Caller(root, "picker")]
     soak.picker(root, me)
     me.close()

@@ -1,4 +1,4 @@
-"""A small share of the campaign of flipped bits, and that the campaign can fail."""
+"""A small share of the flipped bits misses nothing, and the campaign can fail."""
 
 from __future__ import annotations
 

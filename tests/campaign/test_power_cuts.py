@@ -1,4 +1,4 @@
-"""A few power cuts in every run; and the campaign can find what a forgotten flush costs."""
+"""A few power cuts lose nothing, and the campaign detects a forgotten flush."""
 
 from __future__ import annotations
 

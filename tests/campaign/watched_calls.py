@@ -1,8 +1,8 @@
-"""Which calls of this process change files below a folder, and what is not flushed after them?
+"""Watch the calls of this process that change files below a folder, and what is not flushed.
 
-Seen from inside: Python's audit events, and the few calls of `os` that have none. A
-write is made in two halves, to be seen between them. What torch writes into an open file
-is not seen; the opening and the flush of it are.
+Based on Python's audit events, and on wrappers of the few calls of `os` that have none. A
+write is made in two halves, so that a stop between them can be observed. What torch writes
+into an open file is not observed; the opening and the flush of it are.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _of(fd: int) -> str:
 
 
 def _wrap(seen: Callable[[Call], None]) -> None:
-    """Have those calls of `os` told for which there is no event, or too short a one."""
+    """Report the calls of `os` for which there is no event, or an incomplete one."""
     real_open, real_write, real_fsync = os.open, os.write, os.fsync
 
     def opened(path, flags, mode=0o777, *, dir_fd=None):

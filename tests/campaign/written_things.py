@@ -1,7 +1,7 @@
-"""What does ckptctl write, and what must be true of it wherever the power went?
+"""Everything that ckptctl writes, and what must hold after a power cut at any moment.
 
-Each writer is a call of the library on a root with steps 2, 4, 6 and 8. What is true of
-a step is found without the tool: by its bytes, or by what stock torch loads from it.
+Each writer is a call of the library on a root with steps 2, 4, 6 and 8. The truth about
+a step is found without ckptctl: by its bytes, or by what stock torch loads from it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def one_life(root: Path, last: int, **options: Any) -> Any:
 
 
 class Writer:
-    """Something that is written. `kept` are the steps that it must not touch.
+    """A writer of ckptctl. `kept` are the steps that it must not touch.
 
     `disk` is the folder on which the power goes; the root in it is `run`, and `base` is the
     same root elsewhere, as it was.
@@ -64,34 +64,34 @@ class Writer:
         self.base = base / "run"
 
     def prepare(self, disk: Path) -> None:
-        """Bring the disk to where the writing begins."""
+        """Prepare the disk for the writer."""
         shutil.copytree(self.base, disk / "run")
 
     def ready(self, disk: Path) -> Any:
-        """What the process that writes does before the power is at stake."""
+        """Run what precedes the watched writes in the writing process."""
 
     def write(self, disk: Path, ready: Any) -> None:
         """Write."""
         raise NotImplementedError
 
     def judge(self, disk: Path, *, returned: bool) -> Iterator[str]:
-        """What is wrong after the cut; `returned` says that the call had come to its end."""
+        """The faults after the cut; `returned` states that the call had returned."""
         raise NotImplementedError
 
     def judged(self, disk: Path, *, returned: bool) -> Iterator[str]:
-        """The same, and whether what was not to be touched was not."""
+        """The same, and whether the writer left all else unchanged."""
         for step in self.kept:
             if files(disk / f"run/step_{step}") != files(self.base / f"step_{step}"):
                 yield f"step {step} is not what it was"
         yield from self.judge(disk, returned=returned)
 
     def again(self, disk: Path) -> None:
-        """What somebody does who finds things as they are now."""
+        """What a user does next in this state."""
         self.write(disk, self.ready(disk))
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """A step without what ckptctl says of it."""
+    """A step without the files of ckptctl."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -224,7 +224,7 @@ class Reject(Writer):
             yield f"{picked(disk / 'run')} is taken, and not {takes}"
 
     def words(self, disk: Path) -> set[MarkKind]:
-        """What stands on the step. A file that is none of a mark ends this."""
+        """The marks of the step. Raises for a file that is no mark."""
         written = (disk / f"run/step_8/{OWN}/marks").glob("*.json")
         return {mark.word for mark in in_force(parse_mark(path.read_bytes()) for path in written)}
 

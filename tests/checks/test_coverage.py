@@ -126,7 +126,7 @@ def test_replicas_are_an_overlap_unless_the_caller_knows_of_them():
     assert codes(check((8,), *boxes)) == ["coverage.overlap"]
     assert check((8,), *boxes, replicas_ok=True) == []
     assert codes(check((8,), *boxes[1:2] * 2, replicas_ok=True)) == ["coverage.gap"]
-    # A replica is the same box: one that is only alike is an overlap all the same.
+    # A replica is the same slice: one that differs in a row is an overlap.
     assert codes(check((8,), *boxes[:2], ((0,), (3,)), replicas_ok=True)) == ["coverage.overlap"]
 
 
@@ -299,7 +299,7 @@ def test_any_chunks_at_all_are_counted_as_one_by_one(data: st.DataObject):
 
 
 def test_a_bounded_time_is_spent_on_chunks_cut_along_very_many_dimensions():
-    # No real tensor is cut along 16 dimensions. This one is sound, and nobody can say so in time.
+    # No real tensor is cut along 16 dimensions. This one is sound, but proving it takes too long.
     n_dims = 16
     cuts = random.Random(1)
     boxes: list[Box] = [((0,) * n_dims, (1_000,) * n_dims)]

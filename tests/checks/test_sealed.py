@@ -1,4 +1,4 @@
-"""Each way in which a step can differ from its seal, and nothing said of one that does not."""
+"""Each way in which a step can differ from its seal, and no finding for one that does not."""
 
 from __future__ import annotations
 

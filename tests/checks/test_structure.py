@@ -32,7 +32,7 @@ FILE = "__0_0.distcp"
 
 @dataclass
 class Counting:
-    """A store that notes what was read of it."""
+    """A store that records the reads."""
 
     inner: LocalStore
     spans: list[Span]
@@ -86,7 +86,7 @@ class Step:
         path.write_bytes(data)
 
     def with_tensor(self, fqn: str, **changes: object) -> Metadata:
-        """The metadata with one tensor that says something else."""
+        """The metadata with other values for one tensor."""
         changed = replace(self.metadata.tensors[fqn], **changes)
         return replace(self.metadata, tensors={**self.metadata.tensors, fqn: changed})
 

@@ -1,4 +1,4 @@
-"""Calls that are wrong: what they are told, which exit code they end with, and what is next.
+"""Wrong calls: the message, the exit code and the next command of each.
 
 Run in this process: a mistake is found before anything takes long.
 """

@@ -1,4 +1,4 @@
-"""What an engineer on call is led to: no circle, and no two answers that contradict each other."""
+"""The commands that an on-call engineer is led to form no circle and contradict none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a command that takes long."""
+"""What a long-running command reports."""
 
 import io
 from itertools import pairwise

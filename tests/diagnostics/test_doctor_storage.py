@@ -1,4 +1,4 @@
-"""What a storage is found to keep, and to break: real folders, a real S3, a store that lies."""
+"""The guarantees of a storage that `doctor` confirms: folders, a real S3, wrong answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stale(LocalStore):
 
 
 class Generous(LocalStore):
-    """Tells every writer that it is the first."""
+    """Reports to every writer that it is the first."""
 
     def put(self, path, data, *, replace=False):
         super().put(path, data, replace=True)

@@ -1,4 +1,4 @@
-"""Which job is it? By what the schedulers and launchers say in the environment."""
+"""The job and its ranks are identified by the environment of schedulers and launchers."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def launch() -> int:
 
 
 def train(rank: int) -> None:
-    """Train for ever."""
+    """Train until the process is killed."""
     root, start, template = map(Path, sys.argv[1:4])
     reads, writes = map(int, sys.argv[4:6])
     if rank == 1:

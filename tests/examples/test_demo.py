@@ -1,4 +1,4 @@
-"""Does the demonstration show what it says, from nothing?"""
+"""The demonstration runs from an empty folder, and shows what it claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun says of the ranks that it ended itself is no reason."""
+"""What torchrun reports about ranks that it ended itself is no cause."""
 
 from __future__ import annotations
 

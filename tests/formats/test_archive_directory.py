@@ -1,7 +1,7 @@
-"""One record: what torch writes is read, what contradicts itself is refused.
+"""One record: what torch writes is read, contradictions are refused.
 
-Real records come from checkpoints that torch 2.2 and 2.9 wrote; those that lie
-are built by `made_records`, which is shown here to build the same bytes as torch.
+Real records come from checkpoints that torch 2.2 and 2.9 wrote; those with a
+wrong field are built by `made_records`, which is shown here to build the same bytes as torch.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def flip(data: bytearray, at: int, n_bytes: int = 1) -> None:
         data[at + i] ^= 0xFF
 
 
-# Offsets from the end of the record, sizes in bytes: what each field says, and how it is told.
+# Offsets from the end of the record, sizes in bytes: each field, and the report of an error in it.
 END = {
     "signature": (22, 4, "does not end as an archive does"),
     "disk": (18, 2, "contradict each other"),
@@ -276,7 +276,7 @@ def entries_of(record: bytes) -> list[int]:
 
 
 def rebuilt(record: bytes, member: str, /, **changes: object) -> bytes:
-    """The record with one member that says something else."""
+    """The record with other values in one member."""
     return archive([replace(m, **changes) if m.name == member else m for m in members_of(record)])
 
 

@@ -1,4 +1,4 @@
-"""Is a record that ckptctl writes the one that torch would have written?"""
+"""A record that ckptctl writes equals the one that torch writes."""
 
 from __future__ import annotations
 

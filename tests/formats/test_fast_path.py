@@ -1,7 +1,7 @@
-"""Hot shapes change the time that decoding takes, and never its answer.
+"""The fast path changes the time that decoding takes, and never its answer.
 
 Whatever a save can leave, and whatever becomes of it when bytes of it are
-changed, is decoded twice, with the shapes and without: the same metadata, or
+changed, is decoded twice, with it and without: the same metadata, or
 the same refusal at the same byte.
 """
 

@@ -1,7 +1,7 @@
-"""What the decoder makes of metadata: all of it, or a refusal that says why.
+"""The decoder reads all of the metadata, or refuses it with the reason.
 
 Real metadata of four torch versions and six frameworks, torch's own reader
-beside ours, and metadata put together by hand that says what no writer means.
+beside ours, and metadata made by hand that no writer produces.
 """
 
 from __future__ import annotations

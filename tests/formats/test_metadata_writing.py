@@ -1,4 +1,4 @@
-"""Is metadata that ckptctl writes what torch, and ckptctl itself, read?"""
+"""Metadata that ckptctl writes is read by torch and by ckptctl itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter of pickles: what it reads, and where it says that it stopped."""
+"""The interpreter of pickles: what it reads, and the place that its errors name."""
 
 from __future__ import annotations
 

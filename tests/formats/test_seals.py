@@ -1,4 +1,4 @@
-"""A seal says what it was made to say, or it is no seal."""
+"""A seal that was changed in any way is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The project speaks of itself alone: nothing of the machines that it was made on."""
+"""No file of the project names the machines or tools that it was made with."""
 
 from __future__ import annotations
 

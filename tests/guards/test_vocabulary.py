@@ -45,6 +45,12 @@ DOCUMENTS_IN_PROSE = sorted(
     if path.name != "glossary.md"
 )
 SOURCES = sorted(SHAPE["PACKAGE"].rglob("*.py"))
+PROGRAMS = sorted(
+    path
+    for name in ("tests", "tools", "bench", "examples")
+    for path in (REPOSITORY / name).rglob("*.py")
+)
+"""The Python files outside the package."""
 A_PATTERN = re.compile(r"\\|\(\?|\[\^")
 """What a regular expression contains and a sentence does not."""
 
@@ -102,12 +108,27 @@ def test_no_document_uses_a_retired_word() -> None:
     ] == []
 
 
-def prose_in(path: Path, tree: ast.Module) -> Iterator[str]:
-    """Docstrings, messages and comments of a module, without patterns of logs."""
+@cache
+def programs() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in PROGRAMS}
+
+
+def comments_in(path: Path) -> str:
     with path.open("rb") as file:
         tokens = list(tokenize.tokenize(file.readline))
     comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
-    yield " ".join(comments)
+    return " ".join(comments)
+
+
+def docstrings_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def prose_in(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Docstrings, messages and comments of a module, without patterns of logs."""
+    yield comments_in(path)
     for node in ast.walk(tree):
         text = node.value if isinstance(node, ast.Constant) else None
         if isinstance(text, str) and text.count(" ") > 1 and not A_PATTERN.search(text):
@@ -123,18 +144,23 @@ def test_no_docstring_message_or_comment_uses_a_retired_word() -> None:
     ] == []
 
 
+def test_no_docstring_or_comment_of_a_program_uses_a_retired_word() -> None:
+    assert [
+        found
+        for path, tree in programs().items()
+        for text in (comments_in(path), *docstrings_in(tree))
+        for found in retired_in(path, " ".join(text.split()))
+    ] == []
+
+
 def test_no_docstring_begins_with_a_question() -> None:
-    asking = []
-    for module, tree in modules().items():
-        nodes = [tree, *(node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))]
-        for node in nodes:
-            first = (ast.get_docstring(node) or "").partition("\n")[0]
-            if re.search(r"\?( |$)", first):
-                asking.append(f"{module}: {first}")
-    assert asking == []
+    assert [
+        f"{where}: {docstring}"
+        for where, tree in (modules() | programs()).items()
+        for docstring in docstrings_in(tree)
+        if re.search(r"\?( |$)", docstring.partition("\n")[0])
+    ] == []
 
-
-DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 KEPT_COMMANDS = (
     "scan verify pick show seal reject accept pin reshard convert diff loss classify preflight"

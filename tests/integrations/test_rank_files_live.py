@@ -290,7 +290,7 @@ def test_on_four_ranks_each_rank_counts(framework, of_ranks, tmp_path):
         path = Path(chosen.path.partition("@")[0], of_ranks.format(rank))
         aside = path.rename(tmp_path / "aside")
         report = ckptctl.verify(chosen.path, level="structure", grace_s=0)
-        # Where no name states the number of ranks, the last one is told by the step before.
+        # Where no name states the number of ranks, the step before shows the last one.
         assert path.name in str(report.findings) or "file.fewer" in str(report.findings)
         aside.rename(path)
     record(DISTRIBUTIONS[framework], ranks=4)

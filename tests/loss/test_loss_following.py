@@ -84,7 +84,7 @@ def test_a_log_that_grows_is_followed_to_the_verdict(tmp_path):
         with log.open("a") as file:
             for each in after:
                 text = line(each)
-                # A row may be half written when it is looked at.
+                # A row may be half written when it is read.
                 for piece in (text[:7], text[7:]):
                     file.write(piece)
                     file.flush()

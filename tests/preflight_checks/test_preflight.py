@@ -1,4 +1,4 @@
-"""The gate of a job: one path when everything is well, one reason when it is not."""
+"""Preflight checks: one path when everything is well, one reason when it is not."""
 
 from __future__ import annotations
 

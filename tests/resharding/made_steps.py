@@ -1,4 +1,4 @@
-"""Steps that a test lays out as it likes: real records of torch, in boxes of its choice."""
+"""Steps whose layout a test chooses: real records of torch, in slices of its choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
-    """The boxes between cuts along each dimension; none is empty unless the tensor is."""
+    """The slices between cuts along each dimension; none is empty unless the tensor is."""
     spans = []
     for n, at in zip(shape, cuts, strict=True):
         edges = sorted({0, n, *(c for c in at if 0 < c < n)})
@@ -42,7 +42,7 @@ def write_step(
     n_files: int = 2,
     transposed: bool = False,
 ) -> None:
-    """Write a step: each tensor in its boxes, which go to the shard files in turn."""
+    """Write a step: each tensor in its slices, which go to the shard files in turn."""
     files = [bytearray() for _ in range(n_files)]
     entries: list[SavedTensor | SavedBytes] = []
     turn = 0

@@ -1,4 +1,4 @@
-"""Does the advice count what stock loading reads, to the byte?"""
+"""The advice counts the bytes that stock loading reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do other readers find the same tensors in what was converted?"""
+"""Other readers find the same tensors in what was converted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does what goes from DCP to one file, and from safetensors to DCP, stay what it was?"""
+"""DCP to one file and safetensors to DCP preserve every value."""
 
 from __future__ import annotations
 

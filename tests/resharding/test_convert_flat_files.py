@@ -1,4 +1,4 @@
-"""Does stock torch load from the new step what was in a file of `torch.save`?"""
+"""Stock torch loads from a converted step what was in the `torch.save` file."""
 
 from __future__ import annotations
 

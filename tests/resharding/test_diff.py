@@ -1,4 +1,4 @@
-"""Does diff see every difference, and none where there is none?"""
+"""`diff` reports every difference, and none where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is nothing published unless it is whole, whatever happens to source, target and process?"""
+"""Nothing is published unless it is complete, whatever fails in source, target or process."""
 
 from __future__ import annotations
 

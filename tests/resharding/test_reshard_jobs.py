@@ -1,4 +1,4 @@
-"""Do real ranks load a step that was cut for them, and do several processes write one?"""
+"""Real ranks load a step that was resharded for them, and several processes can write one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_two_by_two_ranks_with_tensor_parallelism_load_the_same_values(saved, tm
     assert answer.written
     said = job("compare", saved, target, "--ranks", 4, "--tp", 2)
     assert said.count("values are the same") == 4
-    # Each rank finds its boxes in its own file: those that torch cuts are those that we cut.
+    # Each rank finds its slices in its own file: torch and `reshard` divide tensors alike.
     own = tmp_path / "own" / "step_7"
     own.parent.mkdir()
     job("save", own, "--ranks", 4, "--tp", 2)

@@ -1,4 +1,4 @@
-"""Is every tensor the same after a step was cut anew, whoever wrote it?"""
+"""Every tensor is the same after a step was resharded, whoever wrote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a plan put every byte where it says, and say what it should of what it cannot cut?"""
+"""A plan places every byte, and names what it cannot split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_TENSORS, N_RANKS, ROWS = 2000, 256, 25_600
 
 
 def large_source(report: ckptctl.Report) -> Source:
-    """512,000 chunks: 2,000 tensors on 256 ranks, as a look at a step would give them."""
+    """512,000 chunks: 2,000 tensors on 256 ranks, as an inspection of a step returns them."""
     each = ROWS // N_RANKS
     length = tensor_frame("float32", (each, 8)).length
     tensors = []

@@ -1,4 +1,4 @@
-"""Does cutting anew, in whatever way, leave every byte of every tensor as it was?"""
+"""Resharding in any way preserves every byte of every tensor."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def report(number: int, code: str | None = None, held: tuple[str, ...] = ALL) ->
 
 @dataclass
 class Root:
-    """Reports by (root, number), and which were looked at how deep."""
+    """Reports by (root, number), and the level at which each was inspected."""
 
     reports: dict[tuple[int, int], Report]
     inspected: list[tuple[int, Level]] = field(default_factory=list)

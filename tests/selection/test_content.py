@@ -147,7 +147,7 @@ def test_checkpoints_of_six_frameworks_are_proven_whole(framework_roots: Path) -
     assert n_looked > 15
 
 
-# Damage that torch loads without a word
+# Damage that torch loads without an error
 
 
 def test_a_flipped_exponent_is_found_with_its_tensor(step: Path) -> None:

@@ -283,7 +283,7 @@ def shards_of_two_ranks_swapped(step: Path) -> None:
     one, two = step / "__1_0.distcp", step / "__2_0.distcp"
     size = max(one.stat().st_size, two.stat().st_size)
     first, second = one.read_bytes(), two.read_bytes()
-    # Padded to one size: the listing alone must not give it away.
+    # Padded to one size: the listing alone must not show it.
     write(one, second.ljust(size, b"\0"))
     write(two, first.ljust(size, b"\0"))
 

@@ -1,4 +1,4 @@
-"""Steps made to attack whoever looks at them: nothing runs, nothing outside is read, no bomb.
+"""Steps made to attack their reader: nothing runs, nothing outside is read, memory is bounded.
 
 Each begins as a sound step that torch wrote; one thing in it is then made hostile by
 code. All questions are asked in a process of its own with little memory, which notes

@@ -1,4 +1,4 @@
-"""A word on a step is obeyed, shown, lifted and never lost; and it speaks of one save alone."""
+"""A mark on a step is obeyed, shown, lifted and never lost, and applies to one save only."""
 
 from __future__ import annotations
 

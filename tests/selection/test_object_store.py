@@ -1,4 +1,4 @@
-"""The judge on a real object store: how many requests, and what a storage that fails means."""
+"""Inspection on a real object store: the number of requests, and answers when it fails."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_of_lightning_s_versions_of_a_step_the_highest_is_taken(
     tmp_path: Path, framework_roots: Path
 ) -> None:
     (saved,) = framework_roots.glob("lightning/**/*step=30.ckpt")
-    # The oldest file is the newest version: times say nothing.
+    # The oldest file is the newest version: times prove nothing.
     for age, name in enumerate(("step=30-v2.ckpt", "step=30-v1.ckpt", "step=30.ckpt")):
         shutil.copytree(saved, tmp_path / name)
         for file in (tmp_path / name, *(tmp_path / name).rglob("*")):

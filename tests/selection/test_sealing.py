@@ -1,4 +1,4 @@
-"""What only a seal can see is seen, on real checkpoints; and a seal that is wrong is told."""
+"""Damage that only a seal can detect, on real checkpoints, and seals that are wrong."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save(state: dict[str, object], step: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is alone
+        warnings.simplefilter("ignore")  # it warns that it is alone
         writer = dcp.FileSystemWriter(step, single_file_per_rank=False)
         dcp.save(state, storage_writer=writer, no_dist=True)
 
@@ -72,7 +72,7 @@ def age(step: Path) -> None:
 
 
 def every_byte(step: Path, **asked: object) -> Report:
-    """What a look at level `content` finds."""
+    """What an inspection at level `content` finds."""
     return ckptctl.verify(str(step), level=Level.CONTENT, **asked)
 
 
@@ -236,7 +236,7 @@ def test_a_key_that_is_too_short_is_refused(root: Path, key: bytes) -> None:
         ckptctl.seal(f"{root}@500", key=key)
 
 
-# What only a seal can see.
+# Damage that only a seal detects.
 
 
 def test_a_shard_of_another_step_is_seen(weights: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_shard_of_another_step_of_four_ranks_is_seen(bare: Path) -> None:
     ckptctl.seal(f"{bare}@20")
     shutil.copy2(bare / "step_10" / "__1_0.distcp", bare / "step_20" / "__1_0.distcp")
     report = every_byte(bare / "step_20")
-    # The optimizer's counts give it away too.
+    # The optimizer's counts show it too.
     assert faults(report) == [("seal.digest", "__1_0.distcp"), ("state.mixed", "__1_0.distcp")]
     assert report.exit_code == 21
 

@@ -1,4 +1,4 @@
-"""A shard of the step before is suspected, and training of no kind is taken for one."""
+"""A shard of the step before is a warning, and no kind of training is mistaken for one."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def frozen_from_now_on(fqn: str, rank: int, number: int) -> object:
 
 
 def expert_without_tokens(fqn: str, rank: int, number: int) -> object:
-    """All that rank 1 holds stands still, and never had a gradient."""
+    """Everything on rank 1 is unchanged, and never had a gradient."""
     return number if rank != 1 else ZEROS if "exp_avg" in fqn else 1
 
 
@@ -162,7 +162,7 @@ def lost_in_bfloat16(fqn: str, rank: int, number: int) -> object:
 
 
 def lost_in_bfloat16_of_weights_alone(fqn: str, rank: int, number: int) -> object:
-    """Rank 1 stands still from step 10 on, and of every tensor some other chunk does."""
+    """Rank 1 is unchanged from step 10 on, and so is another chunk of every tensor."""
     n = int(fqn.split(".")[2])
     return min(number, 10) if rank == 1 or rank == (n % 3 + 2) % 4 else number
 

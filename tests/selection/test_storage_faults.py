@@ -1,4 +1,4 @@
-"""Every call of the storage fails, one after the other: the answer is right, or says "unknown"."""
+"""Every call of the storage fails, one after the other: the answer is right, or unknown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root(checkpoints: Path) -> Path:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """A function that breaks each store the judge opens from now on; the store below is real."""
+    """A function that breaks each store that is opened from now on; the store below is real."""
 
     def breaks(order: Callable[[FaultyStore], None], kind: StoreKind | None = None) -> None:
         def opened(url: str, *args: object, **kwargs: object) -> Store:

@@ -209,7 +209,7 @@ def test_a_file_system_keeps_none(checkpoints: Path, copy_of: Callable[[Path], P
 
 
 class Saying:
-    """A store that says something else of one file than the server does."""
+    """A store that reports another checksum of one file than the server does."""
 
     def __init__(self, store: Store, path: str, checksum: Checksum) -> None:
         self._store, self._path, self._checksum = store, path, checksum
@@ -227,7 +227,7 @@ class Saying:
     ("checksum", "exit_code", "sealed"),
     [
         (Checksum("crc32", "00c0ffee", whole=True), 21, None),
-        # Nobody here computes it: it is the store's word, and says so.
+        # ckptctl cannot compute it; the report states that it is the store's claim.
         (Checksum("xxhash64", "00c0ffee", whole=True), 0, ("xxhash64", "00c0ffee", False)),
         (Checksum("crc32", "00c0ffee", whole=False), 0, ("", "", False)),
     ],

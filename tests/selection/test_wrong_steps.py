@@ -1,4 +1,4 @@
-"""A copy that poses as a further step is told; folders that were renamed on purpose are not."""
+"""A copy under a further number is reported; folders that were renamed on purpose are not."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_who_accepts_it_has_it(root: Path) -> None:
     assert ckptctl.pick(str(root)).step == 700
     report = ckptctl.verify(f"{root}@700")
     assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
-    assert ckptctl.mark(f"{root}@700", "accepted").path is None  # said once is enough
-    # The word is on this folder, and goes with no copy of it.
+    assert ckptctl.mark(f"{root}@700", "accepted").path is None  # reported once
+    # The mark applies to this folder, and to no copy of it.
     shutil.copytree(root / "step_700", root / "step_800")
     assert told(ckptctl.verify(f"{root}@800")) == ["step.wrong-step"]
 

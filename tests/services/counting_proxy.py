@@ -1,8 +1,7 @@
-"""How many requests did that take, and what if one of them fails?
+"""A proxy that counts the requests to an S3 endpoint, and breaks those that a test names.
 
-A proxy in front of an S3 endpoint, in a thread of the test's own process. It
-passes every request on unchanged (the `Host` header too, which is part of the
-signature), counts it, and breaks those it was told to.
+It runs in a thread of the test's own process, and passes every request on unchanged
+(the `Host` header too, which is part of the signature).
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class CountingProxy:
         return None
 
     def close(self) -> None:
-        """Let go of the port and of requests that were never answered."""
+        """Close the port and the requests that were never answered."""
         self.closing.set()
         self._server.shutdown()
         self._server.server_close()

@@ -1,7 +1,7 @@
-"""Which servers can a test take?
+"""S3 servers for tests.
 
-Each fixture gives an `S3Server`: a real server on loopback with a bucket of its
-own for whoever asks. Checkpoints to put there are in the root's `conftest.py`.
+Each fixture returns an `S3Server`: a real server on loopback with a bucket of its
+own for each caller. Checkpoints to upload are in the `conftest.py` of `tests`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class S3Server:
 
     @cached_property
     def client(self) -> Any:
-        """botocore's own client: what a test looks with, past ckptctl."""
+        """botocore's own client, with which a test inspects a bucket without ckptctl."""
         import botocore.session
         import services.botocore_data  # noqa: F401 - fewer seconds for each client
 

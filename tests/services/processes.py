@@ -1,4 +1,4 @@
-"""How does a test start a server as a process of its own, and end it for sure?"""
+"""Start a server as a process of its own, and end it reliably."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that does what a test tells it to, and otherwise what the store below it does."""
+"""A store that fails on demand, and otherwise does what the store below it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every store keep the contract? One suite, run on each of them."""
+"""Every store fulfils the contract: one suite, run on each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the store that tests break things with break exactly those?"""
+"""The store with which tests inject faults injects exactly those."""
 
 from __future__ import annotations
 

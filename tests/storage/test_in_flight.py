@@ -1,4 +1,4 @@
-"""How many reads run at once, and what becomes of them when nobody wants them?"""
+"""Reads run at once up to a limit, and end when their results are not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checksums does an answer of S3 hold, and of what?"""
+"""The checksums that an answer of S3 holds, and which bytes each covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a folder on a file system do that other stores do not?"""
+"""The store of a folder on a file system: links, special files, errors and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which store does an address open, and what is said of addresses that open none?"""
+"""The store that an address opens, and the errors of addresses that open none."""
 
 from __future__ import annotations
 

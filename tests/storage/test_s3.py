@@ -1,4 +1,4 @@
-"""What does a store on S3 ask for, and what does it make of answers that go wrong?
+"""The requests of a store on S3, and the meaning of answers that are wrong.
 
 Every test runs with both clients, through a proxy that counts and breaks.
 """
@@ -480,7 +480,7 @@ def test_no_keys_at_all_is_access_denied_and_says_what_to_set(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    # Where no cloud is, nobody answers for the machine's role.
+    # Outside of a cloud no service answers for the machine's role.
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     options = {"client": client, "client_kwargs": {"region_name": "us-east-1"}}
@@ -614,7 +614,7 @@ def test_the_store_itself_refuses_to_replace_what_appears_after_the_look(
     proxy.break_request("HEAD", Fault.NOT_THERE)
     with pytest.raises(AlreadyExists):
         store.put("seal", b"ours")
-    assert proxy.counts == {"HEAD": 2, "PUT": 1, "GET": 1}  # asked again before it is believed
+    assert proxy.counts == {"HEAD": 2, "PUT": 1, "GET": 1}  # listed again before it is accepted
     assert store.read("seal", limit=10) == b"theirs"
 
 

@@ -1,4 +1,4 @@
-"""What if the system has no more threads to give?"""
+"""A system without threads to spare is reported as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a process end when its storage hangs where no exception reaches?"""
+"""A process ends when its storage hangs in a call that no exception interrupts."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Slow:
 
 
 class Samples(Dataset):
-    """Samples; on the faulty rank the worker waits for one for ever."""
+    """Samples; on the faulty rank the worker waits for one without end."""
 
     def __len__(self) -> int:
         return 8

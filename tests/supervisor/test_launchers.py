@@ -134,7 +134,7 @@ def launchers(tmp_path: Path) -> Iterator[Launchers]:
 
 
 def check_agreement(launchers: Launchers, count: int = 2) -> None:
-    """Each attempt was one for all its nodes, and nothing of it lives on."""
+    """Each attempt was one for all its nodes, and no process of it remains."""
     for attempt, parts in launchers.started().items():
         assert len({part.node for part in parts}) == len(parts) <= count, attempt
         shared = {(part.nodes, part.head, part.step, part.restarts) for part in parts}

@@ -1,7 +1,7 @@
-"""Does the set-up refuse CUDA, whatever index it is given?
+"""The set-up refuses CUDA, whatever package index it is given.
 
 Real pip in a real virtual environment, and a folder of wheels instead of an
-index: wheels of nothing but a name and what they ask for.
+index: wheels of nothing but a name and their requirements.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python killed_writer.py FOLDER
 
 The save in `FOLDER/run-N/step_1` is killed before its call N; a write is two calls. Ends
-with the first save that comes to its end, and prints how many were killed.
+with the first save that completes, and prints how many were killed.
 """
 
 from __future__ import annotations

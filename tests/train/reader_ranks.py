@@ -31,7 +31,7 @@ from ckptctl.train import Reader
 
 
 def load(number: int, size: int, step: str, folder: str) -> None:
-    """The life of one rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(

@@ -12,7 +12,7 @@ N_SAMPLES = 96
 
 
 def run_job(folder: Path, *options: object, name: str = "run", **variables: str):
-    """Run the job to its end, through all its lives; what it printed is in `folder/NAME.jsonl`."""
+    """Run the job to its end, through all attempts; its output is in `folder/NAME.jsonl`."""
     files = ("--root", folder / name, "--out", folder / f"{name}.jsonl")
     words = ["-m", "small_job", *map(str, files), *map(str, options)]
     paths = f"{Path(__file__).parent}:{REPOSITORY}"
@@ -22,14 +22,14 @@ def run_job(folder: Path, *options: object, name: str = "run", **variables: str)
 
 
 def codes_of(done: subprocess.CompletedProcess[str]) -> list[int]:
-    """How each life ended."""
+    """How each attempt ended."""
     assert done.stdout, done.stderr
     codes: list[int] = json.loads(done.stdout.splitlines()[-1])["codes"]
     return codes
 
 
 def rows_of(folder: Path, name: str = "run") -> dict[int, dict]:
-    """What the run came to: for each step the line of the life that kept it."""
+    """The result of the run: for each step the line of the attempt that kept it."""
     lines = (folder / f"{name}.jsonl").read_text().splitlines()
     return {row["step"]: row for row in map(json.loads, lines)}
 

@@ -7,7 +7,7 @@ trains a transformer with dropout, AdamW and a schedule on shuffled data, spread
 them with SIGKILL where `--kill` says, and starts them again until the run is done.
 Every rank-0 line of FILE is one step: its loss in all digits, and its samples.
 
-    --kill 0.7            seconds after the first step of a life
+    --kill 0.7            seconds after the first step of an attempt
     --kill claim:2        in the second save, right before its folder is made
     --kill metadata:2     ... when all shards are there and the metadata is not
     --kill seal:2         ... when the metadata is there and the seal is not
@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
 
 
 def live(options: argparse.Namespace, n_ranks: int, kill: str | None, life: int) -> int:
-    """One life of the job: fork the ranks, kill them where asked, wait; the worst exit code."""
+    """Run one attempt: fork the ranks, kill them where asked, wait; returns the worst exit code."""
     meet = tempfile.mktemp(prefix="ckptctl-meet-")
     began = tempfile.mktemp(prefix="ckptctl-began-")
     pids = []

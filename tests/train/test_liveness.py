@@ -1,4 +1,4 @@
-"""Do the ranks answer? Real ranks, of which one sleeps or is gone."""
+"""A rank that does not answer is detected: real ranks, one of which sleeps or is gone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ except RanksLost as error:
 
 @pytest.mark.slow
 def test_a_process_group_that_hangs_while_gloo_answers_is_told_apart(tmp_path: Path):
-    # Rank 1 has a collective of its own underway: the next one waits behind it for ever.
+    # Rank 1 has a collective of its own underway: the next one waits behind it forever.
     code = """
 import torch
 from ckptctl.train import liveness

@@ -1,4 +1,4 @@
-"""A loss that is not finite or leaps: seen by all ranks, and no step of it is resumed from."""
+"""A loss that is not finite or jumps: all ranks detect it, and none resumes from its steps."""
 
 from __future__ import annotations
 

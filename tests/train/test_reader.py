@@ -1,4 +1,4 @@
-"""Does `dcp.load` with the Reader give what was saved, from everything that torch writes?"""
+"""`dcp.load` with the Reader returns what was saved, from everything that torch writes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Copy = Callable[[Path], Path]
 
 
 def loaded(*loads: tuple[Path, int]) -> list[list[dict[str, Any]]]:
-    """What each rank of each load says."""
+    """What each rank of each load prints."""
     arguments = [str(word) for load in loads for word in load]
     done = subprocess.run([sys.executable, str(RANKS), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,10 @@
-"""What does torch write around more than 4 GiB of elements?
+"""Write what `torch.save` puts around more than 4 GiB of elements.
 
     python tests/formats/over_four_gib/write.py
 
 Writes `head.bin` and `tail.bin` beside this script: all that `torch.save` writes
-before and after 4 GiB and 1,000 bytes of zeros, which are not kept. Those in the
-repository are of torch 2.13.
+before and after 4 GiB and 1,000 bytes of zeros, which are not kept. The committed
+files are those of torch 2.13.
 """
 
 import mmap
