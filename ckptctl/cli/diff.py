@@ -72,7 +72,7 @@ def diff_lines(answer: Diff) -> list[Line]:
     if answer.values_compared:
         how = f"{answer.n_by_checksum:,} by checksum, {answer.n_by_bytes:,} by bytes"
         lines.append(line(f"  values of tensors compared: {how}", hang=4))
-    else:
+    elif not answer.one_step:
         lines.append(line("  values were not compared", hang=4))
     return [*lines, EMPTY, *section(map(_difference, real)), *next_line(answer.next_command)]
 

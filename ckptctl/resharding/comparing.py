@@ -8,6 +8,7 @@ complete.
 
 from __future__ import annotations
 
+import os
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.state_file import Written
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.digests import sha256_of
+from ckptctl.formatting import counted
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import SHARDED, Level
@@ -89,9 +91,16 @@ def diff(
             sides.append(_Side(found, inspected))
         compared = _Compared(*sides)
         found_different = [*compared.by_metadata()]
-        if values:
+        is_one = _place(found_a) == _place(found_b)
+        if values and not is_one:
             found_different += compared.by_values(on_progress)
-        return _answer(compared, found_different, values=values)
+        return _answer(compared, found_different, values=values, is_one=is_one)
+
+
+def _place(found: OpenTarget) -> str:
+    """Where a step is, the same for every name and link that leads to it."""
+    folders = found.store.folders
+    return found.url if folders is None else os.path.realpath(folders.path_of(found.name))
 
 
 class _Side:
@@ -346,7 +355,9 @@ def _hash_of(data: bytes) -> str:
     return sha256_of(data)[:16]
 
 
-def _answer(compared: _Compared, found: Sequence[Difference], *, values: bool) -> Diff:
+def _answer(
+    compared: _Compared, found: Sequence[Difference], *, values: bool, is_one: bool
+) -> Diff:
     layouts = sum(one.what == "layout" for one in found)
     real = len(found) - layouts
     n_entries = len(compared.names)
@@ -358,17 +369,20 @@ def _answer(compared: _Compared, found: Sequence[Difference], *, values: bool) -
     else:
         same = "the same values" if values else "the same names, shapes and dtypes"
         message = f"{n_entries:,} entries with {same}"
+        if is_one:
+            message = f"a and b are one step, with {counted(n_entries, 'entry', 'entries')}"
     return Diff(
         a=compared.a.url,
         b=compared.b.url,
         same=not real,
         n_entries=n_entries,
         n_layouts=layouts,
-        values_compared=values,
+        one_step=is_one,
+        values_compared=values and not is_one,
         n_by_checksum=compared.n_by_checksum,
         n_by_bytes=compared.n_by_bytes,
         differences=tuple(found),
         message=message,
         exit_code=EXIT_DIFFERS if real else 0,
-        next_command=None if real or values else f"ckptctl diff {a} {b} --values",
+        next_command=None if real or values or is_one else f"ckptctl diff {a} {b} --values",
     )

@@ -113,6 +113,8 @@ class Diff:
     """Entries of both steps together, by FQN."""
     n_layouts: int
     """Tensors that are sharded differently."""
+    one_step: bool
+    """Both addresses are those of one step, so that there is nothing to compare."""
     values_compared: bool
     """Every value was compared."""
     n_by_checksum: int

@@ -86,6 +86,19 @@ def test_the_command_says_what_differs_and_ends_with_28(tmp_path):
     assert run_ckptctl("diff", a, b, "--quiet").stdout == "model.w\n"
 
 
+@pytest.mark.parametrize("other", ["link@1", "link/latest", "link@latest"])
+def test_a_step_compared_with_itself_is_one_step_and_leads_nowhere(tmp_path, other):
+    a = step(tmp_path / "a", cuts=[10])
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "latest").symlink_to("step_1")
+    for options in ((), ("--values",)):
+        done = run_ckptctl("diff", a, tmp_path / other, *options)
+        assert done.returncode == 0
+        assert done.stdout.startswith("same: a and b are one step, with 2 entries\n")
+        assert "next:" not in done.stdout
+        assert "values" not in done.stdout
+
+
 def test_a_folder_without_metadata_cannot_be_compared(tmp_path):
     a = step(tmp_path / "a", cuts=[10])
     (tmp_path / "b" / "step_1").mkdir(parents=True)
