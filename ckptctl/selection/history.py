@@ -21,6 +21,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import (
     AlreadyExists,
     OwnFileUnreadable,
+    PathEscape,
     PathNotFound,
     StorageError,
     StorageUnavailable,
@@ -145,6 +146,8 @@ def _sentinel(store: Store) -> RootDocument | None:
         data = store.read(ROOT_FILE, limit=_MAX_SENTINEL)
     except PathNotFound:
         return None
+    except PathEscape as error:
+        raise OwnFileUnreadable(error.message) from error
     except TooLarge as error:
         raise OwnFileUnreadable(f"it is larger than {_MAX_SENTINEL:,} bytes") from error
     return read_back(data, _SCHEMA, RootDocument, max_objects=4)
@@ -187,6 +190,8 @@ def resumed_from(store: Store, holder: str | None) -> frozenset[int]:
         files = {base_name(entry.path) for entry in store.list_dir(ATTEMPTS_FOLDER)}
     except PathNotFound:
         return frozenset()
+    except PathEscape as error:
+        raise OwnFileUnreadable(error.message) from error
     by_name = {name.partition(".resume.json")[0] for name in files if name.endswith(".resume.json")}
     by_name |= {name.removesuffix(".jsonl") for name in files if name.endswith(".jsonl")}
     newest = sorted(by_name, reverse=True)[:_MAX_RESUMES]
@@ -235,7 +240,7 @@ def read_attempts(
     """
     try:
         entries = store.list_dir(ATTEMPTS_FOLDER)
-    except PathNotFound:
+    except (PathNotFound, PathEscape):
         return
     files: dict[str, list[FileInfo]] = {}
     for entry in entries:
@@ -303,6 +308,8 @@ def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
     """`held` and `doubt` of the ledgers: only those of rank 0, which records saves and resumes."""
     try:
         entries = store.list_dir(ATTEMPTS_FOLDER)
+    except PathEscape as error:
+        return None, f"its ledgers cannot be read: {error.message}"
     except PathNotFound:
         try:
             _check_absent(store, ATTEMPTS_FOLDER, "dir")
@@ -319,6 +326,9 @@ def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
         return None, f"it has {len(attempts):,} attempts, of which {_MAX_LEDGERS:,} are read"
     paths = [f"{ATTEMPTS_FOLDER}/{attempt}.jsonl" for attempt in sorted(attempts)]
     doubt = next((f"the ledger {path} is missing" for path in paths if path not in files), None)
+    linked = next((entry.path for entry in entries if entry.kind == "link"), None)
+    if linked is not None:
+        return None, f"the ledger {linked} cannot be read: it is a link, which is not followed"
     there = [path for path in paths if path in files]
     for path, data in in_flight(partial(read_if_there, store, limit=_MAX_LEDGER), there):
         try:

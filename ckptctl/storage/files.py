@@ -233,7 +233,7 @@ class RootFolder:
         if not name:
             raise PathNotFound(f"{self.url} is a folder, not a file")
         with self.folder(folders) as folder:
-            file = self._below(folder, name, _FILE)
+            file = self._below(folder, name, _FILE, path)
         if not stat.S_ISREG(os.fstat(file.fd).st_mode):
             file.close()
             where = f"{self.url.rstrip('/')}/{path}"
@@ -248,22 +248,25 @@ class RootFolder:
         With `make`, missing folders are created.
         """
         here = self.open() if within is None else Descriptor(os.dup(within.fd))
-        for name in parts:
+        for n, name in enumerate(parts, 1):
             with here:
                 if make:
                     make_folder(name, within=here.fd)
-                here = self._below(here, name, _FOLDER)
+                path = "/".join(parts[:n]) if within is None else None
+                here = self._below(here, name, _FOLDER, path)
         return here
 
-    def _below(self, folder: Descriptor, name: str, flags: int) -> Descriptor:
+    def _below(self, folder: Descriptor, name: str, flags: int, path: str | None) -> Descriptor:
         try:
             return Descriptor(os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder.fd))
         except OSError as exc:
             target = _link_target(folder, name)
             if target is None:
                 raise
+            shown = None if path is None else f"{self.url.rstrip('/')}/{path}"
             raise PathEscape(
-                f"{self.url}: {name} is a link to {target}; links are not followed"
+                f"{self.url}: {path or name} is a link to {target}; links are not followed",
+                next_command=shown and shlex.join(["ls", "-ld", shown]),
             ) from exc
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from command_line import clean_environment
 
+ANSWERS = Path(__file__).resolve().parent / "answers.tsv"
 TABLE = Path(__file__).resolve().parent / "table.py"
+
+
+def test_every_refusal_names_the_next_command() -> None:
+    rows = [line.split("\t") for line in ANSWERS.read_text().splitlines()]
+    refusals = [row for row in rows if int(row[2]) not in (0, 3)]
+    assert len(refusals) > 100
+    assert [row for row in refusals if row[-1] == "-"] == []
 
 
 @pytest.mark.slow

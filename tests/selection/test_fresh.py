@@ -158,6 +158,16 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
         ("model.ckpt-100.index", "a TensorFlow checkpoint"),
         ("model.weights.h5", "saved weights"),
         ("params.npz", "saved weights"),
+        ("model_state_epoch_3.th", "saved weights"),
+        ("best.th", "saved weights"),
+        ("model_100.pdparams", "saved weights"),
+        ("run/0042.eqx", "saved weights"),
+        ("last.pt.bak", "saved weights"),
+        ("step_100.npz", "saved weights"),
+        ("best/epoch-3.h5", "saved weights"),
+        ("100.msgpack", "saved weights"),
+        ("checkpoint", "saved weights"),
+        ("model.onnx", "saved weights"),
         ("final/default/_CHECKPOINT_METADATA", "an Orbax checkpoint"),
     ],
 )
@@ -181,7 +191,8 @@ def test_a_file_that_is_named_as_a_step_without_a_suffix_is_no_fresh_run(root: P
     "name",
     [
         *("config.json", "tokenizer.json", "train.bin", "code/train.py", "wandb/run-1/x.wandb"),
-        *("step_100.log", "features.h5", "tokens.npz", "norm_stats.pt"),
+        *("step_100.log", "features.h5", "tokens.npz", "norm_stats.pt", "tokenizer.model"),
+        *("000123.npz", "last.pt.tmp", "epoch.json", "checkpointing.py", "stats.pickle"),
     ],
 )
 def test_what_is_no_checkpoint_leaves_a_run_fresh(root: Path, name: str) -> None:
@@ -361,8 +372,8 @@ def test_a_sentinel_that_cannot_be_read_proves_nothing(root: Path, content: str)
     assert (found.exit_code, "cannot be read" in found.message) == (11, True)
 
 
-@pytest.mark.parametrize("what", ["folder", "pipe"])
-@pytest.mark.parametrize("path", ["root.json", "attempts", ""])
+@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
+@pytest.mark.parametrize("path", ["root.json", "attempts", f"attempts/{ATTEMPT}.jsonl", ""])
 def test_what_lies_in_the_place_of_a_record_proves_nothing(
     root: Path, path: str, what: str
 ) -> None:
@@ -371,8 +382,11 @@ def test_what_lies_in_the_place_of_a_record_proves_nothing(
     if place.is_dir():
         shutil.rmtree(place)
     place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
     if what == "pipe":
         os.mkfifo(place)
+    elif what == "link":
+        place.symlink_to("nowhere")
     elif path == "root.json":
         place.mkdir()
     else:

@@ -342,7 +342,17 @@ FILES = (
     FileName(
         r".*ckpt.*\.index|saved_model\.pb|variables\.index", weights="a TensorFlow checkpoint"
     ),
-    FileName(rf"{_SAYS_WEIGHTS}\.(?:npz|h5|hdf5|keras|msgpack)", weights="saved weights"),
+    # AllenNLP and Torch, PaddlePaddle, Equinox, Caffe
+    FileName(
+        r".+\.(?:th|t7|pdparams|pdopt|pdckpt|eqx|caffemodel)|.+\.(?:pt|pth|ckpt)\.(?:gz|zst|xz|bak)",
+        weights="saved weights",
+    ),
+    FileName(
+        rf"(?:{_SAYS_WEIGHTS}|(?:.*[-_.])?(?:step|iter|epoch)[-_]?[0-9]+)\.(?:npz|npy|h5|hdf5|keras"
+        r"|msgpack|flax|pickle|joblib|onnx)|[0-9]+\.msgpack"
+        r"|(?:ckpt|checkpoint|snapshot|weights|params|state_dict)",
+        weights="saved weights",
+    ),
     FileName(
         rf"(?P<folder>)(?!.*{_OTHER_RANK})(?!.*rank.*rank)(?:.*[^a-z])?rank[-_]?(?P<rank>{_N})"
         r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt|safetensors)",
