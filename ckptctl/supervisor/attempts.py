@@ -1,7 +1,7 @@
 """Run one attempt of a job, classify its end by what it added to its logs, and record it.
 
 Only what the attempt added is read: a log that all attempts share holds the failures of
-earlier ones too. `classify` finds the cause; `restarting` decides what follows.
+earlier ones too. `classify` finds the cause; `job` decides what follows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,261 @@
+"""The job that `run` supervises: what is done before, between and after its attempts.
+
+The same for one launcher (`restarting`) and for several (`leading`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
+from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
+from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.formatting import counted
+from ckptctl.selection.targets import Roots
+from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
+from ckptctl.supervisor.child import Signals, Watcher
+from ckptctl.supervisor.heartbeats import StepTimes
+from ckptctl.supervisor.holding import HeldState, StatePlace
+from ckptctl.supervisor.limits import SectionLimits
+from ckptctl.supervisor.nodes import AttemptPlan, Nodes
+from ckptctl.supervisor.options import RunOptions
+from ckptctl.supervisor.policy import (
+    GIVEN_UP,
+    NO_ANSWER,
+    NOT_INSPECTED,
+    RERUN,
+    WAIT_FOR_CAPACITY,
+    WRONG_PATH,
+    Conclusion,
+    Ended,
+    RootState,
+    budget_of,
+    decide,
+    series,
+    since_progress,
+)
+from ckptctl.supervisor.processes import MARKER
+from ckptctl.supervisor.results import Attempt, Decision, Supervised
+from ckptctl.supervisor.roots import WatchedRoots
+from ckptctl.supervisor.state import LocalCopy, Revisions
+
+
+class NotStarted(Exception):
+    """Nothing is started: the exit code, why, and what to run next."""
+
+    def __init__(self, code: int, why: str, next_command: str | None = None) -> None:
+        super().__init__(why)
+        self.code = code
+        self.why = why
+        self.next_command = next_command
+
+
+TOO_FEW = Conclusion(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
+
+
+def asked_to_stop(number: int) -> Conclusion:
+    """The end of a run by a signal."""
+    return Conclusion(Decision.RESTART, "a signal asked for it", 128 + number)
+
+
+class SupervisedJob:
+    """The job that one launcher, or one of several, supervises: its command, roots and attempts."""
+
+    def __init__(
+        self, command: tuple[str, ...], roots: Roots, revisions: Revisions, options: RunOptions
+    ) -> None:
+        self.command = command
+        self.options = options
+        self.revisions = revisions
+        log_dir, phase = options.output.log_dir, options.output.phase
+        place = options.launchers.place if options.launchers.count > 1 else None
+        self._log_folder = None if log_dir is None else LogFolder(log_dir, phase, place)
+        self.nodes = Nodes(options.nodes, command, self.tell)
+        self.roots = WatchedRoots(roots, options)
+        self.sections = SectionLimits(options.section_timeouts)
+        self.step_times = StepTimes()
+        self.copy = LocalCopy(roots.first, phase)
+        self.signals = Signals()
+        self.attempts: list[Attempt] = []
+        self._warnings: list[str] = []
+        # `run` may itself run in a restarted job.
+        count = os.environ.get(RESTART_COUNT, "")
+        self._earlier = int(count) if count.isdecimal() else 0
+
+    def tell(self, message: str) -> None:
+        """Report a message, in the log folder too."""
+        self.options.tell(message)
+        if self._log_folder is not None:
+            self._log_folder.note(message)
+
+    def runner(self, *watchers: Watcher) -> AttemptRunner:
+        """What runs one attempt, or a part of one, and is polled by `watchers`."""
+        output = self.options.output
+        return AttemptRunner(output, self._log_folder, watchers, self.signals, self.tell)
+
+    @property
+    def state_place(self) -> StatePlace:
+        """Where the state of the run is."""
+        return StatePlace(self.revisions, self.copy, self.roots.url, self.tell)
+
+    def pause_s(self, held: HeldState) -> float:
+        """How long to wait before the next attempt."""
+        return self.options.budget.pause_s(budget_of(since_progress(held.state)))
+
+    def prepare(self) -> RootState:
+        """Inspect the roots before the first attempt; raises `NotStarted`."""
+        seen = self.roots.await_answer(self.signals, self.tell)
+        scan = f"ckptctl scan {self.roots.words}"
+        if seen.code == WRONG_PATH:
+            self._warnings.append(
+                f"{seen.message}; the job runs, but its progress cannot be measured"
+            )
+            self.tell(f"warning: {self._warnings[0]}")
+            return seen
+        if self.signals.asked is not None:
+            raise NotStarted(128 + self.signals.asked, "a signal asked to end")
+        known = self.copy.read()
+        reset = self.options.budget.reset_budget
+        best = None if known is None or reset else known["best"]
+        if seen.code in (0, EXIT_FRESH) and not seen.holds_steps and best is not None:
+            raise NotStarted(
+                NO_ANSWER,
+                f"step {best} was usable, but {self.roots.url} no longer contains a step: "
+                "the storage is not mounted, or was emptied (--reset-budget REASON begins a "
+                "new run)",
+                scan,
+            )
+        if seen.code == EXIT_FRESH and not self.options.create:
+            raise NotStarted(seen.code, seen.message, seen.next_command)
+        if seen.code not in (0, EXIT_FRESH):
+            # As after an attempt: where steps have disappeared, the storage may come back.
+            emptied = seen.code == EXIT_NONE_USABLE and not seen.holds_steps
+            raise NotStarted(NO_ANSWER if emptied else seen.code, seen.message, scan)
+        self.roots.use(seen)
+        return seen
+
+    def take_in(self, held: HeldState, seen: RootState) -> None:
+        """Record the progress of an attempt whose supervisor was killed.
+
+        Raises `NotStarted` where the budget is spent.
+        """
+        state = held.state
+        if seen.step is not None and (state["best"] is None or seen.step > state["best"]):
+            attempts = state["attempts"]
+            if attempts and self.options.budget.reset_budget is None:
+                last: AttemptDocument = {**attempts[-1], "step": seen.step, "progress": True}
+                attempts = [*attempts[:-1], last]
+            held.save({**state, "best": seen.step, "attempts": attempts})
+            self.roots.use(seen)
+        budget = budget_of(since_progress(held.state))
+        if budget.exhausted(self.options.budget):
+            raise NotStarted(
+                GIVEN_UP,
+                f"no restart is left since attempt {held.state['attempts'][-1]['number']}, and no "
+                "newer step was saved (--reset-budget REASON begins a new budget)",
+                f"ckptctl scan {self.roots.words}",
+            )
+
+    def begun(self, state: SupervisorDocument, plan: AttemptPlan) -> tuple[SupervisorDocument, int]:
+        """The state with an attempt that begins, and the number of restarts before it."""
+        number = state["attempts"][-1]["number"] + 1 if state["attempts"] else 1
+        restarts = self._earlier + len(series(state))
+        return {**state, "attempts": [*state["attempts"], begun(number, plan)]}, restarts
+
+    def run(
+        self,
+        state: SupervisorDocument,
+        plan: AttemptPlan,
+        step: int | None,
+        restarts: int,
+        marker: str,
+        runner: AttemptRunner,
+    ) -> Ended:
+        """Run the last attempt of a state, or the part of this launcher in it, to its end."""
+        number, budget = state["attempts"][-1]["number"], self.options.budget
+        name = f"{state['run']}/{number}"
+        left = budget_of(since_progress(state)).left(budget)
+        about = [
+            f"{left} of {budget.max_restarts} restarts left",
+            "no usable step" if step is None else f"newest usable step {step}",
+        ]
+        if plan.world_size:
+            about.append(counted(plan.world_size, "rank"))
+        variables = {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
+        return runner.run(number, plan, variables, ", ".join(about))
+
+    def conclude(self, held: HeldState, ended: Ended) -> Conclusion:
+        """Inspect the roots after an attempt, decide what follows, and record both."""
+        *earlier, attempt = held.state["attempts"]
+        number = attempt["number"]
+        state: SupervisorDocument = {**held.state, "attempts": earlier}
+        seen = self._seen_after(ended)
+        best, before = state["best"], since_progress(state)
+        progress = seen.step is not None and (best is None or seen.step > best)
+        if progress:
+            self.roots.use(seen)
+        budget = self.options.budget
+        conclusion = decide(() if progress else before, ended, seen, best, budget)
+        attempt = closed(attempt, ended, seen, conclusion, progress=progress)
+        if slow := self.step_times.documents():
+            attempt["slow"] = slow
+        state = {
+            **state,
+            "best": seen.step if progress else best,
+            "attempts": [*earlier, attempt],
+            "sections": self.sections.documents(),
+        }
+        if conclusion.decision is Decision.RESTART:
+            n_excluded = len(state["excluded"])
+            state = self.nodes.exclude(state, ended.hang, ended.cause)
+            if ended.code == RERUN and len(state["excluded"]) == n_excluded:
+                self.tell("warning: exit code 16 asks for other nodes, and none was excluded")
+        held.save(state)
+        left = budget_of(since_progress(held.state)).left(budget)
+        phase = self.options.output.phase or None
+        self.attempts.append(reported(attempt, conclusion, left, phase))
+        if self._log_folder is not None:
+            self._log_folder.note(
+                f"attempt {number} ended with {ended.code} after {ended.seconds:.0f} s, newest "
+                f"usable step {seen.step}: {conclusion.decision.value}, {conclusion.reason}"
+            )
+        self.options.on_attempt(self.attempts[-1])
+        return conclusion
+
+    def _seen_after(self, ended: Ended) -> RootState:
+        """The roots after an attempt; waited for only where a restart needs the answer."""
+        stops_at = self.options.budget.no_restart
+        again = ended.hang is not None or (ended.code != 0 and ended.code not in stops_at)
+        if again and not ended.asked:
+            return self.roots.await_answer(self.signals, self.tell)
+        return self.roots.inspect()
+
+    def summary(self, conclusion: Conclusion) -> Supervised:
+        """The result of the run."""
+        n = len(self.attempts)
+        attempts = f"{n} attempt{'' if n == 1 else 's'}"
+        return Supervised(
+            self.command,
+            self.roots.url,
+            tuple(self.attempts),
+            tuple(self._warnings),
+            f"{conclusion.decision.as_end} after {attempts}: {conclusion.reason}",
+            conclusion.exit_code,
+            self._next_command(conclusion),
+        )
+
+    def _next_command(self, conclusion: Conclusion) -> str | None:
+        """What a person runs where no attempt follows: `classify`, where there is a log."""
+        if conclusion.decision not in (Decision.GIVEN_UP, Decision.NEVER):
+            return None
+        last = self.attempts[-1] if self.attempts else None
+        of_storage = (EXIT_NONE_USABLE, *NOT_INSPECTED)
+        if last and last.cause is not None and conclusion.exit_code not in of_storage:
+            logs = [*self.options.output.logs]
+            if self._log_folder is not None:
+                logs.append(self._log_folder.path(last.number))
+            if logs := [*filter(os.path.exists, logs)]:
+                words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
+                return shlex.join(words)
+        return f"ckptctl scan {self.roots.words}"
