@@ -343,6 +343,7 @@ class PartFormat(str, Enum):
     ZARR = "zarr"
     ORBAX = "orbax"
     TORCHSNAPSHOT = "torchsnapshot"
+    PADDLE = "paddle"
     UNKNOWN = "unknown"
 
 

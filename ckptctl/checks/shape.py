@@ -28,7 +28,7 @@ from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 _WHAT_IT_IS = {
     PartFormat.ZARR: (
         "a zarr checkpoint",
-        "Megatron's zarr format is deprecated; convert it to torch_dist with Megatron itself",
+        "T5X and Levanter of JAX write it, and Megatron did, which can convert it to torch_dist",
     ),
     PartFormat.ORBAX: (
         "an Orbax checkpoint",
@@ -37,6 +37,10 @@ _WHAT_IT_IS = {
     PartFormat.TORCHSNAPSHOT: (
         "a torchsnapshot checkpoint",
         "its predecessor format is not DCP; load it with torchsnapshot",
+    ),
+    PartFormat.PADDLE: (
+        "a Paddle checkpoint",
+        "it is PaddlePaddle's format, not torch's",
     ),
     PartFormat.UNKNOWN: ("files of an unknown format", "nothing can be said about it"),
 }

@@ -92,7 +92,7 @@ class OpenStep:
     @property
     def is_file(self) -> bool:
         """The step is one file, and no folder."""
-        if not self.name.endswith(layouts.FLAT_SUFFIXES):
+        if not self.name.endswith(layouts.STEP_SUFFIXES):
             return False
         return any(layouts.is_flat_file(file) and file.path == self.name for file in self.files)
 

@@ -19,8 +19,8 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import (
-    FLAT_SUFFIXES,
     NO_RUN_BELOW,
+    STEP_SUFFIXES,
     is_beside,
     saved_weights,
     step_name,
@@ -292,19 +292,28 @@ def check_empty(
             next_command=f"ckptctl scan {shlex.quote(join_url(store.url, 'FOLDER'))}",
         )
     if weights:
+        weights.sort(key=_not_of_a_resume)
         seem = "looks like a checkpoint" if len(weights) == 1 else "look like checkpoints"
         name = base_name(f"/{weights[0]}")
         kind = saved_weights(FileInfo(name, 0))
-        why = (
-            f"but a step in one file has a name that ends in {', '.join(FLAT_SUFFIXES)}; rename it"
-            if _is_step(name)
-            else "but no name in it gives a step number; use --pattern to show where the number is"
-        )
+        if _is_step(name):
+            why = f"but a step in one file has a name that ends in {', '.join(STEP_SUFFIXES)}"
+            why += "; rename it"
+        elif "." in name and not any(one.endswith(STEP_SUFFIXES) for one in weights):
+            why = "but not in a form that ckptctl reads; convert it with the program that wrote it"
+        else:
+            why = "but no name in it gives a step number; use --pattern to show where the number is"
         raise UsageError(
             f"{store.url} is not empty: {_some(weights)} {seem}{f' ({kind})' if kind else ''}, "
             f"{why}, or give the step itself",
             next_command=f"ckptctl verify {shlex.quote(join_url(store.url, weights[0]))}",
         )
+
+
+def _not_of_a_resume(name: str) -> tuple[bool, bool]:
+    """Sorts files that a job replaces with each save, and resumes from, before weights alone."""
+    is_newest = re.match(r"(?:.*/)?(?:last|latest|checkpoint|ckpt)(?![a-z0-9])", name) is not None
+    return name.endswith(".py"), not is_newest
 
 
 def check_unnumbered(
@@ -320,10 +329,12 @@ def check_unnumbered(
     if not names:
         return
     seem = "looks like a checkpoint" if len(names) == 1 else "look like checkpoints"
+    numbered = any(step_name(name) is not None for name in listing.unnumbered)
+    which = "beside the steps" if numbered else "without a step number"
     yield Finding(
         "root.unnumbered",
         ", ".join(names[:MAX_NAMED]),
-        f"{_some(names)} {seem} without a step number: not listed, and never chosen by pick",
+        f"{_some(names)} {seem} {which}: not listed, and never chosen by pick",
         expected="a step number in the name, or --pattern",
         found=_some(names),
         next_command=f"ckptctl verify {shlex.quote(join_url(store.url, names[0]))}",

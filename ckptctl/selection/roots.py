@@ -170,6 +170,9 @@ def read_listing(
         elif saved_weights(entry) is not None:
             unnumbered.append(entry.path)
     steps = [replace(step, unfinished=True) if step.name in in_flight else step for step in steps]
+    if not all(step.lone or step.bare for step in steps):
+        unnumbered += [step.name for step in steps if step.lone]
+        steps = [step for step in steps if not step.lone]
     return RootListing(
         _newest_first(steps),
         tuple(pointers),

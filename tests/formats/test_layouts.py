@@ -153,6 +153,34 @@ def test_a_step_may_say_which_attempt_saved_it():
         assert step_name(name) is None, name
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "layout"),
+    [
+        ("model_12.pth", 12, "lone"),
+        ("model-12.pt", 12, "lone"),
+        ("rwkv-12.pth", 12, "epochs"),
+        ("gpt2_iter_1200.pth", 1200, "dcp"),
+        ("llama-7b-step-1200-loss=2.25.pt", 1200, "dcp"),
+        ("vqgan_epoch_12.pt", 12, "epochs"),
+        ("recovery-3-1200.pth.tar", 3, "timm"),
+        ("lora-step00001200.safetensors", 1200, "kohya"),
+        ("lora-000012.safetensors", 12, "kohya-epochs"),
+        ("step_1200.safetensors", 1200, "dcp"),
+    ],
+)
+def test_a_file_may_be_a_step_where_there_are_no_others(name, number, layout):
+    named = step_name(name)
+    assert named is not None
+    assert (named.number, named.layout, named.lone) == (number, layout, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet-18.pth", "best_model_3.pt", "optimizer_3.pt", "data_step_3.pt", "12epoch.pth"]
+)
+def test_a_number_in_the_name_of_a_file_is_not_always_a_step(name):
+    assert step_name(name) is None
+
+
 def test_a_bare_number_needs_a_second_sign():
     named = step_name("1200")
     assert named is not None

@@ -139,7 +139,7 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
     ("name", "kind"),
     [
         ("model.safetensors", "safetensors weights"),
-        ("step_100.safetensors", "safetensors weights"),
+        ("adapter_model.safetensors", "safetensors weights"),
         ("model-00001-of-00002.safetensors", "safetensors weights"),
         ("final/model.safetensors", "safetensors weights"),
         ("pytorch_model.bin", "Hugging Face weights"),

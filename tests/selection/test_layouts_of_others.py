@@ -5,7 +5,12 @@ ColossalAI `booster/booster.py`; sd-scripts `library/train_util.py`; OLMo 1 `che
 TinyLlama `pretrain/`; DiT `train.py`; fvcore `checkpoint.py` (Detectron2, DINOv2); metaseq
 `checkpoint_utils.py`; nanochat `checkpoint_manager.py`; guided-diffusion `train_util.py`; VITS
 `train.py`; Composer 0.32 with `save_folder` and `save_filename` of
-several ranks; Ray Train. The files are written by `torch.save` and safetensors.
+several ranks; Ray Train; BasicSR `models/base_model.py`; HiFi-GAN `train.py`; llama-recipes
+`model_checkpointing/`; gsplat `simple_trainer.py`; torchvision `references/`; EDM
+`training_loop.py`; YOLOX `core/trainer.py`; Ultralytics `engine/trainer.py`; MMEngine
+`hooks/checkpoint_hook.py`; timm `utils/checkpoint_saver.py`; ESPnet `train/trainer.py`; ai-toolkit
+`jobs/process/BaseSDTrainProcess.py`; PaddleNLP `trainer/trainer.py`. The
+files are written by `torch.save` and safetensors.
 """
 
 from __future__ import annotations
@@ -145,8 +150,40 @@ def vits(step: int) -> Iterator[tuple[str, object]]:
         yield f"{name}_{step}.pth", whole(step)
 
 
+def basicsr(step: int) -> Iterator[tuple[str, object]]:
+    for net in "gd":
+        yield f"models/net_{net}_{step}.pth", {"params": weights(step)}
+    state = {"epoch": 0, "iter": step, "optimizers": [optimizer(step)], "schedulers": []}
+    yield f"training_states/{step}.state", state
+
+
+def hifigan(step: int) -> Iterator[tuple[str, object]]:
+    yield f"g_{step:08}", {"generator": weights(step)}
+    yield f"do_{step:08}", {"mpd": weights(step), "optim_g": optimizer(step), "steps": step}
+
+
+def llama_recipes(epoch: int) -> Iterator[tuple[str, object]]:
+    for name in ("meta-llama--Llama-3.1-8B", "optimizer-meta-llama--Llama-3.1-8B"):
+        yield f"{name}-{epoch}.pt", (optimizer if "optim" in name else weights)(epoch)
+
+
+def by_kind_and_epoch(epoch: int) -> Iterator[tuple[str, object]]:
+    yield f"model_epoch_{epoch}.pth", weights(epoch)
+    yield f"optimizer_epoch_{epoch}.pth", optimizer(epoch)
+    yield f"scheduler_epoch_{epoch}.pth", {"last_epoch": epoch}
+
+
+def by_rank(step: int) -> Iterator[tuple[str, object]]:
+    for rank in (0, 1):
+        yield f"ckpt_{step}_rank{rank}.pt", whole(step)
+
+
 def one_file(name: str) -> Callable[[int], Iterator[tuple[str, object]]]:
     return lambda step: iter([(name.format(step), whole(step))])
+
+
+def weights_alone(name: str) -> Callable[[int], Iterator[tuple[str, object]]]:
+    return lambda step: iter([(f"{name.format(step)}.safetensors", weights(step))])
 
 
 TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] = {
@@ -166,6 +203,19 @@ TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] =
     "nanochat": (nanochat, "@{}"),
     "guided-diffusion": (guided_diffusion, "@{}"),
     "VITS": (vits, "@{}"),
+    "BasicSR": (basicsr, "@{}"),
+    "HiFi-GAN": (hifigan, "@{}"),
+    "llama-recipes": (llama_recipes, "@{}"),
+    "files by kind and epoch": (by_kind_and_epoch, "@{}"),
+    "gsplat": (by_rank, "@{}"),
+    "torchvision": (one_file("model_{}.pth"), "model_{}.pth"),
+    "EDM": (one_file("training-state-{:06}.pt"), "training-state-{:06}.pt"),
+    "YOLOX": (one_file("epoch_{}_ckpt.pth"), "epoch_{}_ckpt.pth"),
+    "Ultralytics": (one_file("epoch{}.pt"), "epoch{}.pt"),
+    "MMEngine": (one_file("iter_{}.pth"), "iter_{}.pth"),
+    "a loop of one's own": (one_file("gpt2-step-{}-loss=2.25.pt"), "gpt2-step-{}-loss=2.25.pt"),
+    "weights of sd-scripts": (weights_alone("last-step{:08}"), "last-step{:08}.safetensors"),
+    "weights of ai-toolkit": (weights_alone("lora_{:09}"), "lora_{:09}.safetensors"),
 }
 
 
@@ -295,3 +345,73 @@ def test_no_older_step_without_an_optimizer_is_a_substitute_for_a_damaged_one(tm
     assert "lacks the optimizer, which step 30" in chosen.passed_over[1].reason
     without = ckptctl.pick(str(tmp_path), level="content", grace_s=0, allow_missing_state=True)
     assert without.step == 20
+
+
+EXPORTS = {
+    "lora-step00000030.safetensors": "lora-step00000020-state",
+    "model_30.pth": "checkpoint-20.pth.tar",
+    "recovery-30-500.pth.tar": "checkpoint-20.pth.tar",
+}
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_exports_and_recoveries_are_steps_only_where_a_root_has_no_others(tmp_path, export):
+    value = weights(30) if export.endswith(".safetensors") else whole(30)
+    write(tmp_path / export, value)
+    assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / export)
+    step = EXPORTS[export]
+    if step.endswith("-state"):
+        saved(tmp_path, "sd-scripts", 20)
+    else:
+        write(tmp_path / step, whole(20))
+    assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / step)
+    assert any(export in finding.message for finding in ckptctl.scan(str(tmp_path)).findings)
+
+
+def test_of_timms_recoveries_the_one_after_the_most_batches_is_chosen(tmp_path):
+    for batch in (500, 1000, 1500):
+        write(tmp_path / f"recovery-0-{batch}.pth.tar", whole(batch))
+    assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / "recovery-0-1500.pth.tar")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("resnet-18.pth", "resnet-50.pth", "vit_base_patch16_224.pth"),
+        ("best_model_10.pth", "model_best.pth.tar"),
+        ("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin", "model.bin"),
+        ("model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt"),
+        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        ("12epoch.pth", "checkpoint.pth"),
+        ("last.pt", "best.pt"),
+        ("1000.pdparams", "1000.pdopt"),
+        ("rl_model_1000_steps.zip",),
+        ("streaming_train_state_1000",),
+        ("g_00001000",),
+        ("epoch_12.pkl",),
+    ],
+)
+def test_weights_without_the_number_of_a_step_are_neither_a_step_nor_a_fresh_run(tmp_path, names):
+    for name in names:
+        value = weights(1) if name.endswith(".safetensors") else whole(1)
+        write(tmp_path / name, value)
+    with pytest.raises(ckptctl.UsageError):
+        ckptctl.pick(str(tmp_path))
+
+
+def test_what_is_refused_names_the_file_that_a_resume_reads_first(tmp_path):
+    for name in ("12epoch.pth", "13epoch.pth", "zero_to_fp32.py", "checkpoint.pth"):
+        write(tmp_path / name, whole(12))
+    with pytest.raises(ckptctl.UsageError, match=r"checkpoint\.pth, 12epoch\.pth") as error:
+        ckptctl.pick(str(tmp_path))
+    assert error.value.next_command == f"ckptctl verify {tmp_path}/checkpoint.pth"
+
+
+def test_a_step_of_paddle_is_refused_by_the_name_of_its_format(tmp_path):
+    step = tmp_path / "checkpoint-20"
+    for name in ("model_state.pdparams", "optimizer.pdopt", "scheduler.pdparams"):
+        step.mkdir(exist_ok=True)
+        (step / name).write_bytes(b"\x80\x04" + bytes(100))
+    report = ckptctl.verify(str(step), grace_s=0)
+    assert (report.exit_code, faults(report)) == (22, {"format.unsupported"})
+    assert "Paddle" in report.findings[0].message

@@ -47,6 +47,9 @@ class FileName(NamedTuple):
 _N = "[0-9]{1,6}"
 _IN = r"(?P<folder>(?:.*/)?)"
 _FILE = r"\.(?:pt|pth|pkl|bin)"
+_FILE_OR_CKPT = r"\.(?:pt|pth|pkl|bin|ckpt|tar)"
+_ONE_OF = r"(?:.*[-_.])?"
+_AND = rf"(?:[-_.0-9].*)?{_FILE_OR_CKPT}"
 _COUNTED = "step scheduler tokens +dataloader"
 
 BY_RANK = "rank in the name"
@@ -75,7 +78,7 @@ _MEGATRON_WEIGHTS = "a Megatron checkpoint"
 _TORCH_WEIGHTS = "a torch.save checkpoint"
 _SAYS_WEIGHTS = (
     r"(?:.*[-_.])?(?:ckpt|checkpoint|snapshot|last|latest|best|final|model|optimizer|optim|weights"
-    r"|state|state_dict|params|ema|rank)(?:[-_.0-9].*)?"
+    r"|state|state_dict|params|ema|rank|epoch[-_]?[0-9]+|step[-_]?[0-9]+)(?:[-_.0-9].*)?"
 )
 
 FILES = (
@@ -297,9 +300,13 @@ FILES = (
         "state",
     ),
     FileName(r"meta_[0-9]+\.json", "step dataloader", "by-kind"),
-    FileName(r"optim_[0-9]+_rank[0-9]+\.pt", "optimizer", "by-kind"),
-    FileName(r"opt[0-9]+\.pt", "optimizer", "by-kind"),
-    FileName(r"[GD]_[0-9]+\.pth", "model optimizer step", "by-kind"),
+    FileName(rf"{_ONE_OF}(?:optimizer|optim|opt){_AND}", "optimizer", "by-kind"),
+    FileName(rf"{_ONE_OF}(?:scheduler|sched){_AND}", "scheduler", "by-kind"),
+    FileName(rf"(?!{_ONE_OF}scaler{_AND}).+{_FILE_OR_CKPT}", "+model optimizer step", "by-kind"),
+    FileName(r"do_[0-9]{8}", "+optimizer step", "by-kind"),
+    FileName(r"g_[0-9]{8}", "model", "by-kind"),
+    FileName(r"models/net_[a-z]+_[0-9]+\.pth", "model", "basicsr"),
+    FileName(r"training_states/[0-9]+\.state", "optimizer scheduler step", "basicsr"),
     FileName(rf"{_IN}lit_model\.pth", "model optimizer step", weights=_TORCH_WEIGHTS),
     # OLMo's `local` checkpointer.
     FileName(rf"{_ABOVE}model/rank(?P<rank>{_N})\.pt", "model", "olmo-core", "olmo", "model"),
@@ -329,6 +336,10 @@ FILES = (
     ),
     FileName(r".+\.nemo", weights="a NeMo checkpoint"),
     FileName(r".+\.gguf", weights="GGUF weights"),
+    FileName(r".+\.pd(?:params|opt|states)", weights="a Paddle checkpoint"),
+    FileName(r".+_[0-9]+_steps\.zip|best_model\.zip", weights="a Stable-Baselines3 model"),
+    FileName(r"streaming_(?:train_state|params)(?:_[0-9]+)?", weights="an EasyLM checkpoint"),
+    FileName(r"(?:g|do)_[0-9]{8}|.+\.checkpoint", weights=_TORCH_WEIGHTS),
     FileName(rf"{_IN}optimizer(?:_[0-9]+)?{_FILE}", "optimizer", weights=_TORCH_WEIGHTS),
     FileName(
         rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model", weights=_TORCH_WEIGHTS
@@ -399,8 +410,9 @@ def matches(path: str, layout: str = "") -> tuple[tuple[FileName, re.Match[str]]
 
 
 def _matching(path: str, layout: str) -> Iterator[tuple[FileName, re.Match[str]]]:
+    names = ("", layout.removesuffix("-epochs"))
     for row in FILES:
-        match = full_match(row.name, path) if row.layout in ("", layout) else None
+        match = full_match(row.name, path) if row.layout in names else None
         if match:
             yield row, match
 

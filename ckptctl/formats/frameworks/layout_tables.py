@@ -50,6 +50,47 @@ STEP_NAMES = (
 FLAT_NUMBER = r"(?P<step>[0-9]{7})"
 """The name of a step that is one file, without its suffix: `0050000.pt`, as DiT names it."""
 
+_NOT_WHOLE = (
+    r"(?!(?:.*[-_.])?(?:best|hpc|optimizer|optim|opt|lr|scheduler|sched|scaler|ema|tokenizer|vocab"
+    r"|config|args|data|dataset|cache|latents?|samples?|part|shard|fold|seed|layer)(?:[-_.0-9]|$))"
+)
+_BEHIND = r"(?:[-_](?:ckpt|checkpoint|model|state|weights|full|rank0))?(?:[-_][a-z_]+=[-+.0-9e]+)*"
+_STEP_WORD = "step|iter|iteration|it|update"
+
+_WHOLE = (
+    r"(?:(?:model|checkpoint|ckpt|snapshot|weights|net|net_g|training[-_]state)[-_.]|chkpnt[-_]?)"
+)
+
+LONE_NAMES = (
+    ("kohya", r".+-step(?P<step>[0-9]{8})\.safetensors"),
+    ("kohya-epochs", r".+-(?P<step>[0-9]{6})\.safetensors"),
+    ("ai-toolkit", r".+_(?P<step>[0-9]{9})\.safetensors"),
+    ("timm", rf"recovery-{_N}-(?P<attempt>[0-9]{{1,9}})\.pth\.tar"),
+    ("epochs", rf"rwkv-{_N}\.pth"),
+    ("dcp", rf"{_NOT_WHOLE}(?:.+[-_.])?(?:{_STEP_WORD})s?[-_=.]?{_N}{_BEHIND}\.[a-z].*"),
+    ("epochs", rf"{_NOT_WHOLE}(?:.+[-_.])?(?:epoch|ep)[-_=.]?{_N}{_BEHIND}\.[a-z].*"),
+    ("lone", rf"{_NOT_WHOLE}(?:.+[-_.])?{_WHOLE}{_N}{_BEHIND}\.[a-z].*"),
+)
+"""Names of files that are steps where a root has no others; beside other steps they are exports.
+
+The weights of sd-scripts and ai-toolkit, timm's recovery files (of an epoch and a batch),
+RWKV-LM, torchvision's `model_12.pth`, rsl_rl's `model_1000.pt`, EDM's `training-state-001000.pt`,
+3D Gaussian Splatting's `chkpnt7000.pth`, YOLOX's `epoch_12_ckpt.pth`, and custom loops.
+"""
+
+KIND_BESIDE = (
+    r"(?i)(?:^|(?<=[-_.]))(?:model|net|network|weights|params|module|optimizer|optim|opt"
+    r"|(?:lr_)?(?:scheduler|sched)|(?:grad_)?scaler|ema|generator|gen|g|discriminator|disc|dis|d"
+    r"|encoder|decoder|actor|critic|policy|value|state|trainer|training|checkpoint|ckpt"
+    r"|rank[-_]?[0-9]{1,6})(?:[-_.]|(?=[0-9])|$)"
+)
+"""What names a kind of file among those of one step side by side in the root."""
+
+NAME_BESIDE = (
+    rf"(?!.*best)(?:.*[-_.])??(?:(?P<epochs>epoch|ep)|(?:{_STEP_WORD})s?)?[-_=.]?{_N}[-_.]?"
+)
+"""A name without what names the kind, and without the suffix."""
+
 COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {
     "accelerate": "saves",
     "torchtune": "epochs",
@@ -57,6 +98,9 @@ COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {
     "composer-epochs": "epochs",
     "epochs": "epochs",
     "kohya-epochs": "epochs",
+    "timm": "epochs",
+    "by-kind-epochs": "epochs",
+    "lone": "saves",
 }
 """The layouts whose number is not the training step, and what it counts.
 
@@ -79,6 +123,9 @@ SCATTERED = (
     ("by-kind", r"(?:model|optim|meta)_(?P<step>[0-9]{6})(?:_rank[0-9]{1,6})?\.(?:pt|json)"),
     ("by-kind", r"(?:model|opt|ema_[0-9.]+_)(?P<step>[0-9]{6})\.pt"),
     ("by-kind", rf"[GD]_{_N}\.pth"),
+    ("by-kind", r"(?:g|do)_(?P<step>[0-9]{8})"),  # HiFi-GAN
+    ("basicsr", rf"models/net_[a-z]+_{_N}\.pth"),
+    ("basicsr", rf"training_states/{_N}\.state"),
 )
 
 HOLDS_SCATTERED = r"r?[0-9]{1,6}"
@@ -148,14 +195,18 @@ file that is open, what file managers add to each folder, and second downloads (
 
 # By the full path below the step; the first row that matches any file decides.
 OTHER_FORMATS = (
+    (PartFormat.PADDLE, r"(?:.*/)?[^/]+\.pd(?:params|opt|states)"),
     (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
     (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
     (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
 )
 
-ARCHIVE = r"(?:.*/)?[^/]+(?<!\.dirty)\.(?:pt|pth|ckpt|pth\.tar)"
-"""Files of `torch.save`, by a suffix that nothing else has."""
+ARCHIVE = (
+    r"(?:.*/)?[^/]+(?<!\.dirty)\.(?:pt|pth|ckpt|pth\.tar)"
+    r"|training_states/[0-9]+\.state|(?:g|do)_[0-9]{8}"
+)
+"""Files of `torch.save`, by a suffix that nothing else has, and those of BasicSR and HiFi-GAN."""
 
 PERHAPS_ARCHIVE = r"(?:.*/)?[^/]+\.(?:bin|pkl|tar)"
 """Files that are those of `torch.save` where their name states that they hold train state."""

@@ -14,7 +14,9 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import (
+    BY_RANK,
     full_match,
+    rank_file,
     weights_called,
 )
 from ckptctl.model import FileInfo, Part, PartFormat
@@ -29,6 +31,14 @@ REMOVING = f"{OWN_FOLDER}/removing"
 
 FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pth.tar", ".tar")
 """How files of `torch.save` that are whole steps are called."""
+
+WEIGHTS_ALONE = ".safetensors"
+
+STEP_SUFFIXES = (*FLAT_SUFFIXES, WEIGHTS_ALONE)
+"""How files that are whole steps are called."""
+
+BESIDE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pth.tar")
+"""How files of a step side by side are called. Those of accelerate, `optimizer_1.bin`, are not."""
 
 _MAX_WRAPPERS = 4
 """How often such marks are taken off one name: `tmp-step_100.tmp` has two."""
@@ -45,7 +55,8 @@ class StepName:
     saved and takes away when it is whole. `bare` is a name of digits alone, which
     is a step only if its content confirms it. `attempt` is which attempt saved it, where
     the name states it (`step_1200.attempt-7`, and Lightning's versions, `step=200-v2.ckpt`):
-    of one number, the last attempt's counts.
+    of one number, the last attempt's counts. `lone` is the name of a file that is a step only
+    in a root without others.
     """
 
     name: str
@@ -54,6 +65,7 @@ class StepName:
     unfinished: bool = False
     bare: bool = False
     attempt: int = 0
+    lone: bool = False
 
 
 def counts_training_steps(layout: str) -> bool:
@@ -151,6 +163,7 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
     NVRx's sessions are those of different jobs: where there are several, there is no step.
     """
     found: dict[StepName, list[FileInfo]] = {}
+    others: dict[tuple[str, StepName], dict[str, list[FileInfo]]] = {}
     for file in files:
         for layout, expression in tables.SCATTERED:
             match = full_match(expression, file.path)
@@ -158,12 +171,39 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
             if named is not None:
                 name = scattered_name(named.number)
                 found.setdefault(replace(named, name=name), []).append(file)
+                break
+        else:
+            rest, kind, named = _name_beside(file)
+            if named is not None:
+                others.setdefault((rest, named), {}).setdefault(kind, []).append(file)
+    for (_, named), kinds in others.items():
+        if len(kinds) > 1:
+            found.setdefault(named, []).extend(file for held in kinds.values() for file in held)
     sessions = {_session(file.path) for held in found.values() for file in held}
     if len(sessions) > 1:
         return {}
     return {
         named: tuple(held) for named, held in found.items() if len(held) > 1 or "/" in held[0].path
     }
+
+
+def _name_beside(file: FileInfo) -> tuple[str, str, StepName | None]:
+    """What the files of one step share in their names, the kind of this one, and the step.
+
+    `model_epoch_3.pt` and `optimizer_epoch_3.pt` share `epoch_3`. Those of frameworks whose
+    ranks write into a folder of the step are none.
+    """
+    stem = _without_flat_suffix(file.path)
+    if file.kind != "file" or "/" in stem or not file.path.endswith(BESIDE_SUFFIXES):
+        return "", "", None
+    kind = "".join(re.findall(tables.KIND_BESIDE, stem))
+    rest = re.sub(tables.KIND_BESIDE, "", stem)
+    match = full_match(tables.NAME_BESIDE, rest)
+    row = rank_file(file.path) if match else None
+    if match is None or (row is not None and row[0].grid != BY_RANK):
+        return "", "", None
+    named = _named("", "by-kind-epochs" if match["epochs"] else "by-kind", match)
+    return rest, kind, named and replace(named, name=scattered_name(named.number))
 
 
 def _session(path: str) -> str:
@@ -215,11 +255,18 @@ def _plain_step(name: str) -> StepName | None:
     stem = _without_flat_suffix(name)
     for layout, expression in tables.STEP_NAMES:
         match = full_match(expression, name) or full_match(expression, stem)
+        named = _named(name, layout, match) if match else None
         if match:
-            return _named(name, layout, match)
-    match = full_match(tables.FLAT_NUMBER, stem) if stem != name else None
-    if match:
-        return _named(name, "dcp", match)
+            return named and replace(named, lone=name.endswith(WEIGHTS_ALONE))
+    if stem != name:
+        match = full_match(tables.FLAT_NUMBER, stem)
+        if match:
+            return _named(name, "dcp", match)
+        for layout, expression in tables.LONE_NAMES:
+            match = full_match(expression, name)
+            found = _named(name, layout, match) if match else None
+            if found is not None:
+                return replace(found, lone=True)
     match = full_match(tables.BARE_NUMBER, name)
     return _named(name, "dcp", match, bare=True) if match else None
 
@@ -231,7 +278,8 @@ def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) 
     if len(digits) > len(str(MAX_STEP)) or int(digits) > MAX_STEP:
         return None
     version = full_match(tables.LIGHTNING_VERSION, name) if layout in tables.WITH_VERSIONS else None
-    return StepName(name, int(digits), layout, bare=bare, attempt=int(version[1]) if version else 0)
+    attempt = version[1] if version else match.groupdict().get("attempt")
+    return StepName(name, int(digits), layout, bare=bare, attempt=int(attempt or 0))
 
 
 def has_too_large_a_number(name: str) -> bool:
@@ -245,7 +293,7 @@ def has_too_large_a_number(name: str) -> bool:
 
 
 def _without_flat_suffix(name: str) -> str:
-    for suffix in FLAT_SUFFIXES:
+    for suffix in STEP_SUFFIXES:
         if name.endswith(suffix):
             return name[: -len(suffix)]
     return name
@@ -258,8 +306,8 @@ def unfinished_beside(file: FileInfo) -> str | None:
 
 
 def is_flat_file(file: FileInfo) -> bool:
-    """Whether a file directly under the root is a whole step in one `torch.save` file."""
-    return file.kind == "file" and file.path.endswith(FLAT_SUFFIXES)
+    """Whether a file directly under the root may be a whole step, by its suffix."""
+    return file.kind == "file" and file.path.endswith(STEP_SUFFIXES)
 
 
 def saved_weights(file: FileInfo) -> str | None:
