@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ _TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 def _decoder(numbers: Numbers, unique_keys: bool) -> json.JSONDecoder:
     parse: dict[Numbers, dict[str, Any]] = {
         "any": {},
-        "finite": {"parse_constant": _refuse},
+        "finite": {"parse_constant": _refuse, "parse_float": _finite},
         "integers": {"parse_constant": _refuse, "parse_float": _refuse},
         "text": {"parse_constant": str, "parse_float": str, "parse_int": str},
     }
@@ -120,6 +121,11 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(value) != len(pairs):
         raise NotJson("a key is there twice")
     return value
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)  # 1e999
 
 
 def _refuse(number: str) -> NoReturn:

@@ -6,7 +6,9 @@ terminal. Lines are shown as they arrive, and the last ones are kept for the tra
 
 from __future__ import annotations
 
+import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -14,13 +16,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import IO
 
 from ckptctl.data_classes import dataclass
+from ckptctl.errors import UsageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.runbook.document import Value
 
@@ -29,8 +32,12 @@ OnLine = Callable[[str], None]
 
 KEPT_LINES = 400
 _MAX_LINE = 4000
-_MAX_READ = 1 << 16
+_KEPT_BYTES = 1 << 20
+"""Of each stream, as JSON: an event that holds more than `MAX_EVENT_BYTES` cannot be read."""
+_MAX_READ = 1 << 20
+"""The most that a pipe holds. Source: `/proc/sys/fs/pipe-max-size`."""
 _MAX_FILE_BYTES = 2 << 20
+_POLL_S = 0.1
 _GRACE_S = 5.0
 
 # Blocks call the same ckptctl that runs the runbook. `-m` would import
@@ -100,45 +107,63 @@ def execute(
     A text becomes an environment variable, a list an array of the shell. The environment of
     this process is inherited without `dropped_variables`; `handed_on` is added. A command
     that signal N ends has exit code 128+N. Ctrl-C while waiting ends the command first.
+    Raises `UsageError` where bash cannot be started.
     """
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ckptctl-runbook-") as folder:
-        report, picture = Path(folder) / "report.json", Path(folder) / "picture.svg"
-        lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
-        texts = {name: value for name, value in variables.items() if isinstance(value, str)}
-        environment = _environment({**texts, **handed_on, "PICTURE": str(picture)}, without=lists)
-        # A job that the block starts must not write its reports there.
-        if "ckptctl " in code:
-            environment["CKPTCTL_REPORT"] = str(report)
-        process = subprocess.Popen(
-            ["bash", "-c", _PRELUDE + _arrays(lists) + code, "bash", *chain(*lists.values())],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        heard = _Heard(on_line)
-        ears = [
-            heard.listen("stdout", process.stdout),
-            heard.listen("stderr", process.stderr),
-        ]
-        try:
-            exit_code = process.wait()
-        except BaseException:
-            _end(process)
-            raise
-        for ear in ears:
-            # A background job may keep the streams open for days.
-            ear.join(timeout=1.0)
-        return Ended(
-            exit_code if exit_code >= 0 else 128 - exit_code,
-            tuple(heard.printed),
-            tuple(heard.kept),
-            time.monotonic() - started,
-            _document(report),
-            _text(picture),
-        )
+    try:
+        # A job in the background may still write there.
+        with tempfile.TemporaryDirectory(
+            prefix="ckptctl-runbook-", ignore_cleanup_errors=True
+        ) as folder:
+            report, picture = Path(folder) / "report.json", Path(folder) / "picture.svg"
+            lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
+            texts = {name: value for name, value in variables.items() if isinstance(value, str)}
+            environment = _environment(
+                {**texts, **handed_on, "PICTURE": str(picture)}, without=lists
+            )
+            # A job that the block starts must not write its reports there.
+            if "ckptctl " in code:
+                environment["CKPTCTL_REPORT"] = str(report)
+            words = (
+                "bash",
+                "-c",
+                _PRELUDE + _arrays(lists) + code,
+                "bash",
+                *chain(*lists.values()),
+            )
+            heard = _Heard(on_line)
+            exit_code = _run(words, environment, heard)
+            return Ended(
+                exit_code if exit_code >= 0 else 128 - exit_code,
+                _newest(heard.printed),
+                _newest(heard.kept),
+                time.monotonic() - started,
+                _document(report),
+                _text(picture),
+            )
+    except OSError as error:
+        raise UsageError(
+            f"bash could not be started to run the block: {error.filename or 'bash'}: "
+            f"{error.strerror}",
+            next_command="bash --version && df -h /tmp",
+        ) from error
+
+
+def _run(words: Sequence[str], environment: Mapping[str, str], heard: _Heard) -> int:
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        heard.listen(process)
+    except BaseException:
+        _end(process)
+        raise
+    return process.returncode
 
 
 def _arrays(lists: Mapping[str, Sequence[str]]) -> str:
@@ -169,52 +194,98 @@ class _Heard:
         self.on_line = on_line
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
         self.printed: deque[str] = deque(maxlen=KEPT_LINES)
-        self._lock = threading.Lock()
+        self._begun: dict[int, bytes] = {}
 
-    def listen(self, name: str, stream: IO[bytes] | None) -> threading.Thread:
-        """Start a thread that reads one stream to its end."""
-        thread = threading.Thread(target=self._listen, args=(name, stream), daemon=True)
-        thread.start()
-        return thread
+    def listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Take all that a command writes until it ends, in order of arrival, and wait for it.
 
-    def _listen(self, name: str, stream: IO[bytes] | None) -> None:
-        if stream is None:
-            return
-        begun = b""
+        A job that it leaves in the background may keep the streams open for days: a thread
+        shows what follows.
+        """
+        stdout, stderr = process.stdout, process.stderr
+        assert stdout is not None and stderr is not None  # noqa: S101, PT018 - both are pipes
+        is_over = False
+        with selectors.DefaultSelector() as selector:
+            for stream in (stderr, stdout):
+                selector.register(stream, selectors.EVENT_READ, stream is stdout)
+            while selector.get_map() and not is_over:
+                # What a command wrote before it ended is in the pipes by then.
+                is_over = process.poll() is not None
+                ready = [key for key, _ in selector.select(0.0 if is_over else _POLL_S)]
+                for key in sorted(ready, key=lambda key: bool(key.data)):
+                    if not self._read(key.fd, is_stdout=key.data):
+                        selector.unregister(key.fd)
+            left = [(key.fd, key.data) for key in selector.get_map().values()]
+        for stream in (stderr, stdout):
+            self._take_rest(stream.fileno(), is_stdout=stream is stdout)
+            if (stream.fileno(), stream is stdout) in left:
+                threading.Thread(target=self._follow, args=(stream,), daemon=True).start()
+            else:
+                stream.close()
+        process.wait()
+
+    def _read(self, fd: int, *, is_stdout: bool) -> bool:
+        """Take the lines that are there now; False at the end of the stream."""
+        data = os.read(fd, _MAX_READ)
+        *lines, begun = (self._begun.get(fd, b"") + data).split(b"\n")
+        self._begun[fd] = begun[: 4 * _MAX_LINE]
+        for line in lines:
+            self._take(line, is_stdout=is_stdout)
+        return bool(data)
+
+    def _take_rest(self, fd: int, *, is_stdout: bool) -> None:
+        """Take the line that has no end."""
+        if begun := self._begun.pop(fd, b""):
+            self._take(begun, is_stdout=is_stdout)
+
+    def _take(self, data: bytes, *, is_stdout: bool) -> None:
+        data = data.rstrip(b"\r").replace(b"\0", b"")  # bash drops NUL in `$(command)`, too
+        text = _shown(data)
+        self.kept.append(text)
+        if is_stdout and text.strip():
+            # A path that is not UTF-8 becomes the value of a variable.
+            self.printed.append(os.fsdecode(data)[:_MAX_LINE].strip())
+        self.on_line(text)
+
+    def _follow(self, stream: IO[bytes]) -> None:
         with stream:
-            while data := os.read(stream.fileno(), _MAX_READ):
-                *lines, begun = (begun + data).split(b"\n")
-                begun = begun[: 4 * _MAX_LINE]
-                self._take(name, lines)
-        if begun:
-            self._take(name, [begun])
+            for data in iter(lambda: stream.readline(_MAX_LINE), b""):
+                self.on_line(_shown(data.rstrip(b"\r\n")))
 
-    def _take(self, name: str, lines: Iterable[bytes]) -> None:
-        """Pass lines on that arrived together, with none of the other stream among them."""
-        with self._lock:
-            for data in lines:
-                text = data.decode("utf-8", "backslashreplace").rstrip("\r")[:_MAX_LINE]
-                self.kept.append(text)
-                if name == "stdout" and text.strip():
-                    self.printed.append(text.strip())
-                self.on_line(text)
+
+def _shown(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")[:_MAX_LINE]
+
+
+def _newest(lines: Sequence[str]) -> tuple[str, ...]:
+    """The last lines that fit into an event; a character takes up to 12 bytes there."""
+    sizes = accumulate(len(json.dumps(each)) for each in reversed(lines))
+    n_kept = sum(size <= _KEPT_BYTES for size in sizes)
+    return tuple(lines)[len(lines) - n_kept :]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command and its process group."""
+    """End the command and its process group, also where another signal interrupts the wait."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    finally:
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def _document(path: Path) -> dict[str, object] | None:
     try:
-        document = decode_json(_text(path) or "null", max_bytes=_MAX_FILE_BYTES)
+        text = _text(path) or "null"
+        document = decode_json(text, max_bytes=_MAX_FILE_BYTES, numbers="finite")
     except NotJson:
         return None
     return document if isinstance(document, dict) else None
@@ -223,8 +294,8 @@ def _document(path: Path) -> dict[str, object] | None:
 def _text(path: Path) -> str | None:
     """The content of a file that a command wrote; None if it is missing or too large."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            return None
-        return path.read_text("utf-8", "replace")
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1).decode("utf-8", "replace")
     except OSError:
         return None
+    return text if len(json.dumps(text)) <= _MAX_FILE_BYTES else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -249,7 +250,6 @@ def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):
     assert not ran.finished
     pid = int((tmp_path / "pid").read_text())
     assert Path(f"/proc/{pid}").exists()
-    import os
     import signal
 
     os.kill(pid, signal.SIGKILL)
@@ -269,6 +269,47 @@ def test_lines_that_a_command_writes_at_once_stay_together():
     assert (done.exit_code, done.printed) == (0, ("x",))
     assert lines.index("x") in (0, 2000)
     assert [each for each in lines if each != "x"] == [str(n) for n in range(2000)]
+
+
+def test_what_a_command_printed_counts_also_where_the_terminal_stalls():
+    stalls = iter([2.5])
+    done = execute(
+        "echo talk >&2; echo job; sleep 60 & printf infrastructure; kill %1",
+        {},
+        {},
+        lambda _: time.sleep(next(stalls, 0.0)),
+    )
+    assert done.printed == ("job", "infrastructure")
+    assert done.lines == ("talk", "job", "infrastructure")
+
+
+def test_a_file_name_that_is_not_text_is_handed_on_as_it_is():
+    done = execute(r"printf '/run\xff/step_1\n'", {}, {}, lambda _: None)
+    assert os.fsencode(done.printed[-1]) == b"/run\xff/step_1"
+    assert done.lines == ("/run\\xff/step_1",)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        r"printf 'a\0b\n'",
+        "head -c 3M /dev/zero | tr '\\0' '\\1' | fold -w 4000",
+        "yes \U0001f525\U0001f525\U0001f525 | head -400000 | tr -d '\\n' | fold -w 8000",
+        'head -c 2M /dev/zero > "$PICTURE"',
+        """: ckptctl ; echo '{"n": 1e999}' > "$CKPTCTL_REPORT" """,
+    ],
+)
+def test_a_run_is_continued_whatever_its_commands_have_printed(tmp_path, output):
+    page = PAGE.replace('echo "look" >> "$ROOT/log"', output)
+    left = go(tmp_path, Person(None), parse(page, "rb-1.md"))
+    assert (left.exit_code, left.finished) == (93, False)
+    assert go(tmp_path, Person(True, None), parse(page, "rb-1.md")).continued
+
+
+def test_a_machine_without_bash_is_no_fault_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="bash could not be started"):
+        go(tmp_path, Person())
 
 
 def test_a_run_that_goes_in_circles_is_ended(tmp_path):
