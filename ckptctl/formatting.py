@@ -1,4 +1,4 @@
-"""Format counts, sizes, times and lists of names for people."""
+"""Format counts, sizes, times, lists of names and text of others for people."""
 
 from __future__ import annotations
 
@@ -145,3 +145,14 @@ def utc(seconds: float) -> str:
 
     moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
     return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def safe(text: str) -> str:
+    r"""The text with everything that a terminal would obey spelled out.
+
+    Control characters, ANSI sequences, line breaks, bidirectional overrides and
+    undecodable bytes become `\x1b`, `\n`, `\u202e`; all else stays as it is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from ckptctl.formatting import safe
+
 
 def page(title: str, parts: Iterable[str]) -> str:
     """A whole page; `parts` are HTML, `title` is text."""
-    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(parts))
+    return _PAGE.format(title=as_text(title), style=_STYLE, body="\n".join(parts))
+
+
+def as_text(text: str) -> str:
+    """Text of somebody else as HTML: no markup, no control characters, no other direction."""
+    return escape(safe(text))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -24,6 +31,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{style}</style></head>
 <body><main>

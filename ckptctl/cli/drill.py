@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Annotated
 
 from ckptctl.cli.options import RootEnvOpt, argument, option
-from ckptctl.cli.output import Output, document_of
+from ckptctl.cli.output import Output, document_of, replace_file
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
-from ckptctl.drill.results import COLUMNS, Drilled, facts, row, write_reports
+from ckptctl.drill.results import COLUMNS, Drilled, as_html, as_markdown, facts, row
 from ckptctl.drill.trial import FAULTS
 from ckptctl.options import StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
@@ -108,7 +108,8 @@ def drill(
     )
 
     found = run_drill(command or (), root, options, tell=out.tell, storage=storage)
-    write_reports(found, Path(work))
+    replace_file(os.path.join(work, "report.md"), as_markdown(found))
+    replace_file(os.path.join(work, "report.html"), as_html(found))
     out.answer(document_of("drilled", found), lambda: drilled_lines(found, work))
     return found.exit_code
 

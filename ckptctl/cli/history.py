@@ -283,15 +283,14 @@ def attempt_end(attempt: PastAttempt) -> Iterator[StyledText]:
 
 def _write_html(path: str, found: RunHistory) -> None:
     """Write the attempts of runs, and how their time was spent, as one HTML page."""
-    from html import escape
-
     from ckptctl.cli.html_pages import as_html, write_page
+    from ckptctl.html_page import as_text
 
     parts: list[str] = []
     for each in found.roots:
         own = [attempt for attempt in found.attempts if attempt.root == each.root]
-        parts.append(f"<h2><code>{escape(each.root)}</code></h2>")
-        parts += [f"<p class=warn>warning: {escape(warning)}</p>" for warning in each.warnings]
+        parts.append(f"<h2><code>{as_text(each.root)}</code></h2>")
+        parts += [f"<p class=warn>warning: {as_text(warning)}</p>" for warning in each.warnings]
         if each.goodput is not None and own:
             parts += _html_of_attempts(own, each.goodput)
     parts += as_html(finding_lines(found.findings))
@@ -299,9 +298,8 @@ def _write_html(path: str, found: RunHistory) -> None:
 
 
 def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iterator[str]:
-    from html import escape
-
     from ckptctl.cli.html_pages import Cell, as_html, html_table
+    from ckptctl.html_page import as_text
 
     rows = list(time_rows(attempts))
     whole = sum(seconds for _, seconds, _ in rows if seconds) or 1.0
@@ -312,7 +310,7 @@ def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iter
             title = f"{mark.word}: {duration(seconds, digits=3)}, {percent(share)}"
             yield (
                 f'<span class="{mark.style or "other"}" style="width:{100 * share:.3f}%" '
-                f'title="{escape(title)}">{escape(mark.glyph) if share > 0.02 else ""}</span>'
+                f'title="{as_text(title)}">{as_text(mark.glyph) if share > 0.02 else ""}</span>'
             )
     yield "</div>"
     yield html_table(

@@ -6,7 +6,6 @@ Every colour has a word beside it, as in the terminal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from itertools import groupby
 from textwrap import dedent
 from typing import NamedTuple
@@ -17,14 +16,13 @@ from ckptctl.cli.rendering import (
     Style,
     StyledText,
     made_safe,
-    safe,
 )
-from ckptctl.html_page import page, table
+from ckptctl.html_page import as_text, page, table
 
 
 def write_page(path: str, title: str, headline: str, style: Style, parts: Iterable[str]) -> None:
     """Write a page, whole; `parts` are HTML below the headline."""
-    headline = f"<h1 class={style or 'strong'}>{escape(safe(headline))}</h1>"
+    headline = f"<h1 class={style or 'strong'}>{as_text(headline)}</h1>"
     replace_file(path, page(title, (headline, *parts)), "the page")
 
 
@@ -40,7 +38,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[str | Cell]]) -> 
 
 
 def _cell(cell: str | Cell) -> str:
-    return escape(safe(cell)) if isinstance(cell, str) else "".join(map(_span, cell.spans))
+    return as_text(cell) if isinstance(cell, str) else "".join(map(_span, cell.spans))
 
 
 def as_html(lines: Iterable[Line]) -> Iterator[str]:
@@ -54,5 +52,5 @@ def as_html(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def _span(span: StyledText) -> str:
-    text = escape(safe(span.text))
+    text = as_text(span.text)
     return f"<span class={span.style}>{text}</span>" if span.style else text

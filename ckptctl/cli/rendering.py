@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptctl.findings import Finding, Report, Severity
-from ckptctl.formatting import counted, listed
+from ckptctl.formatting import counted, listed, safe
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 
 if TYPE_CHECKING:
@@ -128,17 +128,6 @@ def _words(
                 word.append(StyledText(piece, style))
     if word:
         yield tuple(space), tuple(word)
-
-
-def safe(text: str) -> str:
-    r"""The text with everything that a terminal would obey spelled out.
-
-    Control characters, ANSI sequences, line breaks, bidirectional overrides and
-    undecodable bytes become `\x1b`, `\n`, `\u202e`; all else stays as it is.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_shell(command: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from ckptctl.runbook.document import (
 )
 from ckptctl.runbook.engine import NoTerminal
 from ckptctl.runbook.executing import Ended
+from ckptctl.runbook.position import is_argument
 from ckptctl.runbook.reading import find_runbook, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import write_transcript
@@ -329,7 +331,8 @@ class TerminalPrompts:
     @property
     def attended(self) -> bool:
         """Whether a person can be asked."""
-        return not self.yes and sys.stdin.isatty() and self.out.err.terminal and self.out.talks
+        is_typed = sys.stdin is not None and sys.stdin.isatty()
+        return not self.yes and is_typed and self.out.err.terminal and self.out.talks
 
     @property
     def columns(self) -> int | None:
@@ -398,11 +401,16 @@ class TerminalPrompts:
                 f"--set {decision.name}=TEXT makes it, --yes makes none"
             )
         self.report(f"  A person decides: {decision.meaning}")
-        typed = self._typed("  Type it, or [n]o, [l]eave here: ")
-        text = typed.strip()
-        if not typed or text.lower() in ("l", "leave"):
-            return None
-        return "" if text.lower() in ("n", "no") else text
+        while True:
+            typed = self._typed("  Type it, or [n]o, [l]eave here: ")
+            text = typed.strip()
+            if not typed or text.lower() in ("l", "leave"):
+                return None
+            if text.lower() in ("n", "no"):
+                return ""
+            if text and is_argument(text):
+                return text
+            self.report("  It cannot be empty, begin with a hyphen or hold control characters.")
 
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         """Ask whether a block may change something."""
@@ -444,7 +452,7 @@ class TerminalPrompts:
         """The line that a person types, and nothing where the input ends."""
         self.out.err.write(prompt)
         try:
-            return sys.stdin.readline()
+            return os.fsdecode(sys.stdin.buffer.readline())
         except Stopped:
             # The terminal has echoed `^C` behind the prompt; the error begins a line.
             self.out.err.write("\n")

@@ -323,9 +323,8 @@ def state_words(state: TrainState) -> str:
 
 def _write_html(path: str, found: Scan) -> None:
     """Write the steps of a root, and which of them `pick` chooses, as one HTML page."""
-    from html import escape
-
     from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page
+    from ckptctl.html_page import as_text
     from ckptctl.runbook.pictures import timeline_of_steps
     from ckptctl.storage.opening import absolute_url
 
@@ -366,7 +365,7 @@ def _write_html(path: str, found: Scan) -> None:
         headline,
         "good" if good else "bad",
         (
-            f"<p><code>{escape(address)}</code></p>",
+            f"<p><code>{as_text(address)}</code></p>",
             *([f"<figure tabindex=0>{picture}</figure>"] if picture else []),
             *([f"<h2>{n_listed}</h2>", html_table(columns, rows)] if rows else []),
             *as_html(finding_lines(found.findings)),

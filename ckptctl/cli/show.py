@@ -20,12 +20,11 @@ from ckptctl.cli.rendering import (
     next_line,
     padded,
     ranks_in_words,
-    safe,
     section,
     state_lines,
 )
 from ckptctl.data_classes import dataclass
-from ckptctl.formatting import counted, exact_size, percent, size, some_of
+from ckptctl.formatting import counted, exact_size, percent, safe, size, some_of
 from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Contents, TensorRow
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ckptctl import markdown
 from ckptctl.data_classes import dataclass
-from ckptctl.formatting import duration
-from ckptctl.html_page import page, table
+from ckptctl.formatting import duration, safe
+from ckptctl.html_page import as_text, page, table
 from ckptctl.model import ExitCode, NonNegative
 
 
@@ -98,12 +98,6 @@ COLUMNS = (
 )
 
 
-def write_reports(found: Drilled, folder: Path) -> None:
-    """Write `report.md` and `report.html` into a folder."""
-    (folder / "report.md").write_text(as_markdown(found), encoding="utf-8")
-    (folder / "report.html").write_text(as_html(found), encoding="utf-8")
-
-
 def grade(trial: Trial) -> str:
     """The grade of a trial in one word."""
     return "survived" if trial.passed else "failed"
@@ -155,7 +149,7 @@ def details(trial: Trial) -> Iterator[str]:
 def as_markdown(found: Drilled) -> str:
     """The report as Markdown."""
     lines = [f"# Drill: {found.message}", ""]
-    lines += [f"- {name}: `{text}`" for name, text in facts(found)]
+    lines += [f"- {name}: {markdown.code(text)}" for name, text in facts(found)]
     lines += ["", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
     lines += [_line(row(trial)) for trial in found.trials]
     for trial in found.trials:
@@ -163,7 +157,7 @@ def as_markdown(found: Drilled) -> str:
             "",
             f"## {trial.fault}: {grade(trial)}",
             "",
-            *(f"- {each}" for each in details(trial)),
+            *(f"- {safe(each)}" for each in details(trial)),
         ]
     return "\n".join(lines) + "\n"
 
@@ -175,18 +169,18 @@ def _line(cells: Sequence[str]) -> str:
 def as_html(found: Drilled) -> str:
     """The report as one HTML page without scripts and other files."""
     title = f"Drill: {found.message}"
-    about = (f"<li>{name}: <code>{html.escape(text)}</code></li>" for name, text in facts(found))
-    rows = [[html.escape(cell) for cell in row(trial)] for trial in found.trials]
+    about = (f"<li>{name}: <code>{as_text(text)}</code></li>" for name, text in facts(found))
+    rows = [[as_text(cell) for cell in row(trial)] for trial in found.trials]
     parts = (
         f'<h2 class="{grade(trial)}">{trial.fault}: {grade(trial)}</h2><ul>'
         + "".join(f"<li>{_with_code(each)}</li>" for each in details(trial))
         + "</ul>"
         for trial in found.trials
     )
-    headline = f"<h1>{html.escape(title)}</h1>"
+    headline = f"<h1>{as_text(title)}</h1>"
     return page(title, (headline, f"<ul>{''.join(about)}</ul>", table(COLUMNS, rows), *parts))
 
 
 def _with_code(text: str) -> str:
     """A line of Markdown as HTML, of which it has only code."""
-    return re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))
+    return re.sub("`([^`]*)`", r"<code>\1</code>", as_text(text))

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MissingExtra, UsageError
+from ckptctl.html_page import as_text
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite
 from ckptctl.loss.rows import Row
@@ -322,7 +322,7 @@ def _svg(shapes: Iterable[Shape], title: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" font-family="{_FONT}" role="img">\n'
-        f"  <title>{escape(title)}</title>\n"
+        f"  <title>{as_text(title)}</title>\n"
         f'  <rect width="{WIDTH}" height="{HEIGHT}" fill="{BACKGROUND}"/>\n'
         f"{drawn}\n</svg>\n"
     )
@@ -340,12 +340,12 @@ def _element(shape: Shape) -> str:
         paint = paint if shape.hollow else f'fill="{shape.color}"'
         return (
             f'<circle cx="{shape.x:g}" cy="{shape.y:g}" r="{shape.radius:g}" {paint}>'
-            f"<title>{escape(shape.title)}</title></circle>"
+            f"<title>{as_text(shape.title)}</title></circle>"
         )
     weight = ' font-weight="bold"' if shape.bold else ""
     return (
         f'<text x="{shape.x:g}" y="{shape.y:g}" fill="{shape.color}" font-size="{shape.size}" '
-        f'text-anchor="{shape.anchor}"{weight}>{escape(shape.text)}</text>'
+        f'text-anchor="{shape.anchor}"{weight}>{as_text(shape.text)}</text>'
     )
 
 

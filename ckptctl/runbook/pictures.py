@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
 from ckptctl.findings import NO_METADATA
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.own.run_events import EndedEvent, Event
 from ckptctl.formatting import counted, duration
+from ckptctl.html_page import as_text
 
 Document = Mapping[str, object]
 
@@ -124,7 +124,7 @@ def _rank(rank: int, columns: int, fault: str | None, otherwise: tuple[str, str,
     color, glyph, word = (_BAD, "✗", fault) if fault else otherwise
     middle = x + (_CELL - 4) // 2
     return (
-        f"<g><title>rank {rank}: {escape(word)}</title>"
+        f"<g><title>rank {rank}: {as_text(word)}</title>"
         f'<rect x="{x}" y="{y}" width="{_CELL - 4}" height="{_CELL - 4}" rx="3" fill="{color}"/>'
         f"{_words(middle, y + 16, glyph, fill='#fff')}</g>"
     )
@@ -152,7 +152,7 @@ def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="system-ui, sans-serif">'
-        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+        f"<title>{as_text(title)}</title>{''.join(parts)}</svg>"
     )
 
 
@@ -168,7 +168,7 @@ def _words(
 ) -> str:
     return (
         f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{fill}" '
-        f'text-anchor="{anchor}">{escape(text)}</text>'
+        f'text-anchor="{anchor}">{as_text(text)}</text>'
     )
 
 

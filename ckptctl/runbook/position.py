@@ -7,6 +7,7 @@ that the page declares, and of names that its blocks set, are used.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, field
@@ -110,6 +111,8 @@ class Position:
         """Move to the position after an event; `found` means that it existed before this call."""
         match event:
             case OpenedEvent() | ResumedEvent():
+                if isinstance(event, OpenedEvent) and event.title != self.book.title:
+                    raise _OffThePage("it has another title")
                 self._take_inputs(event.inputs, found=found)
                 self.over = None
             case BackEvent():
@@ -117,6 +120,7 @@ class Position:
             case DecidedEvent():
                 self._take_inputs(event.inputs, found=found)
             case BeganEvent():
+                self._check_place(event)
                 self.begun.add(event.block)
             case EndedEvent():
                 block, state = self.block, self.state
@@ -126,7 +130,7 @@ class Position:
                 elif block.changes and (attended or not (found and block.attended)):
                     self.after_change = (self.state, self.index, dict(self.times))
             case FinishedEvent():
-                self.over, self.because = event.exit_code, event.because
+                self.over = event.exit_code
 
     def _take_inputs(self, given: Mapping[str, str | Sequence[str]], *, found: bool) -> None:
         """Take the inputs that the page declares, and no others."""
@@ -146,8 +150,9 @@ class Position:
                 self.found.add(each.name)
 
     def _take_end(self, event: EndedEvent, *, found: bool) -> None:
+        self._check_place(event)
         block, then = self.block, event.then
-        if event.block != block.name or then not in {row.then for row in block.outcomes}:
+        if (then, event.because) not in {(row.then, row.because) for row in block.outcomes}:
             raise _OffThePage(f"the block {event.block!r} cannot end with {then!r} here")
         self.begun.discard(block.name)
         ran = event.exit_code is not None
@@ -163,6 +168,10 @@ class Position:
             self.variables[block.sets] = tuple(dict.fromkeys(lines)) if is_list else last
             (self.found.add if found else self.found.discard)(block.sets)
         self._go(then)
+
+    def _check_place(self, event: BeganEvent | EndedEvent) -> None:
+        if (event.state, event.block) != (self.state, self.block.name):
+            raise _OffThePage(f"the block {event.block!r} of {event.state} is not the next one")
 
     def _take_back(self, event: BackEvent) -> None:
         """Return to a state and a block in it; all that follows is repeated."""
@@ -222,8 +231,11 @@ def position_of(
     return position
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
 def is_argument(value: str) -> bool:
-    """Whether a text is a valid argument: no option, printable, of bounded length.
+    """Whether a text is a valid argument: no option, no control characters, of bounded length.
 
     Bytes of a file name that are not UTF-8 are allowed, as Python represents them in a
     `str`.
@@ -232,7 +244,7 @@ def is_argument(value: str) -> bool:
         text = os.fsencode(value).decode("utf-8", "ignore")
     except UnicodeEncodeError:
         return False
-    return text.isprintable() and not value.startswith("-") and len(value) <= MAX_TEXT
+    return not (_CONTROL.search(text) or value.startswith("-") or len(value) > MAX_TEXT)
 
 
 def _absolute(address: str) -> str:

@@ -81,6 +81,8 @@ class RunRecord:
         self.store = store
         self.folder = folder
         self.events = list(events)
+        # An object store takes equal bytes for a repeated request, whoever sent them.
+        self._writer = os.urandom(8).hex()
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ class RunRecord:
 
     def add(self, event: AnyEvent) -> AnyEvent:
         """Write one event; raises `TakenOver` if another process wrote that event."""
-        made = replace(event, at=time_now())
+        made = replace(event, at=time_now(), writer=self._writer)
         number = len(self.events) + 1
         try:
             self.store.put(f"{self.folder}/{number:06d}.json", line_bytes(made))
@@ -139,25 +141,31 @@ def begun(store: Store, runbook: str) -> RunRecord:
     name is dated in the future: the newest run is always the one that was started last.
     """
     at = datetime.now(timezone.utc)
-    last = _newest_name(store, runbook)
-    if last is not None:
-        at = max(at, _began_at(last) + timedelta(seconds=1))
+    if names := _names(store, runbook):
+        at = max(at, _began_at(names[0]) + timedelta(seconds=1))
     return RunRecord(store, f"{RUNS_FOLDER}/{runbook}/{at.strftime(_STAMP)}-{os.urandom(3).hex()}")
 
 
 def newest(store: Store, runbook: str) -> RunRecord | None:
-    """The newest run of this runbook, with its events; raises `RunUnreadable`."""
-    last = _newest_name(store, runbook)
-    return None if last is None else _loaded(store, f"{RUNS_FOLDER}/{runbook}/{last}")
+    """The newest run of this runbook with an event; raises `RunUnreadable`.
+
+    A call that was killed before its first event leaves a run without one.
+    """
+    for name in _names(store, runbook):
+        record = _loaded(store, f"{RUNS_FOLDER}/{runbook}/{name}")
+        if record.events:
+            return record
+    return None
 
 
-def _newest_name(store: Store, runbook: str) -> str | None:
+def _names(store: Store, runbook: str) -> list[str]:
+    """The names of the runs, newest first."""
     try:
         entries = store.list_dir(f"{RUNS_FOLDER}/{runbook}")
     except PathNotFound:
-        return None
+        return []
     names = (entry.path.rpartition("/")[2] for entry in entries if entry.kind == "dir")
-    return max((name for name in names if _is_run_name(name)), default=None)
+    return sorted((name for name in names if _is_run_name(name)), reverse=True)
 
 
 def _is_run_name(name: str) -> bool:
@@ -265,7 +273,8 @@ def held(record: RunRecord, *, take_over: bool) -> Iterator[None]:
         over.set()
         beating.join(timeout=1.0)
         with suppress(StorageError):
-            _put(record, myself(gone=True))
+            if _is_mine(holder_of(record)):
+                _put(record, myself(gone=True))
 
 
 def holder_of(record: RunRecord) -> Holder | None:
@@ -290,7 +299,14 @@ def _beat(record: RunRecord, over: threading.Event) -> None:
     while not over.wait(BEAT_S):
         # If the storage is gone, the next event reports it.
         with suppress(StorageError):
+            if not _is_mine(holder_of(record)):
+                return  # another process has taken the run over
             _put(record, myself())
+
+
+def _is_mine(holder: Holder | None) -> bool:
+    me = myself()
+    return holder is None or (holder.host, holder.pid) == (me.host, me.pid)
 
 
 def _put(record: RunRecord, holder: Holder) -> None:

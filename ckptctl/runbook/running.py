@@ -19,7 +19,7 @@ from ckptctl.options import TIMEOUT_S, StorageOptions
 from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
 from ckptctl.runbook.executing import dropped_variables
-from ckptctl.runbook.position import position_of
+from ckptctl.runbook.position import is_argument, position_of
 from ckptctl.runbook.record import RunRecord, Unwritten, begun, held, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
@@ -141,6 +141,7 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
 
 
 def _check_text(name: str, text: str, *, is_command: bool) -> None:
+    """Refuse a text that could not be taken back from the record of the run."""
     if "\0" in text or len(text) > MAX_TEXT:
         raise UsageError(
             f"the input {name} contains a NUL character or more than {MAX_TEXT:,} characters"
@@ -148,6 +149,11 @@ def _check_text(name: str, text: str, *, is_command: bool) -> None:
     # Blocks pass it to commands, which would parse it as an option.
     if text.startswith("-") and not is_command:
         raise UsageError(f"the input {name} is {text[:60]!r}; a value cannot begin with a hyphen")
+    if not (is_command or is_argument(text)):
+        raise UsageError(
+            f"the input {name} is {text[:60]!r}; a value cannot contain a line break or another "
+            "control character"
+        )
 
 
 def _check_there(store: Store) -> None:
@@ -171,7 +177,7 @@ def _record(
             f"{store.url}: no run of the runbook {book.name} was started here",
             next_command=shlex.join(["ckptctl", "runbook", "run", book.called, store.url]),
         )
-    if last is None or not last.events or (last.is_over and how == "auto"):
+    if last is None or (last.is_over and how == "auto"):
         return new, new
     _check_page(book, last)
     opened = last.opened

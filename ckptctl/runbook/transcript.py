@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ckptctl import markdown
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.own.files import as_fields
@@ -25,7 +25,7 @@ from ckptctl.formats.own.run_events import (
     ResumedEvent,
 )
 from ckptctl.formatting import duration, seconds_of
-from ckptctl.html_page import page
+from ckptctl.html_page import as_text, page
 from ckptctl.runbook.document import shown
 from ckptctl.runbook.pictures import (
     bars_of_time,
@@ -82,12 +82,12 @@ class Done:
         return "" if event is None else f"{event.state}: {event.block}"
 
     @property
-    def command(self) -> str:
-        """The command that ran, with values filled in; empty if none ran."""
+    def command(self) -> tuple[str, ...]:
+        """The lines of the command that ran, with values filled in; none if none ran."""
         if self.began is None:
-            return ""
+            return ()
         values = (f"# {name}={shown(value)}" for name, value in self.began.values.items())
-        return "\n".join((self.began.command, *values))
+        return (*self.began.command.split("\n"), *values)
 
 
 def steps_of(events: Sequence[Event]) -> Iterator[Done]:
@@ -121,21 +121,21 @@ def as_markdown(events: Sequence[Event]) -> str:
 def _markdown(events: Sequence[Event]) -> Iterator[str]:
     yield f"# {_title(events)}"
     yield ""
-    yield from (f"- {text}" for text in _facts(events))
+    yield from (f"- {text}" for text in _facts(events, markdown.code))
     yield ""
     yield "| given | value |"
     yield "|---|---|"
-    yield from (f"| `{name}` | {_cell(value)} |" for name, value in _inputs(events))
+    yield from (f"| `{name}` | {markdown.code(value)} |" for name, value in _inputs(events))
     for done in steps_of(events):
         yield ""
         yield f"## {done.name}"
         yield ""
         if done.command:
-            yield from ("```sh", done.command, "```", "")
-        yield _result(done)
+            yield from (*markdown.block("sh", done.command), "")
+        yield _result(done, markdown.code)
         if lines := _lines(done):
             yield ""
-            yield from ("```text", *lines, "```")
+            yield from markdown.block("text", lines)
 
 
 _Personal = OpenedEvent | ResumedEvent | DecidedEvent
@@ -147,9 +147,14 @@ def _title(events: Sequence[Event]) -> str:
     return f"{opened.runbook.upper()}: {opened.title}"
 
 
-def _facts(events: Sequence[Event]) -> Iterator[str]:
+_Quote = Callable[[str], str]
+"""Makes text of somebody else part of a line."""
+
+
+def _facts(events: Sequence[Event], quote: _Quote) -> Iterator[str]:
     first, last = events[0], events[-1]
-    people = list(dict.fromkeys(event.by for event in events if isinstance(event, _Personal)))
+    by = dict.fromkeys(event.by for event in events if isinstance(event, _Personal))
+    people = [*map(quote, by)]
     yield f"started {first.at} by {people[0]}" + (
         f"; continued by {', '.join(people[1:])}" if people[1:] else ""
     )
@@ -169,9 +174,9 @@ def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
         yield name, shown(value)
 
 
-def _result(done: Done) -> str:
+def _result(done: Done, quote: _Quote) -> str:
     decided = done.decided
-    by = "" if decided is None else f"Decided by {decided.by} at {decided.at}. "
+    by = "" if decided is None else f"Decided by {quote(decided.by)} at {decided.at}. "
     return by + _ended(done)
 
 
@@ -194,22 +199,18 @@ def _lines(done: Done) -> list[str]:
     return [f"({len(lines) - SHOWN_LINES} lines before these)", *lines[-SHOWN_LINES:]]
 
 
-def _cell(value: str) -> str:
-    return value.replace("|", r"\|").replace("\n", "⏎") or "–"
-
-
 def as_html(events: Sequence[Event], step: str | None) -> str:
     """The run as one page with its images; `step` is the chosen step."""
     title = _title(events)
     parts = [
-        f"<h1>{escape(title)}</h1>",
+        f"<h1>{as_text(title)}</h1>",
         "<ul>",
-        *(f"<li>{escape(fact)}</li>" for fact in _facts(events)),
+        *(f"<li>{as_text(fact)}</li>" for fact in _facts(events, str)),
         "</ul>",
         *_pictures(events, step),
         "<h2>Given</h2><table>",
         *(
-            f"<tr><th>{escape(name)}</th><td><code>{escape(value) or '–'}</code></td></tr>"
+            f"<tr><th>{as_text(name)}</th><td><code>{as_text(value) or '–'}</code></td></tr>"
             for name, value in _inputs(events)
         ),
         "</table>",
@@ -234,9 +235,9 @@ def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
             yield f"<h2>{heading}</h2><figure tabindex=0>{svg}</figure>"
     for event in events:
         if isinstance(event, EndedEvent) and event.picture:
-            data = base64.b64encode(event.picture.encode()).decode()
+            data = base64.b64encode(event.picture.encode("utf-8", "replace")).decode()
             yield (
-                f"<h2>Picture of {escape(event.block)}</h2><figure tabindex=0>"
+                f"<h2>Picture of {as_text(event.block)}</h2><figure tabindex=0>"
                 f'<img alt="plot of the loss" src="data:image/svg+xml;base64,{data}"></figure>'
             )
 
@@ -253,10 +254,15 @@ def _times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
 
 
 def _section(done: Done) -> str:
-    command = f"<pre class=command>{escape(done.command)}</pre>" if done.command else ""
+    command = f"<pre class=command tabindex=0>{_text(done.command)}</pre>" if done.command else ""
     lines = _lines(done)
-    printed = f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
-    return f"<h2>{escape(done.name)}</h2>{command}<p>{escape(_result(done))}</p>{printed}"
+    printed = f"<pre tabindex=0>{_text(lines)}</pre>" if lines else ""
+    result = as_text(_result(done, str))
+    return f"<h2>{as_text(done.name)}</h2>{command}<p>{result}</p>{printed}"
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "\n".join(map(as_text, lines))
 
 
 def _between(first: str, last: str) -> float:

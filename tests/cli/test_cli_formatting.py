@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckptctl.cli.rendering import cell_width, safe
-from ckptctl.formatting import age, counted, duration, exact_size, listed, size, utc
+from ckptctl.cli.rendering import cell_width
+from ckptctl.formatting import age, counted, duration, exact_size, listed, safe, size, utc
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,29 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.formats.own.run_events import BeganEvent
+from ckptctl.runbook import record as record_module
 from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, problems
 from ckptctl.runbook.executing import Ended, execute
 from ckptctl.runbook.reading import parse
-from ckptctl.runbook.record import RunHeld, TakenOver, held, myself, newest
+from ckptctl.runbook.record import (
+    RunHeld,
+    RunRecord,
+    TakenOver,
+    begun,
+    held,
+    holder_of,
+    myself,
+    newest,
+)
 from ckptctl.runbook.running import Ran, run_runbook
 from ckptctl.storage.opening import open_store
 
@@ -242,6 +255,37 @@ def test_two_people_at_once_are_told_of_each_other(tmp_path):
             assert taken.continued
             with pytest.raises(TakenOver):
                 record.add(record.opened)
+
+
+def test_a_call_that_was_killed_before_its_first_event_hides_no_run(tmp_path):
+    left = go(tmp_path, Person(None), WORD="a fire")
+    with open_store(str(tmp_path)) as store, held(begun(store, "rb-1"), take_over=False):
+        pass
+    again = go(tmp_path, Person(None), how="continue")
+    assert (again.run, again.continued) == (left.run, True)
+
+
+def test_of_two_calls_that_write_the_same_event_at_once_one_stops(monkeypatch):
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    event = BeganEvent(state="Act", block="act", command="sbatch job.sh", values={})
+    RunRecord(store, "run").add(event)
+    exists = type(store._client).exists
+    # As both calls saw the storage before either had written.
+    answers = iter([False])
+    monkeypatch.setattr(
+        type(store._client), "exists", lambda self, key: next(answers, None) or exists(self, key)
+    )
+    with pytest.raises(TakenOver):
+        RunRecord(store, "run").add(event)
+
+
+def test_whoever_lost_a_run_leaves_the_note_of_the_other(tmp_path):
+    with open_store(str(tmp_path)) as store:
+        record = begun(store, "rb-1")
+        with held(record, take_over=False):
+            other = replace(myself(), host="elsewhere", pid=1)
+            record_module._put(record, other)
+        assert holder_of(record) == other
 
 
 def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):

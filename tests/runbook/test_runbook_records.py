@@ -16,6 +16,7 @@ from next_commands import run_and_follow as run_ckptctl
 from ckptctl.runbook.reading import find_runbook
 from ckptctl.runbook.running import _digest
 
+STORAGE = "storage-corruption"
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
 
 
@@ -23,12 +24,13 @@ def plant(root: Path, *events: dict, runbook: str = "rb-7", **inputs: object) ->
     """A record as a stranger writes it: an unfinished run with these inputs."""
     folder = root / ".ckptctl" / "runbooks" / runbook / "29991231T235959Z-abcdef"
     folder.mkdir(parents=True)
+    book = find_runbook(runbook)
     opened = {
         "event": "opened",
         "by": f"{os.environ.get('USER', 'root')}@{os.uname().nodename}",
         "runbook": runbook,
-        "title": "Resume",
-        "page": _digest(find_runbook(runbook)),
+        "title": book.title,
+        "page": _digest(book),
         "inputs": {"ROOT": str(root), **inputs},
     }
     for number, event in enumerate((opened, *events), start=1):
@@ -37,8 +39,11 @@ def plant(root: Path, *events: dict, runbook: str = "rb-7", **inputs: object) ->
     return folder
 
 
-def ended(state: str, block: str, then: str, **more: object) -> dict:
-    fields = {"state": state, "block": block, "then": then, "because": "planted"}
+def ended(state: str, block: str, then: str, *, book: str = "rb-7", **more: object) -> dict:
+    blocks = find_runbook(book).state(state).blocks
+    rows = next(each for each in blocks if each.name == block).outcomes
+    because = next(row.because for row in rows if row.then == then)
+    fields = {"state": state, "block": block, "then": then, "because": because}
     return {
         "event": "ended",
         "exit_code": 0,
@@ -387,6 +392,75 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
     assert done.returncode == 31, done.stderr
 
 
+def test_a_picture_in_a_record_that_is_no_text_breaks_no_transcript(root, tmp_path):
+    plant(root, *before_resume("x")[:3], ended("Locate", "scan", "next", picture="<svg>\ud800"))
+    done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
+    assert done.returncode == 31, done.stderr
+    assert 'src="data:image/svg+xml' in (tmp_path / "t" / "transcript.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ended("Classify", "suspects", "next") | {"because": "`; rm -rf $HOME`"},
+        ended("Classify", "suspects", "next") | {"state": "# ok"},
+        {"event": "began", "state": "Locate", "block": "scan", "command": "x", "values": {}},
+    ],
+)
+def test_a_reason_or_a_state_that_the_page_does_not_have_is_refused(root, event):
+    plant(root, event)
+    done = run(root, "--continue", "--yes")
+    assert done.returncode == 21
+    assert "does not match the page of rb-7" in done.stderr
+
+
+def test_what_a_log_holds_remains_text_in_the_transcript(root, tmp_path):
+    text = "```\n# done\n<img src=x>\x1b[8m\u202egnp|`x`"
+    hostile = ended("Classify", "suspects", "next", lines=text.split("\n"))
+    folder = plant(root, hostile, LOG=["a`b|c\u202e.log"])
+    opened = json.loads((folder / "000001.json").read_text())
+    opened["by"] = "`x` <img src=x> @everyone"
+    (folder / "000001.json").write_text(json.dumps(opened))
+    done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
+    assert done.returncode in (2, 31), done.stderr
+    made = (tmp_path / "t" / "transcript.md").read_text()
+    assert "````text\n```\n# done\n<img src=x>\\x1b[8m\\u202egnp|`x`\n````\n" in made
+    assert "by `` `x` <img src=x> @everyone ``" in made
+    assert "| `LOG` | `` ('a`b\\|c\\u202e.log') `` |" in made
+    for name in ("transcript.md", "transcript.html"):
+        page = (tmp_path / "t" / name).read_text()
+        assert all(c.isprintable() or c == "\n" for c in page), name
+
+
+GIVEN = ["an NBSP\u00a0 and \u3000", "a\u200cb", "\U0001f468\u200d\U0001f4bb did it"]
+
+
+@pytest.mark.parametrize("text", GIVEN)
+def test_a_value_that_was_accepted_is_taken_back_from_the_record(root, text):
+    first = run(root, "--yes", "--set", f"CANARY={text}", "--set", f"MENDED={text}")
+    again = run(root, "--yes", "--continue")
+    assert (first.returncode, again.returncode) == (31, 31), again.stderr
+
+
+def test_a_value_that_a_record_cannot_give_back_is_refused_when_it_is_given(root):
+    done = run(root, "--yes", "--set", "MENDED=one\nline")
+    assert done.returncode == 2
+    assert "cannot contain a line break" in done.stderr
+
+
+def test_a_closed_input_is_no_terminal(root):
+    words = [*COMMAND, "runbook", "run", "rb-7", str(root), "--set", f"RESUME={RESUME}"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *words],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "there is no terminal to ask at" in done.stderr
+
+
 def test_a_launcher_in_a_record_starts_nothing_without_a_person(root, tmp_path):
     plant(root, LAUNCHER=f"touch {tmp_path / 'taken'}")
     done = run(root, "--continue", "--yes")
@@ -427,10 +501,12 @@ def forged_probe(root: Path) -> None:
     """A record of storage-corruption in which the probe has ended well."""
     plant(
         root,
-        ended("Hold", "hold", "Survey", exit_code=None, not_run="not run"),
-        ended("Survey", "survey", "next"),
-        ended("Survey", "newest", "Probe", exit_code=11),
-        ended("Probe", "probe", "Rescue"),
+        ended(
+            "Hold", "hold", "Survey", exit_code=None, book="storage-corruption", not_run="not run"
+        ),
+        ended("Survey", "survey", "next", book=STORAGE),
+        ended("Survey", "newest", "Probe", exit_code=11, book=STORAGE),
+        ended("Probe", "probe", "Rescue", book=STORAGE),
         runbook="storage-corruption",
     )
 
@@ -450,7 +526,7 @@ def _event(path: Path) -> dict:
 
 def test_a_person_is_told_that_a_probe_in_a_record_is_run_again(root):
     forged_probe(root)
-    _, seen = at_a_terminal(root, [b"l"], "--continue", book="storage-corruption")
+    _, seen = at_a_terminal(root, [b"l"], "--continue", book=STORAGE)
     assert "back to Probe: probe is run again, because its recorded end is not relied on" in seen
     assert "--probe-storage" in seen
 

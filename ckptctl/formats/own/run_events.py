@@ -34,12 +34,14 @@ Duration = Annotated[float, ("minimum", 0), ("maximum", 1e9)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """What every event has; the record sets the time when it writes the event."""
+    """What every event has; the record sets time and writer when it writes the event."""
 
     event: str = ""
     """The kind of event."""
     at: Time = ""
     """When it was written."""
+    writer: str = ""
+    """The call that wrote it: two calls never write the same bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

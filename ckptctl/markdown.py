@@ -1,0 +1,28 @@
+"""Put text into Markdown so that it stays text: a log, a name or a command of somebody else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from ckptctl.formatting import safe
+
+
+def code(text: str) -> str:
+    """A piece of code in a line or in a cell of a table; `–` for nothing."""
+    text = safe(text).replace("|", r"\|")
+    if not text.strip():
+        return "–"
+    fence = "`" * (_longest_run(text) + 1)
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def block(kind: str, lines: Iterable[str]) -> Iterator[str]:
+    """Lines as a block of code, whatever they contain."""
+    text = "\n".join(map(safe, lines))
+    fence = "`" * max(3, _longest_run(text) + 1)
+    yield from (f"{fence}{kind}", text, fence)
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
