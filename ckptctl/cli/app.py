@@ -7,12 +7,13 @@ front of every training job.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
 import ckptctl
 from ckptctl.cli.binding import with_common
@@ -46,10 +47,6 @@ def run(argv: Sequence[str]) -> int:
         out.flush()
     except BrokenPipeError:
         return _READER_LEFT
-    except SystemExit as left:
-        # typer leaves so when the reader of a help text has left.
-        gone = isinstance(left.__context__, BrokenPipeError)
-        return _READER_LEFT if gone else int(left.code or 0)
     except BaseException as error:  # noqa: BLE001 - the one place that answers for all of them
         return _failed(error, argv, out)
     return exit_code if argv else _USAGE
@@ -68,7 +65,10 @@ def _answer(argv: Sequence[str], command: str | None, out: Output) -> int:
     from ckptctl.cli.typer_app import build_app
 
     app = build_app(COMMANDS if command is None else (command,), out, whole=command is not None)
-    exit_code: int = app(args=[*argv] or ["--help"], prog_name="ckptctl", standalone_mode=False)
+    text = io.StringIO()
+    with redirect_stdout(text):  # typer writes help itself, and cannot report a full disk
+        exit_code: int = app(args=[*argv] or ["--help"], prog_name="ckptctl", standalone_mode=False)
+    out.bare(text.getvalue().splitlines())
     return exit_code
 
 

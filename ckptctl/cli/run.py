@@ -14,7 +14,6 @@ from ckptctl.cli.values import parse_duration, parts
 from ckptctl.distributed.launcher import launched_nodes
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
-from ckptctl.formatting import duration
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.supervisor.launchers import LauncherOptions
@@ -416,18 +415,7 @@ def _codes(given: Sequence[str]) -> tuple[int, ...]:
 
 def attempt_lines(one: Attempt) -> list[Line]:
     """One attempt of the job, when it has ended."""
-    none = "no usable step" if one.inspected else "the storage did not answer which steps exist"
-    step = none if one.step is None else f"newest usable step {one.step}"
-    newer = " (newer)" if one.progress else ""
-    restarted = one.cause is not None and one.decision is Decision.RESTART
-    cause = f"{one.cause}, " if restarted else ""
-    return [
-        line(
-            f"ckptctl: attempt {one.number} ended with {one.exit_code} after "
-            f"{duration(one.seconds)}, {step}{newer}: {one.decision.value}, {cause}{one.reason}",
-            hang=2,
-        )
-    ]
+    return [line(f"ckptctl: {one.sentence}", hang=2)]
 
 
 def supervised_lines(found: Supervised) -> list[Line]:

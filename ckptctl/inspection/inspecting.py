@@ -36,7 +36,7 @@ from ckptctl.findings import (
     verdict_of,
 )
 from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
-from ckptctl.formatting import inside
+from ckptctl.formatting import counted, inside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, StageContext, contradicted
@@ -114,10 +114,10 @@ def why_not_deeper(inspection: Inspection) -> str:
         n_bytes = sum(file.size for part in inspection.parts for file in part.part.files)
         return f"the checksums of its {n_bytes:,} bytes were not compared"
     n_reads = inspection.opened.n_structure_reads
-    many = f"more than {MAX_QUICK_READS:,}" if n_reads > MAX_QUICK_READS else f"{n_reads:,}"
-    if inspection.opened.store.kind is StoreKind.OBJECT:
-        return f"--level structure would send {many} further requests"
-    return f"--level structure would take {many} reads"
+    is_object = inspection.opened.store.kind is StoreKind.OBJECT
+    noun, verb = ("further request", "send") if is_object else ("read", "take")
+    few = counted(min(n_reads, MAX_QUICK_READS), noun)
+    return f"--level structure would {verb} {'more than ' * (n_reads > MAX_QUICK_READS)}{few}"
 
 
 def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Finding:

@@ -167,7 +167,7 @@ def write_export(
         files,
         place,
         room,
-        identity=sha256_of((content + digests).encode())[:32],
+        identity=sha256_of((content + digests).encode("utf-8", "surrogateescape"))[:32],
         on_progress=on_progress,
     )
 

@@ -268,7 +268,7 @@ def _part(
         else:
             others.append(SourceBytes(fqn, place, kind.names[0], kind.rank))
     content = repr([(m.name, m.crc, m.size) for m in directory.members])
-    digest = sha256_of((files.url + content).encode())
+    digest = sha256_of((files.url + content).encode("utf-8", "surrogateescape"))
     paths = {leaf.fqn: leaf.path for leaf in leaves}
     part = SourcePart("", tuple(tensors), tuple(others), paths, (digest,))
     return part, files.holding(views, bytes(values))

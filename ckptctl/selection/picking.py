@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
-from ckptctl.findings import Report, Verdict
+from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formatting import verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
@@ -208,10 +208,11 @@ def none_usable(done: Search) -> tuple[str, str]:
     roots, choice = done.roots, done.choice
     over = choice.passed_over
     if choice.stopped == "unknown":
-        number = choice.unknown[-1].number
-        reason = next(one.reason for one in over if one.report is choice.unknown[-1])
+        report = choice.unknown[-1]
+        number = report.number
+        reason = next(one.reason for one in over if one.report is report)
         message = f"step {number} could not be inspected, so no older one is chosen: {reason}"
-        return message, f"ckptctl pick {roots.words} --skip {number}"
+        return message, _remedy(report) or f"ckptctl pick {roots.words} --skip {number}"
     if not over:
         return _none_left(done)
     if choice.stopped == "suspect":
@@ -227,6 +228,15 @@ def none_usable(done: Search) -> tuple[str, str]:
             f"{_newest_sound(choice)}"
         )
     return message, storage_corruption(roots)
+
+
+def _remedy(report: Report) -> str | None:
+    """What makes the inspection possible again, where its error states that.
+
+    Expired credentials, a wrong clock or too little memory are no reason to skip a step.
+    """
+    given = (fault.next_command for fault in report.with_severity(Severity.FAULT))
+    return next((each for each in given if each and not each.startswith("ckptctl verify ")), None)
 
 
 def _none_left(done: Search) -> tuple[str, str]:

@@ -384,7 +384,6 @@ class LogFolder:
         """Add a line to `run.log`, as far as that is possible."""
         with suppress(OSError):
             os.makedirs(self._folder, exist_ok=True)
-            with open(
-                os.path.join(self._folder, f"run{self._suffix}"), "a", encoding="utf-8"
-            ) as file:
-                file.write(f"{time_now()} {self._prefix}{message}\n")
+            line = f"{time_now()} {self._prefix}{message}\n"
+            with open(os.path.join(self._folder, f"run{self._suffix}"), "ab") as file:
+                file.write(line.encode("utf-8", "backslashreplace"))

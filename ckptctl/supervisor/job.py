@@ -188,7 +188,6 @@ class SupervisedJob:
     def conclude(self, held: HeldState, ended: Ended) -> Conclusion:
         """Inspect the roots after an attempt, decide what follows, and record both."""
         *earlier, attempt = held.state["attempts"]
-        number = attempt["number"]
         state: SupervisorDocument = {**held.state, "attempts": earlier}
         seen = self._seen_after(ended)
         best, before = state["best"], since_progress(state)
@@ -216,10 +215,7 @@ class SupervisedJob:
         phase = self.options.output.phase or None
         self.attempts.append(reported(attempt, conclusion, left, phase))
         if self._log_folder is not None:
-            self._log_folder.note(
-                f"attempt {number} ended with {ended.code} after {ended.seconds:.0f} s, newest "
-                f"usable step {seen.step}: {conclusion.decision.value}, {conclusion.reason}"
-            )
+            self._log_folder.note(self.attempts[-1].sentence)
         self.options.on_attempt(self.attempts[-1])
         return conclusion
 

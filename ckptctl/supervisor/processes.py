@@ -224,7 +224,7 @@ def _of_job(table: Mapping[int, _Entry], is_first: Callable[[_Entry], bool]) -> 
 def _has_marker(entry: _Entry, value: str) -> bool:
     try:
         with open(f"/proc/{entry.process.pid}/environ", "rb") as file:
-            return f"{MARKER}={value}".encode() in file.read().split(b"\0")
+            return os.fsencode(f"{MARKER}={value}") in file.read().split(b"\0")
     except OSError:
         return False
 

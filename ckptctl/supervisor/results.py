@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from ckptctl.data_classes import dataclass
+from ckptctl.formatting import duration
 from ckptctl.model import ExitCode, NonNegative, Positive, Time
 
 
@@ -70,6 +71,21 @@ class Attempt:
     """The phase of a job file; null without one."""
     world_size: int | None = None
     """The ranks that it had; null where `run` does not choose them."""
+
+    @property
+    def sentence(self) -> str:
+        """How it ended and what follows, in one line."""
+        none = (
+            "no usable step" if self.inspected else "the storage did not answer which steps exist"
+        )
+        step = none if self.step is None else f"newest usable step {self.step}"
+        newer = " (newer)" if self.progress else ""
+        restarted = self.cause is not None and self.decision is Decision.RESTART
+        cause = f"{self.cause}, " if restarted else ""
+        return (
+            f"attempt {self.number} ended with {self.exit_code} after {duration(self.seconds)}, "
+            f"{step}{newer}: {self.decision.value}, {cause}{self.reason}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

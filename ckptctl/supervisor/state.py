@@ -177,7 +177,7 @@ class LocalCopy:
     def __init__(self, root: str, phase: str = "") -> None:
         given = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         about = "\0".join([absolute_url(root).rstrip("/"), *([phase] if phase else [])])
-        name = sha256_of(about.encode())[:32]
+        name = sha256_of(os.fsencode(about))[:32]
         self.path = os.path.join(given, "ckptctl", "supervisor", f"{name}.json")
 
     def read(self) -> SupervisorDocument | None:

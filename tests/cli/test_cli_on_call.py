@@ -99,12 +99,12 @@ def test_the_table_of_scan_shows_no_row_that_contradicts_its_first_line(ckptctl,
     assert "the newest step that is sound at content is 10" in done.stdout.splitlines()[0]
 
 
-def denied(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def denied(monkeypatch: pytest.MonkeyPatch, path: str, next_command: str | None = None) -> None:
     """Deny every access to a file or folder of the roots that are opened from now on."""
 
     def opened(url: str, *args: object, **kwargs: object) -> Store:
         store = FaultyStore(open_store(url, *args, **kwargs))
-        error = AccessDenied(f"{url}/{path}: permission denied")
+        error = AccessDenied(f"{url}/{path}: permission denied", next_command=next_command)
         for verb in ("list_tree", "list_dir", "read", "span"):
             store.fail(verb, error, path=path, lasts=True)
         return store
@@ -122,6 +122,16 @@ def test_a_step_that_may_not_be_read_is_the_answer_of_scan(sound_root, capsys, m
     (row,) = [each for each in said.splitlines() if each.startswith("?")]
     assert row.split()[1:4] == ["30", "unknown", "-"]
     assert next_of(said) == f"ckptctl pick {sound_root} --skip 30"
+
+
+@pytest.mark.parametrize("command", ["scan", "pick", "preflight"])
+def test_expired_credentials_are_renewed_before_a_step_is_skipped(
+    sound_root, capsys, monkeypatch, command
+):
+    denied(monkeypatch, "step_30", "aws sts get-caller-identity")
+    assert run([command, str(sound_root)]) == 77
+    printed = capsys.readouterr()
+    assert next_of(printed.out + printed.err) == "aws sts get-caller-identity"
 
 
 def test_no_shard_is_shown_as_whole_where_one_could_not_be_read(sound_root, capsys, monkeypatch):

@@ -131,7 +131,10 @@ def test_a_pipe_that_nobody_reads_is_141(sound_root, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-@pytest.mark.parametrize("arguments", [["pick", "run"], ["scan", "run"], ["pick", "run", "--json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["pick", "run"], ["scan", "run"], ["pick", "run", "--json"], ["--help"], ["scan", "--help"]],
+)
 def test_an_answer_that_cannot_be_written_is_a_failure(ckptctl, sound_root, arguments):
     with open("/dev/full", "w") as full:
         done = ckptctl(*arguments, capture_output=False, stdout=full, stderr=subprocess.PIPE)

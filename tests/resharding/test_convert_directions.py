@@ -144,6 +144,20 @@ def test_values_that_are_plain_go_along_and_others_are_left_out_by_name(tmp_path
     assert not canary.exists()
 
 
+def test_a_source_whose_name_is_no_unicode_is_converted_as_any_other(tmp_path):
+    import torch
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    strange = os.fsdecode(b"\xff")
+    write_step(tmp_path / strange / "step_1", {"model.w": (weight, grid((2, 3), [[1], []]))})
+    step = str(tmp_path / strange / "step_1")
+    assert ckptctl.convert(step, str(tmp_path / f"{strange}.safetensors")).written
+    assert ckptctl.convert(step, str(tmp_path / f"{strange}.pt")).written
+    back = str(tmp_path / f"{strange} back" / "step_1")
+    assert ckptctl.convert(str(tmp_path / f"{strange}.pt"), back).written
+    assert ckptctl.diff(step, back, values=True).same
+
+
 @pytest.mark.parametrize("target", ["flat.pt", "one.safetensors"])
 def test_damage_ends_it_before_the_file_appears(tmp_path, target):
     import torch

@@ -333,6 +333,21 @@ def test_the_output_in_the_log_folder_is_what_to_classify(tmp_path: Path):
     assert found.next_command == f"ckptctl classify {log} --exit-code 1"
 
 
+def test_a_root_whose_name_is_no_unicode_is_supervised_as_any_other(tmp_path: Path):
+    root = tmp_path / os.fsdecode(b"run \xff")
+    root.mkdir()
+    done = run_ckptctl(
+        *("run", "--root", str(root), "--max-restarts", "1", "--backoff", "0"),
+        *("--log-dir", str(root / "logs"), "--", "false"),
+    )
+    assert done.returncode == 93, done.stderr
+    assert "attempt 2 ended with 1 after 0 s, no usable step" in done.stderr
+    assert (
+        "attempt 2 ended with 1 after 0 s, no usable step"
+        in (root / "logs" / "run.log").read_text()
+    )
+
+
 def test_a_log_that_does_not_say_why_or_is_not_there_decides_nothing(job, tmp_path: Path):
     logs = [str(tmp_path / "quiet.log"), str(tmp_path / "gone.log")]
     Path(logs[0]).write_text("step 1 loss 2.0\n")
