@@ -72,7 +72,7 @@ def torch_server() -> ForkServer:
     own = (path.stem for path in sorted((REPOSITORY / "ckptctl/train").glob("[a-z]*.py")))
     loaded = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", *_CLIENTS)
     variables = clean_environment(OMP_NUM_THREADS="1")
-    return ForkServer([*loaded, *(f"ckptctl.train.{name}" for name in own)], variables)
+    return ForkServer("torch", [*loaded, *(f"ckptctl.train.{name}" for name in own)], variables)
 
 
 @cache
@@ -84,7 +84,8 @@ def _server() -> ForkServer:
         for path in paths
         if path.parts[1] not in _NEEDS_TORCH and path.name != "__main__.py"
     ]
-    return ForkServer([*sorted(modules), *_CLIENTS, "warm_patterns"], clean_environment())
+    modules = [*sorted(modules), *_CLIENTS, "warm_patterns"]
+    return ForkServer("commands", modules, clean_environment())
 
 
 def validated(text: str) -> dict:

@@ -18,12 +18,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
+from forking import whole_run
 from hypothesis import settings
 from made_checkpoints import name_of_checkpoints
 
@@ -42,6 +44,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # A second thread of torch has nothing to do in models this small but to wait busily for the first:
 # a training job of a test takes eight times the processor time on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+whole_run()  # before the workers are started
 
 # The local copies of the states of `ckptctl run`, which outlive the folders of the tests.
 _STATES = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ckptctl-tests-state-")
@@ -83,6 +87,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Show a failure when it happens; its place in the summary is minutes away."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_ShownAtOnce(config))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write each reason to skip tests once, with how many it skipped."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, n in reasons.most_common():
+        terminalreporter.write_line(f"{n:5,} {reason}")
 
 
 class _ShownAtOnce:

@@ -1,4 +1,6 @@
-"""Start `ckptctl run` in a process of its own, killed at a write or with a short lease."""
+"""Start `ckptctl run` in a process of its own, with short pauses: killed at a write, or with a
+short lease.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,17 @@ def processes_with(word: str) -> list[int]:
 
 def main() -> None:
     """Run the command line, and kill this process at the write that the environment names."""
-    from ckptctl.cli.main import main as run
-    from ckptctl.supervisor import coordination, holding, launchers
-    from ckptctl.supervisor.state import LocalCopy, Revisions
+    from ckptctl.supervisor import child, holding, launchers
 
+    # Before other modules are imported, which take these over.
+    launchers.POLL_S = child._POLL_S = 0.2
     if LEASE in os.environ:
         holding.LEASE_S = float(os.environ.pop(LEASE))
         holding.RENEW_S = launchers.RENEW_S = holding.LEASE_S / 12
-        launchers.POLL_S = coordination.POLL_S = 0.2
+
+    from ckptctl.cli.main import main as run
+    from ckptctl.supervisor.state import LocalCopy, Revisions
+
     wanted = os.environ.pop(KILL_AT, "")
     n_writes = 0
 

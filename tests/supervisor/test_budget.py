@@ -17,7 +17,7 @@ import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
-from supervisor.supervised_root import KILL_AT, processes_with, states
+from supervisor.supervised_root import KILL_AT, LEASE, processes_with, states
 
 import ckptctl
 from ckptctl.errors import (
@@ -199,7 +199,8 @@ def test_a_job_that_a_killed_run_left_behind_is_ended_and_counts(root: Path, tmp
 
 
 def test_a_run_that_is_killed_after_a_signal_to_end_costs_nothing(root: Path, tmp_path: Path):
-    job = f"trap '' TERM; touch {tmp_path}/began; while :; do sleep 1; done"
+    # It ends at the second signal, which is that of the next `run`.
+    job = f"trap 'trap - TERM' TERM; touch {tmp_path}/began; while :; do sleep 0.1; done"
     for _ in range(2):  # as a scheduler does whose grace is too short for the job
         run = subprocess.Popen(
             [*COMMAND, "run", "--root", root, "--max-restarts", "0", "--", "sh", "-c", job],
@@ -318,8 +319,8 @@ def test_a_holder_that_renews_its_lease_keeps_the_job(root: Path, monkeypatch: p
 def test_a_run_that_was_overtaken_ends_its_job_and_says_so(root: Path, tmp_path: Path):
     job = f"touch {tmp_path}/began; sleep 3600"
     run = subprocess.Popen(
-        [*COMMAND, "run", "--root", root, "--", "sh", "-c", job],
-        env=clean_environment(),
+        [*KILLABLE, "run", "--root", root, "--", "sh", "-c", job],
+        env=clean_environment(**{LEASE: "12"}),  # looked after every second
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -18,6 +18,7 @@ from ranks import Ranks
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
+from ckptctl.supervisor import evidence
 from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
@@ -68,8 +69,9 @@ class Watch:
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[object]:
-    """A function that makes a `Watch`; the processes end with the test."""
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """A function that makes a `Watch`, for short samples; the processes end with the test."""
+    monkeypatch.setattr(evidence, "BETWEEN_S", 0.1)
     made: list[Watch] = []
 
     def make(given: dict | None = None, seen: dict | None = None, **about: object) -> Watch:
