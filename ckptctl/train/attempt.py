@@ -54,7 +54,7 @@ class RankAttempt:
     """One attempt of the job, on one of its ranks.
 
     `step` is the current training step, `saved` the newest step that is saved or being
-    saved.
+    saved, `loss` the last one that was noted.
     """
 
     token: Token
@@ -62,6 +62,7 @@ class RankAttempt:
     resumed_from: int | None = None
     step: int = 0
     saved: int = 0
+    loss: float | None = None
     cluster: Cluster | None = None
     _noted_s: float = -math.inf
     _stalled_s: float = 0.0
@@ -102,6 +103,7 @@ class RankAttempt:
     def note(self, step: int, loss: float | None) -> None:
         """Set the current step; rank 0 records it from time to time."""
         self.step = step
+        self.loss = self.loss if loss is None else loss
         if self.ledger.rank != 0:
             return
         if loss is not None and not math.isfinite(loss):

@@ -30,11 +30,13 @@ from ckptctl.options import (
 from ckptctl.selection.targets import roots_in
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
+from ckptctl.train.abandoning import Held
 from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
+from ckptctl.train.loss_guard import reject_saved, why_lost
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
@@ -198,7 +200,9 @@ class Checkpointer:
     ) -> str:
         """Save everything as `step` and seal it; returns its address. Every rank calls it.
 
-        `tokens` and `samples` count from the beginning of the run, over all ranks. Returns
+        `tokens` and `samples` count from the beginning of the run, over all ranks. If `loss`,
+        or without it the last one that was noted, is not finite, and a parameter of the model
+        holds NaN or infinity, the step is marked rejected, so that no resume uses it. Returns
         when the step is durable. Failed requests to an object store are retried for two
         minutes (storage option `retry_for_s`). Raises `SaveFailed` with the cause if the
         step could not be saved, `Fenced` if another attempt has taken the root over,
@@ -210,7 +214,7 @@ class Checkpointer:
         with self._stalled():
             self.flush()
             one = self._next_save(step, self._job.group)
-            self._run(one, self._state(step, tokens, samples), tokens, loss)
+            self._run(one, *self._state(step, tokens, samples, loss), tokens, loss)
             return one.url
 
     def save_async(
@@ -233,8 +237,9 @@ class Checkpointer:
         with self._stalled():
             self.flush()
             one = self._next_save(step, self._later)
-            state = self._stager.staged(self._state(step, tokens, samples))
-            self._flight = self._pool.submit(self._run_later, one, state, tokens, loss)
+            state, lost = self._state(step, tokens, samples, loss)
+            state = self._stager.staged(state)
+            self._flight = self._pool.submit(self._run_later, one, state, lost, tokens, loss)
             self._begun().saved = step
             return one.url
 
@@ -293,16 +298,25 @@ class Checkpointer:
         )
         return StepSave(target, step)
 
-    def _state(self, step: int, tokens: int | None, samples: int | None) -> dict[str, Any]:
+    def _state(
+        self, step: int, tokens: int | None, samples: int | None, loss: float | None
+    ) -> tuple[dict[str, Any], str]:
+        """What is saved as `step`; and why its weights are lost, empty where they are not."""
         if samples is None and self._job.parts.has_global_loader:
             samples = self._job.parts.dataloader.position
         progress = {"step": step, "seed": self._job.options.seed}
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
         state = collect(self._job.parts, self._job.position, progress)
+        loss = self._begun().loss if loss is None else loss
+
+        def checked() -> str:
+            check_readable(state)
+            return why_lost(self._job.parts.model, loss)
+
         # At every save, because any step may introduce a value that cannot be loaded.
-        self._job.group.from_all(lambda: check_readable(state))
-        return state
+        found = self._job.group.from_all(checked)
+        return state, next(filter(None, found), "")
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
@@ -313,15 +327,22 @@ class Checkpointer:
             report_saving(None)
 
     def _run(
-        self, one: StepSave, state: dict[str, Any], tokens: int | None, loss: float | None
+        self,
+        one: StepSave,
+        state: dict[str, Any],
+        lost: str,
+        tokens: int | None,
+        loss: float | None,
     ) -> None:
-        """Save, record it, and start to remove older steps."""
+        """Save, reject a step whose weights are lost, record it, and start to remove older ones."""
         began_s = time.monotonic()
         one.run(state)
         attempt = self._begun()
         attempt.saved = one.number
         if not self._job.group.is_first:
             return
+        if lost:
+            self._job.tell(reject_saved(Held(self._save_store, attempt.token), one.name, lost))
         attempt.record(
             SavedLine(
                 step=one.number,

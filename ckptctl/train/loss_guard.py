@@ -12,13 +12,24 @@ import os
 import shlex
 from collections import deque
 from enum import Enum
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group
-from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
+from ckptctl.errors import CkptctlError, StorageError, StorageUnavailable, UsageError
+from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.formats.own.marks import MarkKind
-from ckptctl.options import StorageKeywords, StorageOptions, options_from, without_secrets
+from ckptctl.formatting import counted
+from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.model import Level
+from ckptctl.options import (
+    Requirements,
+    StorageKeywords,
+    StorageOptions,
+    options_from,
+    without_secrets,
+)
 from ckptctl.selection.fencing import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
@@ -26,6 +37,8 @@ from ckptctl.storage.opening import join_url, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ckptctl.train.abandoning import Held
 
 
 _MIN_RECENT = 10  # fewer losses do not show the usual range
@@ -267,3 +280,42 @@ def _reject_since(
 def _command_for(words: list[str], storage: StorageOptions) -> str:
     """A ckptctl command line for the same storage."""
     return shlex.join(["ckptctl", *words, *without_secrets(storage.arguments())])
+
+
+def why_lost(model: Any, loss: float | None) -> str:
+    """Why the weights of a model are lost after a step of this loss; empty where they are not.
+
+    A loss that is not finite alone proves nothing: a scaler for fp16 skips such a step, and
+    so does `LossGuard`. Cost: nothing for a finite loss, else one pass over the parameters.
+    """
+    if model is None or loss is None or math.isfinite(loss):
+        return ""
+    import torch
+
+    n_lost = n_all = 0
+    for parameter in model.parameters():
+        local = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
+        narrow = local.is_floating_point() and local.element_size() == 1  # of which torch has less
+        n_lost += not torch.isfinite(local.float() if narrow else local).all()
+        n_all += 1
+    if not n_lost:
+        return ""
+    what = counted(n_all, "parameter")
+    return f"the loss was {loss:g}, and {n_lost:,} of {what} of the model hold NaN or infinity"
+
+
+def reject_saved(held: Held, name: str, why: str) -> str:
+    """Reject a step that this attempt has just saved, so that no resume uses it; a message.
+
+    A mark that cannot be written does not end the save: the message has the command that
+    writes it. Cost: an inspection at `listing` and a write. Raises `Fenced`.
+    """
+    url = join_url(held.store.url, name)
+    try:
+        opened = OpenStep(held.store, step_name(name) or name)
+        report = inspect_step(opened, Requirements(grace_s=0.0), level=Level.LISTING).report
+        held.mark(held.store, name, report, MarkKind.REJECTED, reason=why)
+    except StorageError as error:
+        again = _command_for(["reject", url, "--reason", why], StorageOptions())
+        return f"{url} could not be rejected ({error.message}): {why}\nnext: {again}"
+    return f"{url} is saved and rejected: {why}; no later step of this attempt can be used"

@@ -777,3 +777,48 @@ def test_processes_that_do_not_know_of_each_other_are_told(tmp_path, monkeypatch
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="init_process_group"):
         resolve("auto", str(tmp_path))
+
+
+# A loss that is not finite
+
+
+def spoil(job: Job) -> None:
+    with torch.no_grad():
+        next(job.model.parameters()).view(-1)[0] = math.nan
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_steps_saved_after_the_loss_and_the_weights_became_nan_are_rejected(half, how):
+    job = Job(half, keep=2)
+    start = job.resume()
+    spoil(job)
+    job.train(start.step + 1, 12, save=None if how == "save" else job.ckpt.save_async)
+    job.ckpt.close()
+    assert [step for step, loss in job.losses.items() if math.isnan(loss)] == [*range(7, 13)]
+    assert sum("is saved and rejected: the loss was nan" in said for said in job.said) == 2
+    found = ckptctl.pick(str(half))
+    assert (found.step, [one.report.verdict.value for one in found.passed_over]) == (
+        6,
+        ["rejected", "rejected"],
+    )
+    assert (half / "step_3").is_dir()  # the rejected ones do not count for `keep`
+    assert run(half, last=6).start.step == 6
+
+
+def test_the_loss_that_was_noted_counts_where_a_save_is_given_none(half):
+    job = Job(half)
+    job.resume()
+    spoil(job)
+    job.ckpt.note(7, loss=math.nan)
+    job.ckpt.save(7)
+    assert ckptctl.verify(str(half / "step_7")).exit_code == 27
+    job.die()
+
+
+def test_a_single_bad_loss_that_left_the_weights_alone_rejects_nothing(half):
+    job = Job(half)
+    job.resume()
+    job.ckpt.note(7, loss=math.inf)
+    job.ckpt.save(7, loss=math.nan)
+    job.die()
+    assert ckptctl.pick(str(half)).step == 7
