@@ -188,6 +188,14 @@ def loss(
             "the verdict on standard error; --follow waits for the speed.",
         ),
     ] = False,
+    print_suspect_from: Annotated[
+        bool,
+        option(
+            "--print-suspect-from",
+            help="Print only the oldest step whose weights may be lost, because no loss behind it "
+            "is finite, and nothing where the last loss is; then the exit code is 0.",
+        ),
+    ] = False,
     *,
     storage: StorageOptions,
     out: Output,
@@ -251,12 +259,17 @@ def loss(
         return report.exit_code
     worst = report.worst
     pace = Pace.UNKNOWN if worst is None else worst.throughput.pace
+    bare: tuple[str, ...] = (pace.value if print_throughput else report.verdict.value,)
+    if print_suspect_from:
+        bare = () if report.suspect_from is None else (str(report.suspect_from),)
     out.answer(
         document_of("loss", report),
         lambda: loss_lines(report, width=out.out.picture_width, unicode=out.out.unicode),
-        bare=(pace.value if print_throughput else report.verdict.value,),
-        bare_only=print_throughput,
+        bare=bare,
+        bare_only=print_throughput or print_suspect_from,
     )
+    if print_suspect_from and report.n_rows:
+        return 0  # the question has an answer, whatever the verdict about a resume is
     return report.exit_code
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from ckptctl.loss.resumes import (
     resumes,
 )
 from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.segments import Split, split
+from ckptctl.loss.segments import Segment, Split, split
 from ckptctl.loss.speed import check_cadence, check_clock
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
 from ckptctl.model import ExitCode
@@ -73,6 +74,9 @@ class LossReport:
     """The commands to run next, in this order."""
     recomputed: Recomputed | None = None
     """The work that is repeated because of the resume; null where the log does not show it."""
+    suspect_from: int | None = None
+    """The oldest step whose weights may be lost, because no loss behind it is finite; null where
+    the last loss of the logs is finite."""
 
     @property
     def next_command(self) -> str | None:
@@ -211,7 +215,25 @@ def check_split(
     findings = in_order([*of_logs, *_damage(damage)])
     answer = _answer(parts, assessments, findings, logs, options)
     recomputed = recomputed_by(assessments[-1].resume) if assessments else None
-    return replace(answer, recomputed=recomputed)
+    suspect = None if parts.interleaved else suspect_from(parts.segments)
+    return replace(answer, recomputed=recomputed, suspect_from=suspect)
+
+
+def suspect_from(segments: Sequence[Segment]) -> int | None:
+    """The oldest step whose weights may be lost, from the losses at the end of the logs.
+
+    The loss of a step is computed with the weights of the step before, so these are suspect;
+    and where not every step is logged, those since the last row with a finite loss.
+    """
+    first = None
+    for segment in reversed(segments):
+        for row in reversed(segment.rows):
+            if row.loss is None:
+                continue
+            if math.isfinite(row.loss.value):
+                return None if first is None else min(row.step, max(first - 1, 0))
+            first = row.step
+    return None if first is None else max(first - 1, 0)
 
 
 def _has_rows(parts: Split, log: str) -> bool:

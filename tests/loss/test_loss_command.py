@@ -16,6 +16,7 @@ from made_losses import DIED, SAVED, TOKENS, loss_at, resumed, rows, times
 from next_commands import next_command
 from next_commands import run_and_follow as run_ckptctl
 
+from ckptctl.loss.checking import check_loss
 from ckptctl.loss.rows import Row
 
 
@@ -386,3 +387,30 @@ def test_a_pattern_that_fits_nothing_does_not_lead_to_a_pattern(tmp_path):
     assert "--pattern" in (next_command(guess.stdout + guess.stderr) or "")
     done = run_ckptctl("loss", path, "--pattern", r"step (?P<step>\d+) loss (?P<loss>\S+)")
     assert next_command(done.stdout + done.stderr) == "ckptctl loss --help"
+
+
+@pytest.mark.parametrize(
+    ("losses", "printed"),
+    [
+        ({1: 2.0, 2: 1.9, 3: math.nan, 4: math.nan}, "2\n"),
+        ({10: 2.0, 20: 1.9, 30: math.inf, 40: math.nan}, "20\n"),
+        ({1: math.nan, 2: math.nan}, "0\n"),
+        ({1: 2.0, 2: math.nan, 3: 1.9}, ""),
+        ({1: 2.0, 2: 1.9}, ""),
+    ],
+    ids=["each-step", "sparse", "none-finite", "one-row", "finite"],
+)
+def test_the_first_suspect_step_is_the_last_before_the_losses_are_not_finite(
+    tmp_path, losses, printed
+):
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"step: {step} loss: {loss}\n" for step, loss in losses.items()))
+    done = run_ckptctl("loss", path, "--print-suspect-from")
+    assert (done.stdout, done.returncode) == (printed, 0)
+
+
+def test_a_resume_from_lost_weights_makes_the_step_that_it_loaded_suspect(tmp_path):
+    rows = [(step, 2.0) for step in range(1, 51)] + [(step, math.nan) for step in range(31, 41)]
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"step: {step} loss: {loss}\n" for step, loss in rows))
+    assert check_loss(str(path)).suspect_from == 30

@@ -28,6 +28,7 @@ SENTENCES = (
     ("if short, decide: wait, or resume elastic and smaller", "Capacity: elastic", "$ELASTIC"),
     ("storage mounted and healthy on the surviving and new nodes", "Nodes: nodes", "--launcher"),
     ("storage that only one node sees is not enough", "Nodes: seen", "$SEEN_BY"),
+    ("go back to before the first loss that is not finite", "Locate: reject-suspect", "reject"),
     ("list the newest checkpoints", "Locate: scan", "ckptctl scan"),
     ("locate the last complete step, not the newest folder", "Locate: preflight", "preflight"),
     ("metadata is there and not empty, all shards are present", "Locate: preflight", "preflight"),
@@ -220,6 +221,49 @@ def flip(step: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[len(data) * 7 // 10] ^= 0xFF
     shard.write_bytes(data)
+
+
+def diverged(tmp_path: Path) -> tuple[Path, str]:
+    """The root and the log of a job whose loss is NaN from step 14 on, saved every 5 steps."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    printed = []
+    for step in range(1, 26):
+        optimizer.param_groups[0]["lr"] = 1e38 if step >= 12 else 0.01
+        loss = (model(torch.randn(8, 4)) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        printed.append(f"step: {step} loss: {loss.item():.4f}\n")
+        if step % 5 == 0:
+            state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}
+            dcp.save(state, checkpoint_id=str(tmp_path / "run" / f"step_{step}"), no_dist=True)
+    assert "nan" in printed[-1]
+    return tmp_path / "run", log(tmp_path, "train.log", "".join(printed))
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+def test_steps_that_were_saved_after_the_loss_became_nan_are_rejected_before_one_is_chosen(
+    tmp_path,
+):
+    root, train_log = diverged(tmp_path)
+    assert "step_25" in run_ckptctl("pick", root, "--allow-missing-state", "-q").stdout
+    exit_code, ended, _ = run(root, LOG=train_log, MENDED="the learning rate is lower")
+    assert ended["suspect-from"]["printed"] == ["12"]
+    assert resumed(root) == "step_10", (exit_code, ended)
+    codes = [run_ckptctl("verify", root / f"step_{n}").returncode for n in (5, 10, 15, 20, 25)]
+    assert codes == [0, 0, 27, 27, 27]
+
+
+def test_a_log_that_ends_with_a_finite_loss_rejects_no_step(root, tmp_path):
+    rows = "".join(f"step: {n} loss: {'nan' if n == 450 else 2.5}\n" for n in range(400, 501))
+    run(root, LOG=log(tmp_path, "train.log", rows), MENDED="fp16 skips such a step")
+    assert resumed(root) == "step_500"
 
 
 def test_the_transcript_holds_the_evidence_and_not_a_word_alone(root, tmp_path):
@@ -459,7 +503,8 @@ def test_each_block_asks_about_the_step_that_was_chosen():
         if "ckptctl pick" in block.code or "ckptctl preflight" in block.code:
             assert "OTHER_ROOTS[@]" in block.code, block.name
             assert "--optional-root=" in block.code, block.name
-            assert ("REQUIRE" in block.code) is ("lacking" not in block.name), block.name
+            takes_any = block.name in ("lacking", "reject-suspect")
+            assert ("REQUIRE" in block.code) is not takes_any, block.name
     (disk,) = [block for block in blocks if block.name == "local-disk"]
     assert '"$STEP"' in disk.code
 

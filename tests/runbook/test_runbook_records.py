@@ -61,6 +61,8 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
         ended("Classify", "suspects", "next", **not_run),
         ended("Classify", "classify", "next", **not_run),
         ended("Classify", "hardware", "Locate", **not_run),
+        ended("Locate", "suspect-from", "next", **not_run),
+        ended("Locate", "reject-suspect", "next", **not_run),
         ended("Locate", "scan", "next"),
         ended("Locate", "preflight", "next", printed=[str(step)]),
         ended("Locate", "recomputed", "Nodes", **not_run),
@@ -384,7 +386,7 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
     }
     plant(
         root,
-        *before_resume("x")[:3],
+        *before_resume("x")[:5],
         ended("Locate", "scan", "next", report={"schema": "ckptctl.scan/1", "reports": [{}, 3]}),
         ended("Locate", "preflight", "next", printed=[str(root / "step_500")], report=report),
     )
