@@ -247,7 +247,8 @@ def test_a_sound_step_is_chosen_and_each_file_that_is_lost_or_cut_short_rules_it
 ):
     newest = saved(tmp_path, framework, 10, 20)
     assert ckptctl.pick(str(tmp_path)).path == str(newest)
-    for file in files_of(tmp_path, framework, 20):
+    files = files_of(tmp_path, framework, 20)
+    for file in files:
         data = file.read_bytes()
         for damage in (None, b"", data[: len(data) // 2], bytes(len(data))):
             file.unlink()
@@ -256,6 +257,8 @@ def test_a_sound_step_is_chosen_and_each_file_that_is_lost_or_cut_short_rules_it
                 os.utime(file, (LONG_AGO_S, LONG_AGO_S))
             chosen = ckptctl.pick(str(tmp_path), grace_s=0)
             assert chosen.path != str(newest), (file, damage and len(damage))
+            if len(files) > 1:  # what is left of the step is reported
+                assert [one.report.number for one in chosen.passed_over] == [20], file
             file.write_bytes(data)
             os.utime(file, (LONG_AGO_S, LONG_AGO_S))
     assert ckptctl.pick(str(tmp_path)).path == str(newest)

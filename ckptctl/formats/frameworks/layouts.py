@@ -159,7 +159,8 @@ def is_scattered(name: str) -> bool:
 def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileInfo, ...]]:
     """The steps without a folder among the files below a root, and the files of each.
 
-    Of one that is a single file directly below the root, the file is the step. Folders of
+    Where every step is a single file directly below the root, the file is the step: one file
+    beside steps of several is what is left of such a step, or the first of it. Folders of
     NVRx's sessions are those of different jobs: where there are several, there is no step.
     """
     found: dict[StepName, list[FileInfo]] = {}
@@ -182,8 +183,11 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
     sessions = {_session(file.path) for held in found.values() for file in held}
     if len(sessions) > 1:
         return {}
+    several = {named.layout for named, held in found.items() if len(held) > 1}
     return {
-        named: tuple(held) for named, held in found.items() if len(held) > 1 or "/" in held[0].path
+        named: tuple(held)
+        for named, held in found.items()
+        if named.layout in several or "/" in held[0].path
     }
 
 
