@@ -153,6 +153,9 @@ CODES: Mapping[str, Code] = {
     "state.missing": _note("some train state is missing"),
     "state.lost": _note("some train state cannot be restored at this world size"),
     "state.left-out": _note("the target format cannot hold part of the step"),
+    "state.not-finite": _fault(
+        Verdict.REJECTED, "the weights hold NaN, and training had diverged before the save"
+    ),
     "state.mixed": _fault(Verdict.CORRUPT, "shard files disagree about the optimizer's step count"),
     "world-size.differs": _note("the step was written by a different number of ranks"),
     "world-size.fixed": _note("the step loads only at the world size that wrote it"),

@@ -294,6 +294,17 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         yield from check_wrong_step(opened, number, context.older)
 
 
+def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Find NaN in the weights of a step whose own log ends with a loss that is not finite."""
+    accepted = context.notes is not None and context.notes.accepted
+    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
+    sound = all(part.path in context.readable for part in opened.parts)
+    if opened.step.layout == "transformers" and is_cheap and sound and not accepted:
+        from ckptctl.inspection.lost_weights import check_weights
+
+        yield from check_weights(opened)
+
+
 def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare every byte with the checksums of the records and with the seal."""
     if context.level is not Level.CONTENT:
@@ -353,6 +364,7 @@ STAGES: tuple[Stage, ...] = (
     state,
     notes,
     wrong_step,
+    lost_weights,
     content,
     store_checksums,
     unchanged,

@@ -83,7 +83,7 @@ def mark(
             # A pin on an earlier save keeps the folder, so it can be lifted as well.
             applying += tuple(pin for pin in inspected.notes.pins if pin not in applying)
         lifted = tuple(one for one in applying if one.word in kind.lifts)
-        if kind.lifts and not lifted and not _takes_as_renamed(kind, report, applying):
+        if kind.lifts and not lifted and not _takes_as_it_is(kind, report, applying):
             return _nothing_to_lift(report, kind, applying)
         made = new_mark(
             report, kind, reason=reason, by=by, evidence=evidence, lifts=[m.id for m in lifted]
@@ -190,18 +190,22 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
     return join_url(found.store.url, own_file)
 
 
-def _takes_as_renamed(word: MarkKind, report: Report, applying: Sequence[Mark]) -> bool:
-    """Whether the mark accepts a renamed folder for the first time."""
-    renamed = {"step.wrong-step", "metadata.foreign"} & {f.code for f in report.findings}
+_ACCEPTABLE = frozenset({"step.wrong-step", "metadata.foreign", "state.not-finite"})
+"""Findings that no mark is the cause of, and that an acceptance lifts."""
+
+
+def _takes_as_it_is(word: MarkKind, report: Report, applying: Sequence[Mark]) -> bool:
+    """Whether the mark accepts a renamed folder, or weights with NaN, for the first time."""
+    found = _ACCEPTABLE.intersection(f.code for f in report.findings)
     is_accepted = any(one.word is MarkKind.ACCEPTED for one in applying)
-    return word is MarkKind.ACCEPTED and bool(renamed) and not is_accepted
+    return word is MarkKind.ACCEPTED and bool(found) and not is_accepted
 
 
 def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...]) -> Marked:
     what, hint = "not pinned", ""
     quoted = shlex.quote(report.url)
     if word is MarkKind.ACCEPTED:
-        what = "neither rejected nor superseded, nor renamed"
+        what = "neither rejected nor superseded, nor renamed, and no NaN was found in it"
         hint = (
             ". If only the record of another root supersedes it, there is no mark to lift: "
             f"`ckptctl reject {quoted} --reason WHY`, and this command after it, lift that too"
