@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
@@ -309,9 +310,22 @@ def check_fits(state: Mapping[str, Any], saved: Metadata) -> None:
         )
     if missing:
         raise ModelDiffers(
-            f"{len(missing)} tensors of this job are not in the step, such as {missing[0]}; it "
-            "was saved by a different model or optimizer"
+            f"{len(missing)} tensors of this job are not in the step, such as {missing[0]}; "
+            f"{_naming(missing[0].partition('.')[0], saved)}"
         )
+
+
+def _naming(kind: str, saved: Metadata) -> str:
+    """How the step names the tensors of this kind, as the reason why a name is not in it."""
+    names = [fqn for fqn in saved.tensors if _belongs(fqn, kind)]
+    by_number = next((fqn for fqn in names if re.match(r"optimizer\.state\.\d+\.", fqn)), None)
+    if by_number is not None:
+        return (
+            f"it holds the optimizer's state by number ({by_number}), as `optimizer.state_dict()` "
+            "names it, and not by parameter: load it with `resolve` and `dcp.load`"
+        )
+    held = f"it holds {names[0]}, and" if names else "it"
+    return f"{held} was saved by a different model or optimizer"
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Any]]:

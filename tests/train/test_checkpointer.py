@@ -176,6 +176,24 @@ def test_another_model_is_an_error_and_no_reason_to_fall_back(half):
     job.die()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_step_with_another_naming_of_the_state_is_refused_with_a_name_that_it_holds(tmp_path):
+    job = Job(tmp_path / "run")
+    job.optimizer.zero_grad()
+    job.model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    job.optimizer.step()
+    model, optimizer = job.model.state_dict(), job.optimizer.state_dict()
+    for number, state, reason in (
+        (1, {"model": model, "optimizer": optimizer}, r"by number \(optimizer\.state\.0\."),
+        (2, {"model": {"module": model}}, r"it holds model\.module\..*different model"),
+    ):
+        path = tmp_path / "run" / f"step_{number}"
+        torch.distributed.checkpoint.save(state, checkpoint_id=path, no_dist=True)
+        with pytest.raises(ModelDiffers, match=reason):
+            job.ckpt.resume(str(path))
+    job.die()
+
+
 def test_a_loader_that_says_nothing_of_its_place_is_told_before_it_does_harm(tmp_path):
     job = Job(tmp_path / "run")
     job.resume()
