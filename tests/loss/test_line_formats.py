@@ -117,6 +117,47 @@ def test_a_bar_that_is_drawn_again_is_one_row_and_the_next_bar_goes_on():
     ]  # fmt: skip
 
 
+def test_the_bar_of_an_epoch_that_was_not_finished_has_no_loss_of_it():
+    bar = "  {}/9  2.4G  {:.3f}  1.500  15  640: {}%|#  | 3/8 [00:02<00:00,  3.51it/s]\r"
+    drawn = [(1, 2.5, 40), (1, 2.25, 100), (2, 2.0, 100), (3, 1.5, 40)]
+    found = rows("".join(bar.format(*each) for each in drawn) + "\n")
+    assert [(row.step, row.loss.value) for row in found] == [(1, 2.25), (2, 2.0)]
+
+
+BLOCKS = {
+    "stable-baselines3": "6144",
+    "nemo-rl": "12",
+    "printed-dictionary": "100",
+    "composer": "3140",
+}
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize("between", ["", "\n", "Saved a checkpoint\n"])
+def test_each_of_several_blocks_is_a_row(form, between):
+    (sample,) = (sample for sample in SAMPLES if sample["format"] == form)
+    text = "\n".join(sample["lines"]) + "\n"
+    texts = [text.replace(BLOCKS[form], str(step)) for step in (7001, 7002, 7003)]
+    found = rows(between.join(texts))
+    assert [row.step for row in found] == [7001, 7002, 7003]
+    assert all(row.has_loss for row in found)
+
+
+def test_the_bar_of_trlx_that_is_drawn_before_and_after_its_step_counts_is_one_row(tmp_path):
+    """trlX draws the losses of a step, then counts it: `set_description`, `update`."""
+    logs = {"before.log": range(1, 31), "after.log": range(21, 61)}
+    for name, steps in logs.items():
+        drawn = [(2 + 9 / (step + 7), n) for step in steps for n in (step - 1, step)]
+        bars = "".join(
+            f"\r[losses/total_loss: {loss:.2f} | losses/value_loss: 1.00]:   1%|  | {n}/99 [00:01<"
+            for loss, n in drawn
+        )
+        (tmp_path / name).write_text(bars)
+    report = check_loss([str(tmp_path / name) for name in logs], resume_step=20)
+    assert report.verdict.value == "no-jump", report.message
+    assert report.message.startswith("10 steps were logged twice and agree"), report.message
+
+
 @pytest.mark.parametrize("n_dictionaries", [1, 2])
 def test_a_dictionary_that_a_logger_writes_behind_a_bar_has_the_step_of_that_bar(n_dictionaries):
     """LLaMA-Factory logs the loss itself, and the trainer writes it once more."""

@@ -218,6 +218,36 @@ def test_sparse_cells_of_one_step_are_one_row():
     ]
 
 
+def test_the_mean_of_an_epoch_is_no_loss_of_its_last_step():
+    text = "epoch,step,train_loss_epoch,train_loss_step\n0,48,,2.25\n0,49,,2.5\n0,49,2.75,\n"
+    later = "1,50,,2.0\n"
+    found = rows(text + later)
+    assert [(row.step, row.loss.value) for row in found] == [(48, 2.25), (49, 2.5), (50, 2.0)]
+    only = rows("epoch,step,train_loss_epoch\n0,49,2.75\n1,99,2.5\n")
+    assert [(row.step, row.loss.value) for row in only] == [(49, 2.75), (99, 2.5)]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "epoch,time,train/box_loss,train/cls_loss,val/box_loss,lr/pg0",  # Ultralytics
+        "               epoch,      train/box_loss,      train/obj_loss,        val/box_loss",
+        "epoch,train_loss,eval_loss,eval_top1",  # timm
+        "epoch,accuracy,loss,val_loss",  # Keras
+    ],
+)
+def test_a_table_with_a_row_for_each_epoch_is_read_by_epoch(header):
+    names = [name.strip() for name in header.split(",")]
+    loss = next(name for name in names if name in ("train/box_loss", "train_loss", "loss"))
+    lines = [
+        ",".join({"epoch": str(epoch), loss: str(3 - epoch / 8)}.get(name, "9") for name in names)
+        for epoch in (1, 2, 3)
+    ]
+    found = rows("\n".join([header, *lines]) + "\n")
+    assert [(row.step, row.loss.value) for row in found] == [(1, 2.875), (2, 2.75), (3, 2.625)]
+    assert all(row.step_time_s is None for row in found)
+
+
 def rows(text: str) -> list[Row]:
     return [item for item in read(text.encode())[1] if isinstance(item, Row)]
 
@@ -232,6 +262,10 @@ def rows(text: str) -> list[Row]:
         '{"name": "train/loss", "value": 2.5, "global_step": 7, "time": 1700000000.5}',
         '{"optimizer_step": 7, "losses/total": 2.5, "losses/ce": 2.4}',
         '{"iter": 7, "nll": 2.5}',
+        ':::MLLOG {"key": "train_loss", "value": 2.5, "metadata": {"step_num": 7, "lineno": 9}}',
+        ':::MLLOG {"key": "train_loss", "value": 2.5, "metadata": {"samples_count": 7}}',
+        ':::MLLOG {"key": "tracked_stats", "value": {"train_loss": 2.5}, "metadata": {"step": 7}}',
+        '{"Loss/loss": {"num": 4, "mean": 2.5}, "Progress/kimg": {"num": 1, "mean": 0.007}}',
     ],
 )
 def test_a_record_is_read_whatever_its_logger_put_around_the_names(record):
@@ -241,7 +275,11 @@ def test_a_record_is_read_whatever_its_logger_put_around_the_names(record):
 
 @pytest.mark.parametrize(
     "record",
-    ['{"step": 7, "metrics": {"val": {"loss": 2.5}}}', '{"key": "lr", "value": 2.5, "step": 7}'],
+    [
+        '{"step": 7, "metrics": {"val": {"loss": 2.5}}}',
+        ':::MLLOG {"key": "eval_loss", "value": 2.5, "metadata": {"step_num": 7}}',
+        '{"key": "lr", "value": 2.5, "step": 7}',
+    ],
 )
 def test_a_record_of_something_else_than_training_has_no_loss(record):
     assert [row.loss for row in rows(record + "\n")] in ([], [None])

@@ -41,13 +41,16 @@ _NAMES = {
     "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
         globalstepmaxsteps currentsteps currentstep steps batch _step timebatch
         trainingstep optimizerstep optimstep gradientstep niter itr updates update numsteps
-        globaliter trainiter it""",
+        globaliter trainiter it metadatastep metadatastepnum stepnum totaltimesteps
+        timetotaltimesteps metadatasamplescount metadataepochnum""",
     "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
         traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
         losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
         trainsamplestrainloss losstotal lossestotal totallosstrain lastloss avgloss lossavg
         averageloss meanloss lossmean losscurrent steploss pgloss policyloss crossentropy
-        nll nllloss ce trainlossepoch ltotal lgtotal lpix lgpix""",
+        nll nllloss ctcloss ce lossestotalloss lossesloss trainlossepoch ltotal lgtotal lpix lgpix
+        trainboxloss losslossmean lossglossmean""",
+    "step_k": "progresskimgmean",
     "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
         lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
         traininnerlr trainsampleslr""",
@@ -81,6 +84,9 @@ _FIELD_AND_RANK = {
 # The last record of a Hugging Face trainer summarises the run; its loss is not of a step.
 _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
 _SUMMARY_FIELD = "summary"
+
+# Lightning logs the mean of the epoch at the step of its last batch, beside the loss of that.
+_OF_EPOCH = "trainlossepoch"
 
 # The most names of one log that are cached.
 _MAX_NAMES = 10_000
@@ -135,6 +141,7 @@ class RowMaker:
         self._own = {plain_name(name): (field, -1) for field, name in (keys or {}).items()}
         self.precision = {name: Precision() for name in NUMBERS}
         self._known: dict[str, tuple[str, int] | None] = {}
+        self._has_losses_of_steps = False
 
     @property
     def own(self) -> bool:
@@ -196,10 +203,13 @@ class RowMaker:
         best = self.best(pairs)
         if _SUMMARY_FIELD in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
+        if "loss" in best:
+            if plain_name(best["loss"][2]) != _OF_EPOCH:
+                self._has_losses_of_steps = True
+            elif self._has_losses_of_steps:
+                del best["loss"]
         if step is None:
-            if "step" not in best:
-                return None
-            step = parse_step(best["step"][1])
+            step = self._step(best)
             if step is None:
                 return None
         values = self._values({field: text for field, (_, text, _) in best.items()})
@@ -216,6 +226,14 @@ class RowMaker:
             attempt=attempt[1] if attempt else None,
             **values,
         )
+
+    def _step(self, best: Mapping[str, tuple[int, str, str]]) -> int | None:
+        if "step" in best:
+            return parse_step(best["step"][1])
+        # StyleGAN and EDM count thousands of images.
+        thousands = parse_number(best["step_k"][1]) if "step_k" in best else None
+        is_number = thousands is not None and math.isfinite(thousands.value)
+        return round(1000 * thousands.value) if thousands is not None and is_number else None
 
     def _values(self, texts: Mapping[str, str]) -> dict[str, Number | None]:
         values: dict[str, Number | None] = {}

@@ -268,6 +268,23 @@ LINE_FORMATS = (
         averages=True,
     ),
     LineFormat(
+        "ultralytics",
+        "G ",
+        # The epoch, the memory of the GPU, and the mean of the first part of the loss since the
+        # epoch began: that of the whole epoch counts.
+        r"^\s{0,20}(?P<step>\d{1,9})/\d{1,9}\s{1,20}[\d.]{1,9}G\s{1,20}(?P<loss>[\d.einfa+-]{1,20})\s"
+        r"(?=[^|]{0,200}: {0,4}100%)",
+        redrawn=True,
+    ),
+    LineFormat(
+        "trlx",
+        "[loss",
+        r"\[(?=loss\w{0,20}(?:/\w{1,40})?: [^]]{0,400}\]: {0,9}\d{1,3}%\|[^|]{0,99}\| "
+        r"{0,9}(?P<step>\d{1,12})/\d{1,12} )",
+        r"(?<![\w/])(loss\w{0,20}(?:/\w{1,40})?): ([^\s\]|]{1,40})",
+        redrawn=True,
+    ),
+    LineFormat(
         "rwkv",
         "-",
         r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",

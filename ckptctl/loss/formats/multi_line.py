@@ -17,14 +17,17 @@ from ckptctl.loss.rows import LogPosition, Row
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How one program prints a block: `head` matches the heading, `metric` a name and a value."""
+    """How one program prints a block: `head` matches the heading, `metric` a name and a value.
+
+    A heading without the group `step` begins a block in which a metric is the step. With
+    `gaps`, other lines lie between the metrics.
+    """
 
     name: str
     hint: str
     head: re.Pattern[str]
     metric: re.Pattern[str]
-    fallback: bool = False
-    averages: bool = False
+    gaps: bool = False
 
 
 BLOCK_FORMATS = (
@@ -40,6 +43,27 @@ BLOCK_FORMATS = (
         re.compile(r"\[(?:batch|ba)=(?P<step>\d{1,12})(?:/\d{1,12})?\]:"),
         re.compile(r"^\s{0,99}(?:\d{1,9}:)?\s{0,99}Train ([^:]{1,199}): (\S+)"),
     ),
+    BlockFormat(
+        "stable-baselines3",
+        "-----",
+        re.compile(r"^\s{0,9}-{20,200}\s{0,9}$"),
+        # The heading of a group, such as `time/`, has no value.
+        re.compile(r"^\s{0,9}\|\s{1,9}([a-z][\w/]{0,99})\s{0,99}\|\s{1,9}(\S{0,99})\s{0,99}\|"),
+    ),
+    BlockFormat(
+        "nemo-rl",
+        "==== Step ",
+        re.compile(r"={5,99} Step (?P<step>\d{1,12})/\d{1,12} ={5,99}"),
+        re.compile(r"^\s{0,9}\u2022 ((?:Policy )?Loss|Total step time): (\S{1,99})"),
+        gaps=True,
+    ),
+    BlockFormat(
+        "printed-dictionary",
+        "{'",
+        # EasyLM: `pprint` puts each metric on a line of its own.
+        re.compile(r"^\{(?='\w{1,99}': [^{},']{1,99},$)"),
+        re.compile(r"^[{ ]?'(\w{1,99})': ([^{},']{1,99})[,}]"),
+    ),
 )
 
 
@@ -51,36 +75,41 @@ class BlockReader:
         self._maker = RowMaker(keys)
         self._step: int | None = None
         self._position: LogPosition | None = None
+        """Of the heading of the current block; None outside blocks."""
         self._at: float | None = None
         self._pairs: list[tuple[str, str]] = []
 
     @property
     def open(self) -> bool:
         """Whether the next line may belong to the current block."""
-        return self._step is not None
+        return self._position is not None
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The row of the block that this line ends."""
-        if self._step is not None:
-            metric = self.format.metric.match(text)
-            if metric is not None:
-                self._pairs.append((metric[1], metric[2]))
-                return
         head = self.format.head.search(text) if self.format.hint in text else None
+        is_inside = head is None and self._position is not None
+        if is_inside and (self._add(text) or self.format.gaps):
+            return
         yield from self.end()
-        if head is not None:
-            self._step, self._position = parse_step(head["step"]), position
-            self._at = clock_in(text)
+        step = head.groupdict().get("step") if head is not None else None
+        self._step = None if step is None else parse_step(step)
+        if head is not None and (step is None or self._step is not None):
+            self._position, self._at = position, clock_in(text)
+            self._add(text)
+
+    def _add(self, text: str) -> bool:
+        """Take the metric of a line into the block; False for any other line."""
+        metric = self.format.metric.match(text)
+        if metric is None:
+            return False
+        self._pairs.append((metric[1], metric[2]))
+        return True
 
     def end(self) -> Iterator[Row]:
         """The row of the current block."""
         step, pairs, position = self._step, self._pairs, self._position
-        self._step, self._pairs = None, []
-        if (
-            step is None
-            or position is None
-            or not any(self._maker.knows(name) for name, _ in pairs)
-        ):
+        self._step, self._position, self._pairs = None, None, []
+        if position is None or not any(self._maker.knows(name) for name, _ in pairs):
             return
         row = self._maker.row(pairs, position, step=step, at=self._at)
         if row is not None:

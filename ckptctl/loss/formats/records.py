@@ -108,6 +108,9 @@ def decode_record(text: str) -> dict[str, Any] | None:
 
 _MAX_RECORD = 16 << 20
 
+_BEFORE = ("train_inner", ":::MLLOG")
+"""What metaseq's logger and MLPerf's write before an object."""
+
 
 def is_training(record: Mapping[str, Any]) -> bool:
     """Whether a record is of training and not of validation, with a step of the whole run."""
@@ -133,8 +136,7 @@ class JsonLinesReader:
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that this line completes."""
         at = text.find("{")
-        # metaseq writes the name of its logger before the object.
-        if at < 0 or (text[:at].strip() and "train_inner" not in text[:at]):
+        if at < 0 or (text[:at].strip() and not any(name in text[:at] for name in _BEFORE)):
             return
         record = decode_record(text[at:].strip())
         if record is None:
@@ -202,6 +204,9 @@ class TableReader:
         for delimiter in _DELIMITERS:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
+            if not any(self._maker.field(name) == "step" for name in cells):
+                # A row for each epoch: timm, Keras, Ultralytics (`time` is that since its start).
+                cells = [{"epoch": "step", "time": "elapsed"}.get(name, name) for name in cells]
             fields = [self._maker.field(name) for name in cells]
             # A sentence is not a header: between blanks, every cell must be a known name.
             named = all(fields) if delimiter is None else all(map(plain_name, cells[1:]))
@@ -214,7 +219,7 @@ class TableReader:
 # TensorBoard's download of one tag; the name of the file holds the tag.
 _TENSORBOARD_EXPORT = "Wall time,Step,Value"
 _TAG = re.compile(r"-tag-([^/]{1,200})\.csv")
-_STEP_WORD = re.compile(r"(?i)step|iter|\bit\b")
+_STEP_WORD = re.compile(r"(?i)step|iter|\bit\b|\bepoch\b")
 
 
 def _cells(text: str, delimiter: str | None) -> list[str]:
