@@ -123,7 +123,7 @@ def _root_lines(
         yield line(StyledText(history.root, "name"), f"  goodput {share}", solid=True)
     if goodput is not None and attempts:
         if goodput.elapsed_s > 0:
-            yield line("  ", *_bar(attempts, width - 2, unicode=unicode), solid=True)
+            yield line("  ", *_bar(attempts, max(1, width - 2), unicode=unicode), solid=True)
         if alone:
             yield EMPTY
             yield from _time_lines(attempts, goodput, unicode=unicode)

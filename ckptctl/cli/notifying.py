@@ -81,8 +81,7 @@ class Notifier:
 def _sender(given: str) -> Callable[[bytes], str | None]:
     """How a document is sent; it returns why that failed."""
     if given.startswith(("http://", "https://")):
-        if not urlsplit(given).hostname:
-            raise UsageError("--notify is a URL without a host")
+        _check_url(given)
         return lambda body: _post(given, body)
     try:
         words = shlex.split(given)
@@ -93,8 +92,30 @@ def _sender(given: str) -> Callable[[bytes], str | None]:
     return lambda body: _run(words, body)
 
 
+def _check_url(url: str) -> None:
+    """Refuse an address to which no request can be sent; no message contains it."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise UsageError("--notify is a URL whose host or port is malformed") from None
+    if not host:
+        raise UsageError("--notify is a URL without a host")
+    if "@" in parts.netloc:
+        raise UsageError(
+            "--notify is a URL with a user name or a password, which is not supported; give a "
+            "command: --notify 'curl --netrc -sS --data-binary @- URL'"
+        )
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise UsageError(
+            "--notify is a URL with a space, a control character or one outside ASCII; encode it, "
+            "such as %20 for a space"
+        )
+
+
 def _run(words: list[str], body: bytes) -> str | None:
-    """Run a command; what it prints is dropped."""
+    """Run a command; what it prints is dropped. Its arguments may be secrets."""
+    name = shlex.quote(words[0])
     try:
         done = subprocess.run(
             words,
@@ -105,17 +126,23 @@ def _run(words: list[str], body: bytes) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"{shlex.join(words)} did not end within {TIMEOUT_S:.0f} s, and was ended"
+        return f"{name} did not end within {TIMEOUT_S:.0f} s, and was ended"
     except OSError as error:
-        return f"{shlex.join(words)} could not be started: {error.strerror}"
-    return f"{shlex.join(words)} ended with {done.returncode}" if done.returncode else None
+        return f"{name} could not be started: {error.strerror}"
+    return f"{name} ended with {done.returncode}" if done.returncode else None
 
 
 def _post(url: str, body: bytes) -> str | None:
     """POST to a webhook, several times if it is busy or does not answer."""
     from http.client import HTTPException
     from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class Stay(HTTPRedirectHandler):
+        """A redirect is an answer like any other: urllib would follow it without the document."""
+
+        def redirect_request(self, *_: object) -> None:
+            return None
 
     headers = {"Content-Type": "application/json", "User-Agent": f"ckptctl/{ckptctl.__version__}"}
     request = Request(url, body, headers)  # noqa: S310 - http or https, by `_sender`
@@ -123,9 +150,10 @@ def _post(url: str, body: bytes) -> str | None:
     for pause_s in (0.0, *PAUSES_S):
         time.sleep(pause_s)
         try:
-            with urlopen(request, timeout=REQUEST_TIMEOUT_S):  # noqa: S310
+            with build_opener(Stay).open(request, timeout=REQUEST_TIMEOUT_S):
                 return None
         except HTTPError as error:
+            error.close()
             why = f"answered {error.code} {error.reason}"
             if error.code < 500 and error.code not in (408, 429):
                 break

@@ -258,27 +258,45 @@ def section(lines: Iterable[Line]) -> list[Line]:
 
 def page_lines(text: str, width: int | None) -> Iterator[Line]:
     """The page: on a terminal prose fills its width, off a terminal it is as it was written."""
+    lines = text.splitlines()
     if width is None:
-        yield from (line(each, solid=True) for each in text.splitlines())
+        yield from (line(each, solid=True) for each in lines)
         return
-    for number, block in enumerate(text.split("\n\n")):
-        if number:
-            yield EMPTY
-        yield from _block_lines(block.splitlines())
+    fence = ""
+    paragraph: list[str] = []
+    for each in lines:
+        opening = re.match("`{3,}", each)
+        if fence:
+            if opening and opening[0] == fence:
+                fence = ""
+            else:
+                yield line("  ", StyledText(each, "command"), solid=True)
+            continue
+        is_apart = not each.strip() or opening is not None or each.startswith(("#", "|"))
+        if is_apart or _ITEM.match(each):
+            yield from _paragraph_lines(paragraph)
+            paragraph = []
+        if not is_apart:
+            paragraph.append(each)
+        elif opening:
+            fence = opening[0]
+        elif each.startswith("#"):
+            yield line(StyledText(each.lstrip("# "), "strong"), hang=2)
+        else:
+            yield line(each.rstrip(), solid=True)
+    yield from _paragraph_lines(paragraph)
 
 
-def _block_lines(block: Sequence[str]) -> Iterator[Line]:
-    if block[0].startswith("#"):
-        yield line(StyledText(block[0].lstrip("# "), "strong"), hang=2)
-    elif block[0].startswith("```"):
-        yield from (line("  ", StyledText(each, "command"), solid=True) for each in block[1:-1])
-    elif block[0].startswith("|"):
-        yield from (line(each, solid=True) for each in block)
-    elif block[0].startswith("- "):
-        items = "\n".join(block).removeprefix("- ").split("\n- ")
-        yield from (line("- ", prose(item), hang=2) for item in items)
-    else:
-        yield line(prose("\n".join(block)))
+_ITEM = re.compile(r"(?:[-*]|\d{1,9}\.) ")
+
+
+def _paragraph_lines(paragraph: Sequence[str]) -> Iterator[Line]:
+    """A paragraph or an item of a list as one line."""
+    if paragraph:
+        text = "\n".join(paragraph)
+        item = _ITEM.match(text)
+        mark = item[0] if item else ""
+        yield line(mark, prose(text.removeprefix(mark)), hang=len(mark))
 
 
 def prose(text: str) -> str:

@@ -44,7 +44,7 @@ from ckptctl.runbook.document import (
 from ckptctl.runbook.engine import NoTerminal
 from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.position import is_argument
-from ckptctl.runbook.reading import find_runbook, runbook_names
+from ckptctl.runbook.reading import find_runbook, led_to, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import write_transcript
 
@@ -162,7 +162,7 @@ def runbook(
             instead_of=value,
             instead=f"--set={value}",
         )
-    if found := problems(book):
+    if found := _problems(book):
         raise UsageError(
             f"the runbook {book.name} is not sound: {found[0]}",
             next_command=f"ckptctl runbook lint {shlex.quote(book.called)}",
@@ -212,8 +212,20 @@ def _show(book: Runbook, out: Output) -> int:
     return 0
 
 
+def _problems(book: Runbook) -> tuple[str, ...]:
+    """The problems of the page, and of the runbooks to which it leads."""
+    rows = (row for state in book.states for block in state.blocks for row in block.outcomes)
+    lost: list[str] = []
+    for name in dict.fromkeys(row.leads for row in rows if row.leads):
+        try:
+            led_to(book, name)
+        except UsageError as error:
+            lost.append(f"`stop N {name}` leads nowhere: {error.message}")
+    return (*problems(book), *lost)
+
+
 def _lint(book: Runbook, out: Output) -> int:
-    found = problems(book)
+    found = _problems(book)
     exit_code = UsageError.exit_code if found else 0
     out.answer(
         _runbooks((book,), found, exit_code),

@@ -109,6 +109,8 @@ def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
     return parse_counts(given, "--skip", "step numbers", "1400,1600")
 
 
+_LONGEST_S = 100 * 365 * 86400.0
+"""Waits of Python overflow at 292 years."""
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -119,7 +121,10 @@ def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = text[len(number) :].strip()
     if unit in _SECONDS and number.replace(".", "", 1).isdecimal() and number.isascii():
-        return float(number) * _SECONDS[unit]
+        seconds = float(number) * _SECONDS[unit]
+        if seconds <= _LONGEST_S:
+            return seconds
+        raise UsageError(f"{name} is longer than 100 years", instead=f"{name} 5m")
     raise UsageError(
         f"{name} is a time like 90, 120s, 5m or 1.5h, not {text!r}", instead=f"{name} 5m"
     )
@@ -134,7 +139,9 @@ def parse_size(name: str, text: str) -> int:
     unit = number[-1:] if number[-1:] in _SIZES else ""
     digits = number.removesuffix(unit).strip()
     if digits.replace(".", "", 1).isdecimal() and digits.isascii():
-        return int(float(digits) * _SIZES[unit])
+        n_bytes = float(digits) * _SIZES[unit]
+        if n_bytes < 1 << 63:
+            return int(n_bytes)
     raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}", instead=f"--{name} 1G")
 
 

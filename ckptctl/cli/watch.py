@@ -72,6 +72,9 @@ def watch(
     rate = parse_size("bandwidth", bandwidth)
     if rate < 1:
         raise UsageError(f"--bandwidth is {bandwidth}; it must be 1 or more")
+    interval_s = parse_duration(interval, "--interval") or 0.0
+    if not interval_s:
+        raise UsageError("--interval is 0; the storage would be listed all the time")
     exit_code = 0
     counts = dict.fromkeys(Event, 0)
     newest: dict[Event, int] = {}
@@ -85,7 +88,7 @@ def watch(
     events = ckptctl.watch(
         root,
         once=once,
-        interval_s=parse_duration(interval, "--interval") or 0.0,
+        interval_s=interval_s,
         bytes_per_s=rate,
         accept_unverifiable=accept_unverifiable,
         jobs=jobs,

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptctl.errors import PathNotFound
@@ -20,6 +20,7 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions
 from ckptctl.selection.history import ROOT_FILE
 from ckptctl.storage.contract import Span
+from ckptctl.storage.files import FULL, error_of, full
 from ckptctl.storage.opening import absolute_url, is_local, open_store
 
 _FICLONE = 0x40049409
@@ -27,6 +28,19 @@ _FICLONE = 0x40049409
 _BESIDE_BYTES = 1 << 20
 """Files beside steps up to this size are copied: a tracker (`latest`), a configuration."""
 _PIECE = 16 << 20
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Raise the error of a storage where a file system fails, such as one without space."""
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename or path)
+        if error.errno in FULL:
+            there = next(each for each in (path, *path.parents) if each.exists())
+            raise full(name, error, str(there), None) from error
+        raise error_of(name, error) from error
 
 
 def fingerprint(root: str, storage: StorageOptions) -> str:
@@ -50,11 +64,12 @@ def _entries(root: str, storage: StorageOptions) -> Iterator[str]:
     path = absolute_url(root)
     for folder, folders, files in os.walk(path):
         for name in (".", *folders, *files):
-            about = os.lstat(os.path.join(folder, name))
-            yield (
-                f"{os.path.join(folder, name)} {about.st_mode} {about.st_ino} {about.st_size} "
-                f"{about.st_mtime_ns} {about.st_ctime_ns}"
-            )
+            with suppress(FileNotFoundError):  # a job of this root may remove a step meanwhile
+                about = os.lstat(os.path.join(folder, name))
+                yield (
+                    f"{os.path.join(folder, name)} {about.st_mode} {about.st_ino} {about.st_size} "
+                    f"{about.st_mtime_ns} {about.st_ctime_ns}"
+                )
 
 
 def path_in(root: str, url: str) -> str:
@@ -67,38 +82,51 @@ def path_in(root: str, url: str) -> str:
 def copy_step(root: str, step: str, target: Path, storage: StorageOptions) -> str:
     """Copy the step at the path `step` of a root, and small files beside it; by which means.
 
-    The copy has the sentinel of the root, and none of the other records of ckptctl.
+    The copy has the sentinel of the root, and none of the other records of ckptctl. Raises
+    `StorageError` where a file cannot be read or written.
     """
     above = [*Path(step).parents]  # the folder of the step, up to the root itself
-    if not is_local(root):
-        with open_store(root, storage) as store:
-            wanted = [*store.list_tree(step)]
-            for folder in above:
-                beside = store.list_dir("" if str(folder) == "." else str(folder))
-                wanted += [each for each in beside if each.size <= _BESIDE_BYTES]
-            with suppress(PathNotFound):
-                wanted += [each for each in store.list_dir(OWN_FOLDER) if each.path == ROOT_FILE]
-            for info in wanted:
-                if info.kind != "file":
-                    continue
-                out = target / info.path
-                out.parent.mkdir(parents=True, exist_ok=True)
-                spans = [
-                    Span(info.path, at, min(_PIECE, info.size - at))
-                    for at in range(0, info.size, _PIECE)
-                ]
-                with out.open("wb") as file:
-                    for _, data in store.read_spans(spans):
-                        file.write(data)
+    with storage_errors(target):
+        if is_local(root):
+            return _copy_local(Path(absolute_url(root)), step, above, target)
+        _download(root, step, above, target, storage)
         return "download"
-    real = Path(absolute_url(root))
+
+
+def _download(
+    root: str, step: str, above: Sequence[Path], target: Path, storage: StorageOptions
+) -> None:
+    with open_store(root, storage) as store:
+        wanted = [*store.list_tree(step)]
+        for folder in above:
+            beside = store.list_dir("" if str(folder) == "." else str(folder))
+            wanted += [each for each in beside if each.size <= _BESIDE_BYTES]
+        with suppress(PathNotFound):
+            wanted += [each for each in store.list_dir(OWN_FOLDER) if each.path == ROOT_FILE]
+        for info in wanted:
+            if info.kind != "file":
+                continue
+            out = target / info.path
+            out.parent.mkdir(parents=True, exist_ok=True)
+            spans = [
+                Span(info.path, at, min(_PIECE, info.size - at))
+                for at in range(0, info.size, _PIECE)
+            ]
+            with out.open("wb") as file:
+                for _, data in store.read_spans(spans):
+                    file.write(data)
+
+
+def _copy_local(real: Path, step: str, above: Sequence[Path], target: Path) -> str:
+    # A pipe would be read forever, and a link that leads nowhere is not part of a step.
     cloned = [
-        _copy_file(Path(folder) / name, target / (Path(folder) / name).relative_to(real))
+        _copy_file(path, target / path.relative_to(real))
         for folder, _, files in os.walk(real / step, followlinks=True)
         for name in files
+        if (path := Path(folder) / name).is_file()
     ]
-    for folder in above:
-        for entry in os.scandir(real / folder):
+    for beside in above:
+        for entry in os.scandir(real / beside):
             if entry.is_file() and entry.stat().st_size <= _BESIDE_BYTES:
                 _copy_file(Path(entry.path), target / Path(entry.path).relative_to(real))
     if (real / ROOT_FILE).is_file():

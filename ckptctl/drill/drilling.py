@@ -15,7 +15,13 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
+from ckptctl.drill.copying import (
+    copy_step,
+    fingerprint,
+    path_in,
+    read_only_launcher,
+    storage_errors,
+)
 from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_work_folder
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
@@ -145,7 +151,8 @@ class _Faults:
     def inject(self) -> signal.Signals | None:
         """Run the job without a fault, and with one after the other; a signal that ended it."""
         with self._ending.listening():
-            self._work.mkdir(parents=True)
+            with storage_errors(self._work):
+                self._work.mkdir(parents=True)
             try:
                 self._ending.call(self._run)
             finally:

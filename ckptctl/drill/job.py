@@ -69,7 +69,7 @@ def new_work_folder(
     work = Path(folder).resolve()
     if work.exists():
         raise UsageError(f"{work} already exists; give another folder with --work")
-    if is_local(root) and Path(absolute_url(root)) in (work, *work.parents):
+    if is_local(root) and Path(absolute_url(root)).resolve() in (work, *work.parents):
         raise UsageError(f"{work} is in the root; give another folder with --work")
     return work
 

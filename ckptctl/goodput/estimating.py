@@ -65,11 +65,13 @@ def effective_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: 
     """
     if not interval_s > 0:
         return 0.0
+    between = (interval_s + save_s) / mtbf_s
     try:
-        cycle = math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
+        # What is repeated lengthens the time between two saves by this factor; 1 without failures.
+        longer = math.exp(restart_s / mtbf_s) * (math.expm1(between) / between if between else 1.0)
     except OverflowError:
         return 0.0
-    return min(1.0, interval_s / (mtbf_s * cycle))
+    return min(1.0, interval_s / ((interval_s + save_s) * longer))
 
 
 class Cadence(str, Enum):
@@ -280,14 +282,19 @@ def _recorded(past: RunHistory) -> dict[str, Given]:
     return found
 
 
+_LEAST, _MOST = 1e-9, 1e12
+"""The bounds of what is given: seconds, numbers of nodes and GPUs, failures a day."""
+
+
 def _check(
     times: Mapping[str, float | None], n_nodes: int | None, n_gpus: int | None, root: str | None
 ) -> None:
     for name, value in times.items():
         may_be_0 = name in ("reschedule", "connect", "load", "compile", "save-time")
-        if value is not None and not (0 < value < float("inf") or (may_be_0 and value == 0)):
+        if value is not None and not (_LEAST <= value <= _MOST or (may_be_0 and value == 0)):
             raise UsageError(
-                f"--{name} is {value}; it must be {'0 or more' if may_be_0 else 'above 0'}"
+                f"--{name} is {value:g}; it must be {'0 or ' if may_be_0 else ''}from {_LEAST:g} "
+                f"to {_MOST:g}"
             )
     interval_s, save_s = times["interval"], times["save-time"]
     if interval_s is not None and save_s is not None and save_s >= interval_s:
@@ -297,8 +304,8 @@ def _check(
             "training"
         )
     for name, count in (("nodes", n_nodes), ("gpus", n_gpus)):
-        if count is not None and count < 1:
-            raise UsageError(f"--{name} is {count}; it must be 1 or more")
+        if count is not None and not 1 <= count <= _MOST:
+            raise UsageError(f"--{name} is {count}; it must be from 1 to {_MOST:g}")
     if times["mtbf"] is None and (n_nodes is None) != (times["failures-per-node-day"] is None):
         raise UsageError(
             "--nodes and --failures-per-node-day belong together",

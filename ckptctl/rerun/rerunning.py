@@ -15,7 +15,13 @@ from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.distributed.launcher import cluster_context
-from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
+from ckptctl.drill.copying import (
+    copy_step,
+    fingerprint,
+    path_in,
+    read_only_launcher,
+    storage_errors,
+)
 from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_work_folder
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
@@ -245,7 +251,8 @@ def _planned(
 
 def _replay(plan: _Plan, job: DrillJob, nodes: ReplayNodes) -> tuple[Replay, Record, str | None]:
     """Replay once: the result, what was logged, and why it cannot be used."""
-    (job.folder / _WRITTEN).mkdir(parents=True)
+    with storage_errors(job.folder):
+        (job.folder / _WRITTEN).mkdir(parents=True)
     copied_by = copy_step(plan.root, plan.path, job.root, plan.storage)
     problem = None
     code = None

@@ -7,6 +7,7 @@ replaces a shipped one of the same name.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ _ARROW = re.compile(r"(?P<source>\S+) --> (?P<target>[^\s:]+)(?:: *(?P<label>.*)
 _INPUT_NAME = re.compile(r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?`")
 _CODED = re.compile(r"`(?P<text>.*)`")
 _CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")
+
+_COUNT = re.compile(r"[0-9]{1,3}")
 
 _INPUTS_HEAD = ("input", "what it is", "if not given")
 _OUTCOMES_HEAD = ("ends with", "prints", "then", "because")
@@ -50,7 +53,7 @@ _MAX_PAGE_BYTES = 1 << 20
 
 def runbook_names(folder: str | None = None) -> tuple[str, ...]:
     """The names of all runbooks, sorted."""
-    return tuple(sorted({path.stem for path in _pages(folder)}))
+    return tuple(sorted({path.stem.lower() for path in _pages(folder)}))
 
 
 def find_runbook(name: str, folder: str | None = None) -> Runbook:
@@ -58,12 +61,29 @@ def find_runbook(name: str, folder: str | None = None) -> Runbook:
     if name.endswith(".md"):
         return _read(Path(name))
     for path in _pages(folder):
-        if path.stem == name.lower():
-            return _read(path)
+        if path.stem.lower() == name.lower():
+            book = _read(path)
+            if book.name != name.lower():
+                better = shlex.quote(str(path.with_name(f"{book.name}.md")))
+                raise UsageError(
+                    f"{path} is named {book.name} in its title; in a folder of runbooks a file has "
+                    "the name of its runbook",
+                    next_command=f"mv {shlex.quote(str(path))} {better}",
+                )
+            return book
     raise UsageError(
         f"there is no runbook {name!r}; there are {', '.join(runbook_names(folder))}",
         next_command="ckptctl runbook list",
     )
+
+
+def led_to(book: Runbook, name: str) -> str:
+    """How the runbook to which a page leads is called: one beside it, or a shipped one.
+
+    Raises `UsageError` where there is none.
+    """
+    folder = str(Path(book.called).parent) if book.called.endswith(".md") else None
+    return find_runbook(name, folder).called
 
 
 def _read(path: Path) -> Runbook:
@@ -213,8 +233,8 @@ class _Reader:
                 "person decides",
             )
         at_most = given.get("at-most", "0")
-        if not at_most.isdecimal():
-            raise self.error(number, f"at-most is a number, not {at_most!r}")
+        if _COUNT.fullmatch(at_most) is None:
+            raise self.error(number, f"at-most is a number up to 999, not {at_most!r}")
         return Block(
             given["name"],
             code,
@@ -234,11 +254,12 @@ class _Reader:
         ends, prints, then, because = cells
         words = then.split(" ")
         word, code, leads = [*words, "", ""][:3]
-        if len(words) > 3 or (code and (word != STOP or not code.isdecimal())):
+        is_code = _COUNT.fullmatch(code) is not None and 0 < int(code) < 256
+        if len(words) > 3 or (code and not (word == STOP and is_code)):
             raise self.error(
                 number,
-                "the next step is `next`, `done`, `stop`, `stop N`, `stop N RUNBOOK` or a state: "
-                f"{then}",
+                "the next step is `next`, `done`, `stop`, `stop N`, `stop N RUNBOOK` with N from 1 "
+                f"to 255, or a state: {then}",
             )
         codes = _CODES.fullmatch(ends)
         if codes is None and ends not in _EVENTS:

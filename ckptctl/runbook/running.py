@@ -20,6 +20,7 @@ from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.position import is_argument, position_of
+from ckptctl.runbook.reading import led_to
 from ckptctl.runbook.record import RunRecord, Unwritten, begun, held, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
@@ -321,7 +322,7 @@ def _next(
         return None
     if left.leads:
         roots = {name: left.variables[name] for name in _ROOTS if name in left.variables}
-        return shlex.join(_words(left.leads, root, roots))
+        return shlex.join(_words(led_to(book, left.leads), root, roots))
     if left.over and left.exit_code == UsageError.exit_code:
         return shlex.join(["ckptctl", "runbook", "show", book.called])
     # The operator fills in what is missing, such as a log.

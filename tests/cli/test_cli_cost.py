@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
+
+from ckptctl.goodput.estimating import effective_share
 
 KNOWN = ("--interval", "1h", "--save-time", "60", "--mtbf", "11124", "--load", "5m")
 
@@ -52,3 +56,22 @@ def test_a_time_that_is_none_is_an_error_with_the_option_that_it_was_given_to():
 def test_a_root_that_is_not_there_is_not_a_run_without_saves(tmp_path):
     done = run_ckptctl("cost", tmp_path / "no" / "such" / "root")
     assert done.returncode == 75
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mtbf", "9" * 400),
+        ("--mtbf", "8h", "--gpus", "9" * 400),
+        ("--nodes", "9" * 400, "--failures-per-node-day", "0.001"),
+        ("--nodes", "1", "--failures-per-node-day", "1e-320"),
+    ],
+)
+def test_a_number_beyond_all_clusters_is_refused(words):
+    done = run_ckptctl("cost", "--interval", "1h", "--save-time", "60", *words)
+    assert done.returncode == 2, done.stderr
+
+
+def test_the_share_of_an_interval_as_short_as_any_is_a_share():
+    assert effective_share(1e-300, 1e-300, 1e300, 0.0) == 0.5
+    assert effective_share(1e-300, 0.0, 1e300, 1e300) == pytest.approx(math.exp(-1))

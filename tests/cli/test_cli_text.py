@@ -1,9 +1,21 @@
 """Lines, before they are printed."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.cli.rendering import Line, StyledText, line, made_safe, padded, wrapped
+from ckptctl.cli.rendering import (
+    Line,
+    StyledText,
+    line,
+    made_safe,
+    padded,
+    page_lines,
+    prose,
+    wrapped,
+)
 
 WORDS = st.lists(st.text("ab é層", min_size=0, max_size=12), max_size=12)
 
@@ -66,3 +78,21 @@ def test_a_number_is_not_parted_from_its_unit():
     for width in range(8, 64):
         ends = [text.rstrip() for text in texts(whole, width)]
         assert not [text for text in ends if text[-1:].isdigit()], (width, ends)
+
+
+def test_a_page_on_a_terminal_loses_no_line():
+    page = "# H\ntext\n\n\n\n```sh\nx\n\n# y\n```\nand\nthen\n1. one\n   more\n2. two\n- a\n\n"
+    shown = [each.text for each in page_lines(page, 80)]
+    assert shown == [
+        *("H", "text", "", "", "", "  x", "  ", "  # y", "and then", "1. one more", "2. two"),
+        *("- a", ""),
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "runbooks").glob("*.md")))
+def test_a_runbook_on_a_terminal_is_shown_whole(path):
+    text = path.read_text().replace("\n", "\r\n")
+    shown = " ".join(" ".join(each.text for each in page_lines(text, 80)).split())
+    for each in text.splitlines():
+        if not each.startswith("```"):
+            assert " ".join(prose(each.lstrip("#- ")).split()) in shown

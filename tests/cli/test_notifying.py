@@ -32,10 +32,15 @@ class Webhook(HTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Webhook
 
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.got.append(body.decode())
         self.send_response(self.server.answers.pop(0) if self.server.answers else 200)
+        self.send_header("Location", "/elsewhere")
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -79,6 +84,20 @@ def test_a_webhook_that_refuses_is_a_warning_without_its_secret(tmp_path, webhoo
     assert SECRET not in done.stdout + done.stderr
 
 
+def test_a_redirect_is_no_delivery(tmp_path, webhook):
+    webhook.answers = [301, 301]
+    done = failing_run(tmp_path / "run", webhook.url)
+    assert "***" in done.stderr
+    assert "answered 301" in done.stderr
+    assert len(webhook.got) == 2
+
+
+def test_a_command_that_fails_is_named_without_its_arguments(tmp_path, webhook):
+    done = failing_run(tmp_path / "run", f"false {webhook.url}")
+    assert "warning: --notify false ended with 1" in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
 def test_no_command_that_is_printed_has_the_secret(tmp_path, webhook):
     for words in (
         ("watch", tmp_path, "--interval", "soon", "--notify", webhook.url),
@@ -116,11 +135,18 @@ def test_success_is_not_sent(tmp_path, webhook):
     assert (done.returncode, webhook.got) == (0, [])
 
 
-@pytest.mark.parametrize("given", ["", "'", "https://"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("", "'", "https://", "http://[::1/x", "https://host:very-secret/x"),
+        *("https://user:very-secret@host/x", "https://host/very-secret x", "https://host/très"),
+    ],
+)
 def test_a_receiver_that_cannot_be_one_ends_with_2(tmp_path, given):
     done = run_ckptctl("run", "--root", tmp_path, "--notify", given, "--", "true")
     assert done.returncode == 2
     assert "--notify" in done.stderr
+    assert "very-secret" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["slack", "pagerduty"])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from services.plugin import S3Server
 from supervisor.supervised_root import processes_with
 
 from ckptctl.drill.copying import copy_step, fingerprint
+from ckptctl.drill.results import Drilled, Trial, as_html, as_markdown
 from ckptctl.drill.trial import FAULTS
+from ckptctl.errors import StorageFull
 from ckptctl.options import StorageOptions
 
 STOCK = Path(__file__).with_name("stock_job.py")
@@ -41,6 +44,8 @@ def root(framework_roots: Path, tmp_path: Path) -> Path:
         ((), "the command is missing"),
         (("--work", "ckpt/drill", "--", "true", "{root}"), "is in the root"),
         (("--work", "ckpt", "--", "true", "{root}"), "already exists"),
+        (("--root", "link", "--work", "link/drill", "--", "true", "{root}"), "is in the root"),
+        (("--work", "/dev/null/drill", "--", "true", "{root}"), "Not a directory"),
         (("--fault", "meteor", "--", "true", "{root}"), "'meteor' is no fault"),
     ],
 )
@@ -48,8 +53,10 @@ def test_what_could_reach_the_real_root_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ):
     monkeypatch.chdir(root.parent)
+    Path("link").symlink_to("ckpt")
     before = fingerprint(str(root), StorageOptions())
-    done = run_ckptctl("drill", "--root", "ckpt", *words)
+    given = () if "--root" in words else ("--root", "ckpt")
+    done = run_ckptctl("drill", *given, *words)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("ckptctl drill") == 1, done.stderr  # one command comes next
@@ -82,6 +89,33 @@ def test_a_copy_shares_no_file_with_the_step(root: Path, tmp_path: Path):
     for path in files:
         assert (root / path).read_bytes() == (copy / path).read_bytes()
         assert (root / path).stat().st_ino != (copy / path).stat().st_ino
+
+
+def test_a_copy_leaves_out_what_is_no_file(root: Path, tmp_path: Path):
+    os.mkfifo(root / "step_30" / "pipe")
+    (root / "step_30" / "lost").symlink_to("nowhere")
+    copy_step(str(root), "step_30", tmp_path / "copy", StorageOptions())
+    assert not list((tmp_path / "copy" / "step_30").glob("[pl]*"))
+
+
+def test_a_copy_for_which_there_is_no_space_is_an_error_of_the_storage(root: Path, tmp_path: Path):
+    folder = tmp_path / "copy" / "step_30"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").symlink_to("/dev/full")
+    with pytest.raises(StorageFull, match="No space left"):
+        copy_step(str(root), "step_30", tmp_path / "copy", StorageOptions())
+
+
+def test_a_report_holds_names_that_are_not_text_or_are_markup(tmp_path: Path):
+    trial = Trial(**dict.fromkeys(field.name for field in fields(Trial)) | {"fault": "x"})
+    trial = replace(trial, description="a\udcff\u202e", problems=("<b>",), folder="f")
+    trial = replace(trial, ranks=(), nodes=(), excluded=(), evidence=())
+    found = Drilled(("a`b",), "/run\udcff", 1, 0, "copy", True, True, (trial,), "grade", 33, None)
+    for text in (as_markdown(found), as_html(found)):
+        assert text.encode()
+        assert all(c.isprintable() or c == "\n" for c in text)
+    assert "- command: `` 'a`b' ``" in as_markdown(found)
+    assert "<li>&lt;b&gt;</li>" in as_html(found)
 
 
 def test_every_change_of_a_root_shows_in_its_fingerprint(root: Path):

@@ -411,3 +411,10 @@ def test_the_metrics_are_in_the_form_of_prometheus_and_replaced_as_a_whole(
     assert [each.name for each in tmp_path.iterdir() if ".prom" in each.name] == ["ckptctl.prom"]
     broken = run_ckptctl("history", root, "--metrics", tmp_path / "no" / "file")
     assert broken.returncode == 2
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "3"])
+def test_a_terminal_may_be_as_narrow_as_any(made, columns):
+    made.attempt(0, 100, 9, "given-up")
+    done = run_ckptctl("history", made.root, env={"CKPTCTL_COLUMNS": columns})
+    assert done.returncode == 0, done.stderr

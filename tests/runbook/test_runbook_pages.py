@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from command_line import run_ckptctl
 
 from ckptctl.errors import UsageError
 from ckptctl.runbook.document import Runbook, problems, unquoted
@@ -158,7 +160,7 @@ def test_the_linter_knows_what_bash_splits(code, names):
         ("# RB-7: Resume", "# Resume", "rb-7.md:1: a runbook begins with a line `# NAME: TITLE`"),
         ("    [*] --> Classify\n", "", "needs one arrow `[*] --> STATE`"),
         ("name=classify reads needs", "name=classify needs", "a block needs `reads`, `changes`"),
-        ("at-most=2", "at-most=two", "at-most is a number, not 'two'"),
+        ("at-most=2", "at-most=two", "at-most is a number up to 999, not 'two'"),
         ("preflight reads sets=STEP", "preflight reads set=STEP", "a block has no 'set'"),
         ("| 20-21 | |", "| bad | |", "a row is for an exit code, `not run`, `too often`"),
         (
@@ -186,3 +188,74 @@ def test_a_page_of_ones_own_wins_over_a_shipped_one(tmp_path: Path):
 def test_a_runbook_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match="there are gpu-fault, mfu-regression, nccl-hang, rb-7"):
         find_runbook("rb-99")
+
+
+MINE = """# {name}: Mine
+
+## Trigger
+
+## Severity
+
+## Inputs
+
+| input | what it is | if not given |
+|---|---|---|
+| `ROOT` | the root | required |
+
+## Flow
+
+```mermaid
+stateDiagram-v2
+    [*] --> Look
+    Look --> [*]: fine
+```
+
+## Procedure
+
+### Look
+
+```sh name=look reads
+false
+```
+
+| ends with | prints | then | because |
+|---|---|---|---|
+| 0 | | done | it is fine |
+| other | | stop {then} | it is not |
+
+## Rollback
+
+## References
+"""
+
+
+def test_a_page_may_have_a_name_in_capitals_and_lead_to_one_beside_it(tmp_path: Path):
+    folder = tmp_path / "my pages"
+    folder.mkdir()
+    (folder / "RB-12.md").write_text(MINE.format(name="RB-12", then="7 rb-13"))
+    (folder / "rb-13.md").write_text(MINE.format(name="RB-13", then="8"))
+    listed = run_ckptctl("runbook", "list", "--folder", folder, "--quiet")
+    assert {"rb-12", "rb-13", "rb-7"} <= set(listed.stdout.split())
+    done = run_ckptctl("runbook", "run", "RB-12", tmp_path, "--folder", folder, "--new")
+    assert done.returncode == 7, done.stderr
+    again = shlex.split(done.stdout.rpartition("next: ckptctl ")[2])
+    assert run_ckptctl(*again).returncode == 8
+
+
+def test_a_page_that_leads_nowhere_or_has_another_name_is_refused(tmp_path: Path):
+    (tmp_path / "rb-12.md").write_text(MINE.format(name="RB-12", then="7 rb-99"))
+    done = run_ckptctl("runbook", "lint", tmp_path / "rb-12.md")
+    assert done.returncode == 2
+    assert "`stop N rb-99` leads nowhere" in done.stdout
+    (tmp_path / "other.md").write_text(MINE.format(name="RB-13", then="7"))
+    done = run_ckptctl("runbook", "show", "other", "--folder", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"next:  mv {tmp_path}/other.md {tmp_path}/rb-13.md\n")
+
+
+@pytest.mark.parametrize("then", ["0", "300", "9" * 5000, "٣"])
+def test_an_exit_code_that_no_process_has_is_refused(tmp_path: Path, then: str):
+    (tmp_path / "rb-12.md").write_text(MINE.format(name="RB-12", then=then))
+    done = run_ckptctl("runbook", "lint", tmp_path / "rb-12.md")
+    assert done.returncode == 2
+    assert "with N from 1 to 255" in done.stderr

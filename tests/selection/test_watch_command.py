@@ -75,7 +75,16 @@ def test_once_ends_with_the_code_of_the_newest_damaged_step(framework_roots, cop
 
 
 @pytest.mark.parametrize(
-    "mistake", [("--bandwidth", "0"), ("--notify", ""), ("--notify", "'"), ("--interval", "soon")]
+    "mistake",
+    [
+        ("--bandwidth", "0"),
+        ("--bandwidth", "9" * 400),
+        ("--interval", "0"),
+        ("--interval", "9" * 400),
+        ("--notify", ""),
+        ("--notify", "'"),
+        ("--interval", "soon"),
+    ],
 )
 def test_a_mistake_on_the_command_line_ends_with_2(tmp_path, mistake):
     done = run_ckptctl("watch", tmp_path, "--once", *mistake)
