@@ -96,8 +96,7 @@ def drill(
         patience_s=options.patience_s,
     )
     faults = _Faults(about, options, work, lambda copy: copy_step(root, path, copy, storage), tell)
-    tell(f"a run from step {chosen.step} without a fault, to compare with")
-    ended_by = faults.inject()
+    ended_by = faults.inject(f"a run from step {chosen.step} without a fault, to compare with")
     unchanged = fingerprint(root, storage) == before
     trials = tuple(faults.trials)
     failed = [trial.fault for trial in trials if not trial.passed]
@@ -148,9 +147,13 @@ class _Faults:
         self._tell = tell
         self._ending = Ending()
 
-    def inject(self) -> signal.Signals | None:
-        """Run the job without a fault, and with one after the other; a signal that ended it."""
+    def inject(self, begun: str) -> signal.Signals | None:
+        """Run the job without a fault, and with one after the other; a signal that ended it.
+
+        `begun` is reported once a signal ends the drill with its report.
+        """
         with self._ending.listening():
+            self._tell(begun)
             with storage_errors(self._work):
                 self._work.mkdir(parents=True)
             try:
