@@ -6,7 +6,7 @@ import os
 from typing import Annotated
 
 from ckptctl.cli.options import RootEnvOpt, argument, option
-from ckptctl.cli.output import Output, document_of, replace_file
+from ckptctl.cli.output import Output, document_of, replace_text
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
 from ckptctl.cli.values import parse_duration, parts
@@ -108,8 +108,8 @@ def drill(
     )
 
     found = run_drill(command or (), root, options, tell=out.tell, storage=storage)
-    replace_file(os.path.join(work, "report.md"), as_markdown(found))
-    replace_file(os.path.join(work, "report.html"), as_html(found))
+    replace_text(os.path.join(work, "report.md"), as_markdown(found))
+    replace_text(os.path.join(work, "report.html"), as_html(found))
     out.answer(document_of("drilled", found), lambda: drilled_lines(found, work))
     return found.exit_code
 

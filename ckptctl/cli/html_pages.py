@@ -10,7 +10,7 @@ from itertools import groupby
 from textwrap import dedent
 from typing import NamedTuple
 
-from ckptctl.cli.output import replace_file
+from ckptctl.cli.output import replace_text
 from ckptctl.cli.rendering import (
     Line,
     Style,
@@ -23,7 +23,7 @@ from ckptctl.html_page import as_text, page, table
 def write_page(path: str, title: str, headline: str, style: Style, parts: Iterable[str]) -> None:
     """Write a page, whole; `parts` are HTML below the headline."""
     headline = f"<h1 class={style or 'strong'}>{as_text(headline)}</h1>"
-    replace_file(path, page(title, (headline, *parts)), "the page")
+    replace_text(path, page(title, (headline, *parts)), "the page")
 
 
 class Cell(NamedTuple):

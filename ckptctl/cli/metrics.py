@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.cli.output import replace_file
+from ckptctl.cli.output import replace_text
 from ckptctl.findings import Report, Severity, Verdict
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Sample(NamedTuple):
 
 def write_metrics(path: str, samples: Iterable[Sample]) -> None:
     """Replace the file of `--metrics`, whole."""
-    replace_file(path, metrics_text(samples), "the metrics")
+    replace_text(path, metrics_text(samples), "the metrics")
 
 
 def metrics_text(samples: Iterable[Sample]) -> str:

@@ -231,7 +231,7 @@ class Output:
     def save(self, document: MakeDocument) -> None:
         """Write the document to the file of `--report`, if there is one."""
         if self._report_file is not None:
-            replace_file(self._report_file, self._as_text(document()))
+            replace_text(self._report_file, self._as_text(document()))
 
     def error(self, error: CkptctlError) -> None:
         """Report why ckptctl could not do its work; with `--json` as a document too."""
@@ -245,7 +245,7 @@ class Output:
         if self.as_json and self.out.stream is not None:
             self.document(document)
         if report_file is not None:
-            replace_file(report_file, self._as_text(document()))
+            replace_text(report_file, self._as_text(document()))
 
     def trace(self, error: BaseException) -> None:
         """Print the traceback of an error, with its causes."""
@@ -375,27 +375,11 @@ def _can_encode(stream: TextIO, glyphs: str) -> bool:
     return True
 
 
-def replace_file(path: str, text: str, what: str = "the report") -> None:
-    """Replace a file atomically, or leave it as it was; `what` names it in an error.
+def replace_text(path: str, text: str, what: str = "the report") -> None:
+    """Replace a file by a text; see `replace_file`."""
+    from ckptctl.storage.files import replace_file
 
-    A pipe or a device is written to: a rename would put a file in its place, and root may
-    do so even to `/dev/null`. A link stays; the file that it leads to is replaced.
-    """
-    data = text.encode("utf-8", "backslashreplace")
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            with open(path, "wb") as stream:
-                stream.write(data)
-            return
-        target = os.path.realpath(path)
-        aside = f"{target}.{os.getpid()}.tmp"
-        with open(aside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, target)
-    except OSError as error:
-        raise UsageError(f"{what} cannot be written to {path}: {error.strerror}") from error
+    replace_file(path, text.encode("utf-8", "backslashreplace"), what)
 
 
 def process_group(stack: ExitStack, out: Output) -> ProcessGroup:

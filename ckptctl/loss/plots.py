@@ -20,6 +20,7 @@ from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite
 from ckptctl.loss.rows import Row
 from ckptctl.loss.verdict import Assessment, LossVerdict
+from ckptctl.storage.files import replace_file
 
 N_BEFORE = 60
 N_AFTER = 40
@@ -307,13 +308,7 @@ def write_plot(report: LossReport, path: str) -> bool:
         return False
     is_png = os.path.splitext(path)[1].lower() == ".png"
     data = _png(drawn[0]) if is_png else _svg(*drawn).encode("utf-8")
-    aside = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(aside, "wb") as file:
-            file.write(data)
-        os.replace(aside, path)
-    except OSError as error:
-        raise UsageError(f"{path}: the plot cannot be written: {error.strerror}") from error
+    replace_file(path, data, "the plot")
     return True
 
 

@@ -34,6 +34,7 @@ from ckptctl.errors import (
     OwnFileUnreadable,
     PathNotFound,
     StorageError,
+    StorageFull,
     StorageUnavailable,
 )
 from ckptctl.formats.digests import sha256_of
@@ -165,9 +166,13 @@ def is_proven(store: Store, inspected: Inspection) -> bool:
 
 
 def write_proof(store: Store, inspected: Inspection) -> None:
-    """Leave a note that all bytes of the step have been compared. Cost: one write."""
+    """Leave a note that all bytes of the step have been compared, if there is space for it.
+
+    A full storage is what steps are removed for. Cost: one write.
+    """
     path = inspected.opened.in_store(PROOF)
-    store.put(path, as_stored(SCHEMA, _fields(inspected)), replace=True)
+    with suppress(StorageFull):
+        store.put(path, as_stored(SCHEMA, _fields(inspected)), replace=True)
 
 
 def _as_sealed(seal: Seal, step: Step) -> bool:

@@ -29,6 +29,7 @@ from ckptctl.errors import (
     StorageError,
     StorageFull,
     StorageUnavailable,
+    UsageError,
 )
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import StoreKind, parts_of
@@ -62,6 +63,31 @@ def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, repla
         with suppress(FileNotFoundError):
             os.unlink(aside, dir_fd=within)
     os.fsync(within)
+
+
+def replace_file(path: str, data: bytes, what: str) -> None:
+    """Replace the file at `path` durably, or leave it as it was; `what` names it in an error.
+
+    A pipe or a device is written to: a rename would put a file in its place, and root may
+    do so even to `/dev/null`. A link stays; the file that it leads to is replaced. Raises
+    `UsageError`.
+    """
+    folder, name = os.path.split(os.path.realpath(path))
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, "wb") as stream:
+                stream.write(data)
+            return
+        within = os.open(folder, _FOLDER)
+        try:
+            publish(name, [data], within=within, replace=True)
+        finally:
+            os.close(within)
+    except OSError as error:
+        raise UsageError(
+            f"{what} cannot be written to {path}: {error.strerror}",
+            next_command=_room(error, folder) if error.errno in FULL else None,
+        ) from error
 
 
 def write_in_place(name: str, data: Iterable[bytes | memoryview], *, within: int) -> None:
@@ -147,21 +173,26 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def full(what: str, exc: OSError, folder: str, n_bytes: int | None) -> StorageFull:
     """The error for `what`; `folder` is on the full file system."""
     wanted = f"{n_bytes:,} bytes to write, " if n_bytes is not None else ""
-    if exc.errno == errno.EDQUOT:
-        return StorageFull(
-            f"{what}: {wanted}the quota is exceeded ({exc.strerror})",
-            next_command="quota -s",
-        )
-    return StorageFull(
-        f"{what}: {exc.strerror}: {wanted}{free_bytes(folder):,} are free",
-        next_command=f"df -h {shlex.quote(folder)}",
-    )
-
-
-def free_bytes(folder: str) -> int:
-    """The number of bytes that this user can still write there; raises `OSError`."""
     about = os.statvfs(folder)
-    return about.f_bavail * about.f_frsize
+    if exc.errno == errno.EDQUOT:
+        why = f"{wanted}the quota is exceeded ({exc.strerror})"
+    elif _lacks_inodes(about):
+        why = f"{exc.strerror}: all {about.f_files:,} inodes are in use, so no file can be created"
+    else:
+        why = f"{exc.strerror}: {wanted}{about.f_bavail * about.f_frsize:,} are free"
+    return StorageFull(f"{what}: {why}", next_command=_room(exc, folder))
+
+
+def _room(exc: OSError, folder: str) -> str:
+    """The command that shows what is used up."""
+    if exc.errno == errno.EDQUOT:
+        return "quota -s"
+    return f"df {'-i' if _lacks_inodes(os.statvfs(folder)) else '-h'} {shlex.quote(folder)}"
+
+
+def _lacks_inodes(about: os.statvfs_result) -> bool:
+    """Whether no file can be created although there is space; some file systems count none."""
+    return about.f_files > 0 and about.f_favail == 0 and about.f_bavail > 0
 
 
 class Descriptor:

@@ -26,6 +26,7 @@ from ckptctl.errors import (
     ObjectArchived,
     PathNotFound,
     StorageError,
+    StorageFull,
     StorageMisconfigured,
     StorageUnavailable,
     UsageError,
@@ -230,7 +231,7 @@ _REGION = Meaning(
 )
 _NO_SUCH_NAME = Meaning(PathNotFound, "the object does not exist")
 _FULL = Meaning(
-    StorageUnavailable,
+    StorageFull,
     "the storage is full or a quota is exceeded ({answer}); nothing was written",
     "aws s3 ls --summarize --human-readable --recursive s3://{bucket}",
 )

@@ -7,7 +7,6 @@ cluster. What is left of the nodes decides how many ranks can run.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -26,6 +25,7 @@ from ckptctl.formats.own.supervision import (
     ExcludedDocument,
     SupervisorDocument,
 )
+from ckptctl.storage.files import replace_file
 from ckptctl.supervisor.child import Hang
 
 EXCLUDED = "CKPTCTL_EXCLUDED_NODES"
@@ -320,13 +320,7 @@ class Nodes:
     @staticmethod
     def _write_hosts(path: str, nodes: Sequence[str]) -> None:
         """Replace the host file; raises `UsageError` where it cannot be written."""
-        aside = f"{path}.{os.getpid()}"
-        try:
-            with open(aside, "w", encoding="ascii") as file:
-                file.writelines(f"{node}\n" for node in nodes)
-            os.replace(aside, path)
-        except OSError as error:
-            raise UsageError(f"--hosts-file {path}: {error.strerror}") from error
+        replace_file(path, "".join(f"{node}\n" for node in nodes).encode("ascii"), "--hosts-file")
 
     def _launcher_excludes(self) -> bool:
         by_place = self._options.hosts_file is not None or self._n_launchers

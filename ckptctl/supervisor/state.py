@@ -24,6 +24,7 @@ from ckptctl.errors import (
     OwnFileUnsupported,
     PathNotFound,
     StorageError,
+    UsageError,
 )
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -43,6 +44,7 @@ from ckptctl.formats.own.supervision import (
 )
 from ckptctl.selection.history import check_sentinel
 from ckptctl.storage.contract import Store, TooLarge, read_if_there
+from ckptctl.storage.files import replace_file
 from ckptctl.storage.opening import absolute_url, join_url, open_store
 
 if TYPE_CHECKING:
@@ -188,18 +190,9 @@ class LocalCopy:
 
     def write(self, state: SupervisorDocument) -> None:
         """Replace the copy, as far as the file system allows it."""
-        aside = f"{self.path}.{secrets.token_hex(8)}"
-        with suppress(OSError):
+        with suppress(OSError, UsageError):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            try:
-                with open(aside, "xb") as file:
-                    file.write(state_bytes(state))
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.rename(aside, self.path)
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(aside)
+            replace_file(self.path, state_bytes(state), "the copy of the state")
 
 
 def new_state(root: str) -> SupervisorDocument:

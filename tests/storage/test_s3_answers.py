@@ -14,6 +14,7 @@ from ckptctl.errors import (
     AccessDenied,
     ObjectArchived,
     StorageError,
+    StorageFull,
     StorageMisconfigured,
     StorageUnavailable,
 )
@@ -99,8 +100,8 @@ PERMANENT: dict[str, tuple[Answer, type[StorageError], int, str, str]] = {
         "timedatectl status",
     ),
     "suspended": (Answer(403, "UserSuspended"), AccessDenied, 77, "suspended", ""),
-    "quota": (Answer(403, "QuotaExceeded"), StorageUnavailable, 75, "quota is exceeded", "aws s3"),
-    "full": (Answer(507, "XMinioStorageFull"), StorageUnavailable, 75, "storage is full", "aws s3"),
+    "quota": (Answer(403, "QuotaExceeded"), StorageFull, 75, "quota is exceeded", "aws s3"),
+    "full": (Answer(507, "XMinioStorageFull"), StorageFull, 75, "storage is full", "aws s3"),
     "refused": (
         Answer(400, "InvalidRequest"),
         StorageUnavailable,

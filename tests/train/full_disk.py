@@ -1,6 +1,6 @@
 """A disk that is really full, and what is tried on it.
 
-    unshare -rm python full_disk.py save|others FOLDER [ROOT]
+    unshare -rm python full_disk.py save|others|answers FOLDER [ROOT]
 
 mounts a megabyte of memory at FOLDER, where only this process sees it, fills it up, and
 prints what came of each try as a line of JSON.
@@ -26,9 +26,9 @@ PAGE = 4096
 class Disk:
     """The folder, and how full it is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, limits: str = "size=1m") -> None:
         self.folder = folder
-        mounting = ("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
+        mounting = ("mount", "-t", "tmpfs", "-o", limits, "tmpfs", str(folder))
         subprocess.run(mounting, check=True)
 
     def fill(self, n_free: int) -> None:
@@ -109,8 +109,31 @@ def others(disk: Disk, source: Path) -> None:
     print(json.dumps({"what": "verify", "code": report.exit_code}))
 
 
+def answers(disk: Disk, source: Path) -> None:
+    """Files beside the root, marks, and a removal of steps that must make room."""
+    from ckptctl.storage.files import replace_file
+
+    root = disk.folder / "run"
+    shutil.copytree(source, root)
+    for seal in root.rglob("seal.json"):
+        seal.unlink()
+    if os.statvfs(disk.folder).f_files < 1000:
+        for number in range(1000):
+            if not os.statvfs(disk.folder).f_favail:
+                break
+            (disk.folder / f"file-{number}").touch()
+    else:
+        disk.fill(0)
+    report = str(root / "report.json")
+    tried("report", lambda: replace_file(report, b"x" * PAGE, "the report"), root)
+    tried("pin", lambda: ckptctl.mark(str(root / "step_20"), "pinned"), root)
+    tried("prune", lambda: ckptctl.prune(str(root), 1, apply=True, unsealed=True), root)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "save":
         save(Disk(Path(sys.argv[2])))
+    elif sys.argv[1] == "answers":
+        answers(Disk(Path(sys.argv[2]), sys.argv[4]), Path(sys.argv[3]))
     else:
         others(Disk(Path(sys.argv[2])), Path(sys.argv[3]))

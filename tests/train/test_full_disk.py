@@ -77,3 +77,26 @@ def test_what_writes_little_leaves_nothing_behind_and_says_how_much_was_lacking(
         assert row["next"].startswith("df -h ")
     assert {tuple(row["left"]) for row in rows.values()} == {()}
     assert {row["picked"] for row in rows.values()} == {20}
+
+
+@pytest.mark.parametrize(
+    ("limits", "lacking", "next_command"),
+    [
+        ("size=3m", "0 are free", "df -h "),
+        ("size=9m,nr_inodes=90", "all 90 inodes are in use", "df -i "),
+    ],
+)
+def test_retention_makes_room_on_a_full_disk_where_nothing_else_can_be_written(
+    framework_roots: Path, tmp_path: Path, limits: str, lacking: str, next_command: str
+):
+    source = framework_roots / "kempnerforge" / "checkpoints"
+    rows = rows_of(tmp_path, "answers", source, limits)
+    report, pin, prune = rows["report"], rows["pin"], rows["prune"]
+    assert (report["raised"], report["code"]) == ("UsageError", 2)
+    assert "the report cannot be written to " in report["said"]
+    assert (pin["raised"], pin["code"]) == ("StorageFull", 75)
+    assert lacking in pin["said"]
+    assert report["next"].startswith(next_command)
+    assert pin["next"].startswith(next_command)
+    assert (prune["raised"], prune["steps"]) == (None, ["step_30"])
+    assert {tuple(row["left"]) for row in rows.values()} == {()}
