@@ -177,8 +177,12 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
             rest, kind, named = _name_beside(file)
             if named is not None:
                 others.setdefault((rest, named), {}).setdefault(kind, []).append(file)
-    for (_, named), kinds in others.items():
+    kinds_of: dict[str, set[str]] = {}
+    for (rest, _), kinds in others.items():
         if len(kinds) > 1:
+            kinds_of.setdefault(_unnumbered(rest), set()).update(kinds)
+    for (rest, named), kinds in others.items():
+        if not kinds.keys().isdisjoint(kinds_of.get(_unnumbered(rest), ())):
             found.setdefault(named, []).extend(file for held in kinds.values() for file in held)
     sessions = {_session(file.path) for held in found.values() for file in held}
     if len(sessions) > 1:
@@ -189,6 +193,11 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
         for named, held in found.items()
         if named.layout in several or "/" in held[0].path
     }
+
+
+def _unnumbered(rest: str) -> str:
+    """What the files of all steps of a run share in their names."""
+    return re.sub(r"[0-9]+", "", rest)
 
 
 def _name_beside(file: FileInfo) -> tuple[str, str, StepName | None]:
