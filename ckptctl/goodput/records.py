@@ -278,28 +278,34 @@ def _supervised(
         ran_s = max(0.0, last.began_s - began_s) + last.ran_s
     elif not ran_s and runs:
         ran_s = max(0.0, now_s - began_s)
-    about = {
-        "number": attempt["number"],
-        "running": runs,
-        "done": attempt["decision"] == "done"
-        or (attempt["decision"] == "stopped" and last is not None and last.done),
-        "exit_code": attempt["exit_code"],
-        "decision": attempt["decision"],
-        "nodes": tuple(attempt["nodes"]),
-        "ranks": tuple(attempt["ranks"]),
-        "slow": tuple(_slow(each) for each in attempt.get("slow", ())),
-    }
+
+    def stated(record: AttemptRecord) -> AttemptRecord:
+        """The record with what `run` alone knows."""
+        decision = attempt["decision"]
+        return replace(
+            record,
+            number=attempt["number"],
+            running=runs,
+            done=decision == "done" or (decision == "stopped" and last is not None and last.done),
+            exit_code=attempt["exit_code"],
+            decision=decision,
+            nodes=tuple(attempt["nodes"]),
+            ranks=tuple(attempt["ranks"]),
+            slow=tuple(_slow(each) for each in attempt.get("slow", ())),
+            cause=attempt["cause"] or record.cause,
+            world_size=attempt["world_size"] or record.world_size,
+            allocation=attempt["allocation"] or record.allocation,
+        )
+
     if last is None:
-        yield AttemptRecord(
+        record = AttemptRecord(
             began_s=began_s,
             ran_s=ran_s,
             ended_s=began_s + ran_s,
-            cause=attempt["cause"],
             saved=attempt["step"],
-            world_size=attempt["world_size"],
-            allocation=attempt["allocation"] or attempt["host"],
-            **about,  # type: ignore[arg-type]
+            allocation=attempt["host"],
         )
+        yield stated(record)
         return
     for place, record in enumerate(ledgers):
         head_s = max(0.0, record.began_s - began_s)
@@ -313,12 +319,6 @@ def _supervised(
             yield replace(record, running=False, done=False)
             continue
         whole_s = ran_s - head_s if attempt["milliseconds"] else record.ran_s
-        yield replace(
-            record,
-            ran_s=max(0.0, whole_s),
-            ended_s=record.ended_s + max(0.0, whole_s - record.ran_s),
-            cause=attempt["cause"] or record.cause,
-            world_size=attempt["world_size"] or record.world_size,
-            allocation=attempt["allocation"] or record.allocation,
-            **about,  # type: ignore[arg-type]
-        )
+        more_s = max(0.0, whole_s - record.ran_s)
+        ran = replace(record, ran_s=max(0.0, whole_s), ended_s=record.ended_s + more_s)
+        yield stated(ran)
