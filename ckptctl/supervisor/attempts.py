@@ -21,7 +21,7 @@ from ckptctl.formats.own.supervision import (
     AttemptDocument,
     CauseDocument,
     MemberDocument,
-    PartDocument,
+    ShareDocument,
 )
 from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher, log_size
 from ckptctl.supervisor.nodes import AttemptPlan
@@ -194,15 +194,15 @@ def reported(
 # An attempt on several nodes
 
 _KILLED = 137
-"""How a part counts whose launcher is gone: as a killed process does."""
+"""How a share counts whose launcher is gone: as a killed process does."""
 _TELLING = (*NO_RESTART, RERUN, NO_ANSWER)
 """Exit codes that a job chooses."""
 _CERTAIN = 2
-"""The weight of a part that shows why the attempt ended."""
+"""The weight of a share that shows why the attempt ended."""
 
 
-def part_document(number: int, ended: Ended) -> PartDocument:
-    """The end of a part, as the leader reads it."""
+def share_document(number: int, ended: Ended) -> ShareDocument:
+    """The end of a share, as the leader reads it."""
     hang = ended.hang
     return {
         "attempt": number,
@@ -221,22 +221,22 @@ def part_document(number: int, ended: Ended) -> PartDocument:
 
 
 def ended_together(
-    parts: Sequence[PartDocument],
+    shares: Sequence[ShareDocument],
     gone: Sequence[MemberDocument],
     signal: int | None,
     seconds: float,
 ) -> Ended:
-    """How an attempt ended whose parts ended so; the strongest reason decides.
+    """How an attempt ended whose shares ended so; the strongest reason decides.
 
-    Parts that were ordered to end show nothing. Where a launcher is gone, the parts of the
+    Shares that were ordered to end show nothing. Where a launcher is gone, the shares of the
     others fail for it, unless one has a certain cause.
     """
-    own = [part for part in parts if not part["ordered"]]
+    own = [share for share in shares if not share["ordered"]]
     if signal is not None:
-        codes = [part["exit_code"] for part in own]
+        codes = [share["exit_code"] for share in own]
         code = next(filter(None, codes), 0) if codes else 128 + signal
         return Ended(code, seconds, None, None, asked=True)
-    failed = sorted((part for part in own if part["exit_code"] or part["hang"]), key=_weight)
+    failed = sorted((share for share in own if share["exit_code"] or share["hang"]), key=_weight)
     last = failed[-1] if failed else None
     if gone and (last is None or _weight(last) < _CERTAIN):
         nodes = [member["node"] for member in gone]
@@ -252,7 +252,7 @@ def ended_together(
         }
         return Ended(_KILLED, seconds, cause, None, asked=False)
     if last is None:
-        code = next((part["exit_code"] for part in parts if part["exit_code"]), 0)
+        code = next((share["exit_code"] for share in shares if share["exit_code"]), 0)
         return Ended(code, seconds, None, None, asked=False)
     hang = last["hang"]
     return Ended(
@@ -264,14 +264,14 @@ def ended_together(
     )
 
 
-def _weight(part: PartDocument) -> int:
-    """How much the end of a part shows about the attempt."""
-    hang, cause = part["hang"], _checked(part["cause"])
+def _weight(share: ShareDocument) -> int:
+    """How much the end of a share shows about the attempt."""
+    hang, cause = share["hang"], _checked(share["cause"])
     if hang is not None:
         return 3 if hang["ranks"] else 1
     if cause is not None:
         return _CERTAIN if cause["confidence"] == "high" else 1
-    return _CERTAIN if part["exit_code"] in _TELLING else 0
+    return _CERTAIN if share["exit_code"] in _TELLING else 0
 
 
 def _checked(cause: CauseDocument | None) -> CauseDocument | None:

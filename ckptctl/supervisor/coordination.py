@@ -1,7 +1,7 @@
 """Agree with the launchers of the other nodes on each attempt: when it begins, and how it ended.
 
 One launcher leads. It begins an attempt when all are there and none has processes of an earlier
-one, ends it on all nodes when it has ended on one, and decides when the last part has ended. The
+one, ends it on all nodes when it has ended on one, and decides when the last share has ended. The
 others follow the revisions of the state. A leader that is gone is replaced by a
 follower, and the attempt that it led ends everywhere.
 """
@@ -21,11 +21,11 @@ from ckptctl.formats.own.supervision import (
     LauncherDocument,
     MemberDocument,
     OwnerDocument,
-    PartDocument,
+    ShareDocument,
     SupervisorDocument,
 )
 from ckptctl.formatting import duration
-from ckptctl.supervisor.attempts import ended_together, part_document
+from ckptctl.supervisor.attempts import ended_together, share_document
 from ckptctl.supervisor.child import EndedElsewhere, Running, Signals
 from ckptctl.supervisor.holding import LEASE_S, HeldState, end_left_behind, marker_of
 from ckptctl.supervisor.launchers import POLL_S, Launchers
@@ -38,7 +38,7 @@ _LEAVING_S = 60.0
 
 
 class Assignment(NamedTuple):
-    """What a follower has to run: its part of the attempt that the state holds."""
+    """What a follower has to run: its share of the attempt that the state holds."""
 
     number: int
     place: Place
@@ -67,7 +67,7 @@ class Turn(NamedTuple):
 
 
 class Coordination:
-    """The agreement of this launcher with the others; a watcher of its parts.
+    """The agreement of this launcher with the others; a watcher of its shares.
 
     `held` is the state while this launcher leads, else None.
     """
@@ -83,7 +83,7 @@ class Coordination:
         self.held: HeldState | None = None
         self._running = 0
         self.followed: list[int] = []
-        """The attempts that this launcher had a part in."""
+        """The attempts that this launcher had a share of."""
         self._launchers = launchers
         self._signals = signals
         self._tell = tell
@@ -106,7 +106,7 @@ class Coordination:
     # Who leads
 
     def next(self, *, reset: bool) -> Assignment | JobEnd | Turn:
-        """Wait for a part to run, for the end of the job, or for the turn to lead.
+        """Wait for a share to run, for the end of the job, or for the turn to lead.
 
         A damaged state is replaced at a `reset`. Raises `StorageUnavailable` where the storage
         does not answer in time, and `OwnFileUnreadable` for a damaged state.
@@ -136,9 +136,9 @@ class Coordination:
         if state is not None and launch is not None and self.id in launch["ids"]:
             if launch["exit_code"] is not None:
                 return JobEnd(_decision(launch), launch["exit_code"], launch["reason"])
-            part = self.part(state)
-            if part is not None:
-                return part
+            share = self.share(state)
+            if share is not None:
+                return share
         owner = None if state is None else state["owner"]
         if owner is None or launch is None or self._is_gone(owner, launch):
             if asked is not None:
@@ -150,8 +150,8 @@ class Coordination:
     def _is_gone(self, owner: OwnerDocument, launch: LaunchDocument) -> bool:
         return self._launchers.is_gone(owner["id"], launch["leader"])
 
-    def part(self, state: SupervisorDocument) -> Assignment | None:
-        """The part of this launcher in an attempt that begins."""
+    def share(self, state: SupervisorDocument) -> Assignment | None:
+        """The share of this launcher in an attempt that begins."""
         launch = state.get("launch")
         last = state["attempts"][-1] if state["attempts"] else None
         if launch is None or last is None or last["decision"] is not None:
@@ -161,7 +161,7 @@ class Coordination:
             return None
         if launch["ending"]:  # it has ended on another node before it began on this one
             never = Ended(0, 0.0, None, None, asked=False, ordered=True)
-            self.run_part(last["number"], lambda: never)
+            self.run_share(last["number"], lambda: never)
             return None
         node_rank, head = ids.index(self.id), launch["members"][0]["node"]
         place = Place(node_rank, head, launch["step"])
@@ -295,34 +295,34 @@ class Coordination:
         return next((each for each in signals if each is not None), None)
 
     def end_together(self, number: int, own: Ended | None, began_s: float) -> Ended:
-        """Wait until all parts of an attempt have ended, and return how it did.
+        """Wait until all shares of an attempt have ended, and return how it did.
 
-        `own` is the end of the leader's part, None where it has none.
+        `own` is the end of the leader's share, None where it has none.
         """
         is_over = False
         while True:
             stop = self._of_others(number)
             if own is not None and (own.code or own.hang):
-                stop = stop or EndedElsewhere("the part of the leader ended")
+                stop = stop or EndedElsewhere("the share of the leader ended")
             if stop is not None and not is_over:
                 is_over = True
                 if own is None:
                     self._tell(f"ended the job: {stop.message}")
                 self._save(self.leading.state, ending=True)
-            parts, gone, waits = self._parts(number)
+            shares, gone, waits = self._shares(number)
             if not waits:
                 break
             time.sleep(POLL_S / 2)
         if own is not None:
-            parts.append(part_document(number, own))
+            shares.append(share_document(number, own))
         for member in gone:
             self._tell(f"warning: the `ckptctl run` of {member['node']} is gone")
         signal = self.signal()
-        return ended_together(parts, gone, signal, time.monotonic() - began_s)
+        return ended_together(shares, gone, signal, time.monotonic() - began_s)
 
-    def _parts(self, number: int) -> tuple[list[PartDocument], list[MemberDocument], bool]:
-        """The parts of the others that have ended, the members that are gone, and if any runs."""
-        parts, gone, waits = [], [], False
+    def _shares(self, number: int) -> tuple[list[ShareDocument], list[MemberDocument], bool]:
+        """The shares of the others that have ended, the members that are gone, and if any runs."""
+        shares, gone, waits = [], [], False
         living = self._launchers.living()
         for member in self._decided()["members"]:
             there = living.get(member["launcher"])
@@ -331,11 +331,11 @@ class Coordination:
             if there is None or there["id"] != member["id"]:
                 gone.append(member)
                 self._end_left_behind(member["launcher"])
-            elif there["part"] is not None and there["part"]["attempt"] == number:
-                parts.append(there["part"])
+            elif there["share"] is not None and there["share"]["attempt"] == number:
+                shares.append(there["share"])
             else:
                 waits = True
-        return parts, gone, waits
+        return shares, gone, waits
 
     def _end_left_behind(self, place: int) -> None:
         """End what a launcher that is gone left on this machine."""
@@ -355,10 +355,10 @@ class Coordination:
             self._check_lead()
             time.sleep(POLL_S / 2)
 
-    # A part of an attempt
+    # A share of an attempt
 
-    def run_part(self, number: int, run: Callable[[], Ended]) -> Ended:
-        """Run a part, and report its begin and its end."""
+    def run_share(self, number: int, run: Callable[[], Ended]) -> Ended:
+        """Run a share, and report its begin and its end."""
         if number not in self.followed:
             self.followed.append(number)
         self.is_new = False
@@ -371,7 +371,7 @@ class Coordination:
         except BaseException:
             self._launchers.report(running=None)
             raise
-        self._launchers.report(running=None, part=part_document(number, ended))
+        self._launchers.report(running=None, share=share_document(number, ended))
         return ended
 
     def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
@@ -409,16 +409,16 @@ class Coordination:
         if signal is not None and self._decided()["signal"] is None:
             self._signals.pass_on(signal)
             self._save(self.leading.state, signal=signal)
-        parts, gone, _ = self._parts(number)
+        shares, gone, _ = self._shares(number)
         for member in gone:
             return EndedElsewhere(f"the `ckptctl run` of {member['node']} is gone")
         if signal is not None:
             return None
-        for part in parts:
-            if part["hang"] is not None:
-                return EndedElsewhere(f"a hang on another node: {part['hang']['message']}")
-            if part["exit_code"]:
-                return EndedElsewhere(f"its part on another node ended with {part['exit_code']}")
+        for share in shares:
+            if share["hang"] is not None:
+                return EndedElsewhere(f"a hang on another node: {share['hang']['message']}")
+            if share["exit_code"]:
+                return EndedElsewhere(f"its share on another node ended with {share['exit_code']}")
         return None
 
 

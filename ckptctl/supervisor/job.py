@@ -90,7 +90,7 @@ class SupervisedJob:
             self._log_folder.note(message)
 
     def runner(self, *watchers: Watcher) -> AttemptRunner:
-        """What runs one attempt, or a part of one, and is polled by `watchers`."""
+        """What runs one attempt, or a share of one, and is polled by `watchers`."""
         output = self.options.output
         return AttemptRunner(output, self._log_folder, watchers, self.signals, self.tell)
 
@@ -172,7 +172,7 @@ class SupervisedJob:
         marker: str,
         runner: AttemptRunner,
     ) -> Ended:
-        """Run the last attempt of a state, or the part of this launcher in it, to its end."""
+        """Run the last attempt of a state, or the share of this launcher in it, to its end."""
         number, budget = state["attempts"][-1]["number"], self.options.budget
         name = f"{state['run']}/{number}"
         left = budget_of(since_progress(state)).left(budget)

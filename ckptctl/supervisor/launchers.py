@@ -31,7 +31,7 @@ from ckptctl.errors import (
 from ckptctl.formats.own.supervision import (
     MAX_LAUNCHERS,
     LauncherDocument,
-    PartDocument,
+    ShareDocument,
     SupervisorDocument,
 )
 from ckptctl.options import not_negative
@@ -105,7 +105,7 @@ class Launchers:
             "beat": 0,
             "running": None,
             "signal": None,
-            "part": None,
+            "share": None,
         }
         self.leads = False
         self.state: SupervisorDocument | None = None
@@ -132,10 +132,10 @@ class Launchers:
         """The name of this launcher."""
         return self.own["id"]
 
-    def report(self, *, running: int | None, part: PartDocument | None = None) -> None:
-        """Report which attempt this launcher runs, and how its part of the last ended."""
+    def report(self, *, running: int | None, share: ShareDocument | None = None) -> None:
+        """Report which attempt this launcher runs, and how its share of the last ended."""
         with self._changed:
-            self.own = {**self.own, "running": running, "part": part or self.own["part"]}
+            self.own = {**self.own, "running": running, "share": share or self.own["share"]}
             self._renew()
 
     def report_signal(self, number: int) -> None:

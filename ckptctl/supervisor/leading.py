@@ -53,7 +53,7 @@ class _Launcher:
                 return Conclusion(Decision(turn.decision), turn.reason, turn.exit_code)
             if isinstance(turn, Assignment):
                 job.sections.recall(turn.state["sections"])
-                self._run_part(turn)
+                self._run_share(turn)
                 continue
             try:
                 if self._take_lead(turn):
@@ -125,7 +125,7 @@ class _Launcher:
         idle: Mapping[int, LauncherDocument],
         step: int | None,
     ) -> Conclusion:
-        """Begin an attempt on all nodes, run the own part, and decide when all have ended."""
+        """Begin an attempt on all nodes, run the own share, and decide when all have ended."""
         job, together = self.job, self.together
         held = together.leading
         members = members_of(plan.runs_on, idle)
@@ -134,26 +134,28 @@ class _Launcher:
         if not together.write(state, **changes, ending=False, signal=None):
             return Conclusion(Decision.NEVER, "the state cannot be written", NO_ANSWER)
         number, began_s = state["attempts"][-1]["number"], time.monotonic()
-        part = together.part(held.state)
-        ended = None if part is None else self._run_part(part)
+        share = together.share(held.state)
+        ended = None if share is None else self._run_share(share)
         return job.conclude(held, together.end_together(number, ended, began_s))
 
-    def _run_part(self, part: Assignment) -> Ended:
-        """Run the part of this launcher in an attempt to its end."""
+    def _run_share(self, share: Assignment) -> Ended:
+        """Run the share of this launcher in an attempt to its end."""
         job, together = self.job, self.together
-        state, number = part.state, part.number
+        state, number = share.state, share.number
         excluded = [each["node"] for each in state["excluded"]]
         world_size = state["attempts"][-1]["world_size"]
-        words, variables = fill(job.command, excluded, (world_size or 0, part.n_nodes), part.place)
+        words, variables = fill(
+            job.command, excluded, (world_size or 0, share.n_nodes), share.place
+        )
         plan = AttemptPlan(words, variables, "", world_size, ())
         marker = marker_of(state, job.roots.url, job.options.launchers.place)
-        restarts = part.launch["restarts"]
-        run = partial(job.run, state, plan, part.place.step, restarts, marker, self.runner)
+        restarts = share.launch["restarts"]
+        run = partial(job.run, state, plan, share.place.step, restarts, marker, self.runner)
         try:
-            return together.run_part(number, run)
+            return together.run_share(number, run)
         except UsageError as error:
             job.tell(f"warning: {error.message}")
-            return together.run_part(
+            return together.run_share(
                 number, lambda: Ended(UsageError.exit_code, 0.0, None, None, asked=False)
             )
 

@@ -104,7 +104,7 @@ class Ended(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
     `cause` is what its logs show. It was ended for the `hang`, whatever its code. A signal
-    `asked` the job to end. Its end was `ordered` where another node's part had ended first.
+    `asked` the job to end. Its end was `ordered` where another node's share had ended first.
     """
 
     code: int

@@ -137,7 +137,7 @@ class SectionDocument(TypedDict):
 
 
 class MemberDocument(TypedDict):
-    """A launcher that runs its part of an attempt."""
+    """A launcher that runs its share of an attempt."""
 
     id: Id
     """Its name, unique among all processes."""
@@ -161,7 +161,7 @@ class LaunchDocument(TypedDict):
     step: int | None
     """The newest usable step when the attempt began."""
     ending: bool
-    """Every part of the attempt is to end."""
+    """Every share of the attempt is to end."""
     signal: int | None
     """The signal that asked one of them to end; passed on to all."""
     exit_code: int | None
@@ -199,7 +199,7 @@ class SupervisorDocument(_SupervisorOptions):
 
 
 class CauseDocument(TypedDict):
-    """Why a part of an attempt failed, as far as its logs show."""
+    """Why a share of an attempt failed, as far as its logs show."""
 
     failure: str
     """The class of the failure."""
@@ -232,15 +232,15 @@ class HangDocument(TypedDict):
     """The nodes at fault."""
 
 
-class PartDocument(TypedDict):
-    """How the part of one launcher in an attempt ended."""
+class ShareDocument(TypedDict):
+    """How the share of one launcher in an attempt ended."""
 
     attempt: Positive
     """The number of the attempt."""
     exit_code: int
     """The exit code of its command."""
     ordered: bool
-    """It was ended because the part of another launcher had ended."""
+    """It was ended because the share of another launcher had ended."""
     hang: HangDocument | None
     """It was ended for a hang."""
     cause: CauseDocument | None
@@ -268,8 +268,8 @@ class LauncherDocument(TypedDict):
     """The attempt whose processes it has; null where it has none."""
     signal: int | None
     """The signal that asked it to end."""
-    part: PartDocument | None
-    """How its last part ended."""
+    share: ShareDocument | None
+    """How its last share ended."""
 
 
 class LeaseDocument(TypedDict):
