@@ -113,7 +113,7 @@ def _download(
                 for at in range(0, info.size, _PIECE)
             ]
             with out.open("wb") as file:
-                for _, data in store.read_spans(spans):
+                for _, data in store.view_spans(spans):
                     file.write(data)
 
 

@@ -223,7 +223,7 @@ def _crcs(
     places = [(n, place) for n in numbers if (place := _same_chunk(metadata, ranges, n))]
     spans = [_tail(folder, place) for _, place in places]
     for (number, place), (_, tail) in zip(places, store.read_spans(spans), strict=True):
-        crc = elements_crc(bytes(tail), place.length)
+        crc = elements_crc(tail, place.length)
         if crc is not None:
             found[number] = crc
     return found

@@ -93,7 +93,7 @@ def read_sidecars(
     spans = [Span(inside(folder, file.path), 0, file.size) for file in wanted]
     for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
         try:
-            yield Sidecar(file.path, content_of(bytes(data), file.path))
+            yield Sidecar(file.path, content_of(data, file.path))
         except CkptctlError as error:
             yield Sidecar(file.path, finding=_damaged(file.path, error.message, step.url))
     read = set(wanted)
@@ -121,8 +121,8 @@ def check_documents(
     wanted = [f for f in wanted if f.path.endswith(".json") and (f.size or f.path in needed)]
     wanted = wanted[:MAX_SIDECARS]
     spans = [Span(inside(folder, file.path), 0, file.size) for file in wanted]
-    for file, (_, content) in zip(wanted, store.read_spans(spans), strict=True):
-        data, is_needed = bytes(content), file.path in needed
+    for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
+        is_needed = file.path in needed
         if not (_is_no_json(data) if is_needed else _ends_early(data)):
             continue
         code, what = "file.truncated", "truncated"
@@ -276,7 +276,7 @@ def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator
         if head != b"PK":
             continue
         try:
-            tail_needed(bytes(tail), file.size)
+            tail_needed(tail, file.size)
         except RecordUnreadable as error:
             yield file.path, error.message
 
@@ -358,7 +358,7 @@ def read_numbers(
             spans[Span(inside(folder, found.file), found.offset, found.length)] = fqn
     numbers = {}
     for span, record in store.read_spans(spans):
-        value = number_in(bytes(record))
+        value = number_in(record)
         if value is not None and math.isfinite(value) and value == int(value):
             numbers[spans[span]] = int(value)
     return numbers

@@ -278,7 +278,7 @@ def _read_objects(store: Store, board: _Board, number: int) -> None:
                     asked_for.append((run, piece, into))
                     yield Span(run.path, start, n_bytes)
 
-    for _, data in store.read_spans(spans()):
+    for _, data in store.view_spans(spans()):
         if board.stopped:
             return
         run, piece, into = asked_for.popleft()

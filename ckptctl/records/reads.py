@@ -142,7 +142,7 @@ def _read(
         reading.n_reads += 1
         reading.n_bytes += len(data)
         for window in read.windows:
-            piece = bytes(data[window.start - read.start : window.end - read.start])
+            piece = data[window.start - read.start : window.end - read.start]
             if window.is_last:
                 head = heads.pop(window.number, piece)
                 yield window.number, View(ranges.lengths[window.number], head, piece)
@@ -207,10 +207,10 @@ def read_headers(
         if len(data) < end <= min(file.size, PREFIX + MAX_HEADER):
             longer.append((file, end))
         else:
-            yield file, bytes(data[:end])
+            yield file, data[:end]
     rest = [Span(_below(folder, file), 0, end) for file, end in longer]
     for (file, _), (_, data) in zip(longer, store.read_spans(rest), strict=True):
-        yield file, bytes(data)
+        yield file, data
 
 
 def read_indexes(

@@ -144,7 +144,7 @@ def _sound(store: Store, whole: ByteRange) -> tuple[RecordDirectory, _Read]:
         wanted += _around(member)
     read = _Read()
     for span, data in store.read_spans(Span(path, at, end - at) for at, end in wanted):
-        read[span.offset, span.offset + span.length] = bytes(data)
+        read[span.offset, span.offset + span.length] = data
     check_headers(directory, read)
     check_texts(directory, read)
     return directory, read

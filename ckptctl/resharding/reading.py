@@ -399,7 +399,7 @@ def read_values(
         for entry in small
     ]
     for entry, (_, data) in zip(small, files.store.read_spans(spans), strict=True):
-        yield entry, _value(files, entry, bytes(data))
+        yield entry, _value(files, entry, data)
     for entry in entries:
         if (n_bytes := entry.record.length) > MAX_VALUE_BYTES:
             why = f"{entry.fqn} takes {n_bytes:,} bytes, of which {MAX_VALUE_BYTES:,} are read"

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import TypeVar
 
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Data, OpenFile, Span, Store, StoreKind, Upload, spread
 from ckptctl.storage.waiting import Retries
+
+D = TypeVar("D", bytes, Data)
+_Read = Callable[[Iterable[Span]], Iterator[tuple[Span, D]]]
 
 
 class WithFiles:
@@ -55,8 +59,16 @@ class WithFiles:
         data = self._files.get(path)
         return self._store.read(path, limit=limit) if data is None else data
 
-    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """See `Store.read_spans`."""
+        return self._with_own(self._store.read_spans, spans)
+
+    def view_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
+        """See `Store.view_spans`."""
+        return self._with_own(self._store.view_spans, spans)
+
+    def _with_own(self, read: _Read[D], spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | D]]:
+        """Each span with its bytes: those of the store by `read`."""
         asked: deque[Span] = deque()
 
         def others() -> Iterator[Span]:
@@ -65,7 +77,7 @@ class WithFiles:
                 if span.path not in self._files:
                     yield span
 
-        for _, data in self._store.read_spans(others()):
+        for _, data in read(others()):
             while asked[0].path in self._files:
                 yield self._from_memory(asked.popleft())
             yield asked.popleft(), data

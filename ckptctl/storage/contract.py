@@ -236,14 +236,18 @@ class Store(Protocol):
         """
         ...
 
-    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
-        """Each span with what was read, in the requested order.
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        """Each span with its bytes, in the requested order.
 
         Several reads are in flight at once where that is faster; at most 64 MiB of results
         are buffered. On an object store, all spans of one path are read from one object: if
         it is replaced in between, `Replaced` is raised. Adjacent spans are not merged; the
         caller does that.
         """
+        ...
+
+    def view_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
+        """As `read_spans`, without a copy of what a client holds: for long reads."""
         ...
 
     def open_file(self, path: str) -> OpenFile:
@@ -320,7 +324,7 @@ class Store(Protocol):
 def read_range(store: Store, path: str, offset: int, length: int) -> bytes:
     """The `length` bytes of a file from `offset` on. Cost: one read."""
     ((_, data),) = store.read_spans([Span(path, offset, length)])
-    return bytes(data)
+    return data
 
 
 def spread(data: Data, buffers: Iterable[memoryview]) -> None:

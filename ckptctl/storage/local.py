@@ -102,6 +102,8 @@ class LocalStore:
             return read_in_flight(self._span, spans, width=WIDTH)
         return self._spans_in_turn(spans)
 
+    view_spans = read_spans
+
     def open_file(self, path: str) -> OpenFile:
         """See `Store.open_file`: keeps one descriptor, so that a piece costs one system call."""
         return _LocalFile(self, path)

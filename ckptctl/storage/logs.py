@@ -171,7 +171,7 @@ def _object_pieces(url: str, storage: StorageOptions) -> Iterator[bytes]:
             for start in range(0, found.size, _REMOTE_PIECE)
         )
         for _, data in store.read_spans(spans):
-            yield bytes(data)
+            yield data
 
 
 def _file_in(store: Store, name: str) -> FileInfo | None:

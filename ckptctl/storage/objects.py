@@ -147,8 +147,12 @@ class ObjectStore:
             raise TooLarge(f"{self._named(path)} is larger than {limit:,} bytes and was not read")
         return bytes(data)
 
-    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
-        """See `Store.read_spans`: always in flight, one request a span."""
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        """See `Store.read_spans`."""
+        return ((span, bytes(data)) for span, data in self.view_spans(spans))
+
+    def view_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
+        """See `Store.view_spans`: always in flight, one request a span."""
         return read_in_flight(partial(self._span, etags={}), spans)
 
     def open_file(self, path: str) -> OpenFile:

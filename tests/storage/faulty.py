@@ -92,6 +92,8 @@ class FaultyStore:
             self._count("span", span.path)
             yield span, data
 
+    view_spans = read_spans
+
     def open_file(self, path: str) -> OpenFile:
         """See `Store.open_file`."""
         self._count("open_file", path)

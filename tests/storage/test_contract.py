@@ -238,7 +238,10 @@ def test_spans_come_in_the_order_asked_for(store: Store):
     spans.insert(20, Span("latest", 5, 2))
     expected = [data[s.offset : s.offset + s.length] for s in spans]
     expected[20] = b"10"
-    assert list(store.read_spans(spans)) == list(zip(spans, expected, strict=True))
+    read = [*store.read_spans(spans)]
+    assert read == list(zip(spans, expected, strict=True))
+    assert {type(data) for _, data in read} == {bytes}
+    assert [*store.view_spans(spans)] == read
 
 
 def test_a_span_of_no_bytes_is_empty(store: Store):
