@@ -39,6 +39,7 @@ from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
 from ckptctl.formatting import counted, inside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
+from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, StageContext, contradicted
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
@@ -48,22 +49,20 @@ if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.content import Asked
     from ckptctl.inspection.predecessor import Older
-    from ckptctl.inspection.seal_and_marks import Notes
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """A report, with what it was made from for those who want to show more.
 
-    `notes` are there where ckptctl has noted anything; `parts` are empty where the step
-    could not be inspected.
+    `parts` are empty where the step could not be inspected.
     """
 
     report: Report
     step: Step
     opened: OpenStep
     parts: tuple[OpenPart, ...] = ()
-    notes: Notes | None = None
+    notes: Notes = NOTHING_NOTED
 
 
 def inspect_step(
@@ -214,7 +213,7 @@ def _report(
     step: Step, parts: Sequence[OpenPart], context: StageContext, findings: Sequence[Finding]
 ) -> Report:
     requirements, state = context.requirements, context.state
-    seal = context.notes.seal if context.notes else None
+    seal = context.notes.seal
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {part.path: frozenset(part.ranges.file_names) for part in parts if part.metadata}
     saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))

@@ -17,7 +17,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import own_number, sidecars_of
 from ckptctl.data_classes import replace
@@ -46,15 +45,13 @@ from ckptctl.inspection.part_files import (
     read_structure,
     safetensors_in,
 )
+from ckptctl.inspection.seal_and_marks import ReadMarks, ReadSeal, read_marks, read_seal
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars, value_in_archive
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import join_url
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.seal_and_marks import ReadMarks, ReadSeal
 
 
 class OpenStep:
@@ -207,15 +204,11 @@ class OpenStep:
     @cached_property
     def seal(self) -> ReadSeal:
         """The seal in the step, of whichever save it is; see `read_seal`."""
-        from ckptctl.inspection.seal_and_marks import read_seal
-
         return read_seal(self)
 
     @cached_property
     def marks(self) -> ReadMarks:
         """The marks in the step, on whichever save they are; see `read_marks`."""
-        from ckptctl.inspection.seal_and_marks import read_marks
-
         return read_marks(self)
 
     @property

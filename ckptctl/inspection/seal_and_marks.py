@@ -70,6 +70,9 @@ class Notes:
         return any(mark.word is MarkKind.ACCEPTED for mark in self.marks)
 
 
+NOTHING_NOTED = Notes()
+
+
 def read_notes(
     opened: OpenStep, requirements: Requirements, known_faults: Collection[str] = ()
 ) -> Notes:
@@ -144,7 +147,7 @@ def read_marks(opened: OpenStep) -> ReadMarks:
     spans = (Span(opened.in_store(file.path), 0, file.size) for file in read)
     for file, (_, data) in zip(read, opened.store.read_spans(spans), strict=True):
         try:
-            marks.append(parse_mark(bytes(data)))
+            marks.append(parse_mark(data))
         except OwnFileUnreadable as error:
             unread[file.path] = error.message
     current = metadata_digest(tuple(opened.digests.items()))

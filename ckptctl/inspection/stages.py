@@ -41,6 +41,7 @@ from ckptctl.inspection.part_files import (
     steps_by_optimizer,
     steps_by_rank,
 )
+from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, read_notes
 from ckptctl.inspection.sidecars import check_documents, value_in_archive
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
@@ -49,7 +50,6 @@ from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
     from ckptctl.inspection.predecessor import Older
-    from ckptctl.inspection.seal_and_marks import Notes
 
 
 @dataclass(slots=True)
@@ -57,9 +57,8 @@ class StageContext:
     """What an inspection was asked for, and what its stages have found so far.
 
     `readable` are the paths of parts without a fault in listing and metadata, `sound`
-    those without one in their records too. `notes` are there where ckptctl has noted
-    anything, `content` once the bytes were read. With `chooses_level` nobody asked for a
-    level, and the stage `metadata` chooses it by its cost.
+    those without one in their records too. `content` is there once the bytes were read. With
+    `chooses_level` nobody asked for a level, and the stage `metadata` chooses it by its cost.
     """
 
     requirements: Requirements
@@ -72,7 +71,7 @@ class StageContext:
     readable: set[str] = field(default_factory=set)
     sound: set[str] = field(default_factory=set)
     state: TrainState = NO_STATE
-    notes: Notes | None = None
+    notes: Notes = NOTHING_NOTED
     content: ContentInspection | None = None
     by_store: ByStore | None = None
 
@@ -272,8 +271,6 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the step with its seal, and read the marks on it."""
     asked = context.requirements.require_seal or context.requirements.marks is not None
     if asked or any(layouts.is_own(file.path) for file in opened.files):
-        from ckptctl.inspection.seal_and_marks import read_notes
-
         faults = [one.where for one in context.findings if one.severity is Severity.FAULT]
         context.notes = read_notes(opened, context.requirements, frozenset(faults))
         yield from context.notes.findings
@@ -284,7 +281,7 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     if context.older is None or not _claims_further(opened):
         return
     # An acceptance covers this, and `step.foreign` already reports a seal of another step.
-    if (context.notes is not None and context.notes.accepted) or context.places("step.foreign"):
+    if context.notes.accepted or context.places("step.foreign"):
         return
     own = {number for part in opened.parts if (number := part.own_number) is not None}
     number = earlier_step(opened.step, own, context.state.step.value)
@@ -296,10 +293,9 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find NaN in the weights of a step whose own log ends with a loss that is not finite."""
-    accepted = context.notes is not None and context.notes.accepted
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
     sound = all(part.path in context.readable for part in opened.parts)
-    if opened.step.layout == "transformers" and is_cheap and sound and not accepted:
+    if opened.step.layout == "transformers" and is_cheap and sound and not context.notes.accepted:
         from ckptctl.inspection.lost_weights import check_weights
 
         yield from check_weights(opened)
@@ -311,7 +307,7 @@ def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         return
     from ckptctl.inspection.content import inspect_content
 
-    seal = context.notes.seal if context.notes else None
+    seal = context.notes.seal
     context.content = inspect_content(opened, context.asked, seal, context.places("seal.digest"))
     yield from context.content.findings
     if not context.content.whole:
@@ -334,10 +330,7 @@ def _has_seal(opened: OpenStep) -> bool:
 def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the checksums that the store keeps with those in the seal."""
     if context.requirements.remote_checksums:
-        from ckptctl.inspection.seal_and_marks import ask_store
-
-        seal = context.notes.seal if context.notes else None
-        context.by_store, findings = ask_store(opened, seal, context.findings)
+        context.by_store, findings = ask_store(opened, context.notes.seal, context.findings)
         yield from findings
 
 

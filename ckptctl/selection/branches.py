@@ -179,13 +179,13 @@ def left_behind(inspected: Inspection, resumes: Sequence[RecordedResume]) -> Rec
     current branch, and so does one that a person has accepted.
     """
     report, notes = inspected.report, inspected.notes
-    if report.verdict is Verdict.UNKNOWN or (notes is not None and notes.accepted):
+    if report.verdict is Verdict.UNKNOWN or notes.accepted:
         return None
     metadata = metadata_digest(report.digests)
     for one in sorted(resumes, key=lambda one: one.attempt, reverse=True):
         if metadata is not None and (one.step, one.loaded) == (report.number, metadata):
             return None
-        if one.leaves(report, notes.seal if notes else None):
+        if one.leaves(report, notes.seal):
             return one
     return None
 

@@ -78,8 +78,8 @@ def mark(
         check_inspected(inspected.report)
         # A listing does not read what names the save of a rank-file step.
         report = replace(inspected.report, digests=tuple(found.digests.items()))
-        applying = inspected.notes.marks if inspected.notes else ()
-        if kind is MarkKind.UNPINNED and inspected.notes:
+        applying = inspected.notes.marks
+        if kind is MarkKind.UNPINNED:
             # A pin on an earlier save keeps the folder, so it can be lifted as well.
             applying += tuple(pin for pin in inspected.notes.pins if pin not in applying)
         lifted = tuple(one for one in applying if one.word in kind.lifts)

@@ -151,9 +151,8 @@ _MAX_BYTES = 64 << 10
 def has_seal(inspected: Inspection) -> bool:
     """Whether a seal lists all files that the step needs, and applies to this save of it."""
     notes = inspected.notes
-    if notes is None or notes.seal is None:
-        return False
-    return not any(finding.code == "seal.partial" for finding in notes.findings)
+    is_partial = any(finding.code == "seal.partial" for finding in notes.findings)
+    return notes.seal is not None and not is_partial
 
 
 def is_proven(store: Store, inspected: Inspection) -> bool:
@@ -161,7 +160,7 @@ def is_proven(store: Store, inspected: Inspection) -> bool:
 
     Storage errors are passed on. Cost: one short read if there is a note.
     """
-    seal = inspected.notes.seal if inspected.notes and has_seal(inspected) else None
+    seal = inspected.notes.seal if has_seal(inspected) else None
     return (seal is not None and _as_sealed(seal, inspected.step)) or _noted(store, inspected)
 
 

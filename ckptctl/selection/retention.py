@@ -422,9 +422,9 @@ def _stays_aside(inspected: Inspection) -> str | None:
 
 def _marked(inspected: Inspection) -> str | None:
     """Why the marks on a step keep it; None where they do not."""
-    if inspected.notes is not None and inspected.notes.pins:
+    if inspected.notes.pins:
         return "pinned"
-    if inspected.notes is not None and inspected.notes.unread and not _is_left_over(inspected):
+    if inspected.notes.unread and not _is_left_over(inspected):
         return "a mark on it cannot be read: it may be pinned"
     return None
 

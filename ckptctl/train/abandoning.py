@@ -173,7 +173,7 @@ def newer_steps(
         check_inspected(inspection.report)
         if named.number == step and not own and inspection.report.digests == digests:
             continue
-        marks = inspection.notes.marks if inspection.notes else ()
+        marks = inspection.notes.marks
         superseded = any(one.word is MarkKind.SUPERSEDED for one in marks)
         ids = tuple(one.id for one in marks)
         newer.append(NewerStep(named.name, inspection.report, ids, superseded))
