@@ -11,8 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from damage import flip_tensor
+
 import ckptctl
-from ckptctl.formats.dcp.metadata import decode_metadata
 
 NUMBERS = tuple(range(100, 900, 100))
 VARIANTS = ("whole", "no-scheduler", "weights")
@@ -61,17 +62,6 @@ def unseal(step: Path) -> None:
     (step / ".ckptctl" / "seal.json").unlink(missing_ok=True)
 
 
-def flip_bit(step: Path) -> None:
-    """Change one bit of the largest tensor, which only reading the bytes detects."""
-    metadata = decode_metadata((step / ".metadata").read_bytes())
-    ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
-    largest = max((one for one in ranges if one is not None), key=lambda one: one.length)
-    path = step / largest.file
-    data = bytearray(path.read_bytes())
-    data[largest.offset + largest.length // 2] ^= 1
-    path.write_bytes(data)
-
-
 def interrupt(step: Path) -> None:
     """Leave what a save leaves that was killed long ago, before its metadata."""
     shutil.rmtree(step / ".ckptctl", ignore_errors=True)
@@ -84,7 +74,7 @@ def damage(step: Path, how: str, chance: random.Random) -> None:
     """Break a step: `flip`, `cut`, `lost`, `interrupted`, `metadata` or `none`."""
     shards = sorted(step.glob("*.distcp"))
     if how == "flip":
-        flip_bit(step)
+        flip_tensor(step)
     elif how == "cut":
         os.truncate(shards[0], chance.randrange(shards[0].stat().st_size))
     elif how == "lost":

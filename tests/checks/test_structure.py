@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from damage import flip
 from made_parts import metadata, tensor
 from made_records import Made, archive, members_of
 
@@ -81,9 +82,7 @@ class Step:
         """Flip a byte of the record of `fqn`."""
         at = self.range_of(fqn)
         path = self.folder / at.file
-        data = bytearray(path.read_bytes())
-        data[at.offset + offset] ^= 0xFF
-        path.write_bytes(data)
+        flip(path, at.offset + offset)
 
     def with_tensor(self, fqn: str, **changes: object) -> Metadata:
         """The metadata with other values for one tensor."""

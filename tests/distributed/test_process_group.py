@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
+from damage import flip
 from huge_step import bytes_read, make_huge
 
 from ckptctl.distributed.launcher import LaunchedRank, launched_rank
@@ -38,9 +39,7 @@ def damage(step: Path) -> None:
     """Change one byte in each of two files."""
     for name in ("__0_0.distcp", "__3_0.distcp"):
         before = (step / name).stat()
-        data = bytearray((step / name).read_bytes())
-        data[len(data) // 2] ^= 0xFF
-        (step / name).write_bytes(data)
+        flip(step / name)
         os.utime(step / name, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 

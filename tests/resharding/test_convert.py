@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import validated
+from damage import flip
 from made_steps import grid, octets, read_step, write_step
 from next_commands import run_and_follow as run_ckptctl
 
@@ -85,9 +86,7 @@ def test_damage_ends_it_and_no_folder_appears(tmp_path):
     weight = torch.arange(64 * 256, dtype=torch.float32).reshape(64, 256)
     step = tmp_path / "step_1"
     write_step(step, {"model.w": (weight, grid((64, 256), [[32], []]))})
-    data = bytearray((step / "__0_0.distcp").read_bytes())
-    data[9000] ^= 0xFF
-    (step / "__0_0.distcp").write_bytes(data)
+    flip(step / "__0_0.distcp", 9000)
     done = run_ckptctl("convert", step, tmp_path / "out", "--json")
     assert done.returncode == 21
     document = validated(done.stdout)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from command_line import COMMAND, clean_environment, validated
 from command_line import run_ckptctl as run_alone
+from damage import flip
 from made_steps import grid, octets, read_step, write_step
 from next_commands import run_and_follow as run_ckptctl
 
@@ -165,9 +166,7 @@ def test_damage_ends_it_before_the_file_appears(tmp_path, target):
     weight = torch.arange(64 * 256, dtype=torch.float32).reshape(64, 256)
     write_step(tmp_path / "step_1", {"model.w": (weight, grid((64, 256), [[32], [100]]))})
     shard = tmp_path / "step_1" / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[9000] ^= 0xFF
-    shard.write_bytes(data)
+    flip(shard, 9000)
     answer = ckptctl.convert(str(tmp_path / "step_1"), str(tmp_path / target))
     assert answer.exit_code == 21
     assert "record.crc" in [finding.code for finding in answer.report.findings]
@@ -325,9 +324,7 @@ def test_without_a_seal_nothing_proves_safetensors_and_with_one_every_byte(tmp_p
     ckptctl.seal(str(tmp_path / "model"), accept_unverifiable=True)
     assert ckptctl.convert(str(words[1]), str(words[2])).written
     path = tmp_path / "model" / "model-00001-of-00002.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 0xFF
-    path.write_bytes(data)
+    flip(path, -5)
     again = ckptctl.convert(str(words[1]), str(tmp_path / "run" / "step_1"))
     assert again.exit_code == 21
     assert "seal.digest" in [finding.code for finding in again.report.findings]

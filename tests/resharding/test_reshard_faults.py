@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
+from damage import flip
 from made_steps import grid, write_step
 from next_commands import run_and_follow as run_ckptctl
 
@@ -33,14 +34,6 @@ def source(checkpoints: Path, copy_of: Callable[[Path], Path]) -> Path:
 def target(tmp_path: Path) -> Path:
     (tmp_path / "new").mkdir()
     return tmp_path / "new" / "step_300"
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes((byte ^ 0xFF,)))
 
 
 def place_of(step: Path, fqn: str) -> tuple[Path, int, int]:

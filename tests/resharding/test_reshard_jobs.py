@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment
+from damage import flip
 
 import ckptctl
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -182,9 +183,7 @@ def test_on_an_object_store_the_metadata_comes_last(s3, checkpoints, copy_of):
     read = decode_metadata((source / ".metadata").read_bytes())
     place = read.tensors["model.up.weight"].chunks[0].byte_range
     assert place is not None
-    data = bytearray((source / place.file).read_bytes())
-    data[place.offset + 800] ^= 0xFF
-    (source / place.file).write_bytes(data)
+    flip(source / place.file, place.offset + 800)
     root = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     answer = ckptctl.reshard(
         str(source), f"{root}/step_300", world_size=3, storage_options=s3.options

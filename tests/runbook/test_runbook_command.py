@@ -14,19 +14,12 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
+from damage import flip
 from next_commands import next_command
 from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.options import StorageOptions
 from ckptctl.runbook.running import _handed_on
-
-
-def flip(step: Path) -> None:
-    """Change one byte in the middle of a shard file."""
-    shard = step / "__1_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    shard.write_bytes(data)
 
 
 def run(root: Path, *options: str):
@@ -49,7 +42,7 @@ def test_a_whole_step_is_resumed_from(root):
 
 
 def test_a_damaged_step_is_rejected_and_the_next_older_one_taken(root):
-    flip(root / "step_500")
+    flip(root / "step_500" / "__1_0.distcp")
     done = run(root, "--yes", *RESUME)
     assert resumed(root) == str(root / "step_400")
     assert "expected: exit code 0: the step is whole" in done.stderr
@@ -60,7 +53,7 @@ def test_a_damaged_step_is_rejected_and_the_next_older_one_taken(root):
 
 def test_three_damaged_steps_are_a_matter_of_the_storage(root):
     for number in (500, 400, 300):
-        flip(root / f"step_{number}")
+        flip(root / f"step_{number}" / "__1_0.distcp")
     done = run(root, "--yes", *RESUME)
     assert done.returncode == 11
     assert "suspect the storage" in done.stdout
@@ -82,7 +75,7 @@ def test_an_empty_root_is_no_resume(tmp_path):
 
 
 def test_without_a_terminal_nothing_is_changed_unless_it_is_agreed_to(root):
-    flip(root / "step_500")
+    flip(root / "step_500" / "__1_0.distcp")
     done = run(root, *RESUME)
     assert done.returncode == 2
     assert "there is no terminal to ask at" in done.stderr
@@ -105,7 +98,7 @@ def test_the_documents_of_the_other_actions_are_as_their_schema_says(arguments):
 
 
 def test_the_transcript_tells_every_step_and_shows_the_pictures(root, tmp_path):
-    flip(root / "step_500")
+    flip(root / "step_500" / "__1_0.distcp")
     run(root, "--yes", "--transcript", str(tmp_path / "t"), *RESUME)
     markdown = (tmp_path / "t" / "transcript.md").read_text()
     page = (tmp_path / "t" / "transcript.html").read_text()
@@ -201,7 +194,7 @@ def test_a_person_at_a_terminal_is_asked(root):
 
 def test_the_storage_runbook_finds_the_last_proven_step_however_old(root):
     for number in (500, 400, 300):
-        flip(root / f"step_{number}")
+        flip(root / f"step_{number}" / "__1_0.distcp")
     done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes", "--json")
     document = validated(done.stdout)
     assert done.returncode == 0, done.stderr
@@ -237,7 +230,7 @@ def test_a_run_on_an_object_store_is_continued_from_another_machine(s3, root):
 
 
 def test_the_storage_runbook_probes_where_only_the_newest_step_is_damaged(root):
-    flip(root / "step_500")
+    flip(root / "step_500" / "__1_0.distcp")
     done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes")
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
@@ -253,7 +246,7 @@ def next_of(*arguments: object) -> tuple[int, list[str]]:
 
 def test_several_damaged_steps_lead_to_the_runbook_for_the_storage(root):
     for step in root.glob("step_*"):
-        flip(step)
+        flip(step / "__1_0.distcp")
     other = root.parent / "nvme"
     code, leads = next_of("rb-7", root, "--yes", *SEEN, "--optional-root", other)
     assert (code, leads) == (11, ["storage-corruption", str(root), "--optional-root", str(other)])

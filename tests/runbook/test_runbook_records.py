@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
+from damage import flip
 from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.runbook.reading import find_runbook
@@ -73,13 +74,6 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
         ended("Verify", "tokens", "next"),
         ended("Verify", "saved-ranks", "Resume", printed=["4"]),
     )
-
-
-def flip(step: Path) -> None:
-    file = step / "__1_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(data)
 
 
 def run(root: Path, *options: str, **kwargs: object):
@@ -212,7 +206,7 @@ def test_a_found_run_is_continued_only_after_it_was_named(root):
 
 
 def test_a_step_that_a_record_names_is_chosen_again_before_it_is_resumed_from(root, tmp_path):
-    flip(root / "step_500")
+    flip(root / "step_500" / "__1_0.distcp")
     elsewhere = Path(shutil.copytree(root / "step_300", tmp_path / "elsewhere" / "step_900"))
     for step in (root / "step_500", elsewhere):
         folder = plant(
@@ -229,7 +223,7 @@ BACK = {"event": "back", "state": "Cadence", "because": "planted"}
 
 
 def test_a_success_in_a_record_is_no_success_unattended(root):
-    flip(root / "step_500")
+    flip(root / "step_500" / "__1_0.distcp")
     plant(root, *before_resume(root / "step_500"), BACK)
     done = run(root, "--continue", "--yes", "--quiet")
     assert done.returncode == 31, done.stderr

@@ -20,12 +20,6 @@ Copy = Callable[[Path], Path]
 Break = Callable[[Path], None]
 
 
-@pytest.fixture
-def root(checkpoints: Path, copy_of: Copy) -> Path:
-    """A private copy of a run of 4 FSDP2 ranks: steps 100 to 500."""
-    return copy_of(checkpoints / "run_fsdp4")
-
-
 def faults(report: Report) -> list[str]:
     return sorted({finding.code for finding in report.with_severity(Severity.FAULT)})
 

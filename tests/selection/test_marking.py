@@ -38,12 +38,6 @@ pytestmark = pytest.mark.torch
 Copy = Callable[[Path], Path]
 
 
-@pytest.fixture
-def root(checkpoints: Path, copy_of: Copy) -> Path:
-    """A private copy of a run of 4 FSDP2 ranks: steps 100 to 500."""
-    return copy_of(checkpoints / "run_fsdp4")
-
-
 @pytest.fixture(params=["in the step", "in a file"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """Where marks are kept, as an argument of every function."""

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 
 from command_line import validated
+from damage import flip_tensor
 from made_roots import (
     damage_a_mark,
-    flip_bit,
     make_templates,
     put_step,
     taken,
@@ -92,7 +92,7 @@ def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(
 ):
     for number in (100, 200, 300, 400):
         unseal(put_step(templates, root, number))
-    flip_bit(root / "step_400")
+    flip_tensor(root / "step_400")
     assert taken(root, level=Level.CONTENT) == 300
     plan = ckptctl.prune(str(root), 1, unsealed=True)
     assert plan.n_bytes_to_prove > 0
@@ -115,7 +115,7 @@ def test_a_proof_is_made_once_and_lapses_when_the_step_is_written_to(
     assert prune(root, unsealed=True).n_bytes_to_prove == 0
     assert there(root) == {"step_200"}
     put_step(templates, root, 100)
-    flip_bit(root / "step_200")
+    flip_tensor(root / "step_200")
     prune(root, unsealed=True)
     assert there(root) == {"step_100", "step_200"}
 
@@ -125,7 +125,7 @@ def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(
 ):
     for number in (100, 200, 300):
         put_step(templates, root, number)
-    flip_bit(root / "step_300")
+    flip_tensor(root / "step_300")
     prune(root)
     assert there(root) == {"step_200", "step_300"}
     assert taken(root, level=Level.CONTENT) == 200

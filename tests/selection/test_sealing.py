@@ -30,12 +30,6 @@ KEY = b"a key of thirty-two bytes or so."
 
 
 @pytest.fixture
-def root(checkpoints: Path, copy_of: Copy) -> Path:
-    """A private copy of a run of 4 FSDP2 ranks: steps 100 to 500."""
-    return copy_of(checkpoints / "run_fsdp4")
-
-
-@pytest.fixture
 def bare(checkpoints: Path, copy_of: Copy) -> Path:
     """A private copy of steps 10 and 20, whose shards have the same sizes and no train state."""
     return copy_of(checkpoints / "run_bare4")

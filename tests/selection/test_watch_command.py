@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
-from test_watching import flip_longest
+from damage import flip_tensor
 
 import ckptctl
 
@@ -37,7 +37,7 @@ def test_a_training_is_watched_until_sigterm(tmp_path):
         )
         assert trained.returncode == -signal.SIGKILL
         shutil.copytree(root / "step_2", root / "step_6", ignore=shutil.ignore_patterns(".ckptctl"))
-        flip_longest(root / "step_6")
+        flip_tensor(root / "step_6")
         found = {}
         while len(found) < 5:
             event = validated(watching.stdout.readline())
@@ -62,7 +62,7 @@ def test_a_training_is_watched_until_sigterm(tmp_path):
 
 def test_once_ends_with_the_code_of_the_newest_damaged_step(framework_roots, copy_of):
     root = copy_of(framework_roots / "kempnerforge" / "checkpoints")
-    flip_longest(root / "step_20")
+    flip_tensor(root / "step_20")
     (root / "step_10" / ".metadata").unlink()
     first = run_ckptctl("watch", root, "--once", "--grace", 0)
     assert (first.returncode, first.stdout.split(";")[0]) == (0, "nothing to report")
@@ -94,7 +94,7 @@ def test_a_mistake_on_the_command_line_ends_with_2(tmp_path, mistake):
 
 def test_a_command_that_cannot_be_started_is_a_warning(framework_roots, copy_of, tmp_path):
     root = copy_of(framework_roots / "kempnerforge" / "checkpoints")
-    flip_longest(root / "step_30")
+    flip_tensor(root / "step_30")
     run_ckptctl("watch", root, "--once", "--grace", 0)
     done = run_ckptctl(
         "watch", root, "--once", "--grace", 0, "--quiet", "--notify", f"{tmp_path}/missing"

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from damage import flip_tensor
 
 import ckptctl
 from ckptctl.errors import StorageError, StorageUnavailable
@@ -30,14 +31,6 @@ def inspected(root: Path | str, **options: object) -> list[tuple[Event, int | No
 
 
 SEALED = [(Event.SEALED, 30), (Event.SEALED, 20), (Event.SEALED, 10)]
-
-
-def flip_longest(step: Path) -> None:
-    """Flip a byte in the middle of the longest shard file."""
-    shard = max(step.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    shard.write_bytes(data)
 
 
 def test_a_step_is_sealed_after_two_equal_listings_and_reported_once(root):
@@ -91,7 +84,7 @@ def test_a_new_watch_without_its_notes_takes_the_seals_as_they_are(root):
 
 
 def test_a_damaged_shard_is_reported_once_and_not_sealed(root):
-    flip_longest(root / "step_20")
+    flip_tensor(root / "step_20")
     inspected(root)
     events = [*ckptctl.watch(str(root), once=True, grace_s=0)]
     assert [(one.event, one.number) for one in events][1] == (Event.DAMAGED, 20)

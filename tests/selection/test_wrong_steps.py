@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def root(checkpoints: Path, copy_of: Callable[[Path], Path]) -> Path:
-    """A private copy of a run of 4 FSDP2 ranks: steps 100 to 500."""
-    return copy_of(checkpoints / "run_fsdp4")
 
 
 def told(report: Report) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def states(root: Path) -> list[dict]:
     """The revisions of the state in a root, oldest first."""
     folder = root / ".ckptctl" / "supervisor"
     return [json.loads(path.read_text()) for path in sorted(folder.glob("0*.json"))]
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait; the time limit of every test ends a wait in vain."""
+    while not holds():
+        time.sleep(0.05)
 
 
 def processes_with(word: str) -> list[int]:

@@ -9,15 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
-from supervisor.supervised_root import KILL_AT, LEASE, processes_with, states
+from supervisor.supervised_root import KILL_AT, LEASE, processes_with, states, until
 
 import ckptctl
 from ckptctl.errors import (
@@ -38,12 +36,6 @@ KILLABLE = (sys.executable, str(Path(__file__).parent / "supervised_root.py"))
 FAILS = ("sh", "-c", 'echo started >> "$0"; exit 1')
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "ckpt").mkdir()
-    return tmp_path / "ckpt"
-
-
 def once(root: Path | str, *attempt: str, **about: object) -> ckptctl.Supervised:
     """One invocation of `run` with one attempt, which ends with 18 unless `attempt` says how."""
     command = attempt or ("sh", "-c", "exit 18")
@@ -54,20 +46,9 @@ def saving(root: Path, source: Path, step: int) -> tuple[str, ...]:
     return "sh", "-c", f"cp -r {source} {root}/step_{step}; exit 18"
 
 
-@pytest.fixture
-def source(framework_roots: Path) -> Path:
-    return framework_roots / "kempnerforge" / "checkpoints" / "step_30"
-
-
 def number_of_starts(tmp_path: Path) -> int:
     path = tmp_path / "starts"
     return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait; the time limit of every test ends a wait in vain."""
-    while not holds():
-        time.sleep(0.05)
 
 
 # One budget over separate invocations

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -19,7 +19,7 @@ import pytest
 from command_line import clean_environment, run_ckptctl
 from services.plugin import S3Server
 from services.processes import free_port
-from supervisor.supervised_root import LEASE, processes_with, states
+from supervisor.supervised_root import LEASE, processes_with, states, until
 
 from ckptctl.distributed.launcher import launched_nodes
 
@@ -29,7 +29,7 @@ NAMESPACE = ("unshare", "-Urpf", "--mount-proc", "--kill-child")
 
 
 class Started(NamedTuple):
-    """What one launcher gave its part of an attempt."""
+    """What one launcher gave its share of an attempt."""
 
     attempt: int
     node: str
@@ -114,12 +114,6 @@ class Launchers:
     def kill(self, place: int) -> None:
         self.running[place].kill()
         self.running.pop(place).wait()
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait; the time limit of every test ends a wait in vain."""
-    while not holds():
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -19,12 +19,6 @@ NODES = ("gpu-001", "gpu-002", "gpu-003", "gpu-004")
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "ckpt").mkdir()
-    return tmp_path / "ckpt"
-
-
-@pytest.fixture
 def drain(tmp_path: Path) -> str:
     """A command that records its arguments, as `scontrol` would get them."""
     program = tmp_path / "drain.py"

@@ -18,12 +18,6 @@ from ckptctl.supervisor.options import RunOptions
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "ckpt").mkdir()
-    return tmp_path / "ckpt"
-
-
 def job(tmp_path: Path, *phases: tuple[str, str], more: str = "") -> Path:
     """A job file with phases of a name and a shell command."""
     path = tmp_path / "job.toml"

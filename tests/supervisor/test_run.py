@@ -41,11 +41,6 @@ sys.exit(int(code))
 
 
 @pytest.fixture
-def source(framework_roots: Path) -> Path:
-    return framework_roots / "kempnerforge" / "checkpoints" / "step_30"
-
-
-@pytest.fixture
 def job(source: Path, tmp_path: Path):
     """A function that gives the command of a job with attempts like `100:1` (saves 100, ends 1)."""
     (tmp_path / "ckpt").mkdir()

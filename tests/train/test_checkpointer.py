@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 from command_line import validated
+from damage import flip, flip_tensor
 from jsonschema import Draft202012Validator, FormatChecker
 
 torch = pytest.importorskip("torch")
@@ -60,22 +61,6 @@ def half(unbroken, root) -> Path:
     for step in (9, 12):
         shutil.rmtree(root / f"step_{step}")
     return root
-
-
-def flip(path: Path, at: int | None = None) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 0xFF
-    path.write_bytes(data)
-
-
-def flip_tensor(step: Path) -> None:
-    """Flip a byte in the middle of the largest record: only reading the bytes shows it."""
-    from ckptctl.formats.dcp.metadata import decode_metadata
-
-    metadata = decode_metadata((step / ".metadata").read_bytes())
-    ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
-    largest = max(ranges, key=lambda one: one.length)
-    flip(step / largest.file, largest.offset + largest.length // 2)
 
 
 # What is restored

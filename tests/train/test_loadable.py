@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import flip
 from services.counting_proxy import CountingProxy
 from services.plugin import S3Server
 
@@ -87,9 +88,7 @@ def test_a_model_with_a_quantized_buffer_resumes(tmp_path: Path, kind: str):
 def test_a_damaged_quantized_record_is_damage(tmp_path: Path):
     dcp.save({"w": quantized("qint8")}, checkpoint_id=str(tmp_path / "step_1"), no_dist=True)
     shard = tmp_path / "step_1" / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    shard.write_bytes(data)
+    flip(shard)
     with pytest.raises(dcp.api.CheckpointException, match="checksum"):
         dcp.load(
             {"w": quantized("qint8")}, storage_reader=Reader(tmp_path / "step_1"), no_dist=True

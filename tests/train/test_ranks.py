@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import validated
+from damage import flip
 from running import codes_of, losses, report_of, rows_of, run_job, samples
 
 import ckptctl
@@ -111,9 +112,7 @@ def damage_rank(step: Path, rank: int) -> None:
     ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
     longest = max((r for r in ranges if r.file == f"__{rank}_0.distcp"), key=lambda r: r.length)
     path = step / longest.file
-    data = bytearray(path.read_bytes())
-    data[longest.offset + longest.length // 2] ^= 0xFF
-    path.write_bytes(data)
+    flip(path, longest.offset + longest.length // 2)
 
 
 def test_a_rank_that_sees_an_empty_mount_is_named_and_nobody_loads(folder, tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from damage import flip
 
 torch = pytest.importorskip("torch")
 
@@ -73,12 +74,6 @@ def place_of(step: Path, fqn: str) -> Any:
 
 def torch_metadata(step: Path) -> Any:
     return pickle.loads((step / ".metadata").read_bytes())
-
-
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 0xFF
-    file.write_bytes(data)
 
 
 def shard(step: Path) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import flip
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -67,9 +68,7 @@ def test_damage_that_one_rank_reads_is_an_error_on_all_which_names_the_record(
         for index, info in saved.items()
         if index.fqn == "optimizer.state.up.weight.exp_avg" and info.relative_path == SHARD
     )
-    data = bytearray((step / SHARD).read_bytes())
-    data[record.offset + 704 + 60] ^= 0xFF  # among its elements
-    (step / SHARD).write_bytes(data)
+    flip(step / SHARD, record.offset + 704 + 60)  # among its elements
     gone = copy_of(checkpoints / "run_fsdp4") / "step_500"
     (gone / ".metadata").unlink()
     damaged, missing = loaded((step, 2), (gone, 2))

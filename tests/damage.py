@@ -1,0 +1,20 @@
+"""Damage the files of a step."""
+
+from pathlib import Path
+
+from ckptctl.formats.dcp.metadata import decode_metadata
+
+
+def flip(path: Path, at: int | None = None, mask: int = 0xFF) -> None:
+    """Flip the bits of `mask` in one byte of a file: the one at `at`, or that in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= mask
+    path.write_bytes(data)
+
+
+def flip_tensor(step: Path, mask: int = 0xFF) -> None:
+    """Flip a byte in the middle of the largest record: only reading the bytes shows it."""
+    metadata = decode_metadata((step / ".metadata").read_bytes())
+    ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
+    largest = max((one for one in ranges if one is not None), key=lambda one: one.length)
+    flip(step / largest.file, largest.offset + largest.length // 2, mask)
