@@ -58,9 +58,7 @@ def at_most_few(findings: Iterable[Finding]) -> Iterator[Finding]:
             others.setdefault(finding.code, []).append(finding.where)
     for code, places in others.items():
         yield Finding(
-            code,
-            some_of(places),
-            f"{CODES[code].title}: the same in {len(places):,} more places",
+            code, some_of(places), f"{CODES[code].title}: the same in {len(places):,} more places"
         )
 
 

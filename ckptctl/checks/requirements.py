@@ -115,10 +115,7 @@ def _state_part(found: _Found | None) -> StatePart:
     if found is None or not found.where:
         return StatePart(False)
     return StatePart(
-        True,
-        tuple(sorted(set(found.where))[:_EXAMPLES]),
-        len(found.ranks) or None,
-        found.value,
+        True, tuple(sorted(set(found.where))[:_EXAMPLES]), len(found.ranks) or None, found.value
     )
 
 
@@ -132,10 +129,7 @@ def _note(found: _Found, where: str, rank: str | None, value: int | None = None)
 
 
 def _from_entries(
-    found: dict[str, _Found],
-    part: str,
-    metadata: Metadata,
-    numbers: Mapping[tuple[str, str], int],
+    found: dict[str, _Found], part: str, metadata: Metadata, numbers: Mapping[tuple[str, str], int]
 ) -> None:
     kinds = entry_kinds(metadata, part)
     names = [fqn for fqn, kind in kinds.items() if kind.names == ("optimizer",)]
@@ -361,11 +355,7 @@ def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Find
 
 
 def check_world_size(
-    parts: Sequence[Part],
-    state: TrainState,
-    saved: WorldSize | None,
-    wanted: int,
-    url: str,
+    parts: Sequence[Part], state: TrainState, saved: WorldSize | None, wanted: int, url: str
 ) -> Iterator[Finding]:
     """Yield what loading at `wanted` ranks needs, or what it would lose.
 

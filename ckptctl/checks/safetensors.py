@@ -41,9 +41,7 @@ Headers = Mapping[str, Sequence[StoredTensor]]
 
 
 def check_safetensors(
-    part: Part,
-    headers: Iterable[tuple[FileInfo, bytes]],
-    indexes: Iterable[tuple[FileInfo, bytes]],
+    part: Part, headers: Iterable[tuple[FileInfo, bytes]], indexes: Iterable[tuple[FileInfo, bytes]]
 ) -> Iterator[Finding]:
     """Yield the faults that the headers of a part's files and its indexes show.
 

@@ -56,9 +56,7 @@ def classify(
     exit_code: Annotated[
         str | None,
         option(
-            "--exit-code",
-            metavar="N",
-            help="The exit code of the job: 137, -9, or SLURM's 0:9.",
+            "--exit-code", metavar="N", help="The exit code of the job: 137, -9, or SLURM's 0:9."
         ),
     ] = None,
     state: Annotated[
@@ -86,8 +84,7 @@ def classify(
         ),
     ] = None,
     deadline: Annotated[
-        str,
-        option("--deadline", metavar="TIME", help="Read for at most this long: 30s, 5m."),
+        str, option("--deadline", metavar="TIME", help="Read for at most this long: 30s, 5m.")
     ] = f"{DEADLINE_S / 60:.0f}m",
     print_nodes: Annotated[
         bool,

@@ -60,11 +60,7 @@ def convert(
     only: OnlyOpt = None,
     strip: Annotated[
         str,
-        option(
-            "--strip",
-            metavar="TEXT",
-            help="Into safetensors: remove this prefix from names.",
-        ),
+        option("--strip", metavar="TEXT", help="Into safetensors: remove this prefix from names."),
     ] = "",
     under: Annotated[
         str,

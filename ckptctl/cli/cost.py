@@ -36,8 +36,7 @@ def cost(
         option("--interval", metavar=_TIME, help="Time from save to save: 30m, 1.5h, 3600."),
     ] = None,
     save_time: Annotated[
-        str | None,
-        option("--save-time", metavar=_TIME, help="How long training stops for a save."),
+        str | None, option("--save-time", metavar=_TIME, help="How long training stops for a save.")
     ] = None,
     mtbf: Annotated[
         str | None,
@@ -70,12 +69,10 @@ def cost(
         option("--connect", metavar=_TIME, help="T2: time until the ranks are connected."),
     ] = None,
     load: Annotated[
-        str | None,
-        option("--load", metavar=_TIME, help="T3: time until the checkpoint is loaded."),
+        str | None, option("--load", metavar=_TIME, help="T3: time until the checkpoint is loaded.")
     ] = None,
     compiling: Annotated[
-        str | None,
-        option("--compile", metavar=_TIME, help="T4: time until the model is compiled."),
+        str | None, option("--compile", metavar=_TIME, help="T4: time until the model is compiled.")
     ] = None,
     gpus: Annotated[
         int | None,

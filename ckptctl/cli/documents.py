@@ -141,11 +141,7 @@ class DocumentKind(NamedTuple):
 
 def _own_file(title: str, holds: str, module: str = "documents") -> DocumentKind:
     return DocumentKind(
-        title,
-        (f"formats.own.{module}:{holds}",),
-        is_answer=False,
-        is_closed=True,
-        has_digest=True,
+        title, (f"formats.own.{module}:{holds}",), is_answer=False, is_closed=True, has_digest=True
     )
 
 
@@ -242,7 +238,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
 }
 # Fields that documents leave out: rows of a log by the thousand.
 _WITHOUT: Mapping[str, frozenset[str]] = {
-    "LoggedResume": frozenset({"before", "overwritten", "after"}),
+    "LoggedResume": frozenset({"before", "overwritten", "after"})
 }
 OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
 """Fields that hold pairs, and are an object in JSON."""

@@ -6,12 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import ckptctl
-from ckptctl.cli.options import (
-    MarksOpt,
-    PatternOpt,
-    StepArg,
-    option,
-)
+from ckptctl.cli.options import MarksOpt, PatternOpt, StepArg, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.formats.own.marks import Mark, MarkKind
@@ -36,11 +31,7 @@ EXIT_CODES = (0, 2, 10, 11, 25, 75, 77)
 
 ByOpt = Annotated[
     str | None,
-    option(
-        "--by",
-        metavar="NAME",
-        help="Who decided it; by default the user and the host.",
-    ),
+    option("--by", metavar="NAME", help="Who decided it; by default the user and the host."),
 ]
 EvidenceOpt = Annotated[
     list[str] | None,
@@ -50,10 +41,7 @@ EvidenceOpt = Annotated[
         help="Evidence: a URL or a log file; may be given several times.",
     ),
 ]
-ReasonOpt = Annotated[
-    str,
-    option("--reason", metavar="TEXT", help="The reason, in one sentence."),
-]
+ReasonOpt = Annotated[str, option("--reason", metavar="TEXT", help="The reason, in one sentence.")]
 
 
 def reject(
@@ -100,10 +88,7 @@ def accept(
 def pin(
     step: StepArg,
     reason: ReasonOpt = "",
-    off: Annotated[
-        bool,
-        option("--off", help="Remove the pin."),
-    ] = False,
+    off: Annotated[bool, option("--off", help="Remove the pin.")] = False,
     evidence: EvidenceOpt = None,
     by: ByOpt = None,
     marks: MarksOpt = None,

@@ -19,13 +19,7 @@ from ckptctl.cli.values import (
     seal_key,
 )
 from ckptctl.model import STATE_KINDS, Level
-from ckptctl.options import (
-    TIMEOUT_S,
-    ContentOptions,
-    PickPolicy,
-    Requirements,
-    StorageOptions,
-)
+from ckptctl.options import TIMEOUT_S, ContentOptions, PickPolicy, Requirements, StorageOptions
 
 COMMAND_LINE_ONLY = frozenset(
     {
@@ -152,8 +146,7 @@ KeyFileOpt = Annotated[
     ),
 ]
 OnlyOpt = Annotated[
-    str | None,
-    option("--only", metavar="KIND", help="Keep only this kind of train state: model."),
+    str | None, option("--only", metavar="KIND", help="Keep only this kind of train state: model.")
 ]
 MemoryOpt = Annotated[
     str,
@@ -173,11 +166,7 @@ JobsOpt = Annotated[
     ),
 ]
 AcceptAsItIsOpt = Annotated[
-    bool,
-    option(
-        "--accept-unverifiable",
-        help="Accept a step that cannot be proven good.",
-    ),
+    bool, option("--accept-unverifiable", help="Accept a step that cannot be proven good.")
 ]
 RootEnvOpt = Annotated[
     str | None,

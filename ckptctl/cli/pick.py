@@ -37,14 +37,10 @@ def pick(
     create: CreateOpt = False,
     detailed_exitcode: Annotated[
         bool,
-        option(
-            "--detailed-exitcode",
-            help="Exit with 3 instead of 0 if newer steps were refused.",
-        ),
+        option("--detailed-exitcode", help="Exit with 3 instead of 0 if newer steps were refused."),
     ] = False,
     printed: Annotated[
-        Printed,
-        option("--print", help="What to print on standard output."),
+        Printed, option("--print", help="What to print on standard output.")
     ] = Printed.PATH,
     *,
     policy: PickPolicy,

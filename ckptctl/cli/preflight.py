@@ -11,10 +11,7 @@ import ckptctl
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
-from ckptctl.cli.values import (
-    parse_counts,
-    parse_duration,
-)
+from ckptctl.cli.values import parse_counts, parse_duration
 from ckptctl.errors import UsageError
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here

@@ -27,17 +27,12 @@ RootArg = Annotated[
 
 def prune(
     root: RootArg,
-    keep: Annotated[
-        int,
-        option("--keep", metavar="N", min=1, help="How many good steps to keep."),
-    ],
+    keep: Annotated[int, option("--keep", metavar="N", min=1, help="How many good steps to keep.")],
     apply: Annotated[
-        bool,
-        option("--apply", help="Remove the steps; without it only the plan is printed."),
+        bool, option("--apply", help="Remove the steps; without it only the plan is printed.")
     ] = False,
     unsealed: Annotated[
-        bool,
-        option("--unsealed", help="Also count steps without a seal as good."),
+        bool, option("--unsealed", help="Also count steps without a seal as good.")
     ] = False,
     level: LevelOpt = None,
     accept_unverifiable: Annotated[

@@ -100,9 +100,7 @@ def rerun(
     work: Annotated[
         str,
         option(
-            "--work",
-            metavar="DIR",
-            help="A new folder for copies and logs, which all nodes see.",
+            "--work", metavar="DIR", help="A new folder for copies and logs, which all nodes see."
         ),
     ] = "rerun",
     keep: Annotated[bool, option("--keep", help="Keep the copies of the root.")] = False,

@@ -48,16 +48,12 @@ class PerRankChoice(str, Enum):
 def reshard(
     step: StepArg,
     target: Annotated[
-        str,
-        argument(metavar="DST", help="Path or URL of the new step; it must not exist."),
+        str, argument(metavar="DST", help="Path or URL of the new step; it must not exist.")
     ],
     world_size: Annotated[
         int | None,
         option(
-            "--world-size",
-            metavar="N",
-            min=1,
-            help="How many ranks to shard the new step for.",
+            "--world-size", metavar="N", min=1, help="How many ranks to shard the new step for."
         ),
     ] = None,
     mesh: Annotated[
@@ -92,8 +88,7 @@ def reshard(
     ] = PerRankChoice.KEEP,
     only: OnlyOpt = None,
     apply: Annotated[
-        bool,
-        option("--apply", help="Write the new step; without it only the plan is printed."),
+        bool, option("--apply", help="Write the new step; without it only the plan is printed.")
     ] = False,
     memory: MemoryOpt = "256M",
     jobs: JobsOpt = None,

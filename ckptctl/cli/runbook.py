@@ -127,8 +127,7 @@ def runbook(
         ),
     ] = None,
     folder: Annotated[
-        str | None,
-        option("--folder", metavar="DIR", help="A folder with your own runbooks."),
+        str | None, option("--folder", metavar="DIR", help="A folder with your own runbooks.")
     ] = None,
     notify: NotifyOpt = None,
     *,
@@ -195,11 +194,7 @@ def runbook(
 
 def _list(folder: str | None, out: Output) -> int:
     books = [find_runbook(name, folder) for name in runbook_names(folder)]
-    out.answer(
-        _runbooks(books),
-        lambda: list_lines(books),
-        bare=(book.name for book in books),
-    )
+    out.answer(_runbooks(books), lambda: list_lines(books), bare=(book.name for book in books))
     return 0
 
 
@@ -227,11 +222,7 @@ def _problems(book: Runbook) -> tuple[str, ...]:
 def _lint(book: Runbook, out: Output) -> int:
     found = _problems(book)
     exit_code = UsageError.exit_code if found else 0
-    out.answer(
-        _runbooks((book,), found, exit_code),
-        lambda: lint_lines(book, found),
-        bare=found,
-    )
+    out.answer(_runbooks((book,), found, exit_code), lambda: lint_lines(book, found), bare=found)
     return exit_code
 
 

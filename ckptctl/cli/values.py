@@ -27,8 +27,7 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, object] | No
         key, equals, value = pair.partition("=")
         if not key or not equals:
             raise UsageError(
-                f"--storage-option is KEY=VALUE, not {pair!r}",
-                instead="--storage-option anon=true",
+                f"--storage-option is KEY=VALUE, not {pair!r}", instead="--storage-option anon=true"
             )
         options[key] = _json_or_text(value)
     return options or None
@@ -97,10 +96,7 @@ def parse_counts(
     words = parts(given)
     for word in words:
         if not (word.isascii() and word.isdigit()) or len(word) > 19:
-            raise UsageError(
-                f"{name} takes {what}, not {word!r}",
-                instead=f"{name} {instead}",
-            )
+            raise UsageError(f"{name} takes {what}, not {word!r}", instead=f"{name} {instead}")
     return tuple(dict.fromkeys(map(int, words)))
 
 

@@ -38,8 +38,7 @@ def watch(
     once: Annotated[
         bool,
         option(
-            "--once",
-            help="List the root once, and finish what an earlier watch saw; for cron.",
+            "--once", help="List the root once, and finish what an earlier watch saw; for cron."
         ),
     ] = False,
     interval: Annotated[

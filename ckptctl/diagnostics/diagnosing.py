@@ -122,13 +122,7 @@ _VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
         "every kernel launch blocks: training is slow, and hangs show up differently",
         "unset it after debugging",
     ),
-    (
-        "NCCL_DEBUG",
-        ("TRACE",),
-        Severity.WARNING,
-        "NCCL logs every call",
-        "NCCL_DEBUG=WARN",
-    ),
+    ("NCCL_DEBUG", ("TRACE",), Severity.WARNING, "NCCL logs every call", "NCCL_DEBUG=WARN"),
     (
         "TORCHELASTIC_USE_AGENT_STORE",
         _OFF,
@@ -145,11 +139,7 @@ def check_environment(
     """The mistakes in the environment, and its facts. `known` are ckptctl's own variables."""
     versions = {name: _version(name) for name in _PACKAGES}
     installed = ((name, version or "not installed") for name, version in versions.items())
-    facts = (
-        ("ckptctl", ckptctl.__version__),
-        ("python", platform.python_version()),
-        *installed,
-    )
+    facts = (("ckptctl", ckptctl.__version__), ("python", platform.python_version()), *installed)
     advice = (
         *_versions(versions),
         *_variables(environment),

@@ -196,12 +196,7 @@ def _at_once(count: int, run: Callable[[int], None]) -> None:
         raise failed[0]
 
 
-def _removed(
-    store: Store,
-    url: str,
-    folder: str,
-    storage: StorageOptions,
-) -> Advice | None:
+def _removed(store: Store, url: str, folder: str, storage: StorageOptions) -> Advice | None:
     """Remove what was written; the advice lists what could not be removed."""
     try:
         if store.folders is not None:

@@ -145,10 +145,7 @@ def _copy_file(source: Path, target: Path) -> bool:
     return False
 
 
-_READ_ONLY = (
-    'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"',
-    "sh",
-)
+_READ_ONLY = ('mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"', "sh")
 
 
 def read_only_launcher(root: str) -> Sequence[str]:

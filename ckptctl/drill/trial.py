@@ -373,8 +373,7 @@ class _Trial:
         if self._runbook:
             raise TrialFailed(f"RB-7 ended with {self._runbook}")
         job.await_(
-            "save after the resume",
-            lambda: (job.newest() or 0) > best or job.has_ended() or None,
+            "save after the resume", lambda: (job.newest() or 0) > best or job.has_ended() or None
         )
         if stalled is not None:
             stalled.end()

@@ -72,8 +72,7 @@ def classify(
     names = [logs] if isinstance(logs, str) else [*logs]
     if not names and exit_code is None and state is None and flight_recorder is None:
         raise UsageError(
-            "neither a log nor an exit code was given",
-            next_command="ckptctl classify --help",
+            "neither a log nor an exit code was given", next_command="ckptctl classify --help"
         )
     if scheduler is not None and scheduler not in SCHEDULERS:
         raise UsageError(

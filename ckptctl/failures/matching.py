@@ -218,10 +218,7 @@ class LogReader:
         if colon and key in ("host", "rank"):
             self._report[key] = value.split()[0] if value else ""
             rank = self._report.get("rank", "")
-            self.first_failed = (
-                self._report.get("host"),
-                int(rank) if rank.isdecimal() else None,
-            )
+            self.first_failed = (self._report.get("host"), int(rank) if rank.isdecimal() else None)
             return True
         return False
 

@@ -124,9 +124,7 @@ def _members(config: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, 
             yield str(name), tuple(rank for rank in ranks if isinstance(rank, int))
 
 
-def _calls(
-    entries: Iterator[Mapping[object, object]],
-) -> tuple[tuple[Call, ...], frozenset[str]]:
+def _calls(entries: Iterator[Mapping[object, object]]) -> tuple[tuple[Call, ...], frozenset[str]]:
     """The calls in order, and the groups whose collectives cannot be compared by number.
 
     `batch_isend_irecv` records its parts, whose state never changes, and then one call

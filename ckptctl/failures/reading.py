@@ -132,10 +132,7 @@ class _Reading:
 
 
 def read_logs(
-    names: Sequence[str],
-    recorder: str | None,
-    storage: StorageOptions,
-    deadline_s: float | None,
+    names: Sequence[str], recorder: str | None, storage: StorageOptions, deadline_s: float | None
 ) -> Read:
     """Read logs, folders of logs, and a folder (or one file) of flight-recorder dumps.
 

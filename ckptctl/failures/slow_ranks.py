@@ -43,10 +43,7 @@ class SlowRank:
 
 
 def slow_among(
-    present: Mapping[int, float],
-    best: Mapping[int, float],
-    nodes: Mapping[int, str],
-    source: str,
+    present: Mapping[int, float], best: Mapping[int, float], nodes: Mapping[int, str], source: str
 ) -> tuple[SlowRank, ...]:
     """The slow ranks by their present and best step times, both above 0, in any unit."""
     fastest = min(present.values(), default=0.0)
@@ -80,10 +77,7 @@ def _name(slow: SlowRank) -> str:
     who = "a rank that is not named" if slow.rank is None else f"rank {slow.rank}"
     scores = [
         f"{score:.2f} {word}"
-        for score, word in (
-            (slow.relative, "of the fastest"),
-            (slow.individual, "of its best"),
-        )
+        for score, word in ((slow.relative, "of the fastest"), (slow.individual, "of its best"))
         if score is not None
     ]
     on = f" on {slow.node}" if slow.node else ""

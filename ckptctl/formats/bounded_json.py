@@ -53,11 +53,7 @@ def read_json(store: Store, path: str, *, max_bytes: int, numbers: Numbers = "an
 
 
 def decode_json(
-    data: bytes | str,
-    *,
-    max_bytes: int,
-    numbers: Numbers = "any",
-    unique_keys: bool = False,
+    data: bytes | str, *, max_bytes: int, numbers: Numbers = "any", unique_keys: bool = False
 ) -> object:
     """The value of one JSON document, in UTF-8; raises `NotJson`.
 

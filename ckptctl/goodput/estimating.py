@@ -332,11 +332,7 @@ def _known(
 
 
 def _answer(
-    root: str | None,
-    seen: Measured,
-    given: tuple[Given, ...],
-    startup_s: float,
-    n_gpus: int | None,
+    root: str | None, seen: Measured, given: tuple[Given, ...], startup_s: float, n_gpus: int | None
 ) -> RecoveryCost:
     of = {each.name: each for each in given}
     interval_s, save_s, mtbf_s = (
@@ -389,10 +385,7 @@ def _answer(
 
 
 def _message(
-    interval_s: float | None,
-    per_failure_s: float,
-    daly_s: float | None,
-    mtbf_s: float | None,
+    interval_s: float | None, per_failure_s: float, daly_s: float | None, mtbf_s: float | None
 ) -> str:
     message = f"a failure costs {_duration(per_failure_s)} on average"
     if daly_s is None or interval_s is None or mtbf_s is None:

@@ -63,11 +63,7 @@ class SealComparison:
     """
 
     def __init__(
-        self,
-        folder: str,
-        seal: Seal,
-        files: Sequence[FileInfo],
-        passed_over: Collection[str] = (),
+        self, folder: str, seal: Seal, files: Sequence[FileInfo], passed_over: Collection[str] = ()
     ) -> None:
         self._seal = seal
         self._files = comparable(seal, files, passed_over)

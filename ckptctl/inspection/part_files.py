@@ -29,11 +29,7 @@ from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.grids import files_by_kind
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    METADATA_TMP,
-    rank_local_rank,
-)
+from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.formats.frameworks.parts import in_parts, is_archive
 from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
 from ckptctl.formatting import inside

@@ -30,10 +30,7 @@ from ckptctl.formats.archive.legacy import LegacyFile
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import is_archive
-from ckptctl.formats.frameworks.state_keys import (
-    StateKind,
-    kind_of_entry,
-)
+from ckptctl.formats.frameworks.state_keys import StateKind, kind_of_entry
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step

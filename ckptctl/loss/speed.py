@@ -45,10 +45,7 @@ class _Metric:
 _METRICS = (
     _Metric("throughput", "the throughput", "/s", lambda row: row.throughput, scales=1),
     _Metric(
-        "device_throughput",
-        "the throughput of one device",
-        "",
-        lambda row: row.device_throughput,
+        "device_throughput", "the throughput of one device", "", lambda row: row.device_throughput
     ),
     _Metric(
         "step_time_s",

@@ -16,12 +16,7 @@ from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LineReader, pattern_format
 from ckptctl.loss.formats.line_formats import LINE_FORMATS
-from ckptctl.loss.formats.multi_line import (
-    BLOCK_FORMATS,
-    BlockReader,
-    HfConsoleReader,
-    KerasReader,
-)
+from ckptctl.loss.formats.multi_line import BLOCK_FORMATS, BlockReader, HfConsoleReader, KerasReader
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
 from ckptctl.loss.formats.text_lines import LineShapes, LineSplitter, split_prefix
 from ckptctl.loss.rows import LogPosition, Marker, Row, set_interval

@@ -23,15 +23,7 @@ from ckptctl.loss.level import (
     is_above,
     measure_level,
 )
-from ckptctl.loss.replay import (
-    FINE,
-    GOOD_ROWS,
-    MIN_ROWS,
-    Agreement,
-    Origin,
-    Replay,
-    compare_replay,
-)
+from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS, Agreement, Origin, Replay, compare_replay
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.speed import Throughput, check_throughput, measure_throughput
 
@@ -299,10 +291,7 @@ _MEANINGS = {
         "loss.higher",
         "the same batches at a higher loss, so the weights are wrong",
     ),
-    Agreement.LOWER: (
-        "loss.lower",
-        "the same batches at a lower loss, so these are other weights",
-    ),
+    Agreement.LOWER: ("loss.lower", "the same batches at a lower loss, so these are other weights"),
     Agreement.DIFFERENT: (
         "loss.differs",
         "the same batches, but other results (random numbers, or a small change of weights)",

@@ -295,7 +295,6 @@ class _Unpacking:
         self.number = number
         self._owner = owner
         self._limit = unpacked_limit(owner)
-        self._length = 0
         self._tail = b""
         self._error = ""
         self._passing: Passing | None = None

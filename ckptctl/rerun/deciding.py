@@ -94,12 +94,7 @@ class _Runs(NamedTuple):
 
 
 def decide(
-    record: Record,
-    same: Sequence[Record],
-    others: Sequence[Record],
-    step: int,
-    *,
-    has_others: bool,
+    record: Record, same: Sequence[Record], others: Sequence[Record], step: int, *, has_others: bool
 ) -> RerunDecision:
     """Decide from the record and from replays on the same nodes and on others.
 

@@ -190,15 +190,7 @@ def shown(value: str | Sequence[str]) -> str:
     return value if isinstance(value, str) else f"({shlex.join(value)})"
 
 
-SECTIONS = (
-    "Trigger",
-    "Severity",
-    "Inputs",
-    "Flow",
-    "Procedure",
-    "Rollback",
-    "References",
-)
+SECTIONS = ("Trigger", "Severity", "Inputs", "Flow", "Procedure", "Rollback", "References")
 """The required sections, in this order; others may stand between them."""
 
 _OF_THE_ENGINE = frozenset({"BECAUSE", "PICTURE", "RECORD"})

@@ -147,12 +147,7 @@ def left_by_operator(position: Position, *, attended: bool) -> Left:
 
 
 def proceed(
-    book: Runbook,
-    record: RunRecord,
-    talk: Talk,
-    handed_on: Mapping[str, str],
-    *,
-    n_found: int = 0,
+    book: Runbook, record: RunRecord, talk: Talk, handed_on: Mapping[str, str], *, n_found: int = 0
 ) -> Left:
     """Run the blocks from the current position until the run ends or is left.
 

@@ -23,16 +23,7 @@ from ckptctl.formats.own.run_events import (
     OpenedEvent,
     ResumedEvent,
 )
-from ckptctl.runbook.document import (
-    DONE,
-    NEXT,
-    STOP,
-    Block,
-    Runbook,
-    Value,
-    shown,
-    used_names,
-)
+from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Runbook, Value, shown, used_names
 from ckptctl.runbook.record import RunUnreadable
 
 

@@ -103,7 +103,7 @@ class RunRecord:
         except AlreadyExists as error:
             raise TakenOver(
                 f"{self.store.url}: another process continued the run {self.name}; this one stops "
-                "so that nothing is done twice",
+                "so that nothing is done twice"
             ) from error
         self.events.append(made)
         return made

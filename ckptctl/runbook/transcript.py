@@ -27,12 +27,7 @@ from ckptctl.formats.own.run_events import (
 from ckptctl.formatting import duration, seconds_of
 from ckptctl.html_page import as_text, page
 from ckptctl.runbook.document import shown
-from ckptctl.runbook.pictures import (
-    bars_of_time,
-    documents_of,
-    map_of_shards,
-    timeline_of_steps,
-)
+from ckptctl.runbook.pictures import bars_of_time, documents_of, map_of_shards, timeline_of_steps
 from ckptctl.storage.local import LocalStore
 
 SHOWN_LINES = 60

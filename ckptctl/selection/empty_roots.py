@@ -98,11 +98,7 @@ def decide_beginning(
     for root, history in zip(opened_roots, histories, strict=True):
         try:
             check_empty(
-                root.store,
-                root.listing,
-                pattern,
-                open_other=open_other,
-                is_root=history.used,
+                root.store, root.listing, pattern, open_other=open_other, is_root=history.used
             )
         except UsageError as error:
             if not interrupted:
@@ -180,10 +176,7 @@ def _lost(url: str, history: History, interrupted: Sequence[Report]) -> str:
 
 
 def _after_interrupted(
-    urls: str,
-    histories: Sequence[History],
-    interrupted: Sequence[Report],
-    counter: str | None,
+    urls: str, histories: Sequence[History], interrupted: Sequence[Report], counter: str | None
 ) -> Beginning:
     saves = _saves(interrupted)
     if not all(history.never_held for history in histories):

@@ -133,11 +133,7 @@ def record_usable(store: Store, step: int) -> None:
 
 
 def _new(*, began_empty: bool) -> RootDocument:
-    return {
-        "tool": f"ckptctl {__version__}",
-        "created_at": time_now(),
-        "began_empty": began_empty,
-    }
+    return {"tool": f"ckptctl {__version__}", "created_at": time_now(), "began_empty": began_empty}
 
 
 def _sentinel(store: Store) -> RootDocument | None:

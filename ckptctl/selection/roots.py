@@ -271,10 +271,7 @@ def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
 
 
 def check_pointers(
-    store: Store,
-    listing: RootListing,
-    chosen: int | None,
-    pattern: re.Pattern[str] | None = None,
+    store: Store, listing: RootListing, chosen: int | None, pattern: re.Pattern[str] | None = None
 ) -> Iterator[Finding]:
     """Yield a `pointer.differs` for each pointer that does not name `chosen`.
 

@@ -62,12 +62,7 @@ def scan(
     per folder that is not a step, at most `MAX_FOLDERS_TRIED`. On an object store that
     shows all steps, one request per 1,000 objects replaces their listings.
     """
-    policy, requirements, storage = options_from(
-        keywords,
-        policy,
-        requirements,
-        storage,
-    )
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
     named = roots_in(roots, optional_roots)
     with ExitStack() as stack:
         done = search(

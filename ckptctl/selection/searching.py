@@ -20,13 +20,7 @@ from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import RecordedResume, left_behind, ruled_out
-from ckptctl.selection.choosing import (
-    Candidate,
-    Choice,
-    choose,
-    in_order,
-    suspect_storage,
-)
+from ckptctl.selection.choosing import Candidate, Choice, choose, in_order, suspect_storage
 from ckptctl.selection.roots import (
     RootListing,
     check_pointers,
@@ -113,10 +107,7 @@ class CachingInspector:
     """Inspects candidates, each at most once at each level, and keeps the reports."""
 
     def __init__(
-        self,
-        opened_roots: Sequence[OpenRoot],
-        requirements: Requirements,
-        level: Level | None,
+        self, opened_roots: Sequence[OpenRoot], requirements: Requirements, level: Level | None
     ) -> None:
         self._roots = opened_roots
         self._requirements = requirements
@@ -180,8 +171,7 @@ class CachingInspector:
         if self.level is not None:
             return None
         return next(
-            (why_not_deeper(one) for one in self.inspected.values() if one.report is report),
-            None,
+            (why_not_deeper(one) for one in self.inspected.values() if one.report is report), None
         )
 
 

@@ -34,13 +34,7 @@ from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import RecordedResume, read_resumes
 from ckptctl.selection.roots import RootListing, check_listed_again, list_root
 from ckptctl.storage.contract import Store, read_range
-from ckptctl.storage.opening import (
-    base_name,
-    join_url,
-    local_path,
-    open_store,
-    parent_url,
-)
+from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
 
 Trees = Mapping[str, Sequence[FileInfo]]
 """The files of each step, where the listing of the root shows them too."""

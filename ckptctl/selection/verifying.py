@@ -87,12 +87,7 @@ def verify(
     Cost: see `inspecting.inspect_step`.
     """
     level = known_level(level)
-    content, requirements, storage = options_from(
-        keywords,
-        content,
-        requirements,
-        storage,
-    )
+    content, requirements, storage = options_from(keywords, content, requirements, storage)
     reading = None
     group = group or ProcessGroup()
     if level is Level.CONTENT:

@@ -13,11 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from ckptctl.errors import (
-    AlreadyExists,
-    PathEscape,
-    StorageError,
-)
+from ckptctl.errors import AlreadyExists, PathEscape, StorageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
     FileSystem,
@@ -120,12 +116,7 @@ class LocalStore:
         """
         self._publish(path, (data,), len(data), replace=replace)
 
-    def put_pieces(
-        self,
-        path: str,
-        pieces: Callable[[], Iterator[memoryview]],
-        size: int,
-    ) -> None:
+    def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
         """See `Store.put_pieces`; not retried, like `put`."""
         self._publish(path, pieces(), size, replace=True)
 

@@ -16,13 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from ckptctl.errors import (
-    BinaryData,
-    CkptctlError,
-    MissingExtra,
-    PathNotFound,
-    UsageError,
-)
+from ckptctl.errors import BinaryData, CkptctlError, MissingExtra, PathNotFound, UsageError
 from ckptctl.model import FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span, Store

@@ -189,10 +189,7 @@ class ObjectStore:
                 self._client.put(key, b"".join(map(bytes, pieces())), create=False)
             else:
                 self._client.put_parts(
-                    key,
-                    _in_parts(pieces(), n_part),
-                    retries=self._retries,
-                    what=self._named(path),
+                    key, _in_parts(pieces(), n_part), retries=self._retries, what=self._named(path)
                 )
 
         self._tried(path, once)

@@ -20,13 +20,7 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Upload
 from ckptctl.storage.in_flight import READ_WIDTH
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.s3 import (
-    NO_CREDENTIALS,
-    NoSuchUpload,
-    checksums_in,
-    error_of,
-    needs_no_key,
-)
+from ckptctl.storage.s3 import NO_CREDENTIALS, NoSuchUpload, checksums_in, error_of, needs_no_key
 from ckptctl.storage.waiting import Retries, Transient, retried
 
 T = TypeVar("T")

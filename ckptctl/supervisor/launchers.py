@@ -21,13 +21,7 @@ from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context, machine
-from ckptctl.errors import (
-    CkptctlError,
-    Fenced,
-    OwnFileUnreadable,
-    StorageUnavailable,
-    UsageError,
-)
+from ckptctl.errors import CkptctlError, Fenced, OwnFileUnreadable, StorageUnavailable, UsageError
 from ckptctl.formats.own.supervision import (
     MAX_LAUNCHERS,
     LauncherDocument,

@@ -120,10 +120,7 @@ class _Launcher:
             pause_s = job.pause_s(held)
 
     def _lead_attempt(
-        self,
-        plan: AttemptPlan,
-        idle: Mapping[int, LauncherDocument],
-        step: int | None,
+        self, plan: AttemptPlan, idle: Mapping[int, LauncherDocument], step: int | None
     ) -> Conclusion:
         """Begin an attempt on all nodes, run the own share, and decide when all have ended."""
         job, together = self.job, self.together

@@ -15,25 +15,12 @@ from contextlib import ExitStack
 from functools import partial
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import (
-    CkptctlError,
-    NothingToResume,
-    UsageError,
-)
+from ckptctl.errors import CkptctlError, NothingToResume, UsageError
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    StepName,
-    compile_pattern,
-    train_step_of,
-)
+from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern, train_step_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
-from ckptctl.options import (
-    SETTLE_S,
-    PickPolicy,
-    Requirements,
-)
+from ckptctl.options import SETTLE_S, PickPolicy, Requirements
 from ckptctl.selection.choosing import refusal
 from ckptctl.selection.empty_roots import decide_beginning
 from ckptctl.selection.picking import pick_step
@@ -115,10 +102,7 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
 
 
 def decide(
-    resume_from: str | int | None,
-    selection: Selection,
-    *,
-    skip: Collection[int] = (),
+    resume_from: str | int | None, selection: Selection, *, skip: Collection[int] = ()
 ) -> tuple[ResumeDecision, OpenStep | None]:
     """The decision of one process: a step, or a fresh run. `skip` are steps that did not load.
 

@@ -171,11 +171,7 @@ SimulatedFault = Literal["rank_killed", "rank_hung", "random"]
 
 
 def simulate_fault(
-    fault: SimulatedFault = "random",
-    *,
-    rank: int | None = None,
-    delay: float = 0.0,
-    seed: int = 0,
+    fault: SimulatedFault = "random", *, rank: int | None = None, delay: float = 0.0, seed: int = 0
 ) -> None:
     """Kill or stop one rank of this job, `delay` seconds and a random part of one from now.
 

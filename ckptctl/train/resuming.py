@@ -19,13 +19,7 @@ from typing import Any
 
 from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import ATTEMPT, cluster_context
-from ckptctl.errors import (
-    LoadFailed,
-    NothingToResume,
-    PathNotFound,
-    StorageUnavailable,
-    UsageError,
-)
+from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
 from ckptctl.inspection.open_step import OpenStep

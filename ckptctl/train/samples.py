@@ -190,10 +190,7 @@ class GlobalLoader:
 
         batches: Any = _Batches(self)
         loader: DataLoader[Any] = DataLoader(
-            self.dataset,
-            batch_sampler=batches,
-            generator=self._generator(),
-            **self._options,
+            self.dataset, batch_sampler=batches, generator=self._generator(), **self._options
         )
         for batch in loader:
             size = self.batch_at(self.position)

@@ -37,13 +37,7 @@ from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
 from ckptctl.formats.pickles.reading import collector_paused, read_pickle
 from ckptctl.formats.pickles.stubs import Dtype, Malformed, Run, Stub, checked_dims, shown
-from ckptctl.model import (
-    ByteRange,
-    BytesEntry,
-    Chunks,
-    Metadata,
-    TensorEntry,
-)
+from ckptctl.model import ByteRange, BytesEntry, Chunks, Metadata, TensorEntry
 
 if TYPE_CHECKING:
     from ckptctl.formats.dcp.fast_path_storage import StorageRun
@@ -144,10 +138,7 @@ class _Decoded:
         if checkpoint_id and ids:
             checkpoint_id, save_id = checkpoint_id.removesuffix(self.ids[0]) + ids[0], ids[1]
         return replace(
-            self.metadata,
-            checkpoint_id=checkpoint_id,
-            save_id=save_id,
-            digest=sha256_of(data),
+            self.metadata, checkpoint_id=checkpoint_id, save_id=save_id, digest=sha256_of(data)
         )
 
 
@@ -166,9 +157,7 @@ def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
     return Metadata(
         tensors={
             fqn: tensor.entry(
-                fqn,
-                paths.get(fqn, (fqn,)),
-                table.chunks(fqn, len(tensor.shape), file_names),
+                fqn, paths.get(fqn, (fqn,)), table.chunks(fqn, len(tensor.shape), file_names)
             )
             for fqn, tensor in tensors.items()
         },

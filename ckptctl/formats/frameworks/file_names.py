@@ -83,11 +83,7 @@ _SAYS_WEIGHTS = (
 
 FILES = (
     FileName(
-        rf"{_IN}model{_VERL}",
-        "+model +step",
-        grid="verl",
-        what="model",
-        weights=_TORCH_WEIGHTS,
+        rf"{_IN}model{_VERL}", "+model +step", grid="verl", what="model", weights=_TORCH_WEIGHTS
     ),
     FileName(
         rf"{_IN}optim{_VERL}", "optimizer", grid="verl", what="optimizer", weights=_TORCH_WEIGHTS
@@ -270,8 +266,7 @@ FILES = (
         "dataloader",
     ),
     FileName(
-        rf"{_IN}(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?{_FILE}",
-        "dataloader",
+        rf"{_IN}(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?{_FILE}", "dataloader"
     ),
     FileName(rf"{_IN}(?:sampler|dl_state_dict)[^/]*{_FILE}", "dataloader"),
     FileName(r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
@@ -326,13 +321,11 @@ FILES = (
         weights="Hugging Face weights",
     ),
     FileName(
-        r".+\.bin\.index\.json|tf_model.*\.h5|flax_model.*\.msgpack",
-        weights="Hugging Face weights",
+        r".+\.bin\.index\.json|tf_model.*\.h5|flax_model.*\.msgpack", weights="Hugging Face weights"
     ),
     FileName(rf"{_IN}consolidated\.[0-9]+\.pth", "model", weights="Llama weights"),
     FileName(
-        r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt",
-        weights="an Orbax checkpoint",
+        r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt", weights="an Orbax checkpoint"
     ),
     FileName(r".+\.nemo", weights="a NeMo checkpoint"),
     FileName(r".+\.gguf", weights="GGUF weights"),

@@ -26,10 +26,7 @@ MAX_PART_DEPTH = 3
 
 
 def parts_of(
-    files: Sequence[FileInfo],
-    layout: str = "",
-    *,
-    stated: Mapping[str, int] | None = None,
+    files: Sequence[FileInfo], layout: str = "", *, stated: Mapping[str, int] | None = None
 ) -> tuple[Part, ...]:
     """The folders of tensors among the files of a step of `layout`, by path.
 

@@ -246,15 +246,7 @@ class _Scheme:
 
 def _rebuild_quantized(args: tuple[object, ...]) -> object:
     match args:
-        case (
-            Storage(str(dtype)) as storage,
-            offset,
-            shape,
-            strides,
-            (_Scheme(), *_),
-            bool(),
-            *_,
-        ):
+        case (Storage(str(dtype)) as storage, offset, shape, strides, (_Scheme(), *_), bool(), *_):
             quantized = ("quantized",)
             return _stub(dtype, storage.key, storage.size, offset, shape, strides, quantized)
     raise Malformed("a quantized tensor is not rebuilt from a storage and a quantizer")
