@@ -16,6 +16,7 @@ from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import Parameter
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.options import StorageOptions
 
 SHELLS = ("bash", "fish", "zsh")
 
@@ -99,7 +100,6 @@ def _values(command: str, parameter: Parameter, word: str) -> Iterator[tuple[str
 
 def _steps(root: str) -> Iterator[tuple[str, str]]:
     """The steps of a local root as `ROOT@1200`, newest first."""
-    from ckptctl.options import StorageOptions
     from ckptctl.selection.roots import list_root
     from ckptctl.storage.opening import is_local, open_store
 

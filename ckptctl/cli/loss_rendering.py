@@ -20,7 +20,7 @@ from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, listed
 from ckptctl.loss.checking import LossReport
-from ckptctl.loss.plots import Curve, Point, curve_of
+from ckptctl.loss.plots import Curve, Point, curve_of, svg_of
 from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number
@@ -351,7 +351,6 @@ def _number(value: float) -> str:
 def write_html(path: str, report: LossReport) -> None:
     """Write the verdict on a resume, the curve and the evidence as one HTML page."""
     from ckptctl.cli.html_pages import as_html, write_page
-    from ckptctl.loss.plots import svg_of
 
     picture = svg_of(report)
     write_page(

@@ -40,6 +40,7 @@ from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
+from ckptctl.storage.opening import absolute_url
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
@@ -326,7 +327,6 @@ def _write_html(path: str, found: Scan) -> None:
     from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page
     from ckptctl.html_page import as_text
     from ckptctl.runbook.pictures import timeline_of_steps
-    from ckptctl.storage.opening import absolute_url
 
     # The page is read elsewhere.
     root = absolute_url(found.root)

@@ -143,8 +143,6 @@ def parse_size(name: str, text: str) -> int:
 
 def only_model(only: str | None) -> bool:
     """Whether all but the model is left out."""
-    from ckptctl.errors import UsageError
-
     if only not in (None, "model"):
         raise UsageError(f"--only {only!r}: there is only model", instead="--only model")
     return only is not None

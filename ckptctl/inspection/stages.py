@@ -45,6 +45,7 @@ from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, r
 from ckptctl.inspection.sidecars import check_documents, value_in_archive
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
+from ckptctl.records.reads import read_headers, read_indexes
 from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 
 if TYPE_CHECKING:
@@ -157,7 +158,6 @@ def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Findi
     read for each file and each index; a second one for headers of more than 64 KiB.
     """
     from ckptctl.checks.safetensors import check_safetensors
-    from ckptctl.records.reads import read_headers, read_indexes
 
     headers = read_headers(store, folder, part.files)
     return check_safetensors(part, headers, read_indexes(store, folder, part.files))

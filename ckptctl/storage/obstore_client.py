@@ -28,6 +28,7 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.storage import waiting
 from ckptctl.storage.contract import Data, NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
+from ckptctl.storage.objects import PART_BYTES
 from ckptctl.storage.s3 import (
     MEANINGS,
     ChangedOnTheWay,
@@ -159,8 +160,6 @@ class ObstoreClient:
         It does not resend parts that arrive corrupted; then the whole object is sent again.
         """
         import obstore
-
-        from ckptctl.storage.objects import PART_BYTES
 
         store = self._open(retry_config=_retry_config(retries))
         failed: list[BaseException] = []

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable, UsageError
+from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Upload
 from ckptctl.storage.in_flight import READ_WIDTH
@@ -146,8 +146,6 @@ class S3fsClient:
 
     def exists(self, key: str) -> bool:
         """See `Client.exists`; one HEAD."""
-        from ckptctl.errors import PathNotFound
-
         try:
             self._ask(self._call("head_object", Key=key), key)
         except PathNotFound:
