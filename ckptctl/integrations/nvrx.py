@@ -21,14 +21,14 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager impor
     LocalCheckpointManager,
 )
 
-from ckptctl.formats.own.heartbeats import Section
+from ckptctl.formats.own.heartbeats import Reported
 from ckptctl.records.verification import check_whole
 from ckptctl.train import heartbeat
 from ckptctl.train.ledger import to_stderr
 
 __all__ = ["ReportingRankMonitorClient", "VerifiedLocalCheckpointManager", "share_heartbeats"]
 
-_SECTIONS: dict[str, Section] = {
+_SECTIONS: dict[str, Reported] = {
     "setup": "setup",
     "checkpointing": "checkpoint",
     "evaluation": "evaluation",
@@ -91,7 +91,7 @@ class ReportingRankMonitorClient(fault_tolerance.RankMonitorClient):
     def __init__(self) -> None:
         super().__init__()
         self._open: list[str] = []
-        self._between: Section | None = None  # while no section but `step` is open
+        self._between: Reported | None = None  # while no section but `step` is open
 
     def init_workload_monitoring(self) -> None:
         """Connect to NVRx's monitor, which then has no open section."""

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
@@ -171,15 +171,15 @@ class HangWatcher:
             if beat["count"] != before["count"]:
                 is_step = before["section"] == beat["section"] == "step"
                 n = one * max(1, beat["count"] - before["count"]) if is_step else one
-                self._limits.learn(_section(before), now_s - rank.since_s, n)
+                self._limits.learn(before["section"], now_s - rank.since_s, n)
                 rank.since_s = now_s
             rank.beat = beat
 
     def _late(self, now_s: float) -> _Late | None:
         """The section whose limit passed first; None where none has."""
         ranks = [rank for rank in self._ranks.values() if not rank.ended]
-        waits = [
-            (_section(rank.beat), now_s - rank.since_s)
+        waits: list[tuple[Section, float]] = [
+            (rank.beat["section"], now_s - rank.since_s)
             for rank in ranks
             # A rank that waits for its own save in flight has the time of that.
             if rank.beat["saving"] is None or rank.beat["section"] != "checkpoint"
@@ -311,10 +311,6 @@ def _hang(section: Section, message: str, evidence: HangEvidence, missing: Colle
     return Hang(
         f"{message}; {named.why}{kept}", section, named.ranks, tuple(sorted(nodes)), evidence.files
     )
-
-
-def _section(beat: Heartbeat) -> Section:
-    return cast(Section, beat["section"])  # `read_heartbeat` has checked it
 
 
 def _works(evidence: HangEvidence) -> bool:

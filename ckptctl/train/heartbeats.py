@@ -22,9 +22,9 @@ from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import (
     FOLDER_VARIABLE,
     MAX_BYTES,
-    SECTIONS,
+    REPORTED,
     Heartbeat,
-    Section,
+    Reported,
     file_name,
     heartbeat_bytes,
     read_heartbeat,
@@ -42,7 +42,7 @@ _FIRST_FREE, _LAST_FREE = 35, 64
 
 
 def heartbeat(
-    section: Section | None = None, *, step: int | None = None, work_s: float | None = None
+    section: Reported | None = None, *, step: int | None = None, work_s: float | None = None
 ) -> None:
     """Report that this rank makes progress, and which section of the job it is in.
 
@@ -58,19 +58,18 @@ def heartbeat(
 
     Raises `UsageError` for a section that does not exist.
     """
-    if section is not None and (section not in SECTIONS or section == "async-save"):
-        names = ", ".join(name for name in SECTIONS if name != "async-save")
-        raise UsageError(f"section is {section!r}; the sections are {names}")
+    if section is not None and section not in REPORTED:
+        raise UsageError(f"section is {section!r}; the sections are {', '.join(REPORTED)}")
     writer = _writer()
     if writer is not None:
         writer.beat(section, step, work_s)
 
 
 @contextmanager
-def inside(section: Section) -> Iterator[None]:
+def inside(section: Reported) -> Iterator[None]:
     """Report a section, and at its end the one before it."""
     writer = _writer()
-    before: Section = "outside" if writer is None else writer.section
+    before: Reported = "outside" if writer is None else writer.section
     heartbeat(section)
     try:
         yield
@@ -162,11 +161,11 @@ class _Writer:
         )
 
     @property
-    def section(self) -> Section:
+    def section(self) -> Reported:
         """The section that was reported last."""
-        return self._beat["section"]  # type: ignore[return-value]  # `heartbeat` has checked it
+        return self._beat["section"]
 
-    def beat(self, section: Section | None, step: int | None, work_s: float | None) -> None:
+    def beat(self, section: Reported | None, step: int | None, work_s: float | None) -> None:
         """Count one report; write it if the section is another or a second has passed."""
         with self._lock:
             beat = self._beat
@@ -180,7 +179,7 @@ class _Writer:
             if is_new or time.monotonic() - self._written_s >= EVERY_S:
                 self._write()
 
-    def _time_step(self, section: Section | None, step: int | None, work_s: float | None) -> None:
+    def _time_step(self, section: Reported | None, step: int | None, work_s: float | None) -> None:
         """Add up what steps take; a step during which the section changed is left out."""
         before, self._step_ended = self._step_ended, None
         if section != "step" or step is None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Literal, TypedDict, get_args
+from typing import Annotated, Literal, TypedDict, get_args
 
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.bounded_json import NotJson, decode_json
@@ -21,20 +20,24 @@ FOLDER_VARIABLE = "CKPTCTL_HEARTBEATS"
 MAX_BYTES = 1024
 """Of one heartbeat; a larger file is none."""
 
-Section = Literal[
-    "setup", "first-step", "step", "checkpoint", "async-save", "evaluation", "outside"
-]
-SECTIONS: tuple[Section, ...] = get_args(Section)
-"""The parts of a job that have limits of their own.
+Reported = Literal["setup", "first-step", "step", "checkpoint", "evaluation", "outside"]
+"""The sections that a rank reports, one at a time.
 
-`setup` ends when the job has resumed, `first-step` with its first step. `async-save` runs beside
-the others. `outside` is everything else.
+`setup` ends when the job has resumed, `first-step` with its first step. `outside` is
+everything else.
 """
+Section = Literal[Reported, "async-save"]
+"""The parts of a job that have limits of their own; `async-save` runs beside the others."""
+
+REPORTED: tuple[Reported, ...] = get_args(Reported)
+SECTIONS: tuple[Section, ...] = get_args(Section)
 
 MAX_RANK = 1 << 20
-_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _NAME = re.compile(r"rank-([0-9]{1,7})\.json")
-_LARGEST_SIGNAL = 64
+
+_Node = Annotated[str, ("pattern", "^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$")]
+_Pid = Annotated[int, ("minimum", 1), ("maximum", (1 << 31) - 1)]
+_Signal = Annotated[int, ("minimum", 1), ("maximum", 64)]
 
 
 class _HeartbeatOptions(TypedDict, total=False):
@@ -47,20 +50,20 @@ class _HeartbeatOptions(TypedDict, total=False):
 class Heartbeat(_HeartbeatOptions):
     """The state of one rank when it wrote last."""
 
-    rank: int
-    local_world_size: int | None
+    rank: Annotated[int, ("maximum", MAX_RANK - 1)]
+    local_world_size: Annotated[int, ("maximum", MAX_RANK)] | None
     """How many ranks the launcher started on this node; null where it does not state it."""
-    node: str
-    pid: int
+    node: _Node
+    pid: _Pid
     started: int
     """When the process was started, in clock ticks after the boot, as `/proc/PID/stat` has it."""
     count: int
     """How often the rank has reported."""
-    section: str
+    section: Reported
     step: int | None
     saving: int | None
     """The step of the asynchronous save in flight."""
-    stack_signal: int | None
+    stack_signal: _Signal | None
     """The signal that makes the process write its stacks; null where it has no handler."""
 
 
@@ -96,20 +99,4 @@ def read_heartbeat(data: bytes) -> Heartbeat:
         raise OwnFileUnreadable(f"it is not JSON: {str(error)[:80]}") from error
     if not isinstance(fields, dict):
         raise OwnFileUnreadable("it is JSON, but no object")
-    beat = typed(Heartbeat, fields)
-    for what in _out_of_bounds(beat):
-        raise OwnFileUnreadable(f"{what} is out of bounds")
-    return beat
-
-
-def _out_of_bounds(beat: Heartbeat) -> Iterator[str]:
-    if beat["rank"] >= MAX_RANK or (beat["local_world_size"] or 0) > MAX_RANK:
-        yield "the rank"
-    if beat["section"] not in SECTIONS or beat["section"] == "async-save":
-        yield "the section"
-    if not _NODE.fullmatch(beat["node"]):
-        yield "the node"
-    if not 0 < beat["pid"] < 1 << 31:
-        yield "the process id"
-    if not 0 < (beat["stack_signal"] or 1) <= _LARGEST_SIGNAL:
-        yield "the signal"
+    return typed(Heartbeat, fields)
