@@ -16,6 +16,7 @@ import pytest
 from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 
+from ckptctl.runbook.executing import execute
 from ckptctl.runbook.reading import find_runbook, runbook_names
 
 SENTENCES = (
@@ -408,6 +409,25 @@ def test_a_job_that_loaded_another_step_is_stopped_and_no_step_rejected(root, tm
     assert exit_code == 30
     assert "the job loaded another step" in document["reason"]
     assert run_ckptctl("verify", root / "step_500").returncode == 0
+
+
+def test_the_name_of_a_log_is_no_proof_that_another_step_was_loaded(root, tmp_path):
+    jumped = rows(501, 600).replace('"loss": ', '"loss": 7')
+    folder = tmp_path / "loss.step"
+    folder.mkdir()
+    _, _, document = watched(root, folder, rows(401, 540), jumped)
+    events = [each for each in document["events"] if each["event"] == "ended"]
+    first = next(each for each in events if each["block"] == "loaded")
+    assert (first["exit_code"], first["because"]) == (0, "the job loaded the step that was chosen")
+
+
+def test_a_log_that_can_no_longer_be_read_rejects_no_step(root, tmp_path):
+    block = next(each for each in find_runbook("rb-7").state("Jump").blocks)
+    lost = {"LOG": (), "NEW_LOG": str(tmp_path / "lost"), "NUMBER": "5", "ROOT": str(root)}
+    done = execute(block.code, lost, {}, lambda _: None)
+    row = block.outcome(done.exit_code, "")
+    assert row is not None
+    assert (row.then, row.code) == ("stop", 30)
 
 
 def test_a_throughput_that_does_not_come_back_is_a_decision(root, tmp_path):

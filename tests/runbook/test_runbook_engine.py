@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -212,6 +213,26 @@ def test_a_command_that_was_cut_off_is_asked_about_again(tmp_path):
     go(tmp_path, person)
     assert person.again == [True]
     assert log(tmp_path) == ["look", "act a fire"]
+
+
+def test_a_run_that_is_killed_behind_any_event_ends_as_it_would_have(tmp_path):
+    """Behind each event a root is left as SIGKILL leaves it, and the run is continued."""
+    whole = go(tmp_path, Person(True, True), WORD="a fire")
+    assert (whole.exit_code, whole.finished) == (11, True)
+    for n_written, last in enumerate(whole.events, start=1):
+        root = tmp_path / f"killed-{n_written}"
+        folder = root / Path(whole.url).relative_to(tmp_path)
+        folder.mkdir(parents=True)
+        for number in range(1, n_written + 1):
+            name = f"{number:06d}.json"
+            shutil.copy(Path(whole.url) / name, folder / name)
+        person = Person(True, True)
+        again = go(root, person, how="continue", ROOT=str(root))
+        assert (again.exit_code, again.reason) == (11, whole.reason), n_written
+        acted = [isinstance(e, BeganEvent) and e.block == "act" for e in again.events]
+        was_cut_off = isinstance(last, BeganEvent) and last.block == "act"
+        assert sum(acted) == 2 + was_cut_off, n_written
+        assert person.again[:1] in ([], [was_cut_off]), n_written
 
 
 def test_a_dry_run_reads_and_leaves_no_record(tmp_path):
