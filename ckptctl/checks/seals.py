@@ -147,6 +147,19 @@ def _still_sealed(seal: Seal, seen: Seen) -> list[str]:
     ]
 
 
+def written_since(seal: Seal, step: Step) -> bool:
+    """Whether a file of a step may have been written after it was sealed.
+
+    A copy without times counts as written, too.
+    """
+    sealed = {file.path: (file.size, file.written_ms) for file in seal.files}
+    return any(
+        sealed[file.path] != (file.size, written_ms(file))
+        for file in step.files
+        if file.path in sealed
+    )
+
+
 def written_ms(file: FileInfo) -> int | None:
     """When a file was written, in whole milliseconds; None where the storage keeps no times."""
     return None if file.mtime_s is None else round(file.mtime_s * 1000)

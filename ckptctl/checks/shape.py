@@ -166,13 +166,15 @@ def _unsupported(step: Step, part: Part) -> Finding:
     )
 
 
-def check_unchanged(step: Step, now: Sequence[FileInfo]) -> Iterator[Finding]:
-    """Yield one `step.changed` where a second listing differs from the first.
+def check_unchanged(
+    url: str, first: Sequence[FileInfo], now: Sequence[FileInfo]
+) -> Iterator[Finding]:
+    """Yield one `step.changed` where a second listing of what is at `url` differs from the first.
 
     Names, sizes, times and identities are compared. What ckptctl itself writes does
     not count.
     """
-    before = _comparable(step.files)
+    before = _comparable(first)
     after = _comparable(now)
     differing = sorted(
         name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
@@ -184,10 +186,10 @@ def check_unchanged(step: Step, now: Sequence[FileInfo]) -> Iterator[Finding]:
     yield Finding(
         "step.changed",
         name,
-        f"{name}{more} changed during the inspection: another process writes or deletes files here",
+        f"{name}{more} changed while it was read: another process writes or deletes files here",
         expected=_described(before.get(name)),
         found=_described(after.get(name)),
-        next_command=f"ckptctl verify {shlex.quote(step.url)}",
+        next_command=f"ckptctl verify {shlex.quote(url)}",
     )
 
 

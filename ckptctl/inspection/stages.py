@@ -337,7 +337,7 @@ def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding
 def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """List the step a second time: what was read is one step only if nobody wrote meanwhile."""
     if context.is_deep:
-        yield from check_unchanged(opened.step, opened.list_again())
+        yield from check_unchanged(opened.step.url, opened.step.files, opened.list_again())
 
 
 def contradictions(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -419,7 +419,7 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
     if hidden:
         return _not_listed(step, hidden[0])
     # Where the first listing failed there is nothing that could have changed since.
-    if step.files and any(check_unchanged(step, now)):
+    if step.files and any(check_unchanged(step.url, step.files, now)):
         return None
     what = (
         f"one answer reports {changed.where} as missing or changed, "

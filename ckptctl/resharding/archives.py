@@ -39,7 +39,7 @@ class ReadFile(NamedTuple):
 def read_archives(step: Step, part: OpenPart) -> Iterator[ReadFile]:
     """The entries of each file of `torch.save` in a rank-file part, and of its safetensors.
 
-    Raises `Damage` for a damaged file, and `UsageError` for one that cannot be read. Cost:
+    Raises `SourceDamaged` for a damaged file, and `UsageError` for one that cannot be read. Cost:
     three short reads for each file, and two for each storage.
     """
     for file in part.part.files:

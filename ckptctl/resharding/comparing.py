@@ -31,7 +31,6 @@ from ckptctl.resharding.archives import ReadFile, read_archives
 from ckptctl.resharding.reading import (
     Buffers,
     SliceReader,
-    SourceDamaged,
     SourceFiles,
     read_values,
     source_files,
@@ -39,6 +38,7 @@ from ckptctl.resharding.reading import (
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
     SourceBytes,
+    SourceDamaged,
     SourcePart,
     SourceTensor,
     check_format,

@@ -43,10 +43,18 @@ from ckptctl.resharding.importing import (
     import_shards,
     one_file,
 )
-from ckptctl.resharding.reading import SourceDamaged, SourceFiles, source_files
+from ckptctl.resharding.mesh import check_world_size
+from ckptctl.resharding.reading import SourceFiles, source_files
 from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.shard_files import can_be_read, left_beside, read_shards
-from ckptctl.resharding.sources import Source, check_format, refusal, source_of
+from ckptctl.resharding.sources import (
+    Source,
+    SourceDamaged,
+    check_format,
+    refusal,
+    source_in,
+    source_of,
+)
 from ckptctl.resharding.steps import (
     inspect_whole,
     target_place,
@@ -111,8 +119,7 @@ def convert(
     the result, written once and read once.
     """
     storage = options_from(keywords, storage)
-    if world_size is not None and world_size < 1:
-        raise UsageError(f"--world-size is {world_size}; at least 1 is required")
+    check_world_size(world_size)
     asked = _Asked(
         source,
         target,
@@ -235,7 +242,7 @@ def _from_folder(
     if not refusal(inspected.report, accept_unverifiable=asked.options.accept_unverifiable):
         # Only a seal can verify them, and that takes reading every byte.
         inspected = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
-    with target_place(asked.target, storage) as place:
+    with target_place(asked.target, storage, source=found.url) as place:
         return import_folder(found, inspected, _into(asked, place))
 
 
@@ -276,7 +283,7 @@ def _from_step(
     asked: _Asked, found: OpenTarget, inspected: Inspection, storage: StorageOptions
 ) -> Converted:
     """Write a step as files of another format; put the shards of ranks together."""
-    with target_place(asked.target, storage) as place:
+    with target_place(asked.target, storage, source=found.url) as place:
         if refusal(inspected.report, accept_unverifiable=asked.options.accept_unverifiable):
             return not_converted(found.url, place.url, inspected.report)
         try:
@@ -290,7 +297,7 @@ def _made(asked: _Asked, found: OpenTarget, inspected: Inspection, place: Place)
     """What a step becomes at `place`; raises `SourceDamaged`."""
     if can_be_read(inspected):
         shards = read_shards(inspected, found.store)
-        source = Source(found.url, inspected.report, tuple(one.part for one in shards), ())
+        source = source_in(inspected, [one.part for one in shards])
         files = {one.part.path: one.files for one in shards}
         if not asked.is_file:
             return import_shards(source, found, files, left_beside(inspected), _into(asked, place))

@@ -22,7 +22,8 @@ from ckptctl.model import FileInfo
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.reading import Piece, SourceDamaged, SourceFiles, source_files
+from ckptctl.resharding.reading import Piece, SourceFiles, source_files
+from ckptctl.resharding.sources import SourceDamaged
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
@@ -153,6 +154,7 @@ def write(
             return None  # waits in `share` for rank 0, and fails where it fails
         work.prove(on_progress)
         work.write_others()
+        plan.source.check_unchanged()
         return work.seal(options, on_progress)
 
     report = group.share(complete)[0]

@@ -20,7 +20,7 @@ from typing import Protocol
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes
+from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes, is_name
 from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nested, pickled_state
 from ckptctl.formats.archive.writing import strides_of
 from ckptctl.formats.digests import sha256_of
@@ -81,6 +81,12 @@ def to_safetensors(
     """
     tensors = _tensors(source, only_model=only_model, strip=strip)
     for name, one in tensors.items():
+        if not is_name(name):
+            raise UsageError(
+                f"{name!r} cannot be the name of a tensor in safetensors; a torch.save file (a "
+                "target that ends in .pt) can hold it",
+                next_command="ckptctl convert --help",
+            )
         if one.tensor.entry.dtype not in NAMES:
             dtype = one.tensor.entry.dtype
             raise UsageError(
@@ -115,7 +121,7 @@ def to_safetensors(
 def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) -> Export:
     """A step as one `torch.save` file: the nested state, with all plain values.
 
-    Raises `UsageError` if key paths contradict each other, and `Damage`. Cost: one read per
+    Raises `UsageError` if key paths contradict each other, and `SourceDamaged`. Cost: one read per
     non-tensor entry.
     """
     tensors = _tensors(source, only_model=only_model, strip="")
@@ -164,6 +170,7 @@ def write_export(
     write_whole(
         export.files,
         dict(export.beside),
+        source,
         files,
         place,
         room,
@@ -294,6 +301,7 @@ class WholeFile(Protocol):
 def write_whole(
     planned: Sequence[WholeFile],
     beside: Mapping[str, bytes],
+    source: Source,
     files: Mapping[str, SourceFiles],
     place: Place,
     room: WriteLimits,
@@ -303,9 +311,9 @@ def write_whole(
 ) -> None:
     """Write, verify, read again, publish.
 
-    `beside` are small files that are written last, `files` the records of each part by its
-    path. Raises `Damage` if the source does not match what was saved, `UsageError` if the
-    target exists, `StorageError`.
+    `beside` are small files that are written last, `files` the records of each part of
+    `source` by its path. Raises `SourceDamaged` if the source does not match what was saved,
+    `UsageError` if the target exists, `StorageError`.
     """
     store = place.store
     there = place.there()
@@ -327,6 +335,7 @@ def write_whole(
     progress, proving = WriteProgress(), threading.Lock()
     copies = [_Copy(file, files, room, progress, proving) for file in planned]
     in_threads([work.task(copy) for copy in copies], room.jobs, progress, n_bytes, on_progress)
+    source.check_unchanged()
     work.read_again(copies, Limits(room.jobs))
     for name, data in beside.items():
         store.put(work.path(name), data, replace=True)
@@ -399,7 +408,7 @@ class _Copy:
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of the file in order; each piece is overwritten by the next.
 
-        Raises `Damage` before the last piece if the source does not match what was saved.
+        Raises `SourceDamaged` before the last piece if the source does not match what was saved.
         """
         from zlib_ng.zlib_ng import crc32, crc32_combine
 

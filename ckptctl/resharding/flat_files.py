@@ -40,8 +40,14 @@ from ckptctl.model import (
     TensorEntry,
 )
 from ckptctl.records.slices import TensorSlice, aligned
-from ckptctl.resharding.reading import Opened, SourceDamaged, SourceFiles, check_held, opened_at
-from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
+from ckptctl.resharding.reading import Opened, SourceFiles, check_held, opened_at
+from ckptctl.resharding.sources import (
+    SourceBytes,
+    SourceChunk,
+    SourceDamaged,
+    SourcePart,
+    SourceTensor,
+)
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.storage.contract import Span, Store, read_range
 

@@ -56,9 +56,17 @@ from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.flat_files import read_flat
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Plan, Wanted, plan
-from ckptctl.resharding.reading import Opened, SourceDamaged, SourceFiles
+from ckptctl.resharding.reading import Opened, SourceFiles
 from ckptctl.resharding.results import Converted, left_out, not_converted
-from ckptctl.resharding.sources import Source, SourceChunk, SourcePart, SourceTensor, refusal
+from ckptctl.resharding.sources import (
+    Source,
+    SourceChunk,
+    SourceDamaged,
+    SourcePart,
+    SourceTensor,
+    refusal,
+    source_in,
+)
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
@@ -75,6 +83,15 @@ class OneFile:
     def url(self) -> str:
         """The address of the file."""
         return join_url(self.store.url, self.file.path)
+
+    def source(self, report: Report, part: SourcePart, files: Sequence[FileInfo]) -> Source:
+        """The source that `files` of the folder make: the file, or those that it names."""
+        names = {file.path for file in files}
+
+        def list_again() -> Sequence[FileInfo]:
+            return [file for file in self.store.list_dir() if file.path in names]
+
+        return Source(self.url, report, (part,), (), files, list_again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +135,8 @@ def import_flat(source: OneFile, into: Into) -> Converted:
     if not flat.has_crcs:
         why = "was saved without checksums: its bytes cannot be verified"
         report = report.with_findings(_unproven(source.file.path, why, into))
-    read = Source(source.url, report, (flat.part,), ())
-    return _import(read, source, {"": flat.files}, (), into)
+    made = source.source(report, flat.part, [source.file])
+    return _import(made, source, {"": flat.files}, (), into)
 
 
 def import_file(source: OneFile, into: Into) -> Converted:
@@ -140,7 +157,8 @@ def import_file(source: OneFile, into: Into) -> Converted:
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(source.url, into.place.url, report)
     read = read_safetensors(source.store, "", source.url, part, under=into.under)
-    return _import(Source(source.url, report, (read.part,), ()), source, {"": read.files}, (), into)
+    made = source.source(report, read.part, files)
+    return _import(made, source, {"": read.files}, (), into)
 
 
 def import_folder(found: OpenTarget, inspected: Inspection, into: Into) -> Converted:
@@ -167,7 +185,7 @@ def import_folder(found: OpenTarget, inspected: Inspection, into: Into) -> Conve
         *_left_out(below, "of safetensors below", "folder"),
         *_left_out(others, "of train state beside the safetensors"),
     ]
-    step = Source(found.url, report, tuple(one.part for one in read), ())
+    step = source_in(inspected, [one.part for one in read])
     return _import(step, found, {one.part.path: one.files for one in read}, notes, into)
 
 
@@ -329,7 +347,7 @@ def read_safetensors(
             place = ByteRange(file.path, len(header) + tensor.start, tensor.n_bytes)
             by_name[tensor.name].append((tensor, place))
     source = _part(part.path, by_name, under, digest.hexdigest())
-    return SafetensorsPart(source, _Files(store, folder, url, part.path, held), unnamed)
+    return SafetensorsPart(source, _Files(store, folder, url, part.path), unnamed)
 
 
 def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | None:
@@ -349,13 +367,6 @@ def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | 
 class _Files(SourceFiles):
     """The elements in the files of a folder, which only a seal can verify."""
 
-    def __init__(
-        self, store: Store, folder: str, url: str, part_path: str, held: Sequence[FileInfo]
-    ) -> None:
-        super().__init__(store, folder, url, part_path)
-        self._folder = folder
-        self._held = held
-
     def in_store(self, name: str) -> str:
         """See `SourceFiles.in_store`."""
         return f"{self._folder}/{name}" if self._folder else name
@@ -365,28 +376,6 @@ class _Files(SourceFiles):
         chunk = tensor.chunks[number]
         strides = row_major(chunk.elements.sizes, tensor.item_bytes)
         return Opened(chunk.record.offset, chunk.record.length, None, 0, strides, True)
-
-    def check_unchanged(self) -> None:
-        """See `SourceFiles.check_unchanged`."""
-        there = {file.path: file for file in self.store.list_dir(self._folder)}
-        for file in self._held:
-            now = there.get(self.in_store(file.path))
-            if now is None or _stamp(now) != _stamp(file):
-                where = self.where(file.path)
-                raise SourceDamaged(
-                    Finding(
-                        "step.changed",
-                        where,
-                        f"{where} changed after the copy began",
-                        expected=f"{file.size:,} bytes, unchanged",
-                        found="no file" if now is None else f"{now.size:,} bytes, rewritten",
-                        next_command="ckptctl explain step.changed",
-                    )
-                )
-
-
-def _stamp(file: FileInfo) -> tuple[object, ...]:
-    return file.size, file.mtime_s, file.identity
 
 
 def _part(

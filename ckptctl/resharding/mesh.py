@@ -76,6 +76,13 @@ class ShardRule:
         return fnmatchcase(f".{fqn}.", f"*.{self.pattern}.*")
 
 
+def check_world_size(n_ranks: int | None) -> None:
+    """Raise `UsageError` for a `--world-size` that no job has."""
+    if n_ranks is not None and not 1 <= n_ranks <= MAX_RANKS:
+        bound = "at least 1 is required" if n_ranks < 1 else f"at most {MAX_RANKS:,} are possible"
+        raise UsageError(f"--world-size is {n_ranks:,}; {bound}")
+
+
 def parse_mesh(text: str) -> Mesh:
     """The mesh in `dp=4,tp=2`; raises `UsageError`."""
     dims = []

@@ -283,7 +283,16 @@ def slices_for(
     entry, n_ranks = tensor.entry, wanted.mesh.world_size
     if wanted.like is not None:
         like = wanted.like.get((part.path, entry.fqn))
-        return like if like is not None else replicated(entry.shape, n_ranks)
+        if not like:
+            return replicated(entry.shape, n_ranks)
+        shape = tuple(map(max, zip(*(one.elements.ends for one in like), strict=True)))
+        if shape != entry.shape:
+            raise UsageError(
+                f"--like: {entry.fqn} is {shape} there and {entry.shape} in this step: the "
+                "models differ",
+                next_command="ckptctl reshard --help",
+            )
+        return like
     rule = rule_for(entry.fqn, wanted.rules)
     if not entry.shape or 0 in entry.shape or not (rule or _is_cut(tensor, alone)):
         return replicated(entry.shape, n_ranks)

@@ -43,7 +43,13 @@ from ckptctl.records.slices import (
     row_major,
 )
 from ckptctl.records.templates import Templates
-from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
+from ckptctl.resharding.sources import (
+    SourceBytes,
+    SourceChunk,
+    SourceDamaged,
+    SourcePart,
+    SourceTensor,
+)
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, read_range
 
@@ -53,14 +59,6 @@ _WASTE = 4
 
 MAX_VALUE_BYTES = 64 << 20
 """The longest record of a value that is read; it is held in memory."""
-
-
-class SourceDamaged(Exception):
-    """The source does not match what was saved; `finding` names the place and the difference."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.message)
-        self.finding = finding
 
 
 class Opened(NamedTuple):
@@ -177,9 +175,6 @@ class SourceFiles:
         if isinstance(error, WrongChecksum):
             message = f"{error.names} does not match the checksum saved with it"
         return SourceDamaged(self.finding(error.code, record, message))
-
-    def check_unchanged(self) -> None:
-        """Raise `SourceDamaged` if files without checksums have changed since the inspection."""
 
     def check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
         """Raise `SourceDamaged` if elements that are held do not match their checksum."""

@@ -77,7 +77,7 @@ def can_be_read(inspected: Inspection) -> bool:
 def read_shards(inspected: Inspection, store: Store) -> tuple[ShardSource, ...]:
     """The tensors of each folder of shards in a step.
 
-    Raises `Damage` for a damaged file, and `UsageError`, with the framework's own command,
+    Raises `SourceDamaged` for a damaged file, and `UsageError`, with the framework's own command,
     for shards that are cut in a way that is not read here. Cost: three short reads for each
     file, and two for each storage.
     """

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import shlex
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ckptctl.checks.shape import check_unchanged
 from ckptctl.data_classes import dataclass, field
-from ckptctl.errors import UsageError
-from ckptctl.findings import Report, Verdict
+from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import (
@@ -38,6 +39,20 @@ from ckptctl.model import (
     TensorEntry,
 )
 from ckptctl.records.slices import Dims, TensorSlice
+
+
+class SourceDamaged(CkptctlError):
+    """The source does not match what was saved; `finding` names the place and the difference.
+
+    Every process of a group gets it where one of them finds the damage.
+    """
+
+    exit_code = 21
+    code = "step.damaged"
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message, next_command=finding.next_command)
+        self.finding = finding
 
 
 class SourceChunk(NamedTuple):
@@ -141,12 +156,35 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The step to reshard or convert."""
+    """The step or file to reshard or convert.
+
+    `listed` are its files when it was inspected, and `list_again` lists them anew.
+    """
 
     url: str
     report: Report
     parts: tuple[SourcePart, ...]
     files: tuple[RankFile, ...]
+    listed: Sequence[FileInfo]
+    list_again: Callable[[], Sequence[FileInfo]]
+
+    def check_unchanged(self) -> None:
+        """Raise `SourceDamaged` if files were written since: what was read may be of two saves.
+
+        Each record of either save matches its own checksum. Cost: one listing.
+        """
+        for finding in check_unchanged(self.url, self.listed, self.list_again()):
+            raise SourceDamaged(finding)
+
+
+def source_in(
+    inspected: Inspection, parts: Sequence[SourcePart], files: Sequence[RankFile] = ()
+) -> Source:
+    """The source that `parts` of an inspected step make, with sidecars to copy."""
+    step, opened = inspected.step, inspected.opened
+    return Source(
+        step.url, inspected.report, tuple(parts), tuple(files), step.files, opened.list_again
+    )
 
 
 def source_of(inspected: Inspection) -> Source:
@@ -154,14 +192,9 @@ def source_of(inspected: Inspection) -> Source:
 
     Call `check_format` and `refusal` before: the step must be complete, sharded DCP.
     """
-    step = inspected.step
     parts = [each for each in inspected.parts if each.part.format in SHARDED]
-    return Source(
-        step.url,
-        inspected.report,
-        tuple(_part(each.part, each.metadata) for each in parts),
-        tuple(_files(inspected)),
-    )
+    made = [_part(each.part, each.metadata) for each in parts]
+    return source_in(inspected, made, [*_files(inspected)])
 
 
 def check_format(inspected: Inspection) -> None:

@@ -6,11 +6,13 @@ each of these.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckptctl.checks.seals import written_since
 from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
@@ -23,15 +25,35 @@ from ckptctl.options import Requirements, StorageKeywords, StorageOptions, optio
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place, WriteOptions, write
-from ckptctl.resharding.mesh import Mesh, RankSlice, check_mesh, parse_mesh, parse_rules
+from ckptctl.resharding.mesh import (
+    Mesh,
+    RankSlice,
+    check_mesh,
+    check_world_size,
+    parse_mesh,
+    parse_rules,
+)
 from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares
-from ckptctl.resharding.reading import SourceDamaged
 from ckptctl.resharding.results import Reshard
-from ckptctl.resharding.sources import Source, check_format, needs_content, refusal, source_of
+from ckptctl.resharding.sources import (
+    Source,
+    SourceDamaged,
+    check_format,
+    needs_content,
+    refusal,
+    source_of,
+)
 from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
-from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+from ckptctl.storage.opening import (
+    absolute_url,
+    base_name,
+    is_local,
+    join_url,
+    open_store,
+    parent_url,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -166,8 +188,7 @@ def _asked(
         raise UsageError(f"--per-rank {per_rank!r} is not one of {words}") from None
     if like is not None:
         return _Asked(None, like, action, only_model)
-    if world_size is not None and world_size < 1:
-        raise UsageError(f"--world-size is {world_size}; at least 1 is required")
+    check_world_size(world_size)
     arranged = Mesh((("dp", world_size or 1),)) if mesh is None else parse_mesh(mesh)
     if world_size is not None and arranged.world_size != world_size:
         raise UsageError(
@@ -194,7 +215,7 @@ def _reshard(
     with (
         options.group.sharing(),
         opened_step(source, requirements, storage) as found,
-        target_place(target, storage) as place,
+        target_place(target, storage, source=found.url) as place,
     ):
         _same_number(found, place, target, requirements.pattern)
         inspected = inspect_whole(found, requirements, accept_unverifiable=accept_unverifiable)
@@ -269,18 +290,26 @@ def inspect_whole(
     """Inspect a step as deep as needed to trust all but its elements.
 
     Their checksums are compared while copying, unless there are none: then only a seal
-    can verify the step, and that takes reading every byte.
+    can verify the step, and that takes reading every byte. So does a seal that is older than
+    a file: what was written since may be sound, and of another save.
     """
     inspected = inspect_step(found, checked, level=Level.STRUCTURE)
     whole = not refusal(inspected.report, accept_unverifiable=accept_unverifiable)
-    if whole and needs_content(inspected.report):
+    seal = inspected.notes.seal if inspected.notes else None
+    is_older = seal is not None and written_since(seal, inspected.step)
+    if whole and (is_older or needs_content(inspected.report)):
         return inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     return inspected
 
 
 @contextmanager
-def target_place(target: str, storage: StorageOptions) -> Iterator[Place]:
-    """The place of the new step; its root is created if its parent folder exists."""
+def target_place(
+    target: str, storage: StorageOptions, *, source: str | None = None
+) -> Iterator[Place]:
+    """The place of the new step; its root is created if its parent folder exists.
+
+    Raises `UsageError` for a place inside the step `source`, which is never written to.
+    """
     named = parse_target(target)
     if named.name is None:
         path = join_url(named.root, "step_1200")
@@ -292,8 +321,22 @@ def target_place(target: str, storage: StorageOptions) -> Iterator[Place]:
     url = target.rstrip("/") or target
     if base_name(url) in (".", ".."):
         raise UsageError(f"{target} already exists; name a step that does not exist")
+    if source is not None and _is_inside(parent_url(url), source):
+        better = f"{source}-{base_name(url)}"
+        raise UsageError(
+            f"{target} is inside the step {source}, which is not written to",
+            instead_of=target,
+            instead=better,
+        )
     with open_store(parent_url(url), storage) as store:
         yield Place(store, base_name(url))
+
+
+def _is_inside(folder: str, step: str) -> bool:
+    """Whether a folder is the one of a step, or below it; links are followed."""
+    paths = [absolute_url(url).rstrip("/") for url in (folder, step)]
+    inner, outer = map(os.path.realpath, paths) if all(map(is_local, paths)) else paths
+    return f"{inner}/".startswith(f"{outer}/")
 
 
 def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) -> Wanted:

@@ -120,7 +120,8 @@ def seal_found(
         gone = inspection_failed(found, error)
         return _refused(inspected.report.with_findings(gone))
     # List again: the digested step must be the inspected one, or nothing is sealed.
-    unlike = [*check_unchanged(inspected.step, found.list_again())]
+    step = inspected.step
+    unlike = [*check_unchanged(step.url, step.files, found.list_again())]
     contradiction = contradicted(found, unlike)
     changed = unlike if contradiction is None else [contradiction]
     if changed or unequal:

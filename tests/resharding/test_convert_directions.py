@@ -24,10 +24,6 @@ from ckptctl.formats.archive.directory import parse_directory, tail_needed
 from ckptctl.formats.archive.safetensors import NAMES
 from ckptctl.formats.archive.state_file import FlatArchive
 from ckptctl.formats.archive.writing import WRITABLE
-from ckptctl.model import FileInfo, Part, PartFormat
-from ckptctl.resharding.importing import read_safetensors
-from ckptctl.resharding.reading import SourceDamaged
-from ckptctl.storage.local import LocalStore
 
 pytestmark = [
     pytest.mark.torch,
@@ -387,16 +383,14 @@ def test_a_step_is_sealed_with_the_key_that_is_given(tmp_path):
 def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
     path = saved(tmp_path, every_dtype({"float32"}))
     stat = path.stat()
-    store = LocalStore(str(tmp_path))
-    (file,) = [one for one in store.list_dir() if one.path == path.name]
-    assert isinstance(file, FileInfo)
-    part = Part("", PartFormat.SAFETENSORS, (file,))
-    read = read_safetensors(store, "", str(tmp_path), part, under="")
-    read.files.check_unchanged()
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000))
-    with pytest.raises(SourceDamaged) as damage:
-        read.files.check_unchanged()
-    assert damage.value.finding.code == "step.changed"
+
+    def write_to(*_: int) -> None:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000))
+
+    target = str(tmp_path / "run" / "step_0")
+    answer = ckptctl.convert(str(path), target, accept_unverifiable=True, on_progress=write_to)
+    assert (answer.written, answer.exit_code) == (False, 26)
+    assert "step.changed" in [finding.code for finding in answer.report.findings]
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,37 @@ def test_a_process_that_is_lost_means_that_nothing_is_published(checkpoints, tmp
         assert ckptctl.pick(str(tmp_path), allow_fresh=True).chosen is None
 
 
+def test_damage_that_one_process_finds_ends_all_with_its_exit_code(checkpoints, copy_of, tmp_path):
+    source, target = copy_of(checkpoints / "run_fsdp4" / "step_300"), tmp_path / "step_300"
+    place = decode_metadata((source / ".metadata").read_bytes()).tensors["model.up.weight"]
+    for chunk in place.chunks:
+        assert chunk.byte_range is not None
+        file, at = source / chunk.byte_range.file, chunk.byte_range.offset + 800
+        data = bytearray(file.read_bytes())
+        data[at] ^= 0xFF
+        file.write_bytes(data)
+    words = ["reshard", source, target, "--world-size", 5, "--apply"]
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [*COMMAND, *map(str, words)],
+            env=clean_environment(RANK=str(rank), **environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [21, 21], said
+    assert "does not match" in said[0][0] + said[0][1] or "CRC-32" in said[0][0] + said[0][1]
+    assert not target.exists()
+
+
 def free_port() -> int:
     import socket
 

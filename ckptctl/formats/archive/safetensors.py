@@ -144,6 +144,11 @@ def parse_header(header: bytes) -> tuple[StoredTensor, ...]:
     return tuple(tensors)
 
 
+def is_name(name: str) -> bool:
+    """Whether a tensor can have this name: text in UTF-8, and not the key of the metadata."""
+    return name != _METADATA and not any("\ud800" <= char <= "\udfff" for char in name)
+
+
 def header_bytes(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
     """Everything before the elements of tensors: name, dtype as torch has it, shape, bytes."""
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}

@@ -1,0 +1,145 @@
+"""Is a new step made of one save alone, and is the source left as it is?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_steps import grid, write_step
+
+import ckptctl
+
+pytestmark = pytest.mark.torch
+
+Written = ckptctl.Reshard | ckptctl.Converted
+
+
+def made(step: Path, value: float = 0.0, n_rows: int = 64) -> Path:
+    import torch
+
+    weight = torch.arange(n_rows * 8, dtype=torch.float32).reshape(n_rows, 8) + value
+    bias = torch.full((8,), value)
+    tensors = {
+        "model.w": (weight, grid((n_rows, 8), [[n_rows // 2], []])),
+        "model.b": (bias, [((0,), (8,))]),
+    }
+    write_step(step, tensors, {"step": 400})
+    return step
+
+
+def resharded(step: Path, target: Path, **options: object) -> Written:
+    return ckptctl.reshard(str(step), str(target / step.name), world_size=3, **options)  # type: ignore[arg-type]
+
+
+def as_file(step: Path, target: Path, **options: object) -> Written:
+    return ckptctl.convert(str(step), str(target / "model.safetensors"), **options)  # type: ignore[arg-type]
+
+
+def as_flat(step: Path, target: Path, **options: object) -> Written:
+    return ckptctl.convert(str(step), str(target / "model.pt"), **options)  # type: ignore[arg-type]
+
+
+WAYS = pytest.mark.parametrize("write", [resharded, as_file, as_flat])
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "new").mkdir()
+    return tmp_path / "new"
+
+
+@WAYS
+def test_nothing_is_written_into_the_source(tmp_path, write: Callable[..., Written]):
+    step = made(tmp_path / "run" / "step_400")
+    (tmp_path / "link").symlink_to(step)
+    held = sorted(path.name for path in step.rglob("*"))
+    for inside in (step, tmp_path / "link"):
+        with pytest.raises(ckptctl.UsageError, match="inside the step"):
+            write(step, inside)
+    assert sorted(path.name for path in step.rglob("*")) == held
+
+
+@WAYS
+def test_a_save_over_the_source_meanwhile_is_noticed(tmp_path, target, write):
+    step = made(tmp_path / "run" / "step_400")
+    later = made(tmp_path / "later" / "step_400", value=5.0)
+
+    def save_over(*_: int) -> None:
+        for path in later.glob("__*"):
+            shutil.copyfile(path, step / path.name)
+
+    answer = write(step, target, on_progress=save_over)
+    assert (answer.written, answer.exit_code) == (False, 26)
+    assert "step.changed" in [finding.code for finding in answer.report.findings]
+    assert [path.name for path in target.iterdir()] == [".ckptctl"]
+
+
+@WAYS
+def test_a_valid_shard_of_another_save_does_not_pass_the_seal_of_the_source(
+    tmp_path, target, write
+):
+    step = made(tmp_path / "run" / "step_400")
+    ckptctl.seal(str(step))
+    other = made(tmp_path / "other" / "step_400", value=5.0)
+    shutil.copyfile(other / "__1_0.distcp", step / "__1_0.distcp")
+    answer = write(step, target)
+    assert (answer.written, answer.exit_code) == (False, 21)
+    assert "seal.digest" in [finding.code for finding in answer.report.findings]
+
+
+def test_a_damaged_sidecar_does_not_pass_the_seal_of_the_source(tmp_path, target):
+    step = made(tmp_path / "run" / "step_400")
+    sidecar = step / "trainer_state.json"
+    sidecar.write_text(json.dumps({"global_step": 400, "loss": [1.25] * 50}))
+    ckptctl.seal(str(step))
+    data = bytearray(sidecar.read_bytes())
+    data[-10] ^= 1
+    sidecar.write_bytes(data)
+    answer = resharded(step, target)
+    assert (answer.written, answer.exit_code) == (False, 21)
+
+
+def test_a_sealed_step_that_nobody_wrote_to_is_read_once(tmp_path, target):
+    step = made(tmp_path / "run" / "step_400")
+    ckptctl.seal(str(step))
+    planned = ckptctl.plan_reshard(str(step), str(target / step.name), world_size=3)
+    assert planned.report.level.value == "structure"
+    os.utime(step / "__0_0.distcp")
+    planned = ckptctl.plan_reshard(str(step), str(target / step.name), world_size=3)
+    assert planned.report.level.value == "content"
+
+
+@pytest.mark.parametrize("n_rows", [60, 80])
+def test_a_layout_of_tensors_of_other_shapes_is_refused_before_anything_is_written(
+    tmp_path, target, n_rows
+):
+    step = made(tmp_path / "run" / "step_400")
+    like = made(tmp_path / "like" / "step_400", n_rows=n_rows)
+    with pytest.raises(ckptctl.UsageError, match=rf"model.w is \({n_rows}, 8\) there and \(64, 8"):
+        ckptctl.plan_reshard(str(step), str(target / "step_400"), like=str(like))
+
+
+def test_more_ranks_than_there_can_be_are_refused(tmp_path, target):
+    step = made(tmp_path / "run" / "step_400")
+    with pytest.raises(ckptctl.UsageError, match="at most 1,048,576"):
+        ckptctl.plan_reshard(str(step), str(target / "step_400"), world_size=3_000_000)
+    model = as_file(step, target)
+    with pytest.raises(ckptctl.UsageError, match="at most 1,048,576"):
+        ckptctl.convert(
+            model.target, str(target / "step_1"), world_size=3_000_000, accept_unverifiable=True
+        )
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
+def test_a_name_that_a_header_of_safetensors_cannot_have_is_refused(tmp_path, target, name):
+    import torch
+
+    whole = (torch.ones(8), [((0,), (8,))])
+    write_step(tmp_path / "step_1", {name: whole, "b": whole})
+    with pytest.raises(ckptctl.UsageError, match=r"cannot be the name .* safetensors"):
+        as_file(tmp_path / "step_1", target)
+    assert as_flat(tmp_path / "step_1", target).written
