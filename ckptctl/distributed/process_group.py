@@ -39,23 +39,37 @@ _MEET_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome(Generic[T]):
-    """The result of a call on one rank, or its error in a form that every process can read."""
+    """The result of a call on one rank, or its error in a form that every process can read.
+
+    `raised` is an error of another class, of the job's own code for example. It stays on its
+    rank; the others get its class and message.
+    """
 
     value: T | None = None
     error: tuple[type[CkptctlError], str, dict[str, Any]] | None = None
+    raised: Exception | None = None
 
     @classmethod
     def of(cls, act: Callable[[], T]) -> RankOutcome[T]:
-        """Call `act`, and keep its result or its `CkptctlError`."""
+        """Call `act`, and keep its result or its error: the other ranks wait for either."""
         try:
             return cls(act())
         except RanksLost:
             raise  # communication is no longer possible
         except CkptctlError as error:
             return cls(error=(type(error), error.message, dict(error.__dict__)))
+        except Exception as error:  # noqa: BLE001 - raised again on this rank
+            first, *_ = str(error).splitlines() or [""]
+            message = f"{type(error).__name__}: {first[:300]}"
+            return cls(error=(CkptctlError, message, {"next_command": None}), raised=error)
+
+    def __reduce__(self) -> tuple[type[RankOutcome[T]], tuple[object, object]]:
+        return type(self), (self.value, self.error)
 
     def get(self, who: str = "") -> T:
         """The value. Raises the error again, with `who` (the rank) before its message."""
+        if self.raised is not None:
+            raise self.raised
         if self.error is None:
             return self.value  # type: ignore[return-value]
         kind, message, fields = self.error
@@ -124,7 +138,10 @@ class ProcessGroup:
 
     def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:
         """Call `act` on every rank; the results by rank, or the first rank's error, on all."""
-        outcomes = self.gather((self.host, RankOutcome.of(act)))
+        own = RankOutcome.of(act)
+        outcomes = self.gather((self.host, own))
+        if own.raised is not None:
+            raise own.raised
         for rank, (host, outcome) in enumerate(outcomes):
             if outcome.error is not None and outcome.error[0] is not _Stopped:
                 outcome.get(f"rank {rank} on {host}: " if self.size > 1 else "")

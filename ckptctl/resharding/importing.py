@@ -387,6 +387,13 @@ def _part(
     entries = {}
     for name, held in by_name.items():
         first = held[0][0]
+        places = [piece.offsets for piece, _ in held if 0 not in piece.shape]
+        if len(places) > len({*places}):
+            files = " and ".join(sorted({place.file for _, place in held})[:2])
+            raise UsageError(
+                f"{name} is in {files} with the same elements: these are several models; give the "
+                "path of one file instead of the folder"
+            )
         dtype = TORCH_NAMES.get(first.dtype)
         if dtype is None:
             raise UsageError(f"{name} is of dtype {first.dtype}, which torch does not support")

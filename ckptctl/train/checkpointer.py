@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
@@ -66,11 +66,11 @@ class Checkpointer:
     the first that is not optional; `keep` and seals concern that root only.
     `optional_roots` may be absent.
 
-    `optimizer` belongs to `model`. `dataloader` is a `GlobalLoader`, a torchdata
-    `StatefulDataLoader`, or any object with `state_dict`. `extra` are other objects with
-    `state_dict` and `load_state_dict`, by name. `keep` is how many complete and sealed
-    steps stay, of those that `resume` would use; older ones are removed in the background.
-    None removes nothing. `tell` prints a message.
+    `optimizer` belongs to `model`; several of one model are given as a list. `dataloader` is a
+    `GlobalLoader`, a torchdata `StatefulDataLoader`, or any object with `state_dict`. `extra`
+    are other objects with `state_dict` and `load_state_dict`, by name. `keep` is how many
+    complete and sealed steps stay, of those that `resume` would use; older ones are removed in
+    the background. None removes nothing. `tell` prints a message.
 
     `options` states how steps are named and sealed, how long ranks wait, and which state
     may be lost; see `docs/train.md`. `policy`, `requirements` and `storage` are those of
@@ -237,8 +237,7 @@ class Checkpointer:
         with self._stalled():
             self.flush()
             one = self._next_save(step, self._later)
-            state, lost = self._state(step, tokens, samples, loss)
-            state = self._stager.staged(state)
+            state, lost = self._state(step, tokens, samples, loss, self._stager.staged)
             self._flight = self._pool.submit(self._run_later, one, state, lost, tokens, loss)
             self._begun().saved = step
             return one.url
@@ -299,24 +298,34 @@ class Checkpointer:
         return StepSave(target, step)
 
     def _state(
-        self, step: int, tokens: int | None, samples: int | None, loss: float | None
+        self,
+        step: int,
+        tokens: int | None,
+        samples: int | None,
+        loss: float | None,
+        staged: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> tuple[dict[str, Any], str]:
-        """What is saved as `step`; and why its weights are lost, empty where they are not."""
+        """What is saved as `step`, or what `staged` makes of it; and why its weights are lost.
+
+        The reason is empty where they are not. An error of one rank is one of all.
+        """
         if samples is None and self._job.parts.has_global_loader:
             samples = self._job.parts.dataloader.position
         progress = {"step": step, "seed": self._job.options.seed}
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
-        state = collect(self._job.parts, self._job.position, progress)
         loss = self._begun().loss if loss is None else loss
+        states: list[dict[str, Any]] = []
 
-        def checked() -> str:
+        def collected() -> str:
+            state = collect(self._job.parts, self._job.position, progress)
+            # At every save, because any step may introduce a value that cannot be loaded.
             check_readable(state)
+            states.append(staged(state))
             return why_lost(self._job.parts.model, loss)
 
-        # At every save, because any step may introduce a value that cannot be loaded.
-        found = self._job.group.from_all(checked)
-        return state, next(filter(None, found), "")
+        found = self._job.group.from_all(collected)
+        return states[0], next(filter(None, found), "")
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""

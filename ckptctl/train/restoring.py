@@ -26,6 +26,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.formats.pickles.reading import collector_paused
+from ckptctl.formatting import counted
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
@@ -140,7 +141,21 @@ class _Restore:
         if parts.optimizer is not None:
             if "optimizer" in loaded:
                 set_optimizer_state_dict(parts.model, parts.optimizer, loaded["optimizer"])
+                self._forget_unsaved(loaded["optimizer"]["state"])
             self._note("optimizer", restored="optimizer" in loaded)
+
+    def _forget_unsaved(self, state: Mapping[str, Any]) -> None:
+        """Leave parameters without the state that the step does not have; see `state.template`."""
+        unsaved = [fqn for fqn, held in state.items() if not held]
+        if not unsaved or len(unsaved) == len(state):
+            return
+        for optimizer in self._parts.optimizers:
+            for parameter in [one for one, held in optimizer.state.items() if not held]:
+                del optimizer.state[parameter]
+        self._inventory.notes.append(
+            f"the step has no optimizer state of {counted(len(unsaved), 'parameter')}, such as "
+            f"{unsaved[0]}: they had no gradient before it was saved, and begin without state"
+        )
 
     def _restore_values(self) -> None:
         for name in ("scheduler", "grad_scaler"):

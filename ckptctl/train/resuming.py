@@ -160,7 +160,8 @@ class Resume:
                 raise LoadFailed(error.message) from error
             kinds = kinds_in(saved)
             if "optimizer" in kinds:
-                undo.callback(allocate_state(job.parts.optimizer))
+                for optimizer in job.parts.optimizers:
+                    undo.callback(allocate_state(optimizer))
             loaded.update(template(job.parts, job.position, saved, kinds))
 
         try:

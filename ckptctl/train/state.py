@@ -51,6 +51,12 @@ class Parts:
     extra: Mapping[str, Stateful] = field(default_factory=dict)
 
     @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """The optimizers; torch takes several of one model as a list."""
+        held = self.optimizer
+        return tuple(held) if isinstance(held, list | tuple) else (held,)
+
+    @property
     def has_global_loader(self) -> bool:
         """Whether the data position is valid for any number of ranks."""
         return isinstance(self.dataloader, GlobalLoader)
@@ -263,6 +269,7 @@ def template(
     if a tensor of the model or the optimizer is not in the step, or has another shape there.
     """
     state = _sharded(parts, kinds)
+    _leave_out_unsaved(state, saved)
     check_fits(state, saved)
     held = saved.bytes_entries
     for name in ("scheduler", "grad_scaler"):
@@ -283,6 +290,21 @@ def template(
     numbers = [fqn.partition(".")[2] for fqn in held if fqn.startswith("train_state.")]
     state["train_state"] = dict.fromkeys(numbers, 0)
     return state
+
+
+def _leave_out_unsaved(state: Mapping[str, Any], saved: Metadata) -> None:
+    """Empty the optimizer state of each parameter of which the step has none.
+
+    A parameter that had no gradient before the save, or was frozen, has no state; torch makes
+    one for every parameter before a load. Nothing is left out of a step that has none of any
+    parameter by its name: it was saved by another optimizer, or names the state by number.
+    """
+    paths = [entry.path for entry in saved.tensors.values()]
+    paths += [entry.path for entry in saved.bytes_entries.values()]
+    known = {path[2] for path in paths if path[:2] == ("optimizer", "state") and len(path) > 2}
+    held = state.get("optimizer", {}).get("state", {})
+    for fqn in held.keys() - known if held.keys() & known else ():
+        held[fqn] = {}
 
 
 def kinds_in(saved: Metadata) -> frozenset[str]:

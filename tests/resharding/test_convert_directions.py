@@ -380,6 +380,15 @@ def test_a_step_is_sealed_with_the_key_that_is_given(tmp_path):
     assert ckptctl.verify(step, require_seal=True, key=b"others" * 3).exit_code == 22
 
 
+def test_a_folder_in_which_two_files_hold_one_tensor_is_refused(tmp_path):
+    for name in ("model.safetensors", "model.fp16.safetensors"):
+        saved(tmp_path / "both", every_dtype({"float32"}), name)
+    with pytest.raises(ckptctl.UsageError, match=r"is in model.fp16.safetensors and model.safe"):
+        ckptctl.convert(
+            str(tmp_path / "both"), str(tmp_path / "run" / "step_0"), accept_unverifiable=True
+        )
+
+
 def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
     path = saved(tmp_path, every_dtype({"float32"}))
     stat = path.stat()

@@ -1,4 +1,4 @@
-"""Is a new step made of one save alone, and is the source left as it is?"""
+"""A new step is made of one save alone, and the source is left as it is."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,94 @@ def test_an_optimizer_that_the_step_lacks_stays_without_state(tmp_path: Path):
     assert not resumed.optimizer.state
     assert resumed.n_steps == 0
     resumed.ckpt.close()
+
+
+class TwoHeads(torch.nn.Module):
+    """Two layers, of which a forward pass uses the first, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = torch.nn.Linear(4, 4)
+        self.later = torch.nn.Linear(4, 4)
+        self.uses_both = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.used(x)
+        return self.later(x) if self.uses_both else x
+
+
+class Several(list):
+    """Several optimizers of one model, as torch takes them."""
+
+    def step(self) -> None:
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self:
+            optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {key: held for optimizer in self for key, held in optimizer.state.items()}
+
+
+def two_optimizers(parameters: Iterable[torch.nn.Parameter]) -> Several:
+    held = [*parameters]
+    momentum = torch.optim.SGD([one for one in held if one.dim() > 1], lr=0.1, momentum=0.9)
+    return Several([momentum, torch.optim.AdamW([one for one in held if one.dim() == 1])])
+
+
+BY_PARAMETERS = {
+    "two": two_optimizers,
+    "AdamW": torch.optim.AdamW,
+    "derived": type("Own", (torch.optim.AdamW,), {}),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+def steps_of(model: TwoHeads, optimizer: Any, n_steps: int) -> None:
+    for _ in range(n_steps):
+        model(torch.ones(1, 4)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", BY_PARAMETERS)
+def test_a_parameter_without_a_gradient_so_far_has_no_state_after_a_resume(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    made = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = TwoHeads()
+        optimizer = BY_PARAMETERS[name](model.parameters())
+        ckpt = Checkpointer(str(tmp_path / "run"), model=model, optimizer=optimizer)
+        start = ckpt.resume()
+        if not start.step:
+            steps_of(model, optimizer, 2)
+            ckpt.save(2)
+        ckpt.close()
+        made.append((model, optimizer))
+    (model, optimizer), (resumed, of_resumed) = made
+    assert len(of_resumed.state) == len(optimizer.state)
+    if name != "Adagrad":  # which has its state from the beginning
+        assert len(optimizer.state) == 2
+        assert "no optimizer state of 2 parameters, such as later." in capsys.readouterr().err
+    for one in (model, resumed):
+        one.uses_both = True
+    steps_of(model, optimizer, 3)
+    steps_of(resumed, of_resumed, 3)
+    for ours, theirs in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_of_an_optimizer_without_state_is_of_another_one(tmp_path: Path):
+    model = torch.nn.Linear(4, 4)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(str(tmp_path / "run"), model=model, optimizer=plain) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+    with pytest.raises(ModelDiffers, match="different model or optimizer"):
+        Script(tmp_path / "run").ckpt.resume()
