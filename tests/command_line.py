@@ -84,7 +84,7 @@ def _server() -> ForkServer:
         for path in paths
         if path.parts[1] not in _NEEDS_TORCH and path.name != "__main__.py"
     ]
-    modules = [*sorted(modules), *_CLIENTS, "warm_patterns"]
+    modules = [*sorted(modules), *_CLIENTS, "first_uses"]
     return ForkServer("commands", modules, clean_environment())
 
 
