@@ -276,12 +276,22 @@ def outcomes(once: Callable[..., Path]) -> Outcomes:
     return found
 
 
+LOADS = """
+import os, pickle, sys
+sys.modules["torch"] = None  # two seconds, and what a payload calls before is run
+for payload in {payloads!r}:
+    try:
+        pickle.loads(payload)
+    except Exception:
+        pass
+    os.remove({canary!r})
+"""
+
+
 def test_the_watched_process_sees_what_python_s_own_unpickler_would_run(tmp_path: Path) -> None:
-    for name in ("system-4", "eval-2", "global", "called-then-popped", "in-a-frame", "as-a-key"):
-        script = f"import pickle, sys; pickle.loads({PAYLOADS[name]!r})"
-        subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True)
-        assert (tmp_path / CANARY).exists(), name
-        (tmp_path / CANARY).unlink()
+    names = ("system-4", "eval-2", "global", "called-then-popped", "in-a-frame", "as-a-key")
+    script = LOADS.format(payloads=[PAYLOADS[name] for name in names], canary=CANARY)
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
 
 
 def test_benign_metadata_decodes_where_it_is_watched(outcomes: Outcomes) -> None:
