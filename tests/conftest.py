@@ -51,7 +51,7 @@ whole_run()  # before the workers are started
 _STATES = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ckptctl-tests-state-")
 atexit.register(shutil.rmtree, _STATES, ignore_errors=True)
 
-_WAITING = ("runbook", "storage", "supervisor", "train")
+_WAITING = ("jobs", "runbook", "storage", "supervisor", "train")
 """Where tests start processes and wait for them and for servers: half the time of `make test`."""
 
 ROOT = Path(__file__).resolve().parent.parent

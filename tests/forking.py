@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -156,6 +157,8 @@ def _serve(listener: socket.socket, run: int, modules: Sequence[str]) -> list[st
     for module in modules:
         with suppress(ImportError):  # an extra that is not installed
             importlib.import_module(module)
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False  # torch would take itself apart
     gc.freeze()
     # Ctrl-C is for the tests; this process ends with them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
