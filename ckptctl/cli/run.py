@@ -11,7 +11,7 @@ from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, only, opti
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.cli.values import parse_duration, parts
-from ckptctl.distributed.launcher import launched_nodes
+from ckptctl.distributed.launcher import launched_nodes, launched_on_node
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.model import Level
@@ -379,6 +379,13 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
 def _launchers(nnodes: int | None, node_rank: int | None, wait_nodes: str) -> LauncherOptions:
     """The options of several launchers; what is not given is read from the environment."""
     found_count, found_place = launched_nodes(os.environ)
+    on_node = launched_on_node(os.environ)
+    if nnodes is None and found_count and on_node > 1:
+        raise UsageError(
+            f"{on_node} `ckptctl run` were started on this node, {found_count} in all; one on each "
+            "node starts and restarts the ranks of the node (srun --ntasks-per-node=1, mpirun "
+            "--npernode 1); --nnodes and --node-rank allow several"
+        )
     count = found_count or 1 if nnodes is None else nnodes
     place = found_place if node_rank is None else node_rank
     if count == 1 and node_rank is None:

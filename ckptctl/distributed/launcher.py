@@ -239,6 +239,18 @@ def launched_nodes(environment: Mapping[str, str]) -> tuple[int | None, int | No
     return (int(nodes) if _NUMBER.fullmatch(nodes) else None), rank
 
 
+def launched_on_node(environment: Mapping[str, str]) -> int:
+    """How many processes `srun` or `mpirun` started on one node; 1 where that is not set.
+
+    Source: `srun` of SLURM 24.05; `orterun` of Open MPI 4.1; `hydra` of Intel MPI 2021.
+    """
+    read = _Variables(environment)
+    tasks, nodes = read.number("SLURM_STEP_NUM_TASKS"), read.number("SLURM_STEP_NUM_NODES")
+    if tasks and nodes:
+        return -(-tasks // nodes)
+    return read.number(*_LOCAL_WORLD_SIZES["mpirun"]) or 1
+
+
 def _is_set_in_parent(name: str) -> bool:
     """Whether the process that started this one was itself started with a variable."""
     try:

@@ -21,7 +21,7 @@ from services.plugin import S3Server
 from services.processes import free_port
 from supervisor.supervised_root import LEASE, processes_with, states, until
 
-from ckptctl.distributed.launcher import launched_nodes
+from ckptctl.distributed.launcher import launched_nodes, launched_on_node
 
 SUPERVISED = (sys.executable, str(Path(__file__).parent / "supervised_root.py"))
 NAMESPACE = ("unshare", "-Urpf", "--mount-proc", "--kill-child")
@@ -400,6 +400,33 @@ def test_torchrun_of_two_nodes_restarts_together_from_the_same_step(
 )
 def test_how_many_launchers_there_are_is_read_from_the_environment(environment, found):
     assert launched_nodes(environment) == found
+
+
+@pytest.mark.parametrize(
+    ("environment", "n_processes"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"}, 8),
+        ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "2"}, 2),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, 1),
+        ({"SLURM_NTASKS": "16", "SLURM_NNODES": "2"}, 1),  # a batch script is one process
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "0"}, 1),
+        ({}, 1),
+    ],
+)
+def test_how_many_processes_share_a_node_is_read_from_the_environment(environment, n_processes):
+    assert launched_on_node(environment) == n_processes
+
+
+def test_a_launcher_for_each_rank_is_refused_unless_their_number_is_given(tmp_path: Path):
+    (tmp_path / "ckpt").mkdir()
+    step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
+    command = ["run", "--root", tmp_path / "ckpt", "--", "true"]
+    done = run_ckptctl(*command, env=step)
+    assert done.returncode == 2
+    assert "8 `ckptctl run` were started on this node, 8 in all" in done.stderr
+    command[1:1] = ["--nnodes", "1"]
+    assert run_ckptctl(*command, env=step).returncode == 0
 
 
 def test_several_launchers_without_a_number_are_refused(tmp_path: Path):
