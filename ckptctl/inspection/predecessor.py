@@ -8,6 +8,7 @@ compared.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
     counts_training_steps,
+    is_scattered,
     path_in_step,
 )
 from ckptctl.inspection.open_step import OpenPart, OpenStep
@@ -40,8 +42,9 @@ MAX_METADATA_BYTES = 32 << 20
 MAX_END = 64 << 10
 """Bytes of the end of two files that are compared."""
 
-COUNTS = ("global_step", "global_steps", "iteration")
-"""Keys under which transformers, DeepSpeed, Lightning and Megatron count the steps of the run."""
+COUNTS = ("global_step", "global_steps", "iteration", "iter", "iter_num", "step")
+"""Keys under which transformers, DeepSpeed, Lightning, Megatron, BasicSR, nanoGPT and others count
+the steps of the run."""
 
 MAX_TRIED = 2
 """So many older steps are tried until one can be read."""
@@ -97,11 +100,22 @@ def check_counts(
         for named in (one for one in older() if one.number == count):
             before = OpenStep(opened.store, named)
             with suppress(StorageError):
-                then = named.name if opened.is_file else path_in_step(path, number, count)
+                then = _path_then(opened, before, path, count)
                 if _end(opened, path) == _end(before, then):
                     from ckptctl.checks.rank_files import file_of_another_step
 
                     yield file_of_another_step(opened.step, path, count, named.name)
+
+
+def _path_then(opened: OpenStep, before: OpenStep, path: str, count: int) -> str:
+    """The path in step `count` of the file that the open step has at `path`."""
+    number = opened.step.number or 0
+    if opened.is_file:
+        return before.name
+    if not is_scattered(opened.name):
+        return path_in_step(path, number, count)
+    then = re.sub(rf"(?<![0-9])0*{number}(?![0-9])", f"0*{count}", re.escape(path))
+    return next((file.path for file in before.files if re.fullmatch(then, file.path)), path)
 
 
 def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:

@@ -9,8 +9,9 @@ several ranks; Ray Train; BasicSR `models/base_model.py`; HiFi-GAN `train.py`; l
 `model_checkpointing/`; gsplat `simple_trainer.py`; torchvision `references/`; EDM
 `training_loop.py`; YOLOX `core/trainer.py`; Ultralytics `engine/trainer.py`; MMEngine
 `hooks/checkpoint_hook.py`; timm `utils/checkpoint_saver.py`; ESPnet `train/trainer.py`; ai-toolkit
-`jobs/process/BaseSDTrainProcess.py`; PaddleNLP `trainer/trainer.py`. The
-files are written by `torch.save` and safetensors.
+`jobs/process/BaseSDTrainProcess.py`; LeRobot
+`utils/train_utils.py`; PaddleNLP `trainer/trainer.py`. The files are written by `torch.save` and
+safetensors.
 """
 
 from __future__ import annotations
@@ -178,6 +179,17 @@ def by_rank(step: int) -> Iterator[tuple[str, object]]:
         yield f"ckpt_{step}_rank{rank}.pt", whole(step)
 
 
+def lerobot(step: int) -> Iterator[tuple[str, object]]:
+    yield f"{step:06}/pretrained_model/model.safetensors", weights(step)
+    yield f"{step:06}/pretrained_model/train_config.json", {"steps": 100}
+    state = f"{step:06}/training_state"
+    yield f"{state}/optimizer_state.safetensors", {"state/0/exp_avg": torch.ones(8, 8)}
+    yield f"{state}/optimizer_param_groups.json", [{"lr": 0.1}]
+    yield f"{state}/rng_state.safetensors", {"torch_rng_state": torch.get_rng_state()}
+    yield f"{state}/scheduler_state.json", {"last_epoch": step}
+    yield f"{state}/training_step.json", {"step": step}
+
+
 def one_file(name: str) -> Callable[[int], Iterator[tuple[str, object]]]:
     return lambda step: iter([(name.format(step), whole(step))])
 
@@ -208,6 +220,7 @@ TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] =
     "llama-recipes": (llama_recipes, "@{}"),
     "files by kind and epoch": (by_kind_and_epoch, "@{}"),
     "gsplat": (by_rank, "@{}"),
+    "LeRobot": (lerobot, "{:06}"),
     "torchvision": (one_file("model_{}.pth"), "model_{}.pth"),
     "EDM": (one_file("training-state-{:06}.pt"), "training-state-{:06}.pt"),
     "YOLOX": (one_file("epoch_{}_ckpt.pth"), "epoch_{}_ckpt.pth"),
@@ -418,3 +431,36 @@ def test_a_step_of_paddle_is_refused_by_the_name_of_its_format(tmp_path):
     report = ckptctl.verify(str(step), grace_s=0)
     assert (report.exit_code, faults(report)) == (22, {"format.unsupported"})
     assert "Paddle" in report.findings[0].message
+
+
+@pytest.mark.parametrize("framework", ["BasicSR", "VITS"])
+def test_a_file_of_another_step_among_those_side_by_side_is_found_by_what_it_counts(
+    tmp_path, framework
+):
+    saved(tmp_path, framework, 5, 10)
+    paths = {step: files_of(tmp_path, framework, step)[-1] for step in (5, 10)}
+    paths[10].write_bytes(paths[5].read_bytes())
+    chosen = ckptctl.pick(str(tmp_path), level="structure", grace_s=0)
+    assert (chosen.step, chosen.path) == (5, f"{tmp_path}@5")
+    report = ckptctl.verify(f"{tmp_path}@10", grace_s=0)
+    assert (report.exit_code, faults(report)) == (21, {"state.mixed"})
+
+
+def test_what_is_left_of_files_that_differ_by_kind_is_reported(tmp_path):
+    saved(tmp_path, "files by kind and epoch", 1, 2)
+    write(tmp_path / "model_epoch_3.pth", weights(3))
+    chosen = ckptctl.pick(str(tmp_path), grace_s=0)
+    assert chosen.path == f"{tmp_path}@2"
+    assert "optimizer" in chosen.passed_over[0].reason
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_pointer_of_mmengine_is_a_hint_and_proves_a_save(tmp_path, is_there):
+    (tmp_path / "last_checkpoint").write_text("/elsewhere/work_dirs/run/iter_30.pth")
+    if is_there:
+        write(tmp_path / "iter_20.pth", whole(20))
+        assert ckptctl.pick(str(tmp_path)).step == 20
+        (finding,) = ckptctl.scan(str(tmp_path)).findings
+        assert finding.code == "pointer.differs"
+    else:
+        assert ckptctl.pick(str(tmp_path)).exit_code == 11

@@ -302,6 +302,10 @@ FILES = (
     FileName(r"g_[0-9]{8}", "model", "by-kind"),
     FileName(r"models/net_[a-z]+_[0-9]+\.pth", "model", "basicsr"),
     FileName(r"training_states/[0-9]+\.state", "optimizer scheduler step", "basicsr"),
+    FileName(r"training_state/(?:[^/]+/)?optimizer_state\.safetensors", "optimizer", "lerobot"),
+    FileName(r"training_state/rng_state\.safetensors", "rng", "lerobot"),
+    FileName(r"training_state/scheduler_state\.json", "scheduler", "lerobot"),
+    FileName(r"training_state/training_step\.json", "step", "lerobot"),
     FileName(rf"{_IN}lit_model\.pth", "model optimizer step", weights=_TORCH_WEIGHTS),
     # OLMo's `local` checkpointer.
     FileName(rf"{_ABOVE}model/rank(?P<rank>{_N})\.pt", "model", "olmo-core", "olmo", "model"),

@@ -160,6 +160,8 @@ POINTERS: Mapping[str, str] = {
     "latest_checkpointed_iteration.txt": "a number",
     "dlrover_latest.txt": "a number",
     "last.ckpt": "a link",
+    "last": "a link",
+    "last_checkpoint": "a name",
     "latest_universal": "a name",
 }
 
@@ -233,6 +235,7 @@ SIGNATURES = (
     ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),
     ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
     ("nanotron", "dcp", r"checkpoint_metadata\.json|random/tp-[0-9]+-of-.+\.pt"),
+    ("lerobot", "dcp", r"training_state/(?:training_step\.json|rng_state\.safetensors)"),
 )
 
 # Names that others use too: without the signature they are plain DCP.
@@ -245,6 +248,11 @@ WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "accelerate": ("random_states_0.pkl",),
     "megatron-bridge": ("train_state.pt", "run_config.yaml"),
     "nanotron": ("checkpoint_metadata.json",),
+    "lerobot": (
+        "training_state/training_step.json",
+        "training_state/rng_state.safetensors",
+        "pretrained_model/train_config.json",
+    ),
 }
 
 STATES_RANKS = r"(?:.*/)?training_args\.bin"
@@ -265,6 +273,10 @@ NEEDED_BESIDE: Mapping[str, tuple[str, str]] = {
     "megatron": _TORCH_DIST,
     "megatron-bridge": _TORCH_DIST,
     "nanotron": (r"optimizer/optimizer_pp-.+\.pt", "optimizer/optimizer_config.json"),
+    "lerobot": (
+        r"training_state/optimizer_state\.safetensors",
+        "training_state/optimizer_param_groups.json",
+    ),
 }
 """Documents without which no load works where a file is there: how that file is named, and theirs.
 
