@@ -49,7 +49,7 @@ _STYLE = """
   .plot svg, img { filter: invert(.93) hue-rotate(180deg); }
 }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
-main { max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; }
+main { max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: break-word; }
 h1 { font-size: 1.35rem; line-height: 1.3; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 code, pre { font: .9em/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }

@@ -266,7 +266,7 @@ class Output:
             return
         if self._progress is None:
             smart = self.err.terminal and os.environ.get("TERM") != "dumb"
-            self._progress = Progress(self.err.write, terminal=smart)
+            self._progress = Progress(self.err.write, terminal=smart, width=self.err.picture_width)
         self._progress.update(message, done, total, unit=unit)
 
     def flush(self) -> None:
@@ -402,9 +402,13 @@ _BAR_CELLS = 24
 class Progress:
     """Shows through `write` how far a command is; `update` may be called at any rate."""
 
-    def __init__(self, write: Callable[[str], None], *, terminal: bool) -> None:
+    def __init__(
+        self, write: Callable[[str], None], *, terminal: bool, width: int = _STRIP_WIDTH
+    ) -> None:
         self._write = write
         self._terminal = terminal
+        # A bar in the last cell, or on two rows, could not be taken away.
+        self._n_cells = min(width, _STRIP_WIDTH) - 1
         self._started_s = time.monotonic()
         self._next_s = self._started_s + (_BAR_AFTER_S if terminal else _LINE_EVERY_S)
         self._shown = False
@@ -422,7 +426,7 @@ class Progress:
             text = f"{text}, {100 * done // total} %{self._left(done, total, now_s)}"
         if self._terminal:
             bar = _bar(done, total) if total else ""
-            self._write(f"\r\x1b[K{bar}{text}"[: _BAR_CELLS + 56])
+            self._write("\r\x1b[K" + f"{bar}{text}"[: self._n_cells])
             self._next_s = now_s + _BAR_EVERY_S
         else:
             self._write(f"{text}\n")

@@ -17,9 +17,9 @@ def clock(monkeypatch):
     return now
 
 
-def told(clock, *, terminal: bool, until_s: float, every_s: float = 0.05) -> str:
+def told(clock, *, terminal: bool, until_s: float, every_s: float = 0.05, width: int = 80) -> str:
     stream = io.StringIO()
-    bar = Progress(stream.write, terminal=terminal)
+    bar = Progress(stream.write, terminal=terminal, width=width)
     for turn in range(int(until_s / every_s) + 1):
         clock[0] = 1000.0 + turn * every_s
         bar.update(f"{turn} steps looked at", turn, int(until_s / every_s))
@@ -38,6 +38,11 @@ def test_a_terminal_gets_one_line_that_is_taken_away_at_the_end(clock):
     assert "[############............] " in shown
     assert shown.endswith("\r\x1b[K")
     assert all(len(each) < 80 for each in shown.split("\r\x1b[K"))
+
+
+def test_a_narrow_terminal_gets_one_row(clock):
+    shown = told(clock, terminal=True, until_s=5, width=40)
+    assert max(len(each) for each in shown.split("\r\x1b[K")) == 39
 
 
 def test_a_terminal_is_not_flooded(clock):

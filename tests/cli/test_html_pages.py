@@ -6,13 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
 
+from ckptctl.drill.results import Drilled, Trial, as_html
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+NAMES = ("scan", "loss", "history", "transcript", "drill")
 VOID = {"meta", "img", "rect", "line", "circle", "path", "polyline", "br"}
 
 
@@ -58,10 +62,25 @@ def pages(framework_roots, tmp_path_factory) -> dict[str, Path]:
     for name, path in made.items():
         done = run_ckptctl(name, log if name == "loss" else root, "--html", path)
         assert path.exists(), done.stderr
+    run_ckptctl("runbook", "run", "rb-7", root, "--dry-run", "--transcript", folder)
+    made["transcript"] = folder / "transcript.html"
+    made["drill"] = folder / "drill.html"
+    made["drill"].write_text(as_html(drilled(str(root))))
     return made
 
 
-@pytest.mark.parametrize("name", ["scan", "loss", "history"])
+def drilled(root: str) -> Drilled:
+    """A drill with a fault that the job survives and one that it does not."""
+    known = dict.fromkeys(field.name for field in fields(Trial))
+    known |= dict.fromkeys(("ranks", "nodes", "excluded", "evidence", "problems"), ())
+    known |= {"description": "rank 1 was killed", "folder": f"{root}/" + "long/" * 40}
+    survived = Trial(**known | {"fault": "rank-killed"})
+    failed = Trial(**known | {"fault": "rank-stopped", "problems": ("the job was not resumed",)})
+    trials, grade = (survived, failed), "the job survives 1 of 2 faults, not rank-stopped"
+    return Drilled(("./train",), root, 20, 0, "copy", True, True, trials, grade, 33, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_well_formed_and_needs_nothing_else(pages, name):
     page = Page(pages[name])
     assert len(page.texts["h1"]) == 1
@@ -134,7 +153,7 @@ document.title = [document.documentElement.scrollWidth, least.toFixed(2), dark].
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-@pytest.mark.parametrize("name", ["scan", "loss", "history"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_fits_a_phone_and_has_the_contrast_of_wcag_aa(pages, tmp_path, name, scheme):
     page = tmp_path / "page.html"
     source = pages[name].read_text()
