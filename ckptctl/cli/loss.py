@@ -251,7 +251,7 @@ def loss(
             storage=storage,
         )
     if html is not None:
-        write_html(html, report)
+        write_html(html, report, out.completed)
     if plot is not None and not write_plot(report, plot) and out.talks:
         out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
     if follow and out.as_json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptctl.cli.pictures import Symbol
 from ckptctl.cli.rendering import (
@@ -348,8 +348,11 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def write_html(path: str, report: LossReport) -> None:
-    """Write the verdict on a resume, the curve and the evidence as one HTML page."""
+def write_html(path: str, report: LossReport, completed: Callable[[Line], Line]) -> None:
+    """Write the verdict on a resume, the curve and the evidence as one HTML page.
+
+    `completed` makes a command in a line one that the caller can run.
+    """
     from ckptctl.cli.html_pages import as_html, write_page
 
     picture = svg_of(report)
@@ -360,6 +363,6 @@ def write_html(path: str, report: LossReport) -> None:
         STYLES[report.verdict],
         (
             *([f"<figure class=plot tabindex=0>{picture}</figure>"] if picture else []),
-            *as_html(loss_lines(report, width=None, unicode=True)[2:]),
+            *as_html(map(completed, loss_lines(report, width=None, unicode=True)[2:])),
         ),
     )

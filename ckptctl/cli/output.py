@@ -278,15 +278,18 @@ class Output:
     def _text(self, lines: Iterable[Line], channel: Channel) -> str:
         return "".join(f"{text}\n" for each in lines for text in self._rendered(each, channel))
 
-    def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
+    def completed(self, a_line: Line) -> Line:
+        """The line with its commands as the caller can run them: with their own options."""
         spans = tuple(
             span._replace(text=in_shell(self._complete(span.text)))
             if span.style == "command"
             else span
             for span in a_line.spans
         )
-        whole = made_safe(Line(spans, a_line.hang, a_line.solid))
-        for part in wrapped(whole, channel.width):
+        return a_line._replace(spans=spans)
+
+    def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
+        for part in wrapped(made_safe(self.completed(a_line)), channel.width):
             yield _colored(part) if channel.color else part.text
 
     def _as_text(self, document: Document) -> str:

@@ -85,7 +85,7 @@ def scan(
 
         write_metrics(metrics, root_samples(found))
     if html is not None:
-        _write_html(html, found)
+        _write_html(html, found, out)
     shown.finish(found)
     return found.exit_code
 
@@ -322,7 +322,7 @@ def state_words(state: TrainState) -> str:
     return f"lacks {', '.join(missing)}"
 
 
-def _write_html(path: str, found: Scan) -> None:
+def _write_html(path: str, found: Scan, out: Output) -> None:
     """Write the steps of a root, and which of them `pick` chooses, as one HTML page."""
     from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page
     from ckptctl.html_page import as_text
@@ -369,6 +369,6 @@ def _write_html(path: str, found: Scan) -> None:
             *([f"<figure tabindex=0>{picture}</figure>"] if picture else []),
             *([f"<h2>{n_listed}</h2>", html_table(columns, rows)] if rows else []),
             *as_html(finding_lines(found.findings)),
-            *as_html(next_line(found.next_command)),
+            *as_html(map(out.completed, next_line(found.next_command))),
         ),
     )

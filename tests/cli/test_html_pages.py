@@ -60,7 +60,7 @@ def pages(framework_roots, tmp_path_factory) -> dict[str, Path]:
     run_ckptctl("run", "--root", root, "--max-restarts", 1, "--backoff", "0s", *job)
     made = {name: folder / f"{name}.html" for name in ("scan", "loss", "history")}
     for name, path in made.items():
-        done = run_ckptctl(name, log if name == "loss" else root, "--html", path)
+        done = run_ckptctl(name, log if name == "loss" else root, "--html", path, "--timeout", 99)
         assert path.exists(), done.stderr
     run_ckptctl("runbook", "run", "rb-7", root, "--dry-run", "--transcript", folder)
     made["transcript"] = folder / "transcript.html"
@@ -97,6 +97,7 @@ def test_the_page_of_a_scan_has_every_step_and_its_verdict(pages, tmp_path):
     assert "metadata.missing" in rows[0]
     assert "← pick" in rows[1]
     assert "next: ckptctl verify" in page.texts["pre"][-1]
+    assert "--timeout 99" in page.texts["pre"][-1]
 
 
 def test_the_page_of_a_loss_has_the_verdict_and_the_table(pages):
