@@ -239,7 +239,6 @@ class Checkpointer:
             one = self._next_save(step, self._later)
             state, lost = self._state(step, tokens, samples, loss, self._stager.staged)
             self._flight = self._pool.submit(self._run_later, one, state, lost, tokens, loss)
-            self._begun().saved = step
             return one.url
 
     def flush(self) -> None:

@@ -705,6 +705,20 @@ def test_what_goes_wrong_beside_the_training_is_raised_at_the_next_call(half):
         each.die()
 
 
+def test_a_step_whose_save_beside_the_training_failed_can_be_saved_again(half):
+    job = Job(half)
+    job.resume()
+    away = half.with_name("unmounted")
+    half.rename(away)
+    job.train(7, 9, save=job.ckpt.save_async)
+    with pytest.raises(SaveFailed):
+        job.ckpt.flush()
+    away.rename(half)
+    job.ckpt.save(9)
+    assert ckptctl.pick(str(half)).step == 9
+    job.die()
+
+
 def test_an_exit_that_reports_success_does_not_hide_a_save_that_is_lost(half):
     job, other = Job(half), Job(half)
     job.resume()
