@@ -30,7 +30,7 @@ check: lint ## Lint, types and fast tests, in two minutes: before every commit
 	@echo "== fast tests"
 	@$(TESTS) -m 'not slow and not long and not torch and not server' $(FAST)
 
-test: lint ## Lint, types and the tests that take no more than a second or two each
+test: style ## Lint, types and the tests that take no more than a second or two each
 	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
 	@$(TESTS) --dist loadfile --no-loadscope-reorder -m 'not slow and not long'
 
@@ -52,10 +52,13 @@ frameworks: $(READY) ## Install the frameworks for the tests of the integrations
 compatibility: $(READY) ## Write docs/compatibility.md: what the tests of the integrations have shown
 	@$(BIN)/python tools/compatibility.py
 
-lint: $(READY) ## Check style and types
+.PHONY: style
+style: $(READY)
 	@echo "== ruff"
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
+
+lint: style ## Check style and types
 	@echo "== mypy"
 	@$(BIN)/mypy --no-error-summary
 
