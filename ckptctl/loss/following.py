@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
@@ -94,31 +93,33 @@ def _more_to_replay(assessment: Assessment) -> bool:
     return bool(resume.overwritten) and resume.overwritten[-1].step > resume.after[-1].step
 
 
-class _Tail(Protocol):
-    """A log that grows."""
-
-    reader: LogReader
-
-    def new_items(self) -> Iterator[Row | Marker]:
-        """The rows and markers that were added since the last call."""
-
-    def end(self) -> Iterator[Row | Marker]:
-        """The rows and markers that waited for more bytes."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more can be added."""
-
-
-class _FileTail:
-    """A file that grows, is rotated, or does not exist yet."""
+class _Tail:
+    """A log that grows. `ended`: nothing more can be added."""
 
     ended = False
 
-    def __init__(self, path: str, new_reader: Callable[[LogReader], LogReader], first: LogReader):
-        self._path = path
+    def __init__(self, reader: LogReader, new_reader: Callable[[LogReader], LogReader]) -> None:
+        self.reader = reader
         self._new_reader = new_reader
-        self.reader = first
+
+    def new_items(self) -> Iterator[Row | Marker]:
+        """The rows and markers that were added since the last call."""
+        raise NotImplementedError
+
+    def end(self) -> Iterator[Row | Marker]:
+        """The rows and markers that waited for more bytes."""
+        yield from self.reader.end()
+        self.reader = self._new_reader(self.reader)
+
+
+class _FileTail(_Tail):
+    """A file that grows, is rotated, or does not exist yet."""
+
+    def __init__(
+        self, path: str, reader: LogReader, new_reader: Callable[[LogReader], LogReader]
+    ) -> None:
+        super().__init__(reader, new_reader)
+        self._path = path
         self._inode: int | None = None
         self._offset = 0
 
@@ -132,24 +133,17 @@ class _FileTail:
         with file:
             status = os.fstat(file.fileno())
             if self._inode not in (None, status.st_ino) or status.st_size < self._offset:
-                yield from self.reader.end()
-                self.reader, self._offset = self._new_reader(self.reader), 0
+                yield from self.end()
+                self._offset = 0
             self._inode = status.st_ino
             file.seek(self._offset)
             while piece := file.read(_PIECE_BYTES):
                 self._offset += len(piece)
                 yield from self.reader.feed(piece)
 
-    def end(self) -> Iterator[Row | Marker]:
-        return self.reader.end()
 
-
-class _InputTail:
+class _InputTail(_Tail):
     """Standard input."""
-
-    def __init__(self, reader: LogReader) -> None:
-        self.reader = reader
-        self.ended = False
 
     def new_items(self) -> Iterator[Row | Marker]:
         import select
@@ -161,9 +155,6 @@ class _InputTail:
                 self.ended = True
                 return
             yield from self.reader.feed(piece)
-
-    def end(self) -> Iterator[Row | Marker]:
-        return self.reader.end()
 
 
 def follow_loss(
@@ -193,14 +184,17 @@ def follow_loss(
     splitter = Splitter(around=resume_point.step if resume_point is not None else None)
     deadline = None if follow.max_wait_s is None else time.monotonic() + follow.max_wait_s
     may_divide: bool | None = None
-    n_at_start = 0
+    n_at_start = n_ended = 0
     report: LossReport | None = None
     while True:
         n_new = 0
-        for tail in tails:
+        for number, tail in enumerate(tails):
             for item in tail.new_items():
-                splitter.feed(item)
-                n_new += 1
+                # Rows of a log before it that wait for more bytes come first.
+                earlier, n_ended = tails[n_ended:number], max(n_ended, number)
+                for each in chain(chain.from_iterable(one.end() for one in earlier), [item]):
+                    splitter.feed(each)
+                    n_new += 1
         ended = all(tail.ended for tail in tails)
         over = ended or (deadline is not None and time.monotonic() >= deadline)
         for item in chain.from_iterable(tail.end() for tail in tails if over):
@@ -251,9 +245,13 @@ def _may_divide(parts: Split, resume_point: ResumePoint | None) -> bool:
 
 def _tail(path: str, log_format: LogFormat | None, earlier: LogReader | None) -> _Tail:
     first = LogReader(path, log_format, earlier)
+
+    def new_reader(earlier: LogReader) -> LogReader:
+        return LogReader(path, log_format, earlier)
+
     if path == STDIN:
-        return _InputTail(first)
+        return _InputTail(first, new_reader)
     file = local_path(path)
     if file is None:
         raise UsageError(f"{path}: --follow supports files and standard input, not object stores")
-    return _FileTail(file, lambda rotated: LogReader(path, log_format, rotated), first)
+    return _FileTail(file, first, new_reader)

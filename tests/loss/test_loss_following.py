@@ -15,7 +15,7 @@ from made_losses import DIED, SAVED, resumed, rows, times
 from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.checking import check_rows
+from ckptctl.loss.checking import check_loss, check_rows
 from ckptctl.loss.following import FollowOptions, follow_loss, is_settled
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.rows import Marker, Number, Row
@@ -111,6 +111,18 @@ def test_a_log_that_is_rotated_while_it_is_followed_loses_nothing(tmp_path):
     log.write_text("".join(map(line, after)))
     *_, last = reports
     assert last.verdict.value == "continuous"
+
+
+def test_two_short_logs_are_read_one_after_the_other(tmp_path):
+    rows = {"a.log": range(1, 31), "b.log": range(21, 33)}
+    for name, steps in rows.items():
+        text = "".join(f"step: {n} loss: {2 + 1 / n:.5f} lr: 1e-4\n" for n in steps)
+        (tmp_path / name).write_text(text)
+    logs = [str(tmp_path / name) for name in rows]
+    *_, last = follow_loss(logs, follow=FollowOptions(max_wait_s=1, poll_s=0.1))
+    whole = check_loss(logs)
+    assert (last.verdict, last.n_resumes) == (whole.verdict, 1)
+    assert last.worst.resume.first_step == 21
 
 
 def test_an_older_attempt_in_the_log_is_not_taken_for_the_one_that_is_awaited(tmp_path):
