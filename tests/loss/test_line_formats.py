@@ -158,6 +158,21 @@ def test_the_bar_of_trlx_that_is_drawn_before_and_after_its_step_counts_is_one_r
     assert report.message.startswith("10 steps were logged twice and agree"), report.message
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_dictionary_that_is_written_twice_around_a_late_bar_is_one_row(every):
+    """tqdm draws a bar every 0.1 s at most, and again after it has written a line."""
+    text = ""
+    for step in range(1, 21):
+        if step % 5 == 0:
+            loss = f"{{'loss': 1.4{step}, 'epoch': 0.{step}}}"
+            text += f"[INFO|2026-11-20 22:55:57] llamafactory.train.callbacks:143 >> {loss}\n"
+            text += f"\r{' ' * 60}\r{loss}\n\r  1%|▏| {step}/600 [00:26<25:00,  5.09s/it]"
+        elif step % every == 0:
+            text += f"\r  1%|▏| {step}/600 [00:26<25:00,  5.09s/it]"
+    found = [(row.step, row.loss.value) for row in rows(text + "\n")]
+    assert found == [(5, 1.45), (10, 1.41), (15, 1.415), (20, 1.42)]
+
+
 @pytest.mark.parametrize("n_dictionaries", [1, 2])
 def test_a_dictionary_that_a_logger_writes_behind_a_bar_has_the_step_of_that_bar(n_dictionaries):
     """LLaMA-Factory logs the loss itself, and the trainer writes it once more."""

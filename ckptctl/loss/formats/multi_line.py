@@ -176,7 +176,8 @@ class HfConsoleReader:
     """Reads the dictionaries and progress bars of one rank.
 
     The bar is drawn again directly after a dictionary, with the step of the dictionary. A
-    dictionary in the line of a bar has the step of that bar.
+    dictionary in the line of a bar has the step of that bar; if the trainer repeats it, the bar
+    was drawn late, and the bar behind the repetition counts.
     Without bars the rows have no step; `n_without_step` counts these, which are left out.
     """
 
@@ -191,6 +192,7 @@ class HfConsoleReader:
         self._total: int | None = None
         self._held: tuple[str, LogPosition] | None = None
         self._taken: tuple[int, int] | None = None
+        self._is_beside = False
         self.n_without_step = 0
 
     @property
@@ -207,12 +209,13 @@ class HfConsoleReader:
             return
         found = _DICTIONARY.search(text)
         if found is not None:
-            yield from self.end()
+            is_repeated = self._is_beside and self._held is not None and found[0] == self._held[0]
+            if not is_repeated:
+                yield from self.end()
             self._held = (found[0], position)
             # A logger writes behind the bar of the step; tqdm blanks the bar before it writes.
             is_beside = bar is not None and _BLANKS not in text[bar.end() : found.start()]
-            if is_beside and self._bar == self._latest:
-                yield from self.end()
+            self._is_beside = is_beside and self._bar == self._latest
 
     def end(self) -> Iterator[Row]:
         """The row of a dictionary that no bar followed; its step is that of the bar before.
@@ -220,7 +223,7 @@ class HfConsoleReader:
         Where that bar belongs to an earlier dictionary, the row has no step: the job died
         before it drew the next bar.
         """
-        held, self._held = self._held, None
+        held, self._held, self._is_beside = self._held, None, False
         if held is None:
             return
         text, position = held
@@ -237,6 +240,8 @@ class HfConsoleReader:
     def _drawn(self, bar: tuple[int, int]) -> Iterator[Row]:
         # An evaluation draws its own bar, with another total and without a dictionary between
         # two drawings.
+        if self._is_beside:
+            yield from self.end()
         if self._held is None:
             if self._total in (None, bar[1]):
                 self._bar = bar
