@@ -302,7 +302,11 @@ def test_a_loop_of_ones_own_is_read_however_it_is_put(line):
 
 @pytest.mark.parametrize(
     "line",
-    ["| epoch 1 | 5/ 2983 batches | ms/batch 12.34 | loss 2.5", "Step 7, Val Loss: 2.6000"],
+    [
+        "| epoch 1 | 5/ 2983 batches | ms/batch 12.34 | loss 2.5",
+        "Step 7, Val Loss: 2.6000",
+        "INFO 2025-07-11 10:00:00 train.py:232 step:20K smpl:160K loss:0.512 lr:1.0e-05",  # LeRobot
+    ],
 )
 def test_a_number_that_is_no_step_and_a_loss_of_validation_make_no_row(line):
     assert rows(line + "\n") == []

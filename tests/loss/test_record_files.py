@@ -265,6 +265,7 @@ def rows(text: str) -> list[Row]:
         ':::MLLOG {"key": "train_loss", "value": 2.5, "metadata": {"step_num": 7, "lineno": 9}}',
         ':::MLLOG {"key": "train_loss", "value": 2.5, "metadata": {"samples_count": 7}}',
         ':::MLLOG {"key": "tracked_stats", "value": {"train_loss": 2.5}, "metadata": {"step": 7}}',
+        '{"train_lr": 1e-4, "train_loss": 2.5, "test_loss": 3.0, "epoch": 7, "n_parameters": 9}',
         '{"Loss/loss": {"num": 4, "mean": 2.5}, "Progress/kimg": {"num": 1, "mean": 0.007}}',
     ],
 )
@@ -277,6 +278,8 @@ def test_a_record_is_read_whatever_its_logger_put_around_the_names(record):
     "record",
     [
         '{"step": 7, "metrics": {"val": {"loss": 2.5}}}',
+        '{"train_lr": 1e-4, "train_loss": 2.5, "epoch": null}',
+        '{"train_lr": 1e-4, "train_loss": 2.5, "epoch": 0.5}',
         ':::MLLOG {"key": "eval_loss", "value": 2.5, "metadata": {"step_num": 7}}',
         '{"key": "lr", "value": 2.5, "step": 7}',
     ],

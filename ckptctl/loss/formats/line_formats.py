@@ -335,7 +335,7 @@ LINE_FORMATS = (
         rf"(?!.*(?:(?:\b|_){_NOT_TRAINING}|\[dev\])))"
         r"(?:.{0,300}?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d{1,9}))?"
         r".{0,300}?(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[('\"]{1,9}"
-        r"(?P<step>\d[\d,]{0,15})(?!\.?\d|\s?%)(?:\s?/\s?(?P<per>\d{1,12}))?"
+        r"(?P<step>\d[\d,]{0,15})(?!\.?\d|\s?%|[kmb]\b)(?:\s?/\s?(?P<per>\d{1,12}))?"
         r"(?=\D.{0,300}?(?:\b|_|last)loss)",
         r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test) )?"
         r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"

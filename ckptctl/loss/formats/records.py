@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptctl.data_classes import replace
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
-from ckptctl.loss.formats.fields import FIELDS, RowMaker, plain_name
+from ckptctl.loss.formats.fields import FIELDS, RowMaker, parse_step, plain_name
 from ckptctl.loss.rows import LogPosition, Marker, Row
 
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
@@ -108,6 +108,9 @@ def decode_record(text: str) -> dict[str, Any] | None:
 
 _MAX_RECORD = 16 << 20
 
+_OF_EPOCHS = frozenset({"epoch", "train_loss", "train_lr"})
+"""What a record for each epoch has: `log.txt` of DETR, DeiT, MAE and DINO."""
+
 _BEFORE = ("train_inner", ":::MLLOG")
 """What metaseq's logger and MLPerf's write before an object."""
 
@@ -150,7 +153,10 @@ class JsonLinesReader:
         """The rows that this record completes."""
         if not is_training(record):
             return
-        row = self._maker.row([*flat_pairs(record), *_one_metric(record)], position)
+        pairs = [*flat_pairs(record), *_one_metric(record)]
+        epoch = record.get("epoch") if record.keys() >= _OF_EPOCHS else None
+        step = parse_step(epoch) if isinstance(epoch, str) else None
+        row = self._maker.row(pairs, position, step=step)
         if row is not None:
             yield from self._merger.add(row)
 
