@@ -2,7 +2,8 @@
 
 For each rank: the state of its process, and the stacks of its threads, twice, by py-spy where
 it is installed and may read the process, else by the signal that `ckptctl.train` has set a
-handler for. Besides, the dumps of torch's flight recorder. `naming` decides what they mean.
+handler for. Of the processes that a rank has started (workers of a data loader): state, what they
+wait in, and stacks. Besides, the dumps of torch's flight recorder. `naming` decides what they mean.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -32,7 +34,7 @@ BETWEEN_S = 1.0
 _WORKING = 0.05
 """The share of a processor that shows work. Source: DLRover takes less for a hang."""
 
-_KEPT = ("stacks-rank-", "flight-recorder-rank-")
+_KEPT = ("stacks-rank-", "processes-rank-", "flight-recorder-rank-")
 _ANSWER_S = 5.0
 """How long stacks are waited for; faulthandler writes them in milliseconds."""
 _STARVED_S = 30.0
@@ -42,6 +44,16 @@ _PY_SPY_S = 15.0
 _POLL_S = 0.1
 _MAX_STACKS_BYTES = 1 << 20
 _AT_ONCE = 16
+_DEEPEST = 64
+"""How many parents of a process are followed: the table changes while it is read."""
+_MOST_STARTED = 16
+"""Of how many processes that a rank has started the stacks are asked for, one after the other."""
+
+STUCK = {
+    "T": "was stopped (process state T)",
+    "D": "waits in the kernel for a device or a storage (process state D)",
+}
+"""The states of a process that does not go on by itself, by proc(5), and what they mean."""
 
 MAX_DUMPS_BYTES = 1 << 30
 """How many bytes of dumps are kept of one hang: a folder for temporary files may be small."""
@@ -73,7 +85,8 @@ class RankEvidence:
     `state` is the state of its main thread that all samples had, by proc(5): `T` for stopped, `D`
     for waiting in the kernel; empty where it changed, or where the process is gone. `stack` is
     that of the main thread, None where no sample has one. `asked` means that the process has a
-    handler which was called. `moves` means that its stack changed between the samples.
+    handler which was called. `moves` means that its stack changed between the samples. `stuck`
+    names the processes that it has started and that do not go on, with their states.
     """
 
     rank: int
@@ -83,6 +96,7 @@ class RankEvidence:
     stack: Stack | None = None
     asked: bool = False
     moves: bool = False
+    stuck: tuple[str, ...] = ()
 
 
 class HangEvidence(NamedTuple):
@@ -124,9 +138,8 @@ def collect(
     found = set(processes())
     own = {rank: Process(beat["pid"], beat["started"]) for rank, beat in beats.items()}
     alive = {rank: process for rank, process in own.items() if process in found}
-    ranks = {process.pid for process in alive.values()}
-    helpers = [process for process in found if process.pid not in ranks]
-    before = _wanted_s(helpers, ranks)
+    helpers = _started_by(found, alive)
+    before = {each: (_wanted_s(each), state_of(each)) for each in helpers}
     began_s = time.monotonic()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         pending = {
@@ -135,18 +148,30 @@ def collect(
         }
         samples = {rank: each.result() for rank, each in pending.items()}
     took_s = time.monotonic() - began_s
-    after = _wanted_s(helpers, ranks)
-    wanted_s = sum(after[each] - before[each] for each in before.keys() & after.keys())
+    wanted_s, stuck = 0.0, defaultdict[int, list[str]](list)
+    for each, rank in helpers.items():
+        began, state = before[each]
+        wanted_s += max(0.0, _wanted_s(each) - began)
+        if state in STUCK and state_of(each) == state:
+            stuck[rank].append(f"{_name_of(each)}, which it started, {STUCK[state]}")
+    started = {rank: [each for each, of in helpers.items() if of == rank] for rank in alive}
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        [*pool.map(lambda rank: _keep_started(beats[rank], started[rank], folder, out), alive)]
     dumps = _dumps(out, since_s)
     return HangEvidence(
-        tuple(_evidence(rank, beat["node"], samples.get(rank, ())) for rank, beat in beats.items()),
+        tuple(
+            _evidence(rank, beat["node"], samples.get(rank, ()), stuck[rank])
+            for rank, beat in beats.items()
+        ),
         dumps,
         tuple(sorted(entry.path for entry in os.scandir(out) if entry.name.startswith(_KEPT))),
         wanted_s >= _WORKING * took_s,
     )
 
 
-def _evidence(rank: int, node: str, samples: Sequence[_Sample]) -> RankEvidence:
+def _evidence(
+    rank: int, node: str, samples: Sequence[_Sample], stuck: Sequence[str]
+) -> RankEvidence:
     if not samples:
         return RankEvidence(rank, node, alive=False)
     states = {sample.state for sample in samples}
@@ -158,45 +183,94 @@ def _evidence(rank: int, node: str, samples: Sequence[_Sample]) -> RankEvidence:
         stack=stacks[-1] if stacks else None,
         asked=any(sample.asked for sample in samples),
         moves=len({*stacks}) > 1,
+        stuck=tuple(stuck),
     )
 
 
 def state_of(process: Process) -> str:
     """The state of the main thread as proc(5) has it; empty where it cannot be read."""
+    return (_fields(process) or ("",))[0]
+
+
+def _fields(process: Process) -> Sequence[str]:
+    """What proc(5) has of a process after its name: state, parent; empty where it is gone."""
+    return _about(process, "stat").rpartition(")")[2].split()
+
+
+# Processes that ranks have started
+
+
+def _started_by(found: Collection[Process], ranks: Mapping[int, Process]) -> dict[Process, int]:
+    """The processes that a rank has started, itself or through others, each with that rank."""
+    parents = {each.pid: int(about[1]) for each in found if (about := _fields(each))}
+    rank_of = {process.pid: rank for rank, process in ranks.items()}
+    started = {}
+    for process in found:
+        pid = process.pid
+        for _ in range(0 if pid in rank_of else _DEEPEST):
+            pid = parents.get(pid, 0)
+            if pid in rank_of:
+                started[process] = rank_of[pid]
+                break
+    return started
+
+
+def _wanted_s(process: Process) -> float:
+    """The processor time, in seconds, that a process used or waited for; 0 where it is gone.
+
+    With what it waited for, a process that works is seen on a busy machine, too.
+    Source: `schedstat` of the Linux kernel's `Documentation/scheduler/sched-stats.rst`.
+    """
+    total_ns = 0
+    with suppress(OSError, ValueError):
+        for thread in os.listdir(f"/proc/{process.pid}/task"):
+            with open(f"/proc/{process.pid}/task/{thread}/schedstat", "rb") as file:
+                used_ns, waited_ns, *_ = file.read().split()
+            total_ns += int(used_ns) + int(waited_ns)
+    return total_ns / 1e9
+
+
+def _name_of(process: Process) -> str:
+    """A process by its number and the name that it gave itself, such as `pt_data_worker`."""
+    name = _about(process, "comm")
+    return f"process {process.pid} ({name})" if name else f"process {process.pid}"
+
+
+def _about(process: Process, file: str) -> str:
+    """A short file of a process in /proc as text; empty where it cannot be read."""
     try:
-        with open(f"/proc/{process.pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode("ascii")
-    except (OSError, IndexError, ValueError):
+        with open(f"/proc/{process.pid}/{file}", encoding="utf-8", errors="replace") as about:
+            return about.read(4096).strip()
+    except OSError:
         return ""
 
 
-def _wanted_s(helpers: Sequence[Process], ranks: set[int]) -> dict[Process, float]:
-    """The processor time, in seconds, that the processes below ranks used or waited for.
+def _keep_started(beat: Heartbeat, started: Sequence[Process], folder: str, out: str) -> None:
+    """Write state, wait and stacks of what a rank has started into a file of the rank."""
+    stacks = os.path.join(folder, stacks_name(beat["rank"]))
+    lines = []
+    for process in started[:_MOST_STARTED]:
+        state, wait = state_of(process), _about(process, "wchan")
+        waits = f", waits in {wait}" if wait not in ("", "0") else ""
+        lines.append(f"{_name_of(process)}, started by rank {beat['rank']}, state {state}{waits}")
+        if state in STUCK:  # it does not answer, and py-spy would wait for it
+            continue
+        text = _by_py_spy(process)
+        if not text and beat["stack_signal"] is not None and _has_open(process, stacks):
+            text = _by_signal(beat["stack_signal"], process, stacks)
+        lines.append(text)
+    if lines:
+        kept = os.path.join(out, f"processes-rank-{beat['rank']}.txt")
+        with suppress(OSError), open(kept, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
 
-    With what they waited for, a process that works is seen on a busy machine, too.
-    Source: `schedstat` of the Linux kernel's `Documentation/scheduler/sched-stats.rst`.
-    """
-    parents, wanted_ns = {}, {}
-    for process in helpers:
-        folder = f"/proc/{process.pid}"
-        with suppress(OSError, IndexError, ValueError):
-            with open(f"{folder}/stat", "rb") as file:
-                parents[process.pid] = int(file.read().rpartition(b")")[2].split()[1])
-            total_ns = 0
-            for thread in os.listdir(f"{folder}/task"):
-                with open(f"{folder}/task/{thread}/schedstat", "rb") as file:
-                    used_ns, waited_ns, *_ = file.read().split()
-                total_ns += int(used_ns) + int(waited_ns)
-            wanted_ns[process] = total_ns
 
-    def below_a_rank(pid: int) -> bool:
-        for _ in range(64):
-            pid = parents.get(pid, 0)
-            if pid in ranks or not pid:
-                break
-        return pid in ranks
-
-    return {each: ns / 1e9 for each, ns in wanted_ns.items() if below_a_rank(each.pid)}
+def _has_open(process: Process, path: str) -> bool:
+    """Whether a process has a file open: a fork of a rank has the file of its stacks."""
+    folder = f"/proc/{process.pid}/fd"
+    with suppress(OSError):
+        return any(os.path.samefile(f"{folder}/{each}", path) for each in os.listdir(folder))
+    return False
 
 
 # Stacks

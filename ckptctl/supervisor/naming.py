@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.failures.rank_dumps import Dump
 from ckptctl.failures.stalled_collectives import compare_dumps, listed
-from ckptctl.supervisor.evidence import RankEvidence, Stack
+from ckptctl.supervisor.evidence import STUCK, RankEvidence, Stack
 
 _IN_COLLECTIVE = "torch/distributed/"
 _OF_LIBRARIES = re.compile(r"^<|/(?:site|dist)-packages/|/lib/python3\.\d+/")
@@ -39,12 +39,12 @@ def name_ranks(
     n_all = len(ranks) + len(missing)
     for found, why in _apart(ranks, dumps, missing):
         if found and (len(found) < n_all or n_all == 1):
-            return Named(tuple(sorted(found)), f"{_ranks(found)} {why}")
+            stuck = [each for one in ranks if one.rank in found for each in one.stuck]
+            return Named(tuple(sorted(found)), "; ".join([f"{_ranks(found)} {why}", *stuck]))
     if n_all == 1:
         (only,) = ranks
-        return Named(
-            (only.rank,), f"no other rank than {only.rank} is in question{_place(only.stack)}"
-        )
+        why = f"no other rank than {only.rank} is in question{_place(only.stack)}"
+        return Named((only.rank,), "; ".join([why, *only.stuck]))
     return Named((), f"the rank at fault is undecided: {_undecided(ranks)}")
 
 
@@ -53,10 +53,9 @@ def _apart(
 ) -> Iterator[tuple[list[int], str]]:
     """Ranks that one kind of evidence sets apart, the most conclusive kind first."""
     yield [each.rank for each in ranks if not each.alive], "ended, and the others wait"
-    yield [each.rank for each in ranks if each.state == "T"], "was stopped (process state T)"
+    yield [each.rank for each in ranks if each.state == "T"], STUCK["T"]
     yield [*missing], "has not reported at all"
-    waiting = [each.rank for each in ranks if each.state == "D"]
-    yield waiting, "waits in the kernel for a device or a storage (process state D)"
+    yield [each.rank for each in ranks if each.state == "D"], STUCK["D"]
     if len(dumps) > 1:
         stall = compare_dumps(dumps)
         yield [*stall.differing], "called another collective (flight recorder)"
@@ -78,6 +77,7 @@ def _apart(
         odd = [rank for rank in stacks if rank not in most]
         place = _place(stacks[odd[0]]) if odd else ""
         yield odd, f"is at another place than the others{place}"
+    yield [each.rank for each in ranks if each.stuck], "waits for a process"
 
 
 def _in_collective(stack: Stack) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
-from ranks import Ranks
+from ranks import Ranks, state
+from services.processes import wait_until
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
@@ -98,6 +99,31 @@ def test_a_stopped_rank_is_named_with_its_section(watch, section: str):
         f"stacks-rank-{rank}.txt" for rank in (0, 2)
     ]
     assert "line" in Path(found.evidence[0]).read_text()
+
+
+def test_a_worker_that_was_stopped_is_named_with_the_rank_that_started_it(watch):
+    one = watch(GIVEN)
+    for rank in range(2):
+        one.ranks.start(rank)
+    fork = "pid = os.fork()\nif not pid: {}\nsys.stdin.read()"
+    one.ranks.start(2, fork.format("os.kill(os.getpid(), signal.SIGSTOP)"))
+    one.ranks.start(3, fork.format("time.sleep(1e6)"))
+    wait_until(lambda: all(children(one.ranks.pid(rank)) for rank in (2, 3)), what="the workers")
+    (stopped,), (asleep,) = (children(one.ranks.pid(rank)) for rank in (2, 3))
+    wait_until(lambda: state(stopped) == "T", what="the stop")
+    found = one.wait(40)
+    assert found.ranks == (2,)
+    assert f"process {stopped} (python" in found.message
+    assert "which it started, was stopped (process state T)" in found.message
+    kept = {Path(path).name: Path(path).read_text() for path in found.evidence}
+    assert f"process {stopped}" in kept["processes-rank-2.txt"]
+    assert f"process {asleep}" in kept["processes-rank-3.txt"]
+    assert "most recent call first" in kept["processes-rank-3.txt"], "a fork of a rank answers"
+    assert "processes-rank-0.txt" not in kept
+
+
+def children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def test_a_rank_that_was_killed_is_named_where_its_peers_wait(watch):
