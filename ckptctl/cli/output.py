@@ -70,6 +70,7 @@ _STYLES: Mapping[Style, tuple[str, str]] = {
     "strong": ("1", "1"),
     "name": ("1", "1"),
     "command": ("1;38;5;32", "1;36"),
+    "code": ("1;38;5;32", "1;36"),
 }
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ckptctl.selection.results import Pick
 
 
-Style = Literal["", "good", "warn", "bad", "strong", "name", "command"]
+Style = Literal["", "good", "warn", "bad", "strong", "name", "command", "code"]
+"""A `command` is to be run next, with the caller's options; `code` stays as it is."""
 
 
 class StyledText(NamedTuple):
@@ -270,7 +271,7 @@ def page_lines(text: str, width: int | None) -> Iterator[Line]:
             if opening and opening[0] == fence:
                 fence = ""
             else:
-                yield line("  ", StyledText(each, "command"), solid=True)
+                yield line("  ", StyledText(each.expandtabs(4), "code"), solid=True)
             continue
         is_apart = not each.strip() or opening is not None or each.startswith(("#", "|"))
         if is_apart or _ITEM.match(each):
