@@ -19,8 +19,8 @@ from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.formats.own.documents import ResumeDocument
 from ckptctl.formats.own.files import utc_now
+from ckptctl.formats.own.ledger import REPORT_SCHEMA
 from ckptctl.loss.checking import LossReport, check_loss
-from ckptctl.loss.resume_points import SCHEMA
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import JOB_TIMEOUT_S
 from ckptctl.selection.sealing import seal
@@ -208,7 +208,7 @@ class Recorder(Sealer):
             "cluster": cluster,
         }
         with open_store(self._root) as store:
-            put_report(store, self._attempt, {"schema": SCHEMA, **report})
+            put_report(store, self._attempt, {"schema": REPORT_SCHEMA, **report})
 
     def _write(self, row: dict[str, object]) -> None:
         assert self._file is not None  # noqa: S101 - asked for where there is one

@@ -7,19 +7,16 @@
 from __future__ import annotations
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import PathNotFound, UsageError
-from ckptctl.formats.bounded_json import NotJson, read_json
+from ckptctl.errors import OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own import ledger as own
 from ckptctl.formatting import seconds_of
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
-SCHEMA = "ckptctl.resume/1"
 _ATTEMPTS = "attempts"
-_SUFFIX = ".resume.json"
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +104,11 @@ def read_resume_report(
                 raise PathNotFound(folder)
             file = f"{attempts}/{names[0]}" if attempts else names[0]
             url = join_url(folder, file)
-            return _parsed(url, read_json(store, file, max_bytes=_MAX_BYTES))
-        except NotJson as error:
+            return _parsed(url, own.read_report(store, file))
+        except OwnFileUnreadable as error:
             if or_none and attempts:
                 return None
-            raise UsageError(f"{url}: not a resume report: {error}") from error
+            raise UsageError(f"{url}: not a resume report: {error.message}") from error
         except PathNotFound as error:
             raise UsageError(
                 f"{path}: no resume report found; name the step of the checkpoint with "
@@ -125,22 +122,21 @@ def _newest_in(store: Store, attempts: str) -> list[str]:
         listed = [entry.path.rpartition("/")[2] for entry in store.list_dir(attempts)]
     except PathNotFound:
         return []
-    return sorted(name for name in listed if name.endswith(_SUFFIX))[-1:]
+    return sorted(name for name in listed if name.endswith(own.REPORT_SUFFIX))[-1:]
 
 
-def _parsed(url: str, report: object) -> ResumeReport:
-    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        raise UsageError(f"{url}: not a resume report (schema {SCHEMA})")
-    step = report.get("step")
-    root, path = report.get("root"), report.get("path")
+def _parsed(url: str, report: own.ResumeReport) -> ResumeReport:
+    if report.schema != own.REPORT_SCHEMA:
+        raise UsageError(f"{url}: not a resume report (schema {own.REPORT_SCHEMA})")
     resume_point = None
-    if isinstance(step, int):
-        names = ("tokens", "samples", "world_size", "saved_world_size")
-        counts = {name: each for name in names if isinstance(each := report.get(name), int)}
-        resume_point = ResumePoint(step, "report", at_s=seconds_of(str(report.get("at"))), **counts)
-    return ResumeReport(
-        url=url,
-        root=root if isinstance(root, str) else None,
-        path=path if isinstance(path, str) else None,
-        resume_point=resume_point,
-    )
+    if report.step is not None:
+        resume_point = ResumePoint(
+            report.step,
+            "report",
+            report.tokens,
+            report.samples,
+            seconds_of(report.at or ""),
+            report.world_size,
+            report.saved_world_size,
+        )
+    return ResumeReport(url, report.root, report.path, resume_point)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from ckptctl.checks.requirements import check_world_size
 from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import Cluster
-from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
-from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
 from ckptctl.formatting import duration, percent, size
 from ckptctl.goodput.estimating import Cadence, cadence_of, daly_interval
@@ -31,6 +30,7 @@ from ckptctl.resharding.advising import ReadAdvice, advice_for
 from ckptctl.storage.contract import Store
 
 if TYPE_CHECKING:
+    from ckptctl.formats.own.ledger import ResumeReport
     from ckptctl.resharding.sources import Source
 
 
@@ -188,7 +188,6 @@ def _ranks(number: int) -> str:
 
 
 _ATTEMPTS = f"{OWN_FOLDER}/attempts"
-_MAX_RECORD = 1 << 20
 _MOST_RECORDS = 20
 _MOST_RANKS = 1 << 20
 
@@ -210,8 +209,7 @@ def ranks_per_node(store: Store) -> int | None:
     for _, record in _resumes(store):
         if record is None:
             continue
-        cluster = record.get("cluster")
-        ranks = cluster.get("local_world_size") if isinstance(cluster, dict) else None
+        ranks = (record.cluster or {}).get("local_world_size")
         return ranks if isinstance(ranks, int) and ranks > 0 else None
     return None
 
@@ -237,8 +235,8 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
                 "known; --saved-world-size N checks that each left a shard file",
                 next_command=f"ckptctl show {shlex.quote(chosen.url)}",
             )
-        step, wrote = record.get("step"), int(str(record["world_size"]))
-        if isinstance(step, int) and step >= chosen.number:
+        step, wrote = record.step, record.world_size or 0
+        if step is not None and step >= chosen.number:
             continue
         there = {rank for _, ranks in chosen.ranks for rank in ranks}
         missing = sorted(set(range(min(wrote, _MOST_RANKS))) - there)
@@ -260,7 +258,7 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
     return None
 
 
-def _resumes(store: Store) -> Iterator[tuple[str, dict[str, object] | None]]:
+def _resumes(store: Store) -> Iterator[tuple[str, ResumeReport | None]]:
     """The newest resume reports, newest first, by path; None for one that cannot be read."""
     try:
         entries = store.list_dir(_ATTEMPTS)
@@ -269,15 +267,14 @@ def _resumes(store: Store) -> Iterator[tuple[str, dict[str, object] | None]]:
     except StorageError:
         yield _ATTEMPTS, None
         return
-    names = sorted(one.path for one in entries if one.path.endswith(".resume.json"))
+    from ckptctl.formats.own.ledger import REPORT_SUFFIX, read_report  # few roots have one
+
+    names = sorted(one.path for one in entries if one.path.endswith(REPORT_SUFFIX))
     for name in reversed(names[-_MOST_RECORDS:]):
-        record: object = None
-        with suppress(StorageError, NotJson):
-            record = read_json(store, name, max_bytes=_MAX_RECORD)
-        if isinstance(record, dict) and type(record.get("world_size")) is int:
-            yield name, record
-        else:
-            yield name, None
+        record = None
+        with suppress(StorageError, OwnFileUnreadable):
+            record = read_report(store, name)
+        yield name, record if record is not None and record.world_size is not None else None
 
 
 def _writers(damaged: Sequence[Report], per_node: int | None) -> list[str]:

@@ -26,7 +26,6 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
-from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.documents import RootDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
@@ -203,15 +202,12 @@ def resumed_from(store: Store, holder: str | None) -> frozenset[int]:
 
 def _resume_of(store: Store, attempt: str, files: Collection[str]) -> AbstractSet[int | None]:
     """The step that an attempt resumed from, None for a fresh run; empty if it has not resumed."""
-    from ckptctl.formats.own.ledger import MAX_LINE_BYTES, ResumedLine, read_line  # few need them
+    from ckptctl.formats.own.ledger import ResumedLine, read_line, read_report  # few need them
 
     report, ledger = f"{attempt}.resume.json", f"{attempt}.jsonl"
     if report in files:
-        with suppress(NotJson, PathNotFound):
-            path = f"{ATTEMPTS_FOLDER}/{report}"
-            fields = read_json(store, path, max_bytes=MAX_LINE_BYTES)
-            if isinstance(fields, dict) and isinstance(fields.get("step"), int | None):
-                return {fields.get("step")}
+        with suppress(OwnFileUnreadable, PathNotFound):
+            return {read_report(store, f"{ATTEMPTS_FOLDER}/{report}").step}
     path = f"{ATTEMPTS_FOLDER}/{ledger}"
     data = read_if_there(store, path, limit=_MAX_LEDGER) if ledger in files else None
     for line in (data or b"").splitlines():

@@ -22,7 +22,7 @@ from typing import Any
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import AlreadyExists, CkptctlError
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
-from ckptctl.formats.own.ledger import LedgerLine
+from ckptctl.formats.own.ledger import REPORT_SCHEMA, LedgerLine
 from ckptctl.resharding.advising import ReadAdvice, advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
@@ -164,7 +164,7 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
     decision, saved, rejected = restored.decision, restored.saved, restored.rejected
     advice = _advice(job, restored)
     return {
-        "schema": "ckptctl.resume/1",
+        "schema": REPORT_SCHEMA,
         "attempt": None,
         "at": utc_now(),
         "root": job.root,

@@ -5,21 +5,26 @@ A ledger is the file `.ckptctl/attempts/ATTEMPT.jsonl` of a root, to which lines
 
 Lines come from jobs that were killed and from other versions, so they are read leniently: a
 value that is missing or of another type counts as not recorded, a field or a kind that is not
-known is no error. What is read has the types that stand here.
+known is no error. What is read has the types that stand here. Beside the ledger is the report of
+the resume.
 """
 
 # Annotations stay objects, so that reading a line evaluates no string as code.
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.bounded_json import NotJson, decode_json, read_json
 from ckptctl.formats.own.files import classes_by_event, made_of
 from ckptctl.model import Time
 
+if TYPE_CHECKING:
+    from ckptctl.storage.contract import Store
+
 MAX_LINE_BYTES = 1 << 20
+"""Of a line, and of the report of a resume."""
 
 Seconds = Annotated[float, ("minimum", 0), ("maximum", 1e10)]
 
@@ -185,3 +190,34 @@ def read_line(data: bytes) -> LedgerLine:
     kind = _KINDS.get(str(fields.get("event")), LedgerLine)
     line: LedgerLine = made_of(kind, fields, lenient=True)
     return line
+
+
+REPORT_SCHEMA = "ckptctl.resume/1"
+REPORT_SUFFIX = ".resume.json"
+
+
+@dataclass(slots=True, kw_only=True)
+class ResumeReport:
+    """What is read of the report of a resume; `documents.ResumeDocument` is all of it."""
+
+    schema: str | None
+    at: str | None
+    root: str | None
+    path: str | None
+    step: int | None
+    tokens: int | None
+    samples: int | None
+    world_size: int | None
+    saved_world_size: int | None
+    cluster: Mapping[str, object] | None
+
+
+def read_report(store: "Store", path: str) -> ResumeReport:
+    """The report of a resume. Raises `OwnFileUnreadable` for anything else; cost: one read."""
+    try:
+        fields = read_json(store, path, max_bytes=MAX_LINE_BYTES)
+    except NotJson as error:
+        raise OwnFileUnreadable(str(error)) from error
+    if not isinstance(fields, dict):
+        raise OwnFileUnreadable("it is JSON, but no object")
+    return made_of(ResumeReport, fields)
