@@ -156,29 +156,6 @@ def _stub(tensor: TensorEntry, key: str) -> TensorStub:
     return TensorStub(tensor.dtype, shape, strides_of(shape), 0, key, prod(shape))
 
 
-def write_export(
-    source: Source,
-    export: Export,
-    files: dict[str, SourceFiles],
-    place: Place,
-    room: WriteLimits,
-    on_progress: OnProgress | None,
-) -> None:
-    """Write what was planned; see `write_whole`."""
-    content = repr([(file.name, file.between(())) for file in export.files]) + source.url
-    digests = repr([part.digests for part in source.parts])
-    write_whole(
-        export.files,
-        dict(export.beside),
-        source,
-        files,
-        place,
-        room,
-        identity=sha256_of((content + digests).encode("utf-8", "surrogateescape"))[:32],
-        on_progress=on_progress,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _SafetensorsFile:
     """See `WholeFile`."""
@@ -298,22 +275,18 @@ class WholeFile(Protocol):
         ...
 
 
-def write_whole(
-    planned: Sequence[WholeFile],
-    beside: Mapping[str, bytes],
+def write_export(
     source: Source,
+    export: Export,
     files: Mapping[str, SourceFiles],
     place: Place,
     room: WriteLimits,
-    *,
-    identity: str,
     on_progress: OnProgress | None,
 ) -> None:
     """Write, verify, read again, publish.
 
-    `beside` are small files that are written last, `files` the records of each part of
-    `source` by its path. Raises `SourceDamaged` if the source does not match what was saved,
-    `UsageError` if the target exists, `StorageError`.
+    `files` are the records of each part of `source` by its path. Raises `SourceDamaged` if the
+    source does not match what was saved, `UsageError` if the target exists, `StorageError`.
     """
     store = place.store
     there = place.there()
@@ -328,16 +301,19 @@ def write_whole(
             f"{place.url} already exists; nothing is replaced: choose another name",
             next_command=f"ckptctl show {shlex.quote(place.url)}",
         )
-    n_bytes = sum(file.n_bytes for file in planned)
+    n_bytes = sum(file.n_bytes for file in export.files)
     if store.folders is not None:
         check_space(store.folders, store.url, place.name, n_bytes)
-    work = _Work(planned, beside, place, identity)
+    content = repr([(file.name, file.between(())) for file in export.files]) + source.url
+    digests = repr([part.digests for part in source.parts])
+    identity = sha256_of((content + digests).encode("utf-8", "surrogateescape"))[:32]
+    work = _Work(export, place, identity)
     progress, proving = WriteProgress(), threading.Lock()
-    copies = [_Copy(file, files, room, progress, proving) for file in planned]
+    copies = [_Copy(file, files, room, progress, proving) for file in export.files]
     in_threads([work.task(copy) for copy in copies], room.jobs, progress, n_bytes, on_progress)
     source.check_unchanged()
     work.read_again(copies, Limits(room.jobs))
-    for name, data in beside.items():
+    for name, data in export.beside:
         store.put(work.path(name), data, replace=True)
     work.publish()
 
@@ -345,14 +321,8 @@ def write_whole(
 class _Work:
     """The paths of the files while they are written, and after publication."""
 
-    def __init__(
-        self,
-        planned: Sequence[WholeFile],
-        beside: Mapping[str, bytes],
-        place: Place,
-        identity: str,
-    ) -> None:
-        self._names = {file.name for file in planned} | {*beside}
+    def __init__(self, export: Export, place: Place, identity: str) -> None:
+        self._names = {file.name for file in export.files} | {name for name, _ in export.beside}
         self._place = place
         self._identity = identity
         self._target = place.written_at(identity)
