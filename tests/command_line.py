@@ -109,3 +109,22 @@ def interpreter(version: str) -> str:
     for path in sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")):
         return str(path)
     pytest.skip(f"no Python {version} on this machine")
+
+
+_FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+n_bytes = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
+from ckptctl.__main__ import main
+sys.exit(main())
+"""
+
+
+def run_on_full_disk(n_bytes: int, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a command whose files cannot grow beyond `n_bytes`.
+
+    It writes no byte code: Python would leave that truncated beside the modules.
+    """
+    command = [sys.executable, "-B", "-c", _FULL, str(n_bytes), *map(str, words)]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True)

@@ -8,12 +8,11 @@ import random
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, validated
+from command_line import COMMAND, clean_environment, run_on_full_disk, validated
 from command_line import run_ckptctl as run_alone
 from damage import flip
 from made_steps import grid, octets, read_step, write_step
@@ -176,22 +175,9 @@ def test_a_file_that_is_there_is_kept(checkpoints, tmp_path):
     assert (tmp_path / "flat.pt").read_text() == "mine"
 
 
-FULL = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))
-from ckptctl.__main__ import main
-sys.exit(main())
-"""
-
-
 def test_a_disk_that_fills_up_meanwhile_leaves_no_file(checkpoints, tmp_path):
-    words = ["convert", str(checkpoints / "run_fsdp4" / "step_300"), str(tmp_path / "flat.pt")]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, *words],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
+    done = run_on_full_disk(
+        2_000, "convert", checkpoints / "run_fsdp4" / "step_300", tmp_path / "flat.pt"
     )
     assert done.returncode == 75, done.stderr
     assert "File too large" in done.stderr

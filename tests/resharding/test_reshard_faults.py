@@ -7,13 +7,12 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, validated
+from command_line import COMMAND, clean_environment, run_on_full_disk, validated
 from damage import flip
 from made_steps import grid, write_step
 from next_commands import run_and_follow as run_ckptctl
@@ -186,9 +185,7 @@ def test_files_that_are_written_and_proven_are_not_written_again(large, target, 
     boxes = grid((64, 256), [[4, 8, 12], []])  # the last of the four files is the longest
     write_step(like, {"model.w": (torch.zeros(64, 256), boxes)}, n_files=4)
     words = ["reshard", large, target, "--like", like, "--apply", "--jobs", 1]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, *map(str, words)], env=clean_environment(), capture_output=True
-    )
+    done = run_on_full_disk(20_000, *words)
     assert done.returncode == 75
     answer = ckptctl.reshard(str(large), str(target), like=str(like))
     assert (answer.written, answer.continued) == (True, 3)
@@ -233,23 +230,8 @@ def test_a_target_that_cannot_be_written_to_is_said_so(source, small_disk):
     assert [*small_disk.iterdir()] == []
 
 
-FULL = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-from ckptctl.__main__ import main
-sys.exit(main())
-"""
-
-
 def test_a_disk_that_fills_up_meanwhile_leaves_nothing_half_written(source, target):
-    words = ["reshard", str(source), str(target), "--world-size", "3", "--apply"]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, *words],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_on_full_disk(20_000, "reshard", source, target, "--world-size", 3, "--apply")
     assert done.returncode == 75, done.stderr
     assert "File too large" in done.stderr
     assert not target.exists()
