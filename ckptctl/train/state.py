@@ -317,9 +317,14 @@ def _belongs(fqn: str, name: str) -> bool:
 
 
 def check_fits(state: Mapping[str, Any], saved: Metadata) -> None:
-    """Raise `ModelDiffers` unless every tensor is in the step, with the same global shape."""
+    """Raise `ModelDiffers` unless every tensor is in the step, with the same global shape.
+
+    Raises `UsageError` for a tensor that nothing can be loaded into: no older step avoids that.
+    """
     missing, differing = [], []
     for fqn, tensor in _tensors(state, ""):
+        for local in _local_tensors(tensor):
+            _check_can_be_written(fqn, local)
         entry = saved.tensors.get(fqn)
         if entry is None:
             missing.append(fqn)
@@ -334,6 +339,22 @@ def check_fits(state: Mapping[str, Any], saved: Metadata) -> None:
         raise ModelDiffers(
             f"{len(missing)} tensors of this job are not in the step, such as {missing[0]}; "
             f"{_naming(missing[0].partition('.')[0], saved)}"
+        )
+
+
+def _check_can_be_written(fqn: str, tensor: Any) -> None:
+    """Raise `UsageError` for a tensor without memory, or of which elements share their memory."""
+    if tensor.is_meta:
+        raise UsageError(
+            f"{fqn} is on the meta device, which has no memory to load into: materialize the model "
+            "before resume(), as with model.to_empty(device=...)"
+        )
+    is_strided = str(tensor.layout) == "torch.strided"
+    steps = zip(tensor.shape, tensor.stride(), strict=True) if is_strided else ()
+    if tensor.numel() and any(n > 1 and step == 0 for n, step in steps):
+        raise UsageError(
+            f"{fqn} is an expanded view, whose elements share their memory, so it cannot be loaded "
+            "into: clone() it, or register it with persistent=False"
         )
 
 

@@ -179,6 +179,33 @@ def test_a_step_with_another_naming_of_the_state_is_refused_with_a_name_that_it_
     job.die()
 
 
+def with_buffer(buffer: torch.Tensor) -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("held", buffer)
+    return model
+
+
+def on_meta() -> torch.nn.Module:
+    with torch.device("meta"):
+        return with_buffer(torch.ones(3))
+
+
+def expanded() -> torch.nn.Module:
+    return with_buffer(torch.ones(1).expand(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(on_meta, "on the meta device"), (expanded, "is an expanded view")]
+)
+def test_a_tensor_that_cannot_be_loaded_into_is_no_reason_to_fall_back(tmp_path, make, why):
+    root = str(tmp_path / "run")
+    with Checkpointer(root, model=with_buffer(torch.ones(3))) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+    with pytest.raises(UsageError, match=why):
+        Checkpointer(root, model=make()).resume()
+
+
 def test_a_loader_that_says_nothing_of_its_place_is_told_before_it_does_harm(tmp_path):
     job = Job(tmp_path / "run")
     job.resume()
