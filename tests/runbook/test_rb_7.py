@@ -52,7 +52,7 @@ SENTENCES = (
     ("the loss continues from its value before the failure", "WatchLoss: verdict", "--quiet"),
     ("a spike stops the run and falls back", "Jump: jumped-before", "true"),
     ("step and tokens continue from the checkpoint's values", "WatchLoss: loss", "--resume-step"),
-    ("the job loaded the step that was chosen", "Jump: loaded", "loss.step"),
+    ("the job loaded the step that was chosen", "Jump: loaded", "loss[.]step"),
     ("no proof is no success", "Confirm: confirmed", "$CONFIRMED"),
     ("a suspicion is decided by a person", "Suspect: suspicion", "$CONFIRMED"),
     ("step and tokens are those of the train state", "Verify: train-step", "--print train-step"),
