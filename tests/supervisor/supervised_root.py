@@ -50,7 +50,8 @@ def main() -> None:
     from ckptctl.supervisor import child, holding, launchers
 
     # Before other modules are imported, which take these over.
-    launchers.POLL_S = child._POLL_S = 0.2
+    if not any(word.startswith("s3://") for word in sys.argv):  # requests cost more than the wait
+        launchers.POLL_S = child._POLL_S = 0.2
     if LEASE in os.environ:
         holding.LEASE_S = float(os.environ.pop(LEASE))
         holding.RENEW_S = launchers.RENEW_S = holding.LEASE_S / 12
