@@ -29,7 +29,7 @@ ABOUT = {
 }
 HEAD = (
     "| category | cases | harmed | listing | structure | content | a seal alone | "
-    "missed | suspected | not promised | refused for nothing | at most missed |"
+    "missed | suspected | not promised | false alarms | at most missed |"
 )
 
 
