@@ -47,7 +47,7 @@ DOCUMENTS_IN_PROSE = sorted(
 SOURCES = sorted(SHAPE["PACKAGE"].rglob("*.py"))
 PROGRAMS = sorted(
     path
-    for name in ("tests", "tools", "bench", "examples")
+    for name in ("tests", "fixtures", "tools", "bench", "examples")
     for path in (REPOSITORY / name).rglob("*.py")
 )
 """The Python files outside the package."""
