@@ -389,7 +389,7 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
 
 
 def test_a_picture_in_a_record_that_is_no_text_breaks_no_transcript(root, tmp_path):
-    plant(root, *before_resume("x")[:3], ended("Locate", "scan", "next", picture="<svg>\ud800"))
+    plant(root, *before_resume("x")[:5], ended("Locate", "scan", "next", picture="<svg>\ud800"))
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode == 31, done.stderr
     assert 'src="data:image/svg+xml' in (tmp_path / "t" / "transcript.html").read_text()
