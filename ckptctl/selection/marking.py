@@ -66,7 +66,8 @@ def mark(
     instead of the step.
 
     Raises `UsageError`, and `StorageError` if the step cannot be inspected or written to:
-    then nothing was written. Cost: an inspection at `listing`, one write.
+    then nothing was written. Cost: an inspection at `listing` (of an acceptance at
+    `structure`), one write.
     """
     kind = _known(word)
     by = by or f"{user_name()}@{socket.gethostname()}"
@@ -74,7 +75,9 @@ def mark(
     requirements = Requirements(marks=marks, pattern=pattern)
     storage = options_from(keywords, storage)
     with open_target(step, requirements, storage) as found:
-        inspected = inspect_step(found, requirements, level=Level.LISTING)
+        # NaN in weights, which an acceptance lifts, is found at this level in an object store.
+        level = Level.STRUCTURE if kind is MarkKind.ACCEPTED else Level.LISTING
+        inspected = inspect_step(found, requirements, level=level)
         check_inspected(inspected.report)
         # A listing does not read what names the save of a rank-file step.
         report = replace(inspected.report, digests=tuple(found.digests.items()))

@@ -160,7 +160,7 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
         ("params.npz", "saved weights"),
         ("model_state_epoch_3.th", "saved weights"),
         ("best.th", "saved weights"),
-        ("model_100.pdparams", "saved weights"),
+        ("model_100.pdparams", "a Paddle checkpoint"),
         ("run/0042.eqx", "saved weights"),
         ("last.pt.bak", "saved weights"),
         ("step_100.npz", "saved weights"),

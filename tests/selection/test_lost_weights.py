@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from command_line import run_ckptctl, validated
 
 import ckptctl
 from ckptctl import Severity, Verdict
+from ckptctl.storage.opening import open_store
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -86,3 +88,16 @@ def test_an_acceptance_takes_the_step_as_it_is(root):
     done = run_ckptctl("accept", step, "--reason", "that tensor is not used", "--json")
     assert validated(done.stdout)["path"] is not None
     assert ckptctl.pick(str(root)).step == 6
+
+
+@pytest.mark.server
+def test_an_acceptance_in_an_object_store_takes_the_step_as_it_is(root, s3):
+    url, how = f"s3://{s3.bucket}/{uuid.uuid4().hex}", {"storage_options": s3.options}
+    logged(root / "checkpoint-6", loss=NAN)
+    spoil(root / "checkpoint-6")
+    with open_store(url, **how) as store:
+        for path in root.glob("checkpoint-*/*"):
+            store.put(str(path.relative_to(root)), path.read_bytes())
+    assert ckptctl.pick(url, level="structure", **how).step == 4
+    assert ckptctl.mark(f"{url}@6", "accepted", reason="not used", **how).path is not None
+    assert ckptctl.pick(url, level="structure", **how).step == 6

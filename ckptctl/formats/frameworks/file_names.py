@@ -350,9 +350,9 @@ FILES = (
     FileName(
         r".*ckpt.*\.index|saved_model\.pb|variables\.index", weights="a TensorFlow checkpoint"
     ),
-    # AllenNLP and Torch, PaddlePaddle, Equinox, Caffe
+    # AllenNLP and Torch, older PaddlePaddle, Equinox, Caffe
     FileName(
-        r".+\.(?:th|t7|pdparams|pdopt|pdckpt|eqx|caffemodel)|.+\.(?:pt|pth|ckpt)\.(?:gz|zst|xz|bak)",
+        r".+\.(?:th|t7|pdckpt|eqx|caffemodel)|.+\.(?:pt|pth|ckpt)\.(?:gz|zst|xz|bak)",
         weights="saved weights",
     ),
     FileName(
