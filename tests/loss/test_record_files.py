@@ -266,6 +266,7 @@ def rows(text: str) -> list[Row]:
         ':::MLLOG {"key": "train_loss", "value": 2.5, "metadata": {"samples_count": 7}}',
         ':::MLLOG {"key": "tracked_stats", "value": {"train_loss": 2.5}, "metadata": {"step": 7}}',
         '{"train_lr": 1e-4, "train_loss": 2.5, "test_loss": 3.0, "epoch": 7, "n_parameters": 9}',
+        '{"train_lr": 1e-4, "train_loss": 2.5, "epoch": 3, "global_step": 7}',
         '{"Loss/loss": {"num": 4, "mean": 2.5}, "Progress/kimg": {"num": 1, "mean": 0.007}}',
     ],
 )
@@ -290,10 +291,23 @@ def test_a_record_of_something_else_than_training_has_no_loss(record):
 
 @pytest.mark.parametrize(
     "header",
-    ["Step,Training Loss,Validation Loss", "# step loss lr", ",step,loss", "step|loss"],
+    [
+        "Step,Training Loss,Validation Loss",
+        "# step loss lr",
+        ",step,loss",
+        "step|loss",
+        "Epoch,loss",
+    ],
 )
 def test_a_table_is_read_by_its_header(header):
-    cells = {"Step": "7", "step": "7", "loss": "2.5", "Training Loss": "2.5", "lr": "1e-4"}
+    cells = {
+        "Step": "7",
+        "step": "7",
+        "Epoch": "7",
+        "loss": "2.5",
+        "Training Loss": "2.5",
+        "lr": "1e-4",
+    }
     between = next((mark for mark in ",|" if mark in header), " ")
     names = header.removeprefix("# ").split(between)
     (row,) = rows(header + "\n" + between.join(cells.get(name, "") for name in names) + "\n")

@@ -154,8 +154,12 @@ class JsonLinesReader:
         if not is_training(record):
             return
         pairs = [*flat_pairs(record), *_one_metric(record)]
-        epoch = record.get("epoch") if record.keys() >= _OF_EPOCHS else None
-        step = parse_step(epoch) if isinstance(epoch, str) else None
+        step = None
+        if record.keys() >= _OF_EPOCHS and not any(
+            self._maker.field(name) == "step" for name, _ in pairs
+        ):
+            epoch = record["epoch"]
+            step = parse_step(epoch) if isinstance(epoch, str) else None
         row = self._maker.row(pairs, position, step=step)
         if row is not None:
             yield from self._merger.add(row)
@@ -211,8 +215,7 @@ class TableReader:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
             if not any(self._maker.field(name) == "step" for name in cells):
-                # A row for each epoch: timm, Keras, Ultralytics (`time` is that since its start).
-                cells = [{"epoch": "step", "time": "elapsed"}.get(name, name) for name in cells]
+                cells = [_FOR_EPOCHS.get(name.lower(), name) for name in cells]
             fields = [self._maker.field(name) for name in cells]
             # A sentence is not a header: between blanks, every cell must be a known name.
             named = all(fields) if delimiter is None else all(map(plain_name, cells[1:]))
@@ -221,6 +224,9 @@ class TableReader:
                 return True
         return False
 
+
+_FOR_EPOCHS = {"epoch": "step", "time": "elapsed"}
+"""Columns of a table with a row for each epoch: timm, Keras, Ultralytics."""
 
 # TensorBoard's download of one tag; the name of the file holds the tag.
 _TENSORBOARD_EXPORT = "Wall time,Step,Value"
