@@ -87,12 +87,14 @@ def restore(
     position: RankPosition,
     saved: SavedProgress,
     options: TrainOptions,
+    unused: str = "",
 ) -> Inventory:
     """Restore everything on this rank; returns the result for each kind of state.
 
+    `unused` names the state of the step's optimizer that is not in `loaded`; empty for none.
     Raises `StateRefused` if state would be lost that the options do not allow.
     """
-    return _Restore(loaded, parts, position, saved, options).run()
+    return _Restore(loaded, parts, position, saved, options, unused).run()
 
 
 class _Restore:
@@ -105,12 +107,14 @@ class _Restore:
         position: RankPosition,
         saved: SavedProgress,
         options: TrainOptions,
+        unused: str,
     ) -> None:
         self._loaded = loaded
         self._parts = parts
         self._position = position
         self._saved = saved
         self._options = options
+        self._unused = unused
         self._inventory = Inventory()
 
     def run(self) -> Inventory:
@@ -142,7 +146,9 @@ class _Restore:
             if "optimizer" in loaded:
                 set_optimizer_state_dict(parts.model, parts.optimizer, loaded["optimizer"])
                 self._forget_unsaved(loaded["optimizer"]["state"])
-            self._note("optimizer", restored="optimizer" in loaded)
+                self._note("optimizer", restored=True)
+            if self._unused or "optimizer" not in loaded:
+                self._note(f"optimizer{self._unused}", restored=False)
 
     def _forget_unsaved(self, state: Mapping[str, Any]) -> None:
         """Leave parameters without the state that the step does not have; see `state.template`."""
@@ -275,7 +281,9 @@ def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
 
 
 def allocate_state(optimizer: Any) -> Callable[[], None]:
-    """Give an Adam or AdamW without state the tensors to load into; returns how to remove them.
+    """Give an Adam or AdamW without state the tensors to load into.
+
+    Returns how to remove the state of an optimizer that had none, whoever made it.
 
     Their content is undefined until the load has filled them. torch (2.13, `_init_optim_state`)
     makes them by a step with gradients of 0, which takes more time than the load, and the memory
@@ -285,9 +293,10 @@ def allocate_state(optimizer: Any) -> Callable[[], None]:
     """
     import torch
 
-    made = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not optimizer.state
-    if not made:
+    if optimizer.state:
         return lambda: None
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return optimizer.state.clear  # type: ignore[no-any-return]
     for group in optimizer.param_groups:
         options = {name: group[name] for name in optimizer.defaults if name in group}
         alike: dict[object, Mapping[str, Any]] = {}

@@ -55,7 +55,7 @@ from ckptctl.train.restoring import (
     restore,
     saved_metadata,
 )
-from ckptctl.train.state import kinds_in, template
+from ckptctl.train.state import Unused, describe_unused, kinds_in, template, unused_state
 
 
 class Resume:
@@ -131,7 +131,7 @@ class Resume:
             if error is None:
                 loaded = self._load(decision, opened)
                 if not isinstance(loaded, LoadFailed):
-                    saved, inventory = self._restore(decision.step, loaded)
+                    saved, inventory = self._restore(decision.step, *loaded)
                     rejected = (*failed.values(), *decision.rejected)
                     return Restored(decision, rejected, saved, inventory, opened)
                 error = loaded
@@ -147,13 +147,18 @@ class Resume:
             self._branches = abandoned_branches(self._job, decision)
         return decision
 
-    def _load(self, decision: ResumeDecision, opened: OpenStep) -> dict[str, Any] | LoadFailed:
-        """The state loaded on this rank, or the failure that all ranks agree on."""
+    def _load(
+        self, decision: ResumeDecision, opened: OpenStep
+    ) -> tuple[dict[str, Any], str] | LoadFailed:
+        """The state loaded on this rank, or the failure that all ranks agree on.
+
+        Beside the state is which of the step's optimizer is not used, the same on all ranks.
+        """
         job = self._job
         loaded: dict[str, Any] = {}
         undo = ExitStack()
 
-        def prepare() -> None:
+        def prepare() -> Unused:
             try:
                 saved = saved_metadata(decision, opened)
             except PathNotFound as error:  # removed since rank 0 inspected it
@@ -163,22 +168,28 @@ class Resume:
                 for optimizer in job.parts.optimizers:
                     undo.callback(allocate_state(optimizer))
             loaded.update(template(job.parts, job.position, saved, kinds))
+            return unused_state(loaded, saved)
 
         try:
             with undo:
                 # A different model must fail on every rank before any tensor is written to.
-                job.group.from_all(prepare)
+                found = job.group.from_all(prepare)
+                if not all(one.fits for one in found):
+                    loaded.pop("optimizer", None)
                 job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
-                undo.pop_all()
+                if "optimizer" in loaded:
+                    undo.pop_all()
         except LoadFailed as error:
             return error
-        return loaded
+        return loaded, describe_unused(found)
 
-    def _restore(self, step: int, loaded: Mapping[str, Any]) -> tuple[SavedProgress, Inventory]:
+    def _restore(
+        self, step: int, loaded: Mapping[str, Any], unused: str
+    ) -> tuple[SavedProgress, Inventory]:
         job = self._job
         saved = progress_of(loaded, step)
         inventory, *others = job.group.from_all(
-            lambda: restore(loaded, job.parts, job.position, saved, job.options)
+            lambda: restore(loaded, job.parts, job.position, saved, job.options, unused)
         )
         for other in others:
             for mine, theirs in zip(inventory.lists, other.lists, strict=True):

@@ -18,11 +18,12 @@ import hashlib
 import random
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ModelDiffers, UsageError
+from ckptctl.formatting import counted
 from ckptctl.model import Metadata
 from ckptctl.train.samples import GlobalLoader
 
@@ -53,7 +54,7 @@ class Parts:
     @property
     def optimizers(self) -> tuple[Any, ...]:
         """The optimizers; torch takes several of one model as a list."""
-        held = self.optimizer
+        held = () if self.optimizer is None else self.optimizer
         return tuple(held) if isinstance(held, list | tuple) else (held,)
 
     @property
@@ -305,6 +306,49 @@ def _leave_out_unsaved(state: Mapping[str, Any], saved: Metadata) -> None:
     held = state.get("optimizer", {}).get("state", {})
     for fqn in held.keys() - known if held.keys() & known else ():
         held[fqn] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Tensors of the step's optimizer that the optimizer of a rank has no place for.
+
+    `names` are by parameter, and then of its state. The options of a step that `fits` are those
+    of this optimizer, which lacks state of whole parameters only: it trains fewer of them.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    fits: bool
+
+
+def unused_state(state: Mapping[str, Any], saved: Metadata) -> Unused:
+    """What a load into `state` would leave out of the optimizer's state in the step.
+
+    Only parameters of this rank's model count: the others are those of other ranks.
+    """
+    optimizer = state.get("optimizer", {})
+    held = optimizer.get("state", {})
+    loaded = {fqn for fqn, _ in _tensors(optimizer, "optimizer")}
+    own = held.keys() | state.get("model", {}).keys()
+    paths = [entry.path for fqn, entry in saved.tensors.items() if fqn not in loaded]
+    names = [
+        (str(path[2]), ".".join(map(str, path[3:])))
+        for path in paths
+        if path[:2] == ("optimizer", "state") and len(path) > 3 and path[2] in own
+    ]
+    fits = any(held.values()) and not any(held.get(fqn) for fqn, _ in names)
+    return Unused(tuple(names) if "optimizer" in state else (), fits or not names)
+
+
+def describe_unused(found: Sequence[Unused]) -> str:
+    """What the ranks found together, to follow the word "optimizer"; empty where it is nothing."""
+    names = sorted({name for one in found for name in one.names})
+    if not names:
+        return ""
+    fqn, value = names[0]
+    if not all(one.fits for one in found):
+        return f" (this job's has no {value} of {fqn})"
+    n_parameters = len({each for each, _ in names})
+    return f" state of {counted(n_parameters, 'parameter')}, such as {fqn}"
 
 
 def kinds_in(saved: Metadata) -> frozenset[str]:
