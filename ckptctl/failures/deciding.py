@@ -138,7 +138,11 @@ def _outranks(other: Evidence, first: Evidence) -> bool:
 
 
 def _knows_better(other: Evidence, first: Evidence) -> bool:
-    if first.role is not Role.ROOT or not first.rule.startswith(_YIELDING) or other is first:
+    if first.role is not Role.ROOT or other is first:
+        return False
+    # An access to memory of a failing device also faults in a correct program.
+    by_device = first.rule.startswith("xid.") and first.device == other.device
+    if not by_device and not first.rule.startswith(_YIELDING):
         return False
     if not _may_be_the_same_moment(first, other):
         return False

@@ -129,6 +129,28 @@ def take_apart(raw: str) -> LogLine:
     return replace(found, message=text)
 
 
+_HEAD = "Traceback (most recent call last):"
+_LINE_END = re.compile(r"\r?\n|\\{1,8}n")
+
+
+def split_traceback(line: LogLine) -> tuple[LogLine, ...]:
+    """The first line of a message that contains a traceback, and each exception below it.
+
+    Structured logs, services and `repr` put a traceback into one line; its line ends may be
+    escaped, also more than once. Returns only the line itself if it contains none.
+    """
+    _, _, after = line.message.partition(_HEAD)
+    line_end = _LINE_END.match(after)
+    if line_end is None or not after[line_end.end() :].strip():
+        return (line,)
+    first, *texts = line.message.split(line_end[0])
+    outer = (text for text in texts if text[:1].strip() and not text.startswith(_HEAD))
+    return (
+        replace(line, message=first.removesuffix(_HEAD)),
+        *(replace(line, message=text, error_file=True) for text in outer),
+    )
+
+
 def clock_of(raw: str) -> float | None:
     """The time of the line, if it has one."""
     return take_apart(raw).at_s
@@ -190,7 +212,10 @@ def _zone(text: str | None) -> timezone:
 
 
 _MAX_JSON = 16 << 20
-_TEXT_KEYS = ("message", "msg", "MESSAGE", "log", "text", "error", "exception", "event")
+_TEXT_KEYS = (
+    *("message", "msg", "MESSAGE", "log", "text", "error", "exception", "event"),
+    *("exc_info", "stack_trace", "traceback"),
+)
 _LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log_level")
 _TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime", "datetime", "created")
 _HOST_KEYS = ("host", "hostname", "node", "_HOSTNAME", "node_name", "nodeName")

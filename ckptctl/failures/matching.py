@@ -17,7 +17,14 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.data_classes import replace
-from ckptctl.failures.loglines import WARNING, LogLine, clock_of, take_apart
+from ckptctl.failures.loglines import (
+    ERROR,
+    WARNING,
+    LogLine,
+    clock_of,
+    split_traceback,
+    take_apart,
+)
 from ckptctl.failures.rank_dumps import StackReader
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import RULES, Rule, find_literals
@@ -144,9 +151,7 @@ class LogReader:
                     self.stopped = True
                     self.n_lines += index
                     return
-                found = self._evidence_in(number, raw, asked)
-                if found is not None:
-                    yield found
+                yield from self._evidence_in(number, raw, asked)
         self.n_lines += len(block)
 
     def _within(self, asked: Collection[int] | None) -> bool:
@@ -171,12 +176,20 @@ class LogReader:
         """The time of the last line of progress, if known."""
         return clock_of(self._progressed) if self._progressed else None
 
-    def _evidence_in(self, number: int, raw: str, asked: Collection[int] | None) -> Evidence | None:
-        found = take_apart(raw)
-        self.stacks.take(number, found.message[:MAX_MATCHED], found.rank)
-        if self._framed(number, found) or asked is None:
-            return None
-        return self._weighed(number, found, sorted(asked))
+    def _evidence_in(
+        self, number: int, raw: str, asked: Collection[int] | None
+    ) -> Iterator[Evidence]:
+        line = take_apart(raw)
+        self.stacks.take(number, line.message[:MAX_MATCHED], line.rank)
+        first, *exceptions = split_traceback(line)
+        if self._framed(number, first) or asked is None:
+            return
+        noted = exceptions and _is_noted(first)
+        for each in (first, *exceptions):
+            found = self._weighed(number, each, sorted(asked))
+            if found is not None:
+                leads = found.role in (Role.ROOT, Role.SUSPECT)
+                yield replace(found, role=Role.NOTE) if noted and leads else found
 
     def _progress(self, raw: str) -> None:
         raw = raw[:MAX_MATCHED]
@@ -365,11 +378,22 @@ def _is_quoted(before: str, after: str) -> bool:
 def _role(rule: Rule, line: LogLine, message: str, *, in_traceback: bool) -> Role:
     if rule.role in (Role.CAUSE, Role.CASCADE, Role.NOTE):
         return rule.role
-    if not rule.quotable and _RETRIED.search(message) and not _GAVE_UP.search(message):
+    if not rule.quotable and _is_retried(message):
         return Role.NOTE
     if rule.name == "python.exception" and not in_traceback and line.level is None:
         return Role.SUSPECT
     return rule.role
+
+
+def _is_retried(message: str) -> bool:
+    return _RETRIED.search(message) is not None and _GAVE_UP.search(message) is None
+
+
+def _is_noted(line: LogLine) -> bool:
+    """Whether the program goes on after the traceback that it logs behind this text."""
+    if line.level is not None and line.level < ERROR:
+        return True
+    return _is_retried(line.message) or _ADVICE.search(line.message) is not None
 
 
 def _ranks_in(text: str) -> tuple[int, ...]:

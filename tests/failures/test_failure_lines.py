@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -115,3 +116,59 @@ def test_the_scores_in_the_documents_are_those_of_the_corpus():
     tool = runpy.run_path(str(HERE.parents[1] / "tools" / "classify_scores.py"))
     text = tool["PAGE"].read_text()
     assert tool["renewed"](text) == text, "run: python tools/classify_scores.py"
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "train.py", line 9, in step\n    raise error\n'
+RAISED = {
+    "job-code": "KeyError: 'lm_head'",
+    "job-oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "infra-storage": "botocore.exceptions.ReadTimeoutError: Read timeout on endpoint URL: "
+    '"https://b.s3.amazonaws.com/step-40"\n\nDuring handling of the above exception, another '
+    f"exception occurred:\n\n{FRAMES}AttributeError: 'ReadTimeoutError' has no attribute 'code'",
+}
+ONE_LINE = {
+    "the message of a record": lambda text: json.dumps({"level": "ERROR", "message": text}),
+    "a field of a record": lambda text: json.dumps(
+        {"level": "error", "message": "step 40 failed", "exc_info": text}
+    ),
+    "a record within a record": lambda text: json.dumps(
+        {"log": json.dumps({"severity": "ERROR", "message": f"rank 3 failed: {text}"})}
+    ),
+    "the bytes of a process": lambda text: f"worker 3 failed: {text.encode()!r}",
+    "a field that is escaped twice": lambda text: f"reason={json.dumps(json.dumps(text))}",
+}
+
+
+@pytest.mark.parametrize("form", ONE_LINE)
+@pytest.mark.parametrize("failure", RAISED)
+def test_a_traceback_within_one_line_is_read_like_one_of_several_lines(failure, form, tmp_path):
+    text = FRAMES + RAISED[failure] + "\n"
+    assert said(tmp_path, text) == failure
+    assert said(tmp_path, ONE_LINE[form](text)) == failure
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"level": "WARNING", "message": "no kernel was built, the slow path is used"},
+        {"level": "ERROR", "message": "upload failed, retrying in 3 s"},
+        {"level": "ERROR", "message": "the previous attempt failed:"},
+    ],
+)
+def test_a_traceback_after_which_the_program_goes_on_decides_nothing(record, tmp_path):
+    log = tmp_path / "one.log"
+    log.write_text(json.dumps({**record, "exc_info": FRAMES + RAISED["job-code"]}) + "\n")
+    assert ckptctl.classify(str(log)).failure == "unknown"
+
+
+@pytest.mark.parametrize("fault", [13, 31])
+@pytest.mark.parametrize(("device", "failure"), [("3b", "infra-node"), ("5e", "job-code")])
+def test_a_fault_of_a_program_yields_to_the_failure_of_the_same_device(
+    fault, device, failure, tmp_path
+):
+    log = tmp_path / "dmesg.log"
+    log.write_text(
+        f"[  71.5] NVRM: Xid (PCI:0000:3b:00): {fault}, pid=7, name=python, Ch 00000010\n"
+        f"[  99.5] NVRM: Xid (PCI:0000:{device}:00): 62, pid=7, name=python, 20238a3a\n"
+    )
+    assert ckptctl.classify(str(log)).failure == failure
