@@ -261,6 +261,24 @@ def test_steps_that_were_saved_after_the_loss_became_nan_are_rejected_before_one
     assert codes == [0, 0, 27, 27, 27]
 
 
+@pytest.mark.torch
+def test_a_step_whose_training_step_is_not_known_is_left_to_a_person(tmp_path):
+    import torch
+
+    (tmp_path / "run").mkdir()
+    for epoch in (1, 2):
+        for kind in ("model", "optimizer"):
+            torch.save({"weight": torch.ones(4)}, tmp_path / "run" / f"{kind}_epoch_{epoch}.pt")
+    losses = "".join(f"step: {n} loss: {'nan' if n > 14 else 2.5}\n" for n in range(1, 25))
+    _, ended, _ = run(
+        tmp_path / "run", LOG=log(tmp_path, "train.log", losses), MENDED="the learning rate"
+    )
+    block = ended["reject-suspect"]
+    assert (block["exit_code"], block["then"]) == (22, "stop")
+    assert "run@2" in block["lines"][-1]
+    assert "preflight" not in ended
+
+
 def test_a_log_that_ends_with_a_finite_loss_rejects_no_step(root, tmp_path):
     rows = "".join(f"step: {n} loss: {'nan' if n == 450 else 2.5}\n" for n in range(400, 501))
     run(root, LOG=log(tmp_path, "train.log", rows), MENDED="fp16 skips such a step")
