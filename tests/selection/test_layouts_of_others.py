@@ -405,6 +405,9 @@ def test_of_timms_recoveries_the_one_after_the_most_batches_is_chosen(tmp_path):
         ("streaming_train_state_1000",),
         ("g_00001000",),
         ("epoch_12.pkl",),
+        ("predictions_epoch_3.pt", "predictions_epoch_4.pt"),
+        ("loss_step_100.pt",),
+        ("grads-step-100.pt",),
     ],
 )
 def test_weights_without_the_number_of_a_step_are_neither_a_step_nor_a_fresh_run(tmp_path, names):

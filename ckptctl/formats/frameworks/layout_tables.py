@@ -52,7 +52,9 @@ FLAT_NUMBER = r"(?P<step>[0-9]{7})"
 
 _NOT_WHOLE = (
     r"(?!(?:.*[-_.])?(?:best|hpc|optimizer|optim|opt|lr|scheduler|sched|scaler|ema|tokenizer|vocab"
-    r"|config|args|data|dataset|cache|latents?|samples?|part|shard|fold|seed|layer)(?:[-_.0-9]|$))"
+    r"|config|args|data|dataset|cache|latents?|samples?|part|shard|fold|seed|layer|metrics|losses"
+    r"|predictions?|preds|results?|embeddings?|logits|grads?|gradients|activations?|features?"
+    r"|outputs?|stats|history)(?:[-_.0-9]|$)|loss[-_])"
 )
 _BEHIND = r"(?:[-_](?:ckpt|checkpoint|model|state|weights|full|rank0))?(?:[-_][a-z_]+=[-+.0-9e]+)*"
 _STEP_WORD = "step|iter|iteration|it|update"
