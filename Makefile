@@ -94,6 +94,7 @@ fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute
 	@$(BIN)/python tests/fuzz/fuzz.py
 
 golden: $(READY) ## Record again what the commands answer for every sound, damaged and odd root
+	@$(BIN)/python -m pytest -q tests/fixtures
 	@$(BIN)/python tests/golden/table.py
 
 dist: $(READY) ## Build wheel, source archive, ckptctl.pyz, its components and checksums into dist/
