@@ -262,7 +262,6 @@ def file_of_another_step(step: Step, path: str, count: int, before: str) -> Find
         "a copy of that one",
         expected=f"a file that counts {step.number:,} steps",
         found=f"{count:,} steps",
-        next_command=f"ckptctl show {shlex.quote(step.url)}",
     )
 
 

@@ -174,13 +174,17 @@ def test_words_of_a_mark_are_printed_safely(ckptctl, sound_root):
         assert "\nnext: rm" not in done.stdout + done.stderr
 
 
-def test_a_train_state_of_another_step_is_told_at_level_content(ckptctl, sound_root):
+def test_a_train_state_of_another_step_is_found_by_its_count_and_by_the_seal(ckptctl, sound_root):
     ckptctl("seal", f"{sound_root}@30")
     other = (sound_root / "step_20" / "train_state.pt").read_bytes()
     (sound_root / "step_30" / "train_state.pt").write_bytes(other)
-    assert ckptctl("verify", f"{sound_root}@30").returncode == 0
-    done = ckptctl("verify", f"{sound_root}@30", "--level", "content", "--json")
-    (fault,) = (f for f in validated(done.stdout)["report"]["findings"] if f["severity"] == "fault")
-    assert (done.returncode, fault["code"], fault["where"]) == (21, "seal.digest", "train_state.pt")
+    faults = {}
+    for level in ("structure", "content"):
+        done = ckptctl("verify", f"{sound_root}@30", "--level", level, "--json")
+        assert done.returncode == 21
+        found = validated(done.stdout)["report"]["findings"]
+        faults[level] = {(f["code"], f["where"]) for f in found if f["severity"] == "fault"}
+    assert faults["structure"] == {("state.mixed", "train_state.pt")}
+    assert faults["content"] == faults["structure"] | {("seal.digest", "train_state.pt")}
     part = ckptctl("verify", f"{sound_root}@30", "--level", "content", "--subset", "1/2", "--json")
     assert validated(part.stdout)["report"]["level"] == "structure"
