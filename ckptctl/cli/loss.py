@@ -268,7 +268,8 @@ def loss(
         bare=bare,
         bare_only=print_throughput or print_suspect_from,
     )
-    if print_suspect_from and report.n_rows:
+    is_mixed = any(finding.code == "loss.interleaved" for finding in report.findings)
+    if print_suspect_from and report.n_rows and not is_mixed:
         return 0  # the question has an answer, whatever the verdict about a resume is
     return report.exit_code
 

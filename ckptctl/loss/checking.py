@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import merge
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
@@ -76,7 +77,7 @@ class LossReport:
     """The work that is repeated because of the resume; null where the log does not show it."""
     suspect_from: int | None = None
     """The oldest step whose weights may be lost, because no loss behind it is finite; null where
-    the last loss of the logs is finite."""
+    the last loss of the logs is finite, or the last one is not known."""
 
     @property
     def next_command(self) -> str | None:
@@ -227,12 +228,13 @@ def suspect_from(segments: Sequence[Segment]) -> int | None:
     """
     first = None
     for segment in reversed(segments):
-        for row in reversed(segment.rows):
+        sampled = () if segment.finite is None else (segment.finite,)
+        for row in merge(reversed(segment.rows), sampled, key=lambda row: -row.step):
             if row.loss is None:
                 continue
             if math.isfinite(row.loss.value):
                 return None if first is None else min(row.step, max(first - 1, 0))
-            first = row.step
+            first = row.step if first is None else min(first, row.step)
     return None if first is None else max(first - 1, 0)
 
 

@@ -9,6 +9,7 @@ compared.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,8 @@ KEEP_LAST = 20_000
 """Rows that are kept from the end of a segment: a checkpoint interval is rarely longer."""
 KEEP_SEGMENTS = 8
 """Segments that are kept, the newest ones."""
+_SAMPLED = 100
+"""One in so many of the rows that are not kept is tested for a finite loss: a test parses it."""
 
 _AROUND = 1_000  # steps kept on each side of the step that the caller names
 # A log with so many consecutive segments of at most 3 rows is interleaved: no job restarts
@@ -63,7 +66,8 @@ class Segment:
 
     `number` counts from 1. `rows` are those that were kept, in the order logged; each step
     occurs once. `n_rows` counts all rows. `marker` is the line that began the segment; of
-    several lines, the one that names a step.
+    several lines, the one that names a step. `finite` is the last row with a finite loss
+    among a sample of the rows that were not kept.
     """
 
     number: int
@@ -72,6 +76,7 @@ class Segment:
     n_rows: int
     marker: Marker | None = None
     clock_jump: ClockJump | None = None
+    finite: Row | None = None
 
     @property
     def first_step(self) -> int:
@@ -234,6 +239,7 @@ class _OpenSegment:
         self._last: deque[Row] = deque(maxlen=KEEP_LAST)
         self._has_copies = False
         self._clock_jump: ClockJump | None = None
+        self._finite: Row | None = None
 
     @property
     def first_step(self) -> int:
@@ -275,16 +281,21 @@ class _OpenSegment:
 
     def segment(self, number: int) -> Segment:
         rows = (*self._first, *self._pinned, *self._last)
-        return Segment(number, self._boundary, rows, self.n_rows, self._marker, self._clock_jump)
+        return Segment(
+            *(number, self._boundary, rows, self.n_rows),
+            *(self._marker, self._clock_jump, self._finite),
+        )
 
     def _keep(self, row: Row) -> None:
         if len(self._first) < KEEP_FIRST:
             self._first.append(row)
             return
-        if self._asked is not None and len(self._last) == KEEP_LAST:
+        if len(self._last) == KEEP_LAST:
             oldest = self._last[0]  # the append below drops it
-            if abs(oldest.step - self._asked) <= _AROUND:
+            if self._asked is not None and abs(oldest.step - self._asked) <= _AROUND:
                 self._pinned.append(oldest)
+            if self.n_rows % _SAMPLED == 0 and oldest.loss and math.isfinite(oldest.loss.value):
+                self._finite = oldest
         self._last.append(row)
 
     def _replace_last(self, row: Row) -> None:

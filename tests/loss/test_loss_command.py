@@ -414,3 +414,20 @@ def test_a_resume_from_lost_weights_makes_the_step_that_it_loaded_suspect(tmp_pa
     path = tmp_path / "train.log"
     path.write_text("".join(f"step: {step} loss: {loss}\n" for step, loss in rows))
     assert check_loss(str(path)).suspect_from == 30
+
+
+def test_the_first_suspect_step_is_found_behind_more_rows_than_are_kept(tmp_path):
+    path = tmp_path / "train.log"
+    losses = (math.nan if step > 3_000 else 2.0 for step in range(1, 26_001))
+    path.write_text("".join(f"step: {n} loss: {loss}\n" for n, loss in enumerate(losses, 1)))
+    suspect = check_loss(str(path)).suspect_from
+    assert suspect is not None
+    assert 2_900 <= suspect <= 3_000
+
+
+def test_the_last_loss_of_several_runs_in_one_log_is_not_known(tmp_path):
+    path = tmp_path / "train.log"
+    steps = (step for n in range(60) for step in (n, n + 500))
+    path.write_text("".join(f"step: {step} loss: nan\n" for step in steps))
+    done = run_ckptctl("loss", path, "--print-suspect-from")
+    assert (done.stdout, done.returncode) == ("", 31)
