@@ -350,7 +350,8 @@ class Checkpointer:
         if not self._job.group.is_first:
             return
         if lost:
-            self._job.tell(reject_saved(Held(self._save_store, attempt.token), one.name, lost))
+            held = Held(self._save_store, attempt.token)
+            self._job.tell(reject_saved(held, one.name, lost, self._shared))
         attempt.record(
             SavedLine(
                 step=one.number,

@@ -31,7 +31,7 @@ from ckptctl.options import (
     without_secrets,
 )
 from ckptctl.selection.fencing import check_token, held_token
-from ckptctl.selection.marking import mark
+from ckptctl.selection.marking import check_inspected, mark
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import join_url, open_store
 
@@ -304,7 +304,7 @@ def why_lost(model: Any, loss: float | None) -> str:
     return f"the loss was {loss:g}, and {n_lost:,} of {what} of the model hold NaN or infinity"
 
 
-def reject_saved(held: Held, name: str, why: str) -> str:
+def reject_saved(held: Held, name: str, why: str, storage: StorageOptions) -> str:
     """Reject a step that this attempt has just saved, so that no resume uses it; a message.
 
     A mark that cannot be written does not end the save: the message has the command that
@@ -314,8 +314,9 @@ def reject_saved(held: Held, name: str, why: str) -> str:
     try:
         opened = OpenStep(held.store, step_name(name) or name)
         report = inspect_step(opened, Requirements(grace_s=0.0), level=Level.LISTING).report
+        check_inspected(report)
         held.mark(held.store, name, report, MarkKind.REJECTED, reason=why)
     except StorageError as error:
-        again = _command_for(["reject", url, "--reason", why], StorageOptions())
+        again = _command_for(["reject", url, "--reason", why], storage)
         return f"{url} could not be rejected ({error.message}): {why}\nnext: {again}"
     return f"{url} is saved and rejected: {why}; no later step of this attempt can be used"

@@ -15,6 +15,7 @@ import pytest
 from command_line import validated
 from damage import flip, flip_tensor
 from jsonschema import Draft202012Validator, FormatChecker
+from storage.faulty import FaultyStore
 
 torch = pytest.importorskip("torch")
 
@@ -35,7 +36,12 @@ from ckptctl.errors import (  # noqa: E402
 )
 from ckptctl.formats.own.files import line_bytes  # noqa: E402
 from ckptctl.formats.own.ledger import LedgerEvent, read_line  # noqa: E402
+from ckptctl.options import StorageOptions  # noqa: E402
+from ckptctl.selection.fencing import Token  # noqa: E402
+from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train import Checkpointer, GlobalLoader, resolve  # noqa: E402
+from ckptctl.train.abandoning import Held  # noqa: E402
+from ckptctl.train.loss_guard import reject_saved  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -866,3 +872,14 @@ def test_a_single_bad_loss_that_left_the_weights_alone_rejects_nothing(half):
     job.ckpt.save(7, loss=math.nan)
     job.die()
     assert ckptctl.pick(str(half)).step == 7
+
+
+def test_a_step_that_cannot_be_inspected_is_not_reported_as_rejected(half):
+    store = FaultyStore(open_store(str(half)))
+    for verb in ("list_dir", "list_tree"):
+        store.fail(verb, StorageUnavailable("no answer"), lasts=True, path="step_6")
+    held, storage = Held(store, Token(999, "z")), StorageOptions(timeout_s=7)
+    message = reject_saved(held, "step_6", "NaN", storage)
+    assert f"{half}/step_6 could not be rejected (" in message
+    assert f"next: ckptctl reject {half}/step_6 --reason NaN --timeout 7" in message
+    assert ckptctl.pick(str(half)).step == 6
