@@ -295,7 +295,7 @@ def inspect_whole(
     """
     inspected = inspect_step(found, checked, level=Level.STRUCTURE)
     whole = not refusal(inspected.report, accept_unverifiable=accept_unverifiable)
-    seal = inspected.notes.seal if inspected.notes else None
+    seal = inspected.notes.seal
     is_older = seal is not None and written_since(seal, inspected.step)
     if whole and (is_older or needs_content(inspected.report)):
         return inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))

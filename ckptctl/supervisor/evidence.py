@@ -47,7 +47,10 @@ _AT_ONCE = 16
 _DEEPEST = 64
 """How many parents of a process are followed: the table changes while it is read."""
 _MOST_STARTED = 16
-"""Of how many processes that a rank has started the stacks are asked for, one after the other."""
+"""Of how many processes that a rank has started the state is kept, and the stacks, one after the
+other."""
+_STARTED_S = 30.0
+"""After this time no further one is asked for its stacks: the job still holds its nodes."""
 
 STUCK = {
     "T": "was stopped (process state T)",
@@ -133,7 +136,7 @@ def collect(
     heartbeat names. `folder` holds the heartbeats and the stacks. Dumps of the flight recorder
     that are older than `since_s` (seconds since 1970) belong to earlier attempts. With `of_save`
     the stacks are those of the thread of an asynchronous save. Takes some seconds, and at most
-    about forty; up to two minutes on a node without a free processor.
+    about a minute and a half; up to three minutes on a node without a free processor.
     """
     found = set(processes())
     own = {rank: Process(beat["pid"], beat["started"]) for rank, beat in beats.items()}
@@ -222,10 +225,14 @@ def _wanted_s(process: Process) -> float:
     Source: `schedstat` of the Linux kernel's `Documentation/scheduler/sched-stats.rst`.
     """
     total_ns = 0
-    with suppress(OSError, ValueError):
-        for thread in os.listdir(f"/proc/{process.pid}/task"):
-            with open(f"/proc/{process.pid}/task/{thread}/schedstat", "rb") as file:
-                used_ns, waited_ns, *_ = file.read().split()
+    folder = f"/proc/{process.pid}/task"
+    threads: list[str] = []
+    with suppress(OSError):
+        threads = os.listdir(folder)
+    for thread in threads:
+        # One that has just ended must not hide the others: they would seem to work later.
+        with suppress(OSError, ValueError), open(f"{folder}/{thread}/schedstat", "rb") as file:
+            used_ns, waited_ns, *_ = file.read().split()
             total_ns += int(used_ns) + int(waited_ns)
     return total_ns / 1e9
 
@@ -248,12 +255,13 @@ def _about(process: Process, file: str) -> str:
 def _keep_started(beat: Heartbeat, started: Sequence[Process], folder: str, out: str) -> None:
     """Write state, wait and stacks of what a rank has started into a file of the rank."""
     stacks = os.path.join(folder, stacks_name(beat["rank"]))
-    lines = []
+    lines, until_s = list[str](), time.monotonic() + _STARTED_S
     for process in started[:_MOST_STARTED]:
         state, wait = state_of(process), _about(process, "wchan")
         waits = f", waits in {wait}" if wait not in ("", "0") else ""
         lines.append(f"{_name_of(process)}, started by rank {beat['rank']}, state {state}{waits}")
-        if state in STUCK:  # it does not answer, and py-spy would wait for it
+        # One in such a state does not answer, and py-spy would wait for it.
+        if state in STUCK or time.monotonic() > until_s:
             continue
         text = _by_py_spy(process)
         if not text and beat["stack_signal"] is not None and _has_open(process, stacks):
