@@ -51,6 +51,7 @@ _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct",
 _MONTH = "(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
 _CLOCK = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 _LEVEL_WORDS = "DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|EXCEPTION"
+_LOUD = "WARN|ERROR|INFO|TRACE|CALL|VERSION"
 _PROGRAMS = (
     "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
     "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
@@ -62,6 +63,9 @@ _PREFIXES = tuple(
         # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
         r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _]" + _CLOCK + r"(?P<z>Z| ?UTC|"
         r"[+-]\d\d:?\d\d)?[\])]?(?:\s*[|,:-]+\s+|:|\s+|$)",
+        # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
+        r"(?P<y>\d{4})-" + _MONTH + r"-(?P<d>\d\d) " + _CLOCK + r" \d+:\d+ +"
+        r"(?:\[(?P<nccl>\d+)\] )?",
         # [2026-11-20 03:12:44,123 E 900 901] of Ray's processes
         r"\[(?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d) " + _CLOCK + r" (?P<level>[DIWEC]) \d+ \d+\] ",
         # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
@@ -87,7 +91,8 @@ _PREFIXES = tuple(
         r"\[?pod/(?P<pod>[\w.-]+)(?:/[\w.-]+)?\]?:? +",
         # node017:1234:1300 [3] NCCL WARN, with or without file:line
         r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<nccl>-?\d+)\] (?=.{0,80}\bNCCL )",
-        r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?NCCL (?P<loud>WARN|ERROR|INFO|TRACE|CALL|VERSION)\b ?",
+        # CCOM is Neuron's.
+        r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?(?:NCCL|CCOM) (?P<loud>" + _LOUD + r")\b ?",
         # pdsh and clush: node017: text
         r"(?=[a-z.-]{1,200}\d)(?P<host>[a-z][a-z0-9.-]{1,252}): (?=\S)",
         # levels and loggers

@@ -172,3 +172,35 @@ def test_a_fault_of_a_program_yields_to_the_failure_of_the_same_device(
         f"[  99.5] NVRM: Xid (PCI:0000:{device}:00): 62, pid=7, name=python, 20238a3a\n"
     )
     assert ckptctl.classify(str(log)).failure == failure
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3 reads met a timeout of 30 s",
+        "17 of 64 pods Preempted",
+        "12 requests past their deadline",
+        "2026-Aug-01 16:14 loader met a timeout",
+    ],
+)
+def test_a_sentence_that_starts_with_a_number_is_no_row_of_the_scheduler(text, tmp_path):
+    assert said(tmp_path, text) == "none"
+
+
+OF_OTHER_SYSTEMS = {
+    "EI0002: The wait execution of the Notify register times out. Reason: no record": "hang",
+    "[rank1]: RuntimeError: OPS function error: HcclAllreduce, error code is 6\n"
+    "[rank1]: EI0006: [PID: 7] 2026-04-08-18:07:20.436 Getting socket times out.": "hang",
+    "2026-Aug-01 16:14:43.0241 77:78 [29] bootstrap.cc:89 CCOM WARN Timeout waiting for incoming "
+    "connection (waited 120 sec)": "hang",
+    "Warning  Evicted  4m51s  kubelet  Pod ephemeral local storage usage exceeds the total limit "
+    "of containers 5Gi.": "job-config",
+    'Warning  Evicted  3s  kubelet  Usage of EmptyDir volume "scratch" exceeds the limit '
+    '"1Gi".': "job-config",
+    "Message:  The node was low on resource: ephemeral-storage.": "infra-storage",
+}
+
+
+@pytest.mark.parametrize(("text", "failure"), OF_OTHER_SYSTEMS.items())
+def test_collectives_and_limits_of_other_systems_are_told_apart(text, failure, tmp_path):
+    assert said(tmp_path, text) == failure

@@ -50,6 +50,7 @@ EXAMPLES = {
     "slurm.cancelled-state": "JobState=CANCELLED ExitCode=0:0",
     "slurm.task-killed": "srun: error: node017: task 3: Killed",
     "slurm.comm": "srun: error: step: Zero Bytes were transmitted or received",
+    "kubernetes.storage-limit": "Container train exceeded its local ephemeral storage limit",
     "kubernetes.deleted": "Job was deleted by the owner",
     "kubernetes.unscheduled": "Warning  FailedScheduling  no node fits",
     "nccl.cuda": "ncclUnhandledCudaError: a call to CUDA failed",
