@@ -20,6 +20,7 @@ from ckptctl.formats.frameworks.layouts import (
     METADATA,
     OWN_FOLDER,
     StepName,
+    by_epochs,
     has_too_large_a_number,
     is_flat_file,
     is_pointer,
@@ -173,6 +174,7 @@ def read_listing(
     if not all(step.lone or step.bare for step in steps):
         unnumbered += [step.name for step in steps if step.lone]
         steps = [step for step in steps if not step.lone]
+    steps = by_epochs(steps)
     return RootListing(
         _newest_first(steps),
         tuple(pointers),

@@ -384,6 +384,26 @@ def test_exports_and_recoveries_are_steps_only_where_a_root_has_no_others(tmp_pa
     assert any(export in finding.message for finding in ckptctl.scan(str(tmp_path)).findings)
 
 
+@pytest.mark.parametrize(
+    ("names", "newest"),
+    [
+        (("ckpt-ep1-iter5.pth", "ckpt-ep1-iter9.pth", "ckpt-ep2-iter5.pth"), "ckpt-ep2-iter5.pth"),
+        (("m_epoch_0_step_900.pt", "m_epoch_1_step_100.pt"), "m_epoch_1_step_100.pt"),
+        (("m_epoch_0_step_900.pt", "m_epoch_1_step_1000.pt"), "m_epoch_1_step_1000.pt"),
+        (("m_epoch_2_step_3.pt", "m_epoch_2_step_7.pt"), "m_epoch_2_step_7.pt"),
+    ],
+)
+def test_a_step_that_is_counted_from_the_begin_of_its_epoch_follows_those_of_earlier_epochs(
+    tmp_path, names, newest
+):
+    for name in names:
+        write(tmp_path / name, whole(1))
+    assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / newest)
+    (tmp_path / newest).write_bytes(b"")
+    older = ckptctl.pick(str(tmp_path), grace_s=0)
+    assert older.path == str(tmp_path / names[-2])
+
+
 def test_of_timms_recoveries_the_one_after_the_most_batches_is_chosen(tmp_path):
     for batch in (500, 1000, 1500):
         write(tmp_path / f"recovery-0-{batch}.pth.tar", whole(batch))

@@ -80,6 +80,9 @@ RWKV-LM, torchvision's `model_12.pth`, rsl_rl's `model_1000.pt`, EDM's `training
 3D Gaussian Splatting's `chkpnt7000.pth`, YOLOX's `epoch_12_ckpt.pth`, and custom loops.
 """
 
+EPOCH_BEFORE = r"(?:^|[-_.])(?:epoch|ep)[-_=.]?(?P<epoch>[0-9]{1,6})[-_.]"
+"""The epoch in a name that has a step too, which may be counted from the begin of the epoch."""
+
 KIND_BESIDE = (
     r"(?i)(?:^|(?<=[-_.]))(?:model|net|network|weights|params|module|optimizer|optim|opt"
     r"|(?:lr_)?(?:scheduler|sched)|(?:grad_)?scaler|ema|generator|gen|g|discriminator|disc|dis|d"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
@@ -56,7 +57,7 @@ class StepName:
     is a step only if its content confirms it. `attempt` is which attempt saved it, where
     the name states it (`step_1200.attempt-7`, and Lightning's versions, `step=200-v2.ckpt`):
     of one number, the last attempt's counts. `lone` is the name of a file that is a step only
-    in a root without others.
+    in a root without others, and `epoch` the epoch that is stated beside its step.
     """
 
     name: str
@@ -66,6 +67,7 @@ class StepName:
     bare: bool = False
     attempt: int = 0
     lone: bool = False
+    epoch: int | None = None
 
 
 def counts_training_steps(layout: str) -> bool:
@@ -144,6 +146,27 @@ def path_in_step(path: str, number: int, other: int) -> str:
     named = [(folder, step_name(folder)) for folder in folders]
     then = (f.replace(str(number), str(other)) if n and n.number == number else f for f, n in named)
     return "/".join((*then, name))
+
+
+def by_epochs(steps: Sequence[StepName]) -> list[StepName]:
+    """The steps, numbered by their epochs where a later epoch has a step that is not later.
+
+    A step in a name is that of the run or of its epoch: `ep2-iter5.pt` follows `ep1-iter9.pt`.
+    Within an epoch, the step is then the attempt.
+    """
+    by_epoch: dict[int, list[int]] = {}
+    for step in steps:
+        if step.epoch is not None:
+            by_epoch.setdefault(step.epoch, []).append(step.number)
+    numbers = [by_epoch[epoch] for epoch in sorted(by_epoch)]
+    if all(max(earlier) < min(later) for earlier, later in pairwise(numbers)):
+        return list(steps)
+    return [
+        step
+        if step.epoch is None
+        else replace(step, number=step.epoch, attempt=step.number, layout="epochs")
+        for step in steps
+    ]
 
 
 def scattered_name(number: int) -> str:
@@ -279,7 +302,8 @@ def _plain_step(name: str) -> StepName | None:
             match = full_match(expression, name)
             found = _named(name, layout, match) if match else None
             if found is not None:
-                return replace(found, lone=True)
+                epoch = re.search(tables.EPOCH_BEFORE, name) if layout == "dcp" else None
+                return replace(found, lone=True, epoch=int(epoch["epoch"]) if epoch else None)
     match = full_match(tables.BARE_NUMBER, name)
     return _named(name, "dcp", match, bare=True) if match else None
 
