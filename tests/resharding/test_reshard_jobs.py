@@ -124,16 +124,16 @@ def test_a_process_that_is_lost_means_that_nothing_is_published(checkpoints, tmp
         assert ckptctl.pick(str(tmp_path), allow_fresh=True).chosen is None
 
 
-def test_damage_that_one_process_finds_ends_all_with_its_exit_code(checkpoints, copy_of, tmp_path):
+@pytest.mark.parametrize("damaged", [0, -1])
+def test_damage_that_one_process_finds_ends_all_with_its_exit_code(
+    checkpoints, copy_of, tmp_path, damaged
+):
     source, target = copy_of(checkpoints / "run_fsdp4" / "step_300"), tmp_path / "step_300"
-    place = decode_metadata((source / ".metadata").read_bytes()).tensors["model.up.weight"]
-    for chunk in place.chunks:
-        assert chunk.byte_range is not None
-        file, at = source / chunk.byte_range.file, chunk.byte_range.offset + 800
-        data = bytearray(file.read_bytes())
-        data[at] ^= 0xFF
-        file.write_bytes(data)
-    words = ["reshard", source, target, "--world-size", 5, "--apply"]
+    tensor = decode_metadata((source / ".metadata").read_bytes()).tensors["model.up.weight"]
+    place = tensor.chunks[damaged].byte_range  # which one of the two processes copies
+    assert place is not None
+    flip(source / place.file, place.offset + 800)
+    words = ["reshard", source, target, "--world-size", 4, "--apply"]
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
