@@ -12,6 +12,7 @@ the files are complete is checked in `checks.rank_files` and `checks.safetensors
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 from array import array
 from collections import defaultdict
@@ -340,7 +341,7 @@ def read_safetensors(
     held = [file for file in files if named is None or file.path in named]
     unnamed = tuple(file.path for file in files if file not in held)
     by_name: dict[str, list[tuple[StoredTensor, ByteRange]]] = defaultdict(list)
-    digest = hashlib.sha256(url.encode())
+    digest = hashlib.sha256(os.fsencode(url))
     for file, header in read_headers(store, folder, held):
         digest.update(repr((file.path, file.size, file.mtime_s, file.identity)).encode() + header)
         for tensor in parse_header(header[PREFIX:]):

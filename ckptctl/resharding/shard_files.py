@@ -15,6 +15,7 @@ Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; DeepSpeed 0.19
 from __future__ import annotations
 
 import hashlib
+import os
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -382,7 +383,7 @@ def _source(store: Store, url: str, folder: str, tensors: Sequence[_Tensor]) -> 
     entries: dict[str, TensorEntry] = {}
     chunks: dict[str, list[SourceChunk]] = defaultdict(list)
     proven: set[tuple[str, str]] = set()
-    digest = hashlib.sha256(url.encode())
+    digest = hashlib.sha256(os.fsencode(url))
     for tensor in tensors:
         fqn, stub = ".".join(tensor.path), tensor.pieces[0].stub
         empty = Chunks(len(tensor.shape), array("q"), array("q"), RangeColumns.missing(0))

@@ -152,6 +152,9 @@ def test_a_source_whose_name_is_no_unicode_is_converted_as_any_other(tmp_path):
     back = str(tmp_path / f"{strange} back" / "step_1")
     assert ckptctl.convert(str(tmp_path / f"{strange}.pt"), back).written
     assert ckptctl.diff(step, back, values=True).same
+    model = str(tmp_path / f"{strange}.safetensors")
+    made = str(tmp_path / f"{strange} made" / "step_1")
+    assert ckptctl.convert(model, made, accept_unverifiable=True).written
 
 
 @pytest.mark.parametrize("target", ["flat.pt", "one.safetensors"])
