@@ -404,6 +404,19 @@ def test_a_step_that_is_counted_from_the_begin_of_its_epoch_follows_those_of_ear
     assert older.path == str(tmp_path / names[-2])
 
 
+def test_files_side_by_side_of_one_step_in_several_epochs_are_not_mixed(tmp_path):
+    for epoch, step in ((1, 5), (2, 3), (2, 5)):
+        for kind in ("model", "optimizer"):
+            write(tmp_path / f"{kind}_ep{epoch}_iter{step}.pt", whole(1))
+    found = ckptctl.pick(str(tmp_path))
+    assert (found.step, found.path) == (2, f"{tmp_path}@2")
+    shown = ckptctl.show(found.path)
+    assert {tensor.file for tensor in shown.tensors} == {
+        "model_ep2_iter5.pt",
+        "optimizer_ep2_iter5.pt",
+    }
+
+
 def test_of_timms_recoveries_the_one_after_the_most_batches_is_chosen(tmp_path):
     for batch in (500, 1000, 1500):
         write(tmp_path / f"recovery-0-{batch}.pth.tar", whole(batch))

@@ -187,7 +187,7 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
     NVRx's sessions are those of different jobs: where there are several, there is no step.
     """
     found: dict[StepName, list[FileInfo]] = {}
-    others: dict[tuple[str, StepName], dict[str, list[FileInfo]]] = {}
+    others: _Beside = {}
     for file in files:
         for layout, expression in tables.SCATTERED:
             match = full_match(expression, file.path)
@@ -200,6 +200,7 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
             rest, kind, named = _name_beside(file)
             if named is not None:
                 others.setdefault((rest, named), {}).setdefault(kind, []).append(file)
+    others = _by_epochs_beside(others)
     kinds_of: dict[str, set[str]] = {}
     for (rest, _), kinds in others.items():
         if len(kinds) > 1:
@@ -239,7 +240,30 @@ def _name_beside(file: FileInfo) -> tuple[str, str, StepName | None]:
     if match is None or (row is not None and row[0].grid != BY_RANK):
         return "", "", None
     named = _named("", "by-kind-epochs" if match["epochs"] else "by-kind", match)
-    return rest, kind, named and replace(named, name=scattered_name(named.number))
+    epoch = None if match["epochs"] else re.search(tables.EPOCH_BEFORE, rest)
+    if named is not None:
+        name = scattered_name(named.number)
+        named = replace(named, name=name, epoch=int(epoch["epoch"]) if epoch else None)
+    return rest, kind, named
+
+
+_Beside = dict[tuple[str, StepName], dict[str, list[FileInfo]]]
+
+
+def _by_epochs_beside(others: _Beside) -> _Beside:
+    """Files side by side, numbered as `by_epochs` does; of each epoch, those of the last step."""
+    numbered = by_epochs([named for _, named in others])
+    last: dict[int, int] = {}
+    for named in numbered:
+        last[named.number] = max(named.attempt, last.get(named.number, 0))
+    found: _Beside = {}
+    for ((rest, named), kinds), then in zip(others.items(), numbered, strict=True):
+        if then is named:
+            found[rest, named] = kinds
+        elif then.attempt == last[then.number]:
+            name = scattered_name(then.number)
+            found[rest, replace(then, name=name, layout="by-kind-epochs", attempt=0)] = kinds
+    return found
 
 
 def _session(path: str) -> str:
