@@ -290,18 +290,31 @@ def why_lost(model: Any, loss: float | None) -> str:
     """
     if model is None or loss is None or math.isfinite(loss):
         return ""
-    import torch
-
     n_lost = n_all = 0
     for parameter in model.parameters():
-        local = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
-        narrow = local.is_floating_point() and local.element_size() == 1  # of which torch has less
-        n_lost += not torch.isfinite(local.float() if narrow else local).all()
+        n_lost += not _is_finite(getattr(parameter, "to_local", lambda one=parameter: one)())
         n_all += 1
     if not n_lost:
         return ""
     what = counted(n_all, "parameter")
     return f"the loss was {loss:g}, and {n_lost:,} of {what} of the model hold NaN or infinity"
+
+
+def _is_finite(tensor: Any) -> bool:
+    """Whether no value is NaN or infinite, of a tensor of any dtype and layout."""
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    four_bits = str(tensor.dtype) == "torch.float4_e2m1fn_x2"  # holds no such values
+    if four_bits or tensor.is_meta:
+        return True
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()  # torch 2.13: no `isfinite` for float8
+    return bool(torch.isfinite(tensor).all())
 
 
 def reject_saved(held: Held, name: str, why: str, storage: StorageOptions) -> str:

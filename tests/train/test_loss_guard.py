@@ -12,6 +12,7 @@ from train_ranks import ends, ranks
 import ckptctl
 from ckptctl.errors import UsageError
 from ckptctl.train import LossAction, LossGuard, LossKind
+from ckptctl.train.loss_guard import why_lost
 
 pytestmark = pytest.mark.torch
 
@@ -191,3 +192,20 @@ for step in range(1, 14):
             f"spike skip 2 step 13: the loss is {here[1]}, more than 5 times the largest of the "
             "last ones (on rank 2)"
         )
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "bfloat16"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_parameters_of_any_dtype_and_layout_are_searched_for_nan(name: str, sparse: bool):
+    import torch
+
+    bad = torch.tensor([[1.0, math.nan], [0.0, 1.0]])
+    model = torch.nn.ParameterDict()
+    model["w"] = torch.nn.Parameter(
+        torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name)), False
+    )
+    model["lazy"] = torch.nn.Parameter(torch.empty(3, device="meta"))
+    assert why_lost(model, math.nan) == ""
+    model["bad"] = torch.nn.Parameter(bad.to_sparse() if sparse else bad)
+    assert why_lost(model, math.inf).startswith("the loss was inf, and 1 of 3 parameters")
+    assert why_lost(model, 1.0) == ""
