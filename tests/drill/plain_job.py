@@ -1,7 +1,8 @@
-"""A job of two ranks without torch, each in a session of its own, as torchrun starts them.
+"""A job of two ranks without a process group, each in a session of its own, as under torchrun.
 
 plain_job.py ROOT STEP TEMPLATE: goes on after the step at the path STEP. Each tenth step is saved
-as a copy of the step TEMPLATE. Rank 0 waits for rank 1 in every step. Rank 1 ignores SIGTERM.
+as a copy of the step TEMPLATE with a count of its own. Rank 0 waits for rank 1 in every step, and
+rank 1 ignores SIGTERM.
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ def train(rank: int) -> None:
         while True:
             os.write(writes, b"x")
             time.sleep(0.05)
+    import torch
+
+    state = torch.load(template / "train_state.pt", weights_only=False)
     for step in range(int(start.name.removeprefix("step_")) + 1, 1_000_000):
         os.read(reads, 1)
         print(json.dumps({"step": step, "loss": 2 + random.Random(step).random()}), flush=True)
         if step % 10 == 0:
             shutil.copytree(template, root / f"tmp-{step}")
+            torch.save({**state, "step": step}, root / f"tmp-{step}" / "train_state.pt")
             (root / f"tmp-{step}").rename(root / f"step_{step}")
 
 
