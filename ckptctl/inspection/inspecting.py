@@ -35,7 +35,8 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
-from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
+from ckptctl.formats.frameworks.layouts import is_own, step_name
+from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import counted, inside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in

@@ -24,14 +24,14 @@ from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.layouts import (
-    NO_RUN_BELOW,
-    StepName,
-    may_hold_scattered,
-    scattered_steps,
-    step_name,
-)
+from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, StepName, step_name
 from ckptctl.formats.frameworks.parts import parts_of
+from ckptctl.formats.frameworks.scattered import (
+    is_scattered,
+    may_hold_scattered,
+    ranks_beside,
+    scattered_steps,
+)
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formatting import inside
 from ckptctl.inspection.part_files import (
@@ -96,7 +96,7 @@ class OpenStep:
     @property
     def has_folder(self) -> bool:
         """The step's files lie in a folder of its own, and not elsewhere in the root."""
-        return not self.is_file and not layouts.is_scattered(self.name)
+        return not self.is_file and not is_scattered(self.name)
 
     @property
     def folder(self) -> str:
@@ -130,7 +130,7 @@ class OpenStep:
             number, layout = self.named.number, layouts.layout_of(self.named, files)
         if number is not None and layout == "nvrx":
             beside = _files_below(self.store, self.store.list_dir(""))
-            stated = {"rank": layouts.ranks_beside(beside, number)}
+            stated = {"rank": ranks_beside(beside, number)}
         parts = parts_of(files, layout, stated=stated)
         return Step(self.url, self.name, number, layout, parts, files)
 
@@ -380,7 +380,7 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     there is neither a folder nor a file of that name.
     """
     prefix = f"{name}/" if name else ""
-    if layouts.is_scattered(name):
+    if is_scattered(name):
         steps = list_scattered(store, store.list_dir(""))
         files = next((held for step, held in steps.items() if step.name == name), ())
         if files:

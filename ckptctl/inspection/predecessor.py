@@ -26,9 +26,9 @@ from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
     counts_training_steps,
-    is_scattered,
     path_in_step,
 )
+from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc

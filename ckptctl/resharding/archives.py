@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, pickled_value
-from ckptctl.formats.frameworks.layouts import is_scattered, step_name
+from ckptctl.formats.frameworks.layouts import step_name
+from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formats.pickles.shards import ShardStub, decode_shards
 from ckptctl.formats.pickles.values import Opaque, TensorStub
 from ckptctl.inspection.open_step import OpenPart

@@ -27,11 +27,11 @@ from ckptctl.formats.frameworks.layouts import (
     pointed_step,
     rank_local_rank,
     saved_weights,
-    scattered_steps,
     shard_rank,
     step_name,
     unfinished_beside,
 )
+from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store, StoreKind, list_if_there

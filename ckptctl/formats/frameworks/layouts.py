@@ -14,12 +14,7 @@ from itertools import pairwise
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import (
-    BY_RANK,
-    full_match,
-    rank_file,
-    weights_called,
-)
+from ckptctl.formats.frameworks.file_names import full_match, weights_called
 from ckptctl.model import FileInfo, Part, PartFormat
 
 MAX_STEP = 2**63 - 1
@@ -37,9 +32,6 @@ WEIGHTS_ALONE = ".safetensors"
 
 STEP_SUFFIXES = (*FLAT_SUFFIXES, WEIGHTS_ALONE)
 """How files that are whole steps are called."""
-
-BESIDE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pth.tar")
-"""How files of a step side by side are called. Those of accelerate, `optimizer_1.bin`, are not."""
 
 _MAX_WRAPPERS = 4
 """How often such marks are taken off one name: `tmp-step_100.tmp` has two."""
@@ -127,7 +119,7 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         return None
     if pattern is not None:
         match = pattern.fullmatch(name)
-        return _named(name, "dcp", match) if match else None
+        return named_by(name, "dcp", match) if match else None
     inside, unfinished = _finished(name)
     saved = full_match(tables.OF_ATTEMPT, inside)
     plain, cut = _finished(saved["rest"]) if saved else (inside, False)
@@ -169,135 +161,6 @@ def by_epochs(steps: Sequence[StepName]) -> list[StepName]:
     ]
 
 
-def scattered_name(number: int) -> str:
-    """The name of a step whose files lie in several folders, as it follows its root."""
-    return f"@{number}"
-
-
-def is_scattered(name: str) -> bool:
-    """Whether a step's name is that of one whose files lie in several folders."""
-    return re.fullmatch(r"@[0-9]{1,19}", name) is not None
-
-
-def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileInfo, ...]]:
-    """The steps without a folder among the files below a root, and the files of each.
-
-    Where every step is a single file directly below the root, the file is the step: one file
-    beside steps of several is what is left of such a step, or the first of it. Folders of
-    NVRx's sessions are those of different jobs: where there are several, there is no step.
-    """
-    found: dict[StepName, list[FileInfo]] = {}
-    others: _Beside = {}
-    for file in files:
-        for layout, expression in tables.SCATTERED:
-            match = full_match(expression, file.path)
-            named = _named("", layout, match) if match and file.kind == "file" else None
-            if named is not None:
-                name = scattered_name(named.number)
-                found.setdefault(replace(named, name=name), []).append(file)
-                break
-        else:
-            rest, kind, named = _name_beside(file)
-            if named is not None:
-                others.setdefault((rest, named), {}).setdefault(kind, []).append(file)
-    others = _by_epochs_beside(others)
-    kinds_of: dict[str, set[str]] = {}
-    for (rest, _), kinds in others.items():
-        if len(kinds) > 1:
-            kinds_of.setdefault(_unnumbered(rest), set()).update(kinds)
-    for (rest, named), kinds in others.items():
-        if not kinds.keys().isdisjoint(kinds_of.get(_unnumbered(rest), ())):
-            found.setdefault(named, []).extend(file for held in kinds.values() for file in held)
-    sessions = {_session(file.path) for held in found.values() for file in held}
-    if len(sessions) > 1:
-        return {}
-    several = {named.layout for named, held in found.items() if len(held) > 1}
-    return {
-        named: tuple(held)
-        for named, held in found.items()
-        if named.layout in several or "/" in held[0].path
-    }
-
-
-def _unnumbered(rest: str) -> str:
-    """What the files of all steps of a run share in their names."""
-    return re.sub(r"[0-9]+", "", rest)
-
-
-def _name_beside(file: FileInfo) -> tuple[str, str, StepName | None]:
-    """What the files of one step share in their names, the kind of this one, and the step.
-
-    `model_epoch_3.pt` and `optimizer_epoch_3.pt` share `epoch_3`. Those of frameworks whose
-    ranks write into a folder of the step are none.
-    """
-    stem = _without_flat_suffix(file.path)
-    if file.kind != "file" or "/" in stem or not file.path.endswith(BESIDE_SUFFIXES):
-        return "", "", None
-    kind = "".join(re.findall(tables.KIND_BESIDE, stem))
-    rest = re.sub(tables.KIND_BESIDE, "", stem)
-    match = full_match(tables.NAME_BESIDE, rest)
-    row = rank_file(file.path) if match else None
-    if match is None or (row is not None and row[0].grid != BY_RANK):
-        return "", "", None
-    named = _named("", "by-kind-epochs" if match["epochs"] else "by-kind", match)
-    epoch = None if match["epochs"] else re.search(tables.EPOCH_BEFORE, rest)
-    if named is not None:
-        name = scattered_name(named.number)
-        named = replace(named, name=name, epoch=int(epoch["epoch"]) if epoch else None)
-    return rest, kind, named
-
-
-_Beside = dict[tuple[str, StepName], dict[str, list[FileInfo]]]
-
-
-def _by_epochs_beside(others: _Beside) -> _Beside:
-    """Files side by side, numbered as `by_epochs` does; of each epoch, those of the last step."""
-    numbered = by_epochs([named for _, named in others])
-    last: dict[int, int] = {}
-    for named in numbered:
-        last[named.number] = max(named.attempt, last.get(named.number, 0))
-    found: _Beside = {}
-    for ((rest, named), kinds), then in zip(others.items(), numbered, strict=True):
-        if then is named:
-            found[rest, named] = kinds
-        elif then.attempt == last[then.number]:
-            name = scattered_name(then.number)
-            found[rest, replace(then, name=name, layout="by-kind-epochs", attempt=0)] = kinds
-    return found
-
-
-def _session(path: str) -> str:
-    """The folder above those of the ranks; empty where there is none."""
-    return path.rsplit("/", 2)[0] if path.count("/") > 1 else ""
-
-
-def ranks_beside(entries: Iterable[FileInfo], number: int) -> int:
-    """How many ranks the folders of a session of NVRx are for, at the step `number`.
-
-    A rank without a file of that step counts if its folder is empty, or holds a step that is
-    no older than all that the ranks with a file have: NVRx removes what is older after each
-    save, so that the folders of a job that ran on more ranks keep older steps.
-    """
-    layout, expression = tables.SCATTERED[0]
-    held: dict[str, set[int]] = {}
-    for entry in entries:
-        folder, _, name = entry.path.rpartition("/")
-        if entry.kind == "dir" and may_hold_scattered(name):
-            held.setdefault(entry.path, set())
-        match = full_match(expression, entry.path) if entry.kind == "file" else None
-        named = _named("", layout, match) if match else None
-        if named is not None:
-            held.setdefault(folder, set()).add(named.number)
-    kept = min((step for steps in held.values() if number in steps for step in steps), default=0)
-    ranks = [folder for folder, steps in held.items() if max(steps, default=kept) >= kept]
-    return max((int(re.sub(r"[^/]*/|r", "", folder)) + 1 for folder in ranks), default=0)
-
-
-def may_hold_scattered(folder: str) -> bool:
-    """Whether a folder in a session may hold files of steps without a folder."""
-    return full_match(tables.HOLDS_SCATTERED, folder) is not None
-
-
 def _finished(name: str) -> tuple[str, bool]:
     """The name that a step has once it is saved, and whether `name` is that of one being saved."""
     inside = name
@@ -312,27 +175,30 @@ def _finished(name: str) -> tuple[str, bool]:
 def _plain_step(name: str) -> StepName | None:
     if name.startswith("."):
         return None
-    stem = _without_flat_suffix(name)
+    stem = stem_of(name)
     for layout, expression in tables.STEP_NAMES:
         match = full_match(expression, name) or full_match(expression, stem)
-        named = _named(name, layout, match) if match else None
+        named = named_by(name, layout, match) if match else None
         if match:
             return named and replace(named, lone=name.endswith(WEIGHTS_ALONE))
     if stem != name:
         match = full_match(tables.FLAT_NUMBER, stem)
         if match:
-            return _named(name, "dcp", match)
+            return named_by(name, "dcp", match)
         for layout, expression in tables.LONE_NAMES:
             match = full_match(expression, name)
-            found = _named(name, layout, match) if match else None
+            found = named_by(name, layout, match) if match else None
             if found is not None:
                 epoch = re.search(tables.EPOCH_BEFORE, name) if layout == "dcp" else None
                 return replace(found, lone=True, epoch=int(epoch["epoch"]) if epoch else None)
     match = full_match(tables.BARE_NUMBER, name)
-    return _named(name, "dcp", match, bare=True) if match else None
+    return named_by(name, "dcp", match, bare=True) if match else None
 
 
-def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) -> StepName | None:
+def named_by(
+    name: str, layout: str, match: re.Match[str], *, bare: bool = False
+) -> StepName | None:
+    """The step that a match of a table states; None for a number that is none."""
     digits = (match["step"] or "").lstrip("0") or (match["step"] or "")[:1]
     if not (digits.isascii() and digits.isdigit()):
         return None
@@ -353,7 +219,8 @@ def has_too_large_a_number(name: str) -> bool:
     return named is not None and not named.bare
 
 
-def _without_flat_suffix(name: str) -> str:
+def stem_of(name: str) -> str:
+    """A name without the suffix of a file that is a whole step."""
     for suffix in STEP_SUFFIXES:
         if name.endswith(suffix):
             return name[: -len(suffix)]
