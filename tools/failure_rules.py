@@ -8,7 +8,8 @@ them. The package ships JSON: Python 3.10 reads no TOML. `<<NAME>>` in a pattern
 an entry of `[fragments]`; an entry with a table `numbers` becomes one rule for each number.
 
 `*` and `+` repeat at most 300 times in the JSON. An unlimited `.*` between two texts takes
-quadratic time on a line that repeats the first text and lacks the second.
+quadratic time on a line that repeats the first text and lacks the second. Case is ignored: an
+alternative in two cases doubles the time of a search, and is an error.
 
 The literals of a rule are derived from its patterns: every match of a pattern contains one of
 them. A line without any is not tried.
@@ -38,6 +39,9 @@ else:
 _MAX_REPEAT = 300
 # A pattern in pieces: an escape, a class of characters, or one character.
 _PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_BOTH_CASES = re.compile(
+    r"\[([a-z])\1\]|(?<=[(:|])([\w ]+)\|(?:[^()]*\|)?\2(?=[|)])", re.IGNORECASE
+)
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ckptctl" / "failures"
 GENERATED = PACKAGE / "rules.json"
@@ -79,6 +83,8 @@ def rules() -> Iterator[dict[str, Any]]:
 
 
 def _bounded(pattern: str) -> str:
+    if both := _BOTH_CASES.search(pattern):
+        raise SystemExit(f"{both[0]!r} in {pattern!r} repeats a text in another case")
     limits = {"*": f"{{0,{_MAX_REPEAT}}}", "+": f"{{1,{_MAX_REPEAT}}}"}
     return "".join(limits.get(piece, piece) for piece in _PIECES.findall(pattern))
 

@@ -14,12 +14,18 @@ from ckptctl.failures.results import CLASSES
 from ckptctl.failures.rules import RULES, Rule, find_literals
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+TOOL = runpy.run_path(str(REPOSITORY / "tools" / "failure_rules.py"))
 
 
 def test_the_generated_rules_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = runpy.run_path(str(REPOSITORY / "tools" / "failure_rules.py"))
     monkeypatch.setattr("sys.argv", ["failure_rules.py", "--check"])
-    assert tool["main"]() == 0
+    assert TOOL["main"]() == 0
+
+
+@pytest.mark.parametrize("pattern", ["[Ff]ailed to", "(?:S3|gs|s3).*timeout", "loss (?:NaN|nan)"])
+def test_a_text_in_two_cases_is_refused(pattern: str) -> None:
+    with pytest.raises(SystemExit, match="in another case"):
+        TOOL["_bounded"](pattern)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{rule.role.value}")
