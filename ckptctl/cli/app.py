@@ -57,14 +57,15 @@ def _answer(argv: Sequence[str], command: str | None, out: Output) -> int:
     if [*argv] == ["--version"]:
         out.bare([VERSION])
         return 0
-    if command is not None and argv[0] == command:
+    comes_first = command is not None and argv[0] == command
+    if command is not None and comes_first:
         bound = with_common(load(command).function, out)
         values = parse(bound.parameters, argv[1:], os.environ)
         if values is not None:
             return bound.run(**values)
     from ckptctl.cli.typer_app import build_app
 
-    app = build_app(COMMANDS if command is None else (command,), out, whole=command is not None)
+    app = build_app((argv[0],) if comes_first else COMMANDS, out, whole=comes_first)
     text = io.StringIO()
     with redirect_stdout(text):  # typer writes help itself, and cannot report a full disk
         exit_code: int = app(args=[*argv] or ["--help"], prog_name="ckptctl", standalone_mode=False)

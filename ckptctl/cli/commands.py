@@ -36,7 +36,7 @@ SUMMARIES: Mapping[str, str] = {
     "classify": "Classify a failure by the logs of a job, and print what to do.",
     "loss": "Check whether the loss is continuous across a resume.",
     "doctor": "Find mistakes in a job script, an environment or a storage.",
-    "explain": "Explain a finding code, a verdict or an exit code, and what to do about it.",
+    "explain": "Explain a code or word that ckptctl prints, and what to do about it.",
 }
 """The first line of each command's help, in the order in which help lists the commands."""
 

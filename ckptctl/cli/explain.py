@@ -1,7 +1,7 @@
-"""`ckptctl explain`: print the page of a code, a verdict or an exit code.
+"""`ckptctl explain`: print the page of a code, a verdict, an exit code or a cause.
 
-A page of `ckptctl/pages` for each finding code; verdicts and exit codes are explained from
-the tables that decide them.
+A page of `ckptctl/pages` for each finding code; verdicts, exit codes and the causes that
+`classify` names are explained from the tables that decide them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
+from ckptctl.failures.results import CLASSES, FailureClass, Restart
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 from ckptctl.formatting import listed
 
@@ -29,8 +30,8 @@ def explain(
         str | None,
         argument(
             metavar="CODE",
-            help="A finding code, a verdict, an exit code, or the name of a document; without one "
-            "the codes and verdicts are listed.",
+            help="A finding code, a verdict, an exit code, a cause of classify, or the name of a "
+            "document; without one all of them but the documents are listed.",
         ),
     ] = None,
     site: Annotated[
@@ -45,7 +46,7 @@ def explain(
     *,
     out: Output,
 ) -> int:
-    """Explain a finding code, a verdict or an exit code, and what to do about it.
+    """Explain a code or word that ckptctl prints, and what to do about it.
 
     With --quiet the title alone is printed. Of a document of --json (`ckptctl.pick/1`) the JSON
     Schema is printed.
@@ -73,7 +74,12 @@ def _lines(each: Page, width: int | None) -> Iterator[Line]:
         yield line("page of the documentation: ", each.address, solid=True)
 
 
-_HEADINGS = {"finding": "finding codes", "verdict": "verdicts", "exit-code": "exit codes"}
+_HEADINGS = {
+    "finding": "finding codes",
+    "verdict": "verdicts",
+    "exit-code": "exit codes",
+    "cause": "causes of failures",
+}
 
 
 def index_lines(pages: Sequence[Page]) -> Iterator[Line]:
@@ -124,12 +130,12 @@ _LOSS_VERDICTS = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One thing that can be explained: `kind` is `finding`, `verdict` or `exit-code`."""
+    """One thing that can be explained."""
 
     name: str
-    """The code, verdict or exit code."""
+    """The code, verdict, exit code or cause."""
     kind: str
-    """`finding`, `verdict` or `exit-code`."""
+    """`finding`, `verdict`, `exit-code` or `cause`."""
     title: str
     """The meaning in a few words."""
     text: str
@@ -139,7 +145,7 @@ class Page:
 
 
 def page(name: str) -> Page:
-    """The page of a finding code, a verdict or an exit code.
+    """The page of a finding code, a verdict, an exit code or a cause.
 
     Raises `UsageError` for anything else, with the names that come close.
     """
@@ -152,6 +158,8 @@ def page(name: str) -> Page:
         return _loss_verdict_page(name)
     if name.isascii() and name.isdigit() and int(name[:4]) in exit_codes.EXIT_CODES:
         return _exit_code_page(int(name))
+    if name in _CAUSES:
+        return _cause_page(_CAUSES[name])
     below = [code for code in sorted(CODES) if code.startswith(f"{name}.")]
     close = below or _close_to(name)
     message = f"there is nothing to explain under the name {name!r}"
@@ -166,7 +174,7 @@ def page(name: str) -> Page:
 
 
 def all_pages() -> Iterator[Page]:
-    """Every page: finding codes, then verdicts, then exit codes."""
+    """Every page: finding codes, verdicts, exit codes, then causes."""
     for code in sorted(CODES):
         yield page(code)
     for verdict in Verdict:
@@ -175,6 +183,8 @@ def all_pages() -> Iterator[Page]:
         yield page(word)
     for number in exit_codes.EXIT_CODES:
         yield page(str(number))
+    for cause in _CAUSES.values():
+        yield _cause_page(cause)
 
 
 def _text_of(code: str) -> str:
@@ -237,6 +247,24 @@ def _exit_code_page(number: int) -> Page:
     return Page(str(number), "exit-code", code.title, "\n".join(lines), address)
 
 
+_CAUSES = {each.name: each for each in CLASSES.values() if each.name not in ("none", "unknown")}
+
+_RESTARTS = {
+    Restart.FREE: "helps, and is not counted against a budget",
+    Restart.YES: "helps",
+    Restart.ONCE: "can help once; the same failure again is caused by the job",
+    Restart.NO: "does not help",
+}
+
+
+def _cause_page(cause: FailureClass) -> Page:
+    lines = [f"# {cause.name}: {cause.means}", "", cause.advice, ""]
+    lines.append(f"A restart {_RESTARTS[cause.restart]}.")
+    lines.append(f"`ckptctl classify --quiet` prints `{cause.domain.value}`.")
+    address = "docs/classify.html#what-it-answers"
+    return Page(cause.name, "cause", cause.means, "\n".join(lines), address)
+
+
 def _published() -> str:
     """The address of the documentation in `project.urls` of `pyproject.toml`; "" without one."""
     from importlib.metadata import PackageNotFoundError, metadata
@@ -252,5 +280,5 @@ def _published() -> str:
 def _close_to(name: str) -> list[str]:
     from difflib import get_close_matches
 
-    names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS]
+    names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS, *_CAUSES]
     return get_close_matches(name.lower(), names, n=3)

@@ -146,6 +146,9 @@ def found_message(choice: Choice, chosen: Report) -> str:
     return f"resume from step {chosen.number}{past}"
 
 
+_NEW_RUN = "for a new run, `pick` and `preflight` take --allow-fresh --create"
+
+
 def _without_step(
     done: Search, begins: Beginning, command: str, *, allow_fresh: bool, create: bool
 ) -> Pick:
@@ -154,8 +157,8 @@ def _without_step(
     if begins.answer is Answer.FRESH and allow_fresh and (create or not begins.missing):
         message, exit_code, next_command = begins.created or message, 0, None
     elif begins.missing:
-        needs = "also needs --create" if allow_fresh else "needs --allow-fresh --create"
-        message += f"; a new run {needs}"
+        fresh = "a new run also needs --create"
+        message += f"; {fresh if allow_fresh else _NEW_RUN}"
     return Pick(
         answer=begins.answer,
         roots=done.roots.urls,

@@ -51,7 +51,12 @@ def test_every_document_is_as_its_schema_says(document):
 
 def test_the_document_that_explains_everything_is_as_its_schema_says():
     read = check(documents.document("explain", explained=tuple(all_pages())))
-    assert {each["kind"] for each in read["explained"]} == {"finding", "verdict", "exit-code"}
+    assert {each["kind"] for each in read["explained"]} == {
+        "finding",
+        "verdict",
+        "exit-code",
+        "cause",
+    }
 
 
 @pytest.mark.parametrize("name", documents.DOCUMENTS)

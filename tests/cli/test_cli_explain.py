@@ -16,16 +16,22 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HEADING = re.compile("^#+ (.*)$", re.M)
 
 
-def test_a_code_a_verdict_and_an_exit_code_are_explained():
+def test_a_code_a_verdict_an_exit_code_and_a_cause_are_explained():
     assert page("shard.truncated").kind == "finding"
     assert page("incomplete").kind == "verdict"
     assert page("20").kind == "exit-code"
+    assert page("infra-node").kind == "cause"
 
 
 def test_a_page_says_what_a_code_does_to_a_step():
     assert "the step is `incomplete` (`verify` exits with 20)" in page("shard.truncated").text
     assert "the step is `unknown` (`verify` exits with 77)" in page("step.denied").text
     assert "Note: it does not make a step unusable" in page("shard.orphan").text
+
+
+def test_a_cause_says_whether_a_restart_helps():
+    assert "A restart helps.\n`ckptctl classify --quiet` prints `infra" in page("infra-node").text
+    assert page("unknown").kind == "verdict"
 
 
 def test_a_verdict_names_the_codes_that_force_it():

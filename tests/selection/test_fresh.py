@@ -250,7 +250,7 @@ def test_a_root_that_does_not_exist_names_what_lies_beside_it(tmp_path: Path) ->
     for name in ("run-1", "run-2", "other"):
         (tmp_path / name).mkdir()
     found = ckptctl.pick(str(tmp_path / "run"))
-    assert "(beside it: run-1, run-2); a new run needs --allow-fresh --create" in found.message
+    assert "(beside it: run-1, run-2); for a new run, `pick` and `preflight` take" in found.message
     assert found.next_command == f"ckptctl scan {tmp_path}"
 
 
