@@ -235,7 +235,7 @@ _CANARY = (
     "1. Resume from the step before the newest one, in a separate job with its own log folder",
     "   and without saving. It needs 5 to 10 steps that the log of the run holds already.",
     '   With ckptctl.train: Checkpointer.resume("auto", replay=5), up to Start.last.',
-    "2. Log every step, with four decimals or more.",
+    "2. Log every step, with five significant digits or more.",
     "3. Compare: the log of the run first, the log of the canary last.",
     "",
     "     ckptctl loss --canary train.log canary.log",
@@ -345,7 +345,9 @@ def _legend(grid: Grid, unicode: bool) -> Line:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    """In at most nine characters, the cells left of the axis."""
+    text = f"{value:.4g}"
+    return text if len(text) < _LABEL else f"{value:.3g}"
 
 
 def write_html(path: str, report: LossReport, completed: Callable[[Line], Line]) -> None:

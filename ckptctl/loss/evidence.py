@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptctl.data_classes import dataclass
-from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS, Agreement, Origin
+from ckptctl.loss.replay import FINE, FINE_DIGITS, GOOD_ROWS, MIN_ROWS, Agreement, Origin
 from ckptctl.loss.segments import Boundary
 from ckptctl.loss.verdict import SMALLEST_JUMP, Assessment, share
 
@@ -53,7 +53,7 @@ def _faults(assessment: Assessment) -> Iterator[Fault]:
     again = f"{n} steps logged twice agree"
     jump = level.smallest_jump
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""
-    need = f"detecting it takes {GOOD_ROWS} steps logged twice, with four decimals"
+    need = f"detecting it takes {GOOD_ROWS} steps logged twice, with {FINE_DIGITS}"
     if n >= GOOD_ROWS and not replay.agrees:
         need = "the steps logged twice differ, so they cannot exclude it"
 
@@ -155,7 +155,7 @@ def _missing(assessment: Assessment) -> Iterator[Missing]:
             "log every step for some 20 steps after each save and each resume",
         )
     if max(replay.rounding, assessment.level.rounding) > FINE:
-        yield Missing("four decimals of the loss", "print it with .4f or finer, or write JSONL")
+        yield Missing(f"{FINE_DIGITS} of the loss", "print it with .6g, or write JSON lines")
     if not any(row.lr for row in rows):
         yield Missing("the learning rate", "log it in every row")
     if not any(row.tokens or row.samples for row in rows):

@@ -70,7 +70,7 @@ class Curve:
             if each is not None:
                 low, high = min(low, each), max(high, each)
         room = 0.05 * (high - low) or 0.01 * abs(high) or 0.01
-        return low - room, high + room
+        return (max(0.0, low - room) if low >= 0 else low - room), high + room
 
 
 def curve_of(assessment: Assessment) -> Curve | None:

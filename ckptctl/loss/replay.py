@@ -35,6 +35,8 @@ MAX_ROWS = 50
 
 FINE = 1e-4
 """The largest relative rounding error with which an equality is evidence."""
+FINE_DIGITS = "five significant digits"
+"""What a log has to print for it, whatever the loss is."""
 # With four significant digits the loss alone is not evidence. None of 380 faulty resumes
 # repeated five or more losses and gradient norms to four digits.
 _COARSE = 1e-3

@@ -23,7 +23,16 @@ from ckptctl.loss.level import (
     is_above,
     measure_level,
 )
-from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS, Agreement, Origin, Replay, compare_replay
+from ckptctl.loss.replay import (
+    FINE,
+    FINE_DIGITS,
+    GOOD_ROWS,
+    MIN_ROWS,
+    Agreement,
+    Origin,
+    Replay,
+    compare_replay,
+)
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.speed import Throughput, check_throughput, measure_throughput
 
@@ -190,7 +199,8 @@ def _message(
         )
     if replay.agrees:
         return (
-            f"{n} steps were logged twice and agree, but only within {share(5 * replay.rounding)}"
+            f"{n} steps were logged twice and agree, but the log rounds the loss by "
+            f"{share(replay.rounding)}"
         )
     jump = level.smallest_jump
     unseen = f"; a jump below {share(jump)} would not be detected" if jump is not None else ""
@@ -256,7 +266,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
             _where(resume),
             f"{len(replay.rows)} steps logged twice agree, but the log rounds the loss by "
             f"{share(replay.rounding)}: a lost optimizer state would not be detected",
-            expected=f"rounded by at most {share(FINE)}: four decimals",
+            expected=f"rounded by at most {share(FINE)}: {FINE_DIGITS}",
             found=f"rounded by {share(replay.rounding)}",
         )
     if replay.agreement not in _MEANINGS:

@@ -20,8 +20,10 @@ from made_losses import (
     with_decimals,
 )
 
+from ckptctl.cli.loss_rendering import picture_of_loss
 from ckptctl.findings import CODES
 from ckptctl.loss.checking import CheckOptions, check_rows
+from ckptctl.loss.plots import curve_of
 from ckptctl.loss.replay import Agreement
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.rows import LogPosition, Marker, Number, Row
@@ -77,6 +79,34 @@ def test_three_digits_prove_nothing_though_they_agree():
     report = check_rows(with_decimals(resumed(), 2))
     assert found(report) == ("no-jump", [])
     assert [f.code for f in report.assessments[0].findings] == ["loss.low-precision"]
+
+
+def smaller(factor, decimals, **how):
+    """A log of a loss that is smaller by `factor`, with so many decimals."""
+    made = [
+        replace(each, loss=Number(each.loss.value * factor, 0.0), grad_norm=None)
+        if isinstance(each, Row)
+        else each
+        for each in resumed(**how)
+    ]
+    return check_rows(with_decimals(made, decimals))
+
+
+def test_a_small_loss_with_many_decimals_lacks_digits_and_not_decimals():
+    report = smaller(1 / 5000, 6)
+    (assessment,) = report.assessments
+    assert [f.code for f in assessment.findings] == ["loss.low-precision"]
+    assert "agree, but the log rounds the loss by 0." in report.message
+    (lacks,) = [each for each in report.missing if "of the loss" in each.what]
+    assert lacks.what == "five significant digits of the loss"
+
+
+def test_the_axis_of_a_small_loss_is_straight_and_begins_at_zero():
+    curve = curve_of(smaller(1 / 5000, 8, died=CLEAN).assessments[0])
+    assert curve.losses[0] >= 0
+    assert replace(curve, base=1e-9).losses[0] == 0
+    drawn = picture_of_loss(replace(curve, base=-7.516e-4), 80, unicode=True)
+    assert len({one.text.index("┤") for one in drawn if "┤" in one.text}) == 1
 
 
 @pytest.mark.parametrize("first", [SAVED, SAVED + 1])
