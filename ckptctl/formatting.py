@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptctl.findings import CODES, Finding
@@ -39,6 +40,11 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def command_line(*words: str) -> str:
+    """The command `ckptctl` with these words, quoted for a shell."""
+    return shlex.join(("ckptctl", *words))
 
 
 def inside(part_path: str, name: str) -> str:

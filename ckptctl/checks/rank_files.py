@@ -8,7 +8,6 @@ whole is checked as for records.
 from __future__ import annotations
 
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -27,7 +26,7 @@ from ckptctl.formats.frameworks.grids import (
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formats.pickles.values import Opaque
-from ckptctl.formatting import at_most_few, counted, some_of
+from ckptctl.formatting import at_most_few, command_line, counted, some_of
 from ckptctl.model import FileInfo, Grid, Part, Step
 
 
@@ -209,7 +208,7 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
             "missing",
             expected=counted(other.n_present, "file"),
             found=counted(one.n_present, "file"),
-            next_command=f"ckptctl show {shlex.quote(step.url)}",
+            next_command=command_line("show", step.url),
         )
 
 
@@ -229,7 +228,7 @@ def _missing(step: Step, grid: Grid) -> Finding:
 def _missing_file(
     step: Step, where: str, message: str, expected: str, found: str = "nothing"
 ) -> Finding:
-    show = f"ckptctl show {shlex.quote(step.url)}"
+    show = command_line("show", step.url)
     return Finding("file.missing", where, message, expected, found, show)
 
 
@@ -248,7 +247,7 @@ def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
                 "of them is loaded depends on the number of ranks that load",
                 expected="files of one world size",
                 found=f"files of {listed} ranks",
-                next_command=f"ckptctl show {shlex.quote(step.url)}",
+                next_command=command_line("show", step.url),
             )
             return
 
@@ -273,7 +272,7 @@ def empty_file(step: Step, path: str) -> Finding:
         f"{path} is empty: the save was interrupted, or the storage was full",
         expected="more than 0 bytes",
         found="0 bytes",
-        next_command=f"ckptctl show {shlex.quote(step.url)}",
+        next_command=command_line("show", step.url),
     )
 
 

@@ -14,7 +14,6 @@ the caller states how many ranks wrote it.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -37,7 +36,7 @@ from ckptctl.formats.frameworks.state_keys import (
     optimizer_is_hollow,
 )
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import inside
+from ckptctl.formatting import command_line, inside
 from ckptctl.model import (
     SHARDED,
     STATE_KINDS,
@@ -197,7 +196,7 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
         message,
         expected=_listed(list(require)) if required else _listed(STATE_KINDS),
         found=_listed(state.held) or "nothing",
-        next_command=f"ckptctl show {shlex.quote(url)}",
+        next_command=command_line("show", url),
     )
 
 
@@ -241,7 +240,7 @@ def check_optimizer_steps(
             f"{usual:g} when the others were: a save over an older step was interrupted",
             expected=f"step {usual:g} in every shard file",
             found=", ".join(f"{name}: {step:g}" for name, step in list(odd.items())[:_EXAMPLES]),
-            next_command=f"ckptctl show {shlex.quote(url)}",
+            next_command=command_line("show", url),
         )
 
 
@@ -350,7 +349,7 @@ def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Find
         f"{expected} ranks wrote the step, but in {what} there is {found}",
         expected=f"shard files of {expected} ranks",
         found=found,
-        next_command=f"ckptctl verify {shlex.quote(url)}",
+        next_command=command_line("verify", url),
     )
 
 
@@ -383,7 +382,7 @@ def check_world_size(
             f"cannot be restored on {wanted} ranks: data would be repeated or skipped",
             expected=f"one copy for each of {wanted} ranks",
             found=counts,
-            next_command=f"ckptctl show {shlex.quote(url)}",
+            next_command=command_line("show", url),
         )
     written = _count(saved)
     yield Finding(
@@ -414,7 +413,7 @@ def _is_fixed(part: Part, wanted: int) -> bool:
 
 
 def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Finding:
-    next_command = f"ckptctl show {shlex.quote(url)}"
+    next_command = command_line("show", url)
     if part.format is PartFormat.DCP_RANK_LOCAL:
         why = (
             "every rank wrote its own metadata, and a load at another world size gives "

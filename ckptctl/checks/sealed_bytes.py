@@ -10,13 +10,12 @@ today. ETags and versions show that an object was written again, and not with wh
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, Stored
-from ckptctl.formatting import at_most_few, counted, some_of, verb
+from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
 from ckptctl.model import Checksum, FileInfo, Kept
 
 FoundDigests = Mapping[str, Sequence[str | None]]
@@ -212,7 +211,7 @@ def _rewritten(paths: Sequence[str], url: str) -> Finding:
         f"bytes are the same: {some_of(paths)}",
         expected="the ETag and the version that were sealed",
         found="others",
-        next_command=f"ckptctl verify {shlex.quote(url)} --level content",
+        next_command=command_line("verify", url, "--level", "content"),
     )
 
 
@@ -223,8 +222,6 @@ def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], u
         for file in files
     )
     witness = "; their ETags are unchanged" if unchanged else ""
-    quoted = shlex.quote(url)
-    again = f"ckptctl seal {quoted} --replace"
     return Finding(
         "store.unverifiable",
         some_of(paths),
@@ -232,20 +229,21 @@ def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], u
         f"({some_of(paths)}): {why}{witness}",
         expected="a checksum of the whole object, in the store and in the seal",
         found=why,
-        next_command=again if why == _NOT_SEALED else f"ckptctl verify {quoted} --level content",
+        next_command=command_line("seal", url, "--replace")
+        if why == _NOT_SEALED
+        else command_line("verify", url, "--level", "content"),
     )
 
 
 def without_seal(url: str, why: str, *, there: bool) -> Finding:
     """The finding for a step of which no seal covers all; `there` is one, but `why` it does not."""
-    quoted = shlex.quote(url)
     return Finding(
         "store.unverifiable",
         SEAL,
         f"the store's checksums could not be compared with those of a seal: {why}",
         expected="a seal of this save",
         found=why,
-        next_command=f"ckptctl verify {quoted} --level content"
+        next_command=command_line("verify", url, "--level", "content")
         if there
-        else f"ckptctl seal {quoted}",
+        else command_line("seal", url),
     )

@@ -10,7 +10,6 @@ on an earlier save of the step are reported and do not apply.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
@@ -18,7 +17,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.marks import Mark, MarkKind, in_force
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic
-from ckptctl.formatting import at_most_few, counted, some_of
+from ckptctl.formatting import at_most_few, command_line, counted, some_of
 from ckptctl.model import FileInfo, Step
 
 PROVES_NOTHING = frozenset(
@@ -172,7 +171,7 @@ def _foreign_seal(seal: Seal, step: Step) -> Finding:
         f"the seal belongs to step {seal.step.number}; it proves nothing about step {step.number}",
         expected=f"a seal of step {step.number}",
         found=f"a seal of step {seal.step.number}",
-        next_command=f"ckptctl seal {shlex.quote(step.url)} --replace",
+        next_command=command_line("seal", step.url, "--replace"),
     )
 
 

@@ -15,14 +15,13 @@ belong together.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
-from ckptctl.formatting import counted, duration, inside, some_of
+from ckptctl.formatting import command_line, counted, duration, inside, some_of
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 
 _WHAT_IT_IS = {
@@ -106,7 +105,7 @@ def _check_stages(step: Step) -> Iterator[Finding]:
             f"pipeline stage {stage} is missing; the step holds {held}",
             expected=f"a folder {stage} with metadata and shards",
             found="nothing",
-            next_command=f"ckptctl show {shlex.quote(step.url)}",
+            next_command=command_line("show", step.url),
         )
 
 
@@ -135,7 +134,7 @@ def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
                 f"{file.path} is empty, and a resume reads it",
                 expected="more than 0 bytes",
                 found="0 bytes",
-                next_command=f"ckptctl show {shlex.quote(step.url)}",
+                next_command=command_line("show", step.url),
             )
 
 
@@ -189,7 +188,7 @@ def check_unchanged(
         f"{name}{more} changed while it was read: another process writes or deletes files here",
         expected=_described(before.get(name)),
         found=_described(after.get(name)),
-        next_command=f"ckptctl verify {shlex.quote(url)}",
+        next_command=command_line("verify", url),
     )
 
 
@@ -234,7 +233,7 @@ def check_times(step: Step, part: Part, named: Collection[str]) -> Iterator[Find
         "this step was interrupted, or a copy lost the modification times",
         expected="metadata written last",
         found=f"{counted(len(newer), 'shard file')} {after} younger",
-        next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "structure"]),
+        next_command=command_line("verify", step.url, "--level", "structure"),
     )
 
 
@@ -267,7 +266,7 @@ def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Findi
         f"{step.number}: the folder was renamed, or the metadata belongs to another step",
         expected=f"step {step.number}",
         found=f"step {number}",
-        next_command=f"ckptctl show {shlex.quote(step.url)}",
+        next_command=command_line("show", step.url),
     )
 
 

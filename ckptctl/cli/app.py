@@ -22,6 +22,7 @@ from ckptctl.cli.main import Stopped
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, parse
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
+from ckptctl.formatting import command_line
 from ckptctl.options import without_secrets
 
 VERSION = f"ckptctl {ckptctl.__version__}"
@@ -121,7 +122,7 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         command = _command(argv)
         if command is not None and argv[0] != command:
             at = argv.index(command)
-            behind = shlex.join(["ckptctl", *without_secrets([*argv[at:], *argv[:at]])])
+            behind = command_line(*without_secrets([*argv[at:], *argv[:at]]))
             return UsageError("options stand behind the command", next_command=behind)
         mistyped = re.fullmatch(r"no such command '(.*)'; did you mean '(.*)'\?", message)
         if mistyped and mistyped[1] in argv:
@@ -186,7 +187,7 @@ def _same(argv: Sequence[str], option: str = "") -> str:
     """The caller's own words with `option`, as a shell reads it, added or in place of its like."""
     at = argv.index("--") if "--" in argv else len(argv)  # behind it, another's command line
     words = _without(argv[:at], option.partition(" ")[0]) if option else argv[:at]
-    again = (shlex.join(["ckptctl", *without_secrets(words)]), option, shlex.join(argv[at:]))
+    again = (command_line(*without_secrets(words)), option, shlex.join(argv[at:]))
     return " ".join(part for part in again if part)
 
 

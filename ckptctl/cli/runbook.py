@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -26,7 +25,7 @@ from ckptctl.cli.rendering import (
     prose,
 )
 from ckptctl.errors import UsageError
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.options import StorageOptions
 from ckptctl.runbook.document import (
     DONE,
@@ -152,7 +151,7 @@ def runbook(
     if not roots:
         raise UsageError(
             f"on which checkpoint root is {book.name} run?",
-            next_command=f"ckptctl runbook run {shlex.quote(book.called)} ROOT",
+            next_command=command_line("runbook", "run", book.called, "ROOT"),
         )
     prefixes = tuple(f"{each.name}=" for each in book.inputs)
     if value := next((each for each in roots if each.startswith(prefixes)), None):
@@ -164,7 +163,7 @@ def runbook(
     if found := _problems(book):
         raise UsageError(
             f"the runbook {book.name} is not sound: {found[0]}",
-            next_command=f"ckptctl runbook lint {shlex.quote(book.called)}",
+            next_command=command_line("runbook", "lint", book.called),
         )
     repeated = [*(["--yes"] if yes else ()), *(["--dry-run"] if dry_run else ())]
     repeated += [] if transcript is None else ["--transcript", transcript]
@@ -274,7 +273,7 @@ def list_lines(books: Sequence[Runbook]) -> Iterator[Line]:
         yield line(padded(book.name, width, "name"), "  ", book.title, hang=width + 2)
     yield EMPTY
     main = next((book for book in books if book.name == "rb-7"), books[0])
-    yield from next_line(f"ckptctl runbook show {shlex.quote(main.called)}")
+    yield from next_line(command_line("runbook", "show", main.called))
 
 
 def lint_lines(book: Runbook, problems: Sequence[str]) -> Iterator[Line]:

@@ -34,7 +34,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.data_classes import replace
 from ckptctl.findings import ByStore, Report, Severity, Verdict
-from ckptctl.formatting import counted, exact_size, size, utc, when
+from ckptctl.formatting import command_line, counted, exact_size, size, utc, when
 from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
@@ -138,29 +138,26 @@ def next_command(report: Report) -> str | None:
     The comparison that a warning on a usable step asks for, or a deeper inspection of it; the
     page of the worst fault, or the choice of another step.
     """
-    url = shlex.quote(report.url)
-    root = shlex.quote(parse_target(report.url).root)
+    root = parse_target(report.url).root
     if report.usable:
         for warning in report.with_severity(Severity.WARNING):
             given = warning.next_command
             if given is not None and given.startswith("ckptctl diff "):
                 return given
         deeper = _DEEPER.get(report.level)
-        return f"ckptctl verify {url} --level {deeper.value}" if deeper else None
+        return command_line("verify", report.url, "--level", deeper.value) if deeper else None
     if report.verdict is Verdict.COMPLETE:
         fixed = (f.next_command for f in report.findings if f.code == "world-size.fixed")
-        return next(fixed, None) or f"ckptctl show {url}"
+        return next(fixed, None) or command_line("show", report.url)
     fault = report.with_severity(Severity.FAULT)[0]
     given = fault.next_command
     if given is not None and not _repeats(given, report):
         return given
     if report.verdict is Verdict.UNKNOWN:
-        return f"ckptctl doctor storage {root}"
-    if report.verdict is Verdict.CHANGED or report.verdict is Verdict.UNSAFE:
+        return command_line("doctor", "storage", root)
+    if report.verdict in (Verdict.CHANGED, Verdict.UNSAFE) or report.number is None:
         return f"ckptctl explain {fault.code}"
-    if report.number is None:
-        return f"ckptctl explain {fault.code}"
-    return f"ckptctl pick {root} --before {report.number}"
+    return command_line("pick", root, "--before", str(report.number))
 
 
 def _repeats(command: str, report: Report) -> bool:

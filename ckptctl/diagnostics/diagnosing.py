@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -23,6 +22,7 @@ from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.diagnostics.storage_traits import check_storage
 from ckptctl.errors import UsageError
 from ckptctl.findings import Severity
+from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.logs import read_bytes
 from ckptctl.storage.opening import absolute_url
@@ -74,7 +74,7 @@ def doctor(
         return diagnosis(what, target, found, (("commands that train", n_trainings),))
     storage = options_from(keywords, storage)
     advice, facts = check_storage(target, storage)
-    following = f"ckptctl scan {shlex.quote(absolute_url(target))}"
+    following = command_line("scan", absolute_url(target))
     return diagnosis(what, target, advice, facts, following)
 
 

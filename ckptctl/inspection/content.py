@@ -9,7 +9,6 @@ one step.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.checks.content import Choose, ContentCheck, RecordResults, unverifiable
@@ -20,7 +19,7 @@ from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.own.seals import Seal
-from ckptctl.formatting import counted, inside
+from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import FileInfo, Part
 from ckptctl.records.byte_pass import BlockDigests, Limits, RecordRun, Run, read_runs
@@ -127,7 +126,7 @@ def inspect_content(
             raise StorageUnavailable(
                 f"{opened.url}: the processes do not read the same metadata: the step is being "
                 "written, or the machines do not see the same storage",
-                next_command=shlex.join(["ckptctl", "verify", opened.url, "--level", "content"]),
+                next_command=command_line("verify", opened.url, "--level", "content"),
             )
         if rank != group.rank:
             for check, outcome in zip(checks, outcomes, strict=True):
@@ -180,7 +179,7 @@ def _not_all(proven: Proven, url: str, code: str) -> Finding:
         "checksums; the others were not compared",
         expected=f"{proven.n_asked:,} bytes",
         found=f"{proven.n_bytes:,} bytes",
-        next_command=shlex.join(["ckptctl", "verify", url, "--level", "content"]),
+        next_command=command_line("verify", url, "--level", "content"),
     )
 
 

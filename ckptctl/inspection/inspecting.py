@@ -8,7 +8,6 @@ requirements. `choosing` chooses between steps.
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -37,7 +36,7 @@ from ckptctl.findings import (
 )
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.formats.frameworks.scattered import is_scattered
-from ckptctl.formatting import counted, inside
+from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes
@@ -147,7 +146,7 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
         error.message if code == "path.escape" else f"{error.message}: {_NOT_KNOWN[code]}",
         expected=expected,
         found=error.message,
-        next_command=error.next_command or f"ckptctl verify {shlex.quote(step.url)}",
+        next_command=error.next_command or command_line("verify", step.url),
     )
     try:
         return contradicted(opened, [finding]) or finding
@@ -341,7 +340,7 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
         f"{unfinished[0].message}, but the last write was {when}: a save may still be running",
         expected=f"no write for {grace_s:.0f} s",
         found=f"a write {when}",
-        next_command=f"ckptctl verify {shlex.quote(step.url)}",
+        next_command=command_line("verify", step.url),
     )
 
 

@@ -8,13 +8,12 @@ NaN. NaN in a tensor of the model proves it, and is searched in a few tensors on
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping
 
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import PREFIX, TORCH_NAMES, parse_header
-from ckptctl.formatting import counted, some_of
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.records.not_finite import FORMS, FiniteScan
 from ckptctl.records.reads import read_headers
@@ -53,7 +52,7 @@ def check_weights(opened: OpenStep) -> Iterator[Finding]:
                 "had diverged before the save, and a resume from here would repeat that",
                 expected="finite weights",
                 found="NaN",
-                next_command=f"ckptctl pick {shlex.quote(opened.store.url)}",
+                next_command=command_line("pick", opened.store.url),
             )
             return
 

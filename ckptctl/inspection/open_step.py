@@ -12,7 +12,6 @@ step is named `ROOT@1200`.
 
 from __future__ import annotations
 
-import shlex
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -33,7 +32,7 @@ from ckptctl.formats.frameworks.scattered import (
     scattered_steps,
 )
 from ckptctl.formats.frameworks.state_keys import entry_kinds
-from ckptctl.formatting import inside
+from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.part_files import (
     MAX_METADATA_BYTES,
     Structure,
@@ -401,7 +400,7 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
             # Not there a moment ago, and there now: no empty folder before it is asked again.
             return () if found else tuple(_below(file, prefix) for file in store.list_tree(name))
     url = join_url(store.url, name)
-    scan = f"ckptctl scan {shlex.quote(store.url)}"
+    scan = command_line("scan", store.url)
     raise PathNotFound(f"{url} does not exist", next_command=scan)
 
 

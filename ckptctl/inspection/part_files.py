@@ -10,7 +10,6 @@ checked in `checks/`.
 from __future__ import annotations
 
 import re
-import shlex
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.formats.frameworks.parts import in_parts, is_archive
 from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
-from ckptctl.formatting import inside
+from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.sidecars import scalar, steps_inside
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
 from ckptctl.records.opening import Need
@@ -115,7 +114,7 @@ def _unreadable(at: OpenPart, where: str, why: str) -> Finding:
         f"{where} cannot be decoded: {why}",
         expected="metadata as torch's DCP writes it",
         found=why,
-        next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
+        next_command=command_line("pick", parent_url(at.url)),
     )
 
 
@@ -168,7 +167,7 @@ def _missing_ranks(at: OpenPart, ranks: list[int]) -> Iterator[Finding]:
             f"{len(missing)} of {ranks[-1] + 1} ranks wrote no metadata of their own ({shown})",
             expected=f"metadata of {ranks[-1] + 1} ranks",
             found=f"metadata of {len(ranks)} ranks",
-            next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
+            next_command=command_line("pick", parent_url(at.url)),
         )
 
 
@@ -183,7 +182,7 @@ def _missing(at: OpenPart, *, tmp: bool) -> Finding:
         f"{where} is missing beside {found}: the save was interrupted",
         expected=where,
         found=found,
-        next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
+        next_command=command_line("pick", parent_url(at.url)),
     )
 
 

@@ -9,7 +9,6 @@ compared.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -29,6 +28,7 @@ from ckptctl.formats.frameworks.layouts import (
     path_in_step,
 )
 from ckptctl.formats.frameworks.scattered import is_scattered
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc
@@ -168,7 +168,7 @@ def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
             and has_moved(one, before.crcs, still_before.crcs)
         )
         if proven:
-            command = shlex.join(["ckptctl", "diff", join_url(store.url, before.name), opened.url])
+            command = command_line("diff", join_url(store.url, before.name), opened.url)
             yield stale(part.ranges, one, len(moved), part.path, before.name, command)
 
 

@@ -32,6 +32,7 @@ from ckptctl.formats.own.marks import (
     parse_mark,
 )
 from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, SealedFile, parse_seal
+from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Span, TooLarge
@@ -206,7 +207,7 @@ def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Findin
         f"a seal that proves the step is required; {what}",
         expected="a seal of this save",
         found=seal.kind if seal else "no seal",
-        next_command=f"ckptctl seal {shlex.quote(step.url)}"
+        next_command=command_line("seal", step.url)
         if not reasons
         else f"ckptctl explain {reasons[0]}",
     )

@@ -8,7 +8,6 @@ are only opened when they are small and known to hold train state.
 from __future__ import annotations
 
 import math
-import shlex
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -32,7 +31,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.frameworks.state_keys import StateKind, kind_of_entry
 from ckptctl.formats.pickles.values import TensorStub, decode_value
-from ckptctl.formatting import inside
+from ckptctl.formatting import command_line, inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
 from ckptctl.records.opening import is_before_archives, open_before_archives
 from ckptctl.records.reads import open_one_record
@@ -337,7 +336,7 @@ def _damaged(path: str, why: str, url: str) -> Finding:
         f"{path} holds train state and is damaged: {why}",
         expected="a file as its framework writes it",
         found=why,
-        next_command=f"ckptctl show {shlex.quote(url)}",
+        next_command=command_line("show", url),
     )
 
 

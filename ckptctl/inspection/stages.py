@@ -8,7 +8,6 @@ another that explains it is left to the report, see `inspecting.settled`.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +33,7 @@ from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
 from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import (
     MAX_QUICK_READS,
@@ -319,7 +319,7 @@ def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             "there is no seal: a valid shard of another step would not be detected",
             expected=SEAL,
             found="no seal",
-            next_command=f"ckptctl seal {shlex.quote(opened.url)}",
+            next_command=command_line("seal", opened.url),
         )
 
 
@@ -440,5 +440,5 @@ def _unknown(step: Step, where: str, what: str, found: str | None) -> Finding:
         f"{what}: the storage contradicts itself, and nothing is known about the step",
         expected="a listing and reads that agree",
         found=found,
-        next_command=f"ckptctl verify {shlex.quote(step.url)}",
+        next_command=command_line("verify", step.url),
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
+from ckptctl.formatting import command_line
 from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, CheckOutcome, NodeFacts
 from ckptctl.storage.contract import Store, list_if_there, read_range
@@ -102,7 +102,7 @@ def check_nodes(root: str, nodes: Sequence[NodeFacts], room: int | None) -> Iter
     if blind:
         yield _failed(
             f"{_hosts(blind)} cannot read the root: {blind[0].error}",
-            f"ckptctl scan {shlex.quote(root)}",
+            command_line("scan", root),
             max(one.error_code for one in blind),
         )
         return
@@ -118,7 +118,7 @@ def check_nodes(root: str, nodes: Sequence[NodeFacts], room: int | None) -> Iter
         yield _failed(
             f"{_free(least):,} bytes are free on {least.host}, and the next saves need "
             f"{room:,}: nothing can be saved",
-            f"ckptctl prune {shlex.quote(root)} --keep 3",
+            command_line("prune", root, "--keep", "3"),
         )
 
 
@@ -131,7 +131,7 @@ def _check_same(root: str, nodes: Sequence[NodeFacts]) -> Iterator[Check]:
             yield _failed(
                 f"{_hosts(others)} sees other {what} than {first.host}"
                 f"{seen if of == 'listing' else ''}: {_mounts(first, others[0])}",
-                f"srun --ntasks-per-node=1 ckptctl preflight {shlex.quote(root)}",
+                f"srun --ntasks-per-node=1 {command_line('preflight', root)}",
             )
             return
     yield Check("storage", CheckOutcome.OK, _seen(nodes))

@@ -10,7 +10,6 @@ wrote point at something that will damage the next one too.
 from __future__ import annotations
 
 import datetime
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
-from ckptctl.formatting import duration, percent, size
+from ckptctl.formatting import command_line, duration, percent, size
 from ckptctl.goodput.estimating import Cadence, cadence_of, daly_interval
 from ckptctl.goodput.measuring import Measured
 from ckptctl.model import Part
@@ -173,7 +172,7 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     words += f", a failure every {duration(mtbf_s, digits=3)}"
     best_s = daly_interval(seen.save_s, mtbf_s) if seen.save_s else None
     advice = "" if best_s is None else f"; best is every {duration(best_s, digits=3)}"
-    command = f"ckptctl cost {shlex.quote(root)} --mtbf {mtbf_s:g}"
+    command = command_line("cost", root, "--mtbf", f"{mtbf_s:g}")
     cadence = cadence_of(seen.interval_s, seen.save_s, mtbf_s)
     if cadence is Cadence.ABOVE_MTBF:
         words += f": most work is repeated{advice}"
@@ -233,7 +232,7 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
                 CheckOutcome.WARNING,
                 f"{name} cannot be read, so how many ranks wrote step {chosen.number} is not "
                 "known; --saved-world-size N checks that each left a shard file",
-                next_command=f"ckptctl show {shlex.quote(chosen.url)}",
+                next_command=command_line("show", chosen.url),
             )
         step, wrote = record.step, record.world_size or 0
         if step is not None and step >= chosen.number:
@@ -253,7 +252,7 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
             f"but there is no shard file of rank {shown}{more}; --saved-world-size "
             f"{len(there)} states that this is right",
             EXIT_NONE_USABLE,
-            f"ckptctl show {shlex.quote(chosen.url)}",
+            command_line("show", chosen.url),
         )
     return None
 

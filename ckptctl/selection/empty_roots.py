@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +24,7 @@ from ckptctl.formats.frameworks.layouts import (
     saved_weights,
     step_name,
 )
+from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
@@ -117,7 +117,7 @@ def decide_beginning(
             f"{', '.join(unused)}: there is no usable step, but {counter} is "
             f"{os.environ[counter]}: this is a restarted job whose earlier attempt left nothing "
             "here; its storage is probably not mounted",
-            next_command=f"ckptctl scan {shlex.quote(unused[0])}",
+            next_command=command_line("scan", unused[0]),
         )
     if pointers:
         first = pointers[0]
@@ -264,7 +264,7 @@ def check_empty(
     if listing.is_step:
         raise UsageError(
             f"{store.url} is a step itself, not a root that holds steps",
-            next_command=f"ckptctl verify {shlex.quote(store.url)}",
+            next_command=command_line("verify", store.url),
         )
     inside, n_left_out = _listed_below(store, listing, pattern, open_other)
     roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
@@ -272,7 +272,7 @@ def check_empty(
         raise UsageError(
             f"{store.url} holds no steps itself, but {_some(roots)} in it "
             f"do{'es' if len(roots) == 1 else ''}",
-            next_command=f"ckptctl scan {shlex.quote(join_url(store.url, roots[0]))}",
+            next_command=command_line("scan", join_url(store.url, roots[0])),
         )
     weights = list(listing.unnumbered)
     for path, one in inside:
@@ -282,7 +282,7 @@ def check_empty(
             f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders, of which "
             f"{n_left_out:,} were not listed: one of them may hold a run. Give the run its own "
             "folder",
-            next_command=f"ckptctl scan {shlex.quote(join_url(store.url, 'FOLDER'))}",
+            next_command=command_line("scan", join_url(store.url, "FOLDER")),
         )
     if weights:
         weights.sort(key=_not_of_a_resume)
@@ -299,7 +299,7 @@ def check_empty(
         raise UsageError(
             f"{store.url} is not empty: {_some(weights)} {seem}{f' ({kind})' if kind else ''}, "
             f"{why}, or give the step itself",
-            next_command=f"ckptctl verify {shlex.quote(join_url(store.url, weights[0]))}",
+            next_command=command_line("verify", join_url(store.url, weights[0])),
         )
 
 
@@ -330,7 +330,7 @@ def check_unnumbered(
         f"{_some(names)} {seem} {which}: not listed, and never chosen by pick",
         expected="a step number in the name, or --pattern",
         found=_some(names),
-        next_command=f"ckptctl verify {shlex.quote(join_url(store.url, names[0]))}",
+        next_command=command_line("verify", join_url(store.url, names[0])),
     )
 
 
@@ -340,7 +340,7 @@ def _check_path(store: Store, *, exists: bool) -> None:
     if target is not None and target.which is not None:
         raise UsageError(
             f"{store.url} names a step, but a root is required: the folder that holds the steps",
-            next_command=f"ckptctl scan {shlex.quote(target.root)}",
+            next_command=command_line("scan", target.root),
         )
     if not exists:
         check_is_folder(store)

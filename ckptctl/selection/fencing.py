@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 from collections.abc import Callable
 
@@ -21,6 +20,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.own.documents import FenceDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
+from ckptctl.formatting import command_line
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
 from ckptctl.storage.contract import Store, TooLarge, list_if_there
 from ckptctl.storage.opening import absolute_url, join_url
@@ -70,7 +70,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
                 f"{join_url(store.url, FENCE_FOLDER)}/{_MAX_NUMBER}.json has the highest possible "
                 "number, so no attempt can take the root over; remove it "
                 "once no job writes to the root",
-                next_command=f"ckptctl scan {shlex.quote(store.url)}",
+                next_command=command_line("scan", store.url),
             )
         fields: FenceDocument = {
             "number": number,
@@ -109,7 +109,7 @@ def check_token(store: Store, token: Token) -> None:
         raise Fenced(
             f"{store.url}: attempt {other} took the root over from this attempt, "
             f"{token.attempt}, which no longer writes",
-            next_command=f"ckptctl scan {shlex.quote(store.url)}",
+            next_command=command_line("scan", store.url),
         )
 
 

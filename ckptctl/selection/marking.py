@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import getpass
 import os
-import shlex
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from ckptctl.formats.own.marks import (
     mark_bytes,
     metadata_digest,
 )
-from ckptctl.formatting import rfc3339
+from ckptctl.formatting import command_line, rfc3339
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import add_mark
@@ -188,7 +187,7 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
     except AccessDenied as error:
         raise AccessDenied(
             f"{error.message}; no mark was written. If the root is read-only, use --marks FILE",
-            next_command=f"ckptctl scan {shlex.quote(found.store.url)} --marks marks.jsonl",
+            next_command=command_line("scan", found.store.url, "--marks", "marks.jsonl"),
         ) from error
     return join_url(found.store.url, own_file)
 
@@ -206,12 +205,12 @@ def _takes_as_it_is(word: MarkKind, report: Report, applying: Sequence[Mark]) ->
 
 def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...]) -> Marked:
     what, hint = "not pinned", ""
-    quoted = shlex.quote(report.url)
     if word is MarkKind.ACCEPTED:
         what = "neither rejected nor superseded, nor renamed, and no NaN was found in it"
         hint = (
             ". If only the record of another root supersedes it, there is no mark to lift: "
-            f"`ckptctl reject {quoted} --reason WHY`, and this command after it, lift that too"
+            f"`{command_line('reject', report.url, '--reason', 'WHY')}`, and this command after "
+            "it, lift that too"
         )
     return Marked(
         url=report.url,
@@ -222,12 +221,12 @@ def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...])
         standing=applying,
         message=f"{report.url} is {what}; nothing was written{hint}",
         exit_code=0,
-        next_command=f"ckptctl verify {quoted}",
+        next_command=command_line("verify", report.url),
     )
 
 
 def _next_command(found: OpenTarget, word: MarkKind, marks: str | None) -> str:
-    option = f" --marks {shlex.quote(marks)}" if marks is not None else ""
+    option = [] if marks is None else ["--marks", marks]
     if word in (MarkKind.REJECTED, MarkKind.SUPERSEDED, MarkKind.ACCEPTED):
-        return f"ckptctl pick {shlex.quote(found.store.url)}{option}"
-    return f"ckptctl verify {shlex.quote(found.url)}{option}"
+        return command_line("pick", found.store.url, *option)
+    return command_line("verify", found.url, *option)

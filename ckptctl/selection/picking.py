@@ -6,14 +6,13 @@ none is usable (11), the storage could not be inspected (75, 77).
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formatting import verb
+from ckptctl.formatting import command_line, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
@@ -179,8 +178,8 @@ def after_beginning(done: Search, begins: Beginning, command: str) -> str:
         return f"ckptctl {command} {done.roots.words}"
     if begins.missing:  # more often a wrong path than a new run
         if len(begins.similar) == len(done.roots.urls) == 1:
-            return f"ckptctl {command} {shlex.quote(begins.similar[0])}"
-        return f"ckptctl scan {shlex.quote(parent_url(begins.missing[0]))}"
+            return command_line(command, begins.similar[0])
+        return command_line("scan", parent_url(begins.missing[0]))
     if begins.answer is Answer.FRESH:
         chooses = "pick" if command == "scan" else command
         return f"ckptctl {chooses} {done.roots.words} --allow-fresh"
@@ -262,16 +261,16 @@ def _none_left(done: Search) -> tuple[str, str]:
     if policy.before == first:
         return message, storage_corruption(done.roots)
     url = join_url(done.opened_roots[oldest.root_index].store.url, oldest.named.name)
-    return message, f"ckptctl verify {shlex.quote(url)} --level content"
+    return message, command_line("verify", url, "--level", "content")
 
 
 def storage_corruption(roots: Roots) -> str:
     """The runbook command for a root in which no step can be used."""
-    words = ["ckptctl", "runbook", "run", "storage-corruption", roots.first]
+    words = ["runbook", "run", "storage-corruption", roots.first]
     others = [url for url in roots.urls if url != roots.first]
     if others:
         words += ["--set", f"OTHER_ROOT={others[0]}"]
-    return shlex.join(words)
+    return command_line(*words)
 
 
 def _newest_sound(choice: Choice) -> str:

@@ -7,7 +7,6 @@ without a seal may count, and reports the result.
 
 from __future__ import annotations
 
-import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
+from ckptctl.formatting import command_line
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.seal_and_marks import MarksInFile, read_marks_file
 from ckptctl.model import ExitCode, Level, Positive
@@ -151,7 +151,7 @@ def prune(
             *(["--marks", marks] if marks is not None else []),
             *(["--pattern", requirements.pattern] if requirements.pattern is not None else []),
         ]
-        again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+        again = command_line("prune", root, "--keep", str(keep), *options)
         try:
             plan.carry_out(partial(_remove, store, marks_before) if apply else None)
             not_aborted = _aborted(store, uploads) if apply else None
@@ -258,12 +258,11 @@ def _resumed_from(store: Store, steps: Sequence[StepName]) -> Mapping[int, str]:
 def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -> Pruned:
     decisions = tuple(retained.decisions)
     going = [one for one in decisions if one.removed]
-    quoted = shlex.quote(root)
     command: str | None = None
     if not decisions:
         message = f"nothing is removed: {root} holds no step at all"
     elif sum(one.counts for one in decisions) < keep:
-        command, why = _too_few(decisions, keep, again, quoted)
+        command, why = _too_few(decisions, keep, again, root)
         message = f"nothing is removed: {why}"
     elif apply:
         message = f"removed {_steps(going)}"
@@ -307,10 +306,10 @@ def _too_few(
         unproven = one.verdict is Verdict.UNVERIFIABLE or one.reason.startswith(_UNPROVEN)
         if unproven and not one.counts:
             why = "a step without checksums counts once it is sealed, with --accept-unverifiable"
-            return f"ckptctl seal {shlex.quote(one.url)} --accept-unverifiable", f"{exist}; {why}"
+            return command_line("seal", one.url, "--accept-unverifiable"), f"{exist}; {why}"
         if "not sealed" in one.reason:
             none = "no good step is sealed, and only sealed steps count"
-            return f"ckptctl seal {root}@auto", exist if n_counted else none
+            return command_line("seal", f"{root}@auto"), exist if n_counted else none
     return None, exist
 
 

@@ -7,7 +7,6 @@ their content.
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -32,6 +31,7 @@ from ckptctl.formats.frameworks.layouts import (
     unfinished_beside,
 )
 from ckptctl.formats.frameworks.scattered import scattered_steps
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
@@ -233,7 +233,7 @@ def _contradicted(store: Store) -> StorageUnavailable:
     return StorageUnavailable(
         f"{store.url}: two listings in a row show different steps: another process writes or "
         "deletes files here, or a listing is stale; the content is unknown",
-        next_command=f"ckptctl scan {shlex.quote(store.url)}",
+        next_command=command_line("scan", store.url),
     )
 
 

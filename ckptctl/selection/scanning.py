@@ -7,12 +7,12 @@ system each step is listed in turn.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckptctl.findings import Report
+from ckptctl.formatting import command_line
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Candidate, Choice
@@ -148,4 +148,4 @@ def _deeper(chosen: Report) -> str | None:
     deeper = _DEEPER.get(chosen.level)
     if deeper is None:
         return None
-    return f"ckptctl verify {shlex.quote(chosen.url)} --level {deeper.value}"
+    return command_line("verify", chosen.url, "--level", deeper.value)

@@ -8,7 +8,6 @@ proves.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ from ckptctl.formats.own.seals import (
     SealedFile,
     seal_bytes,
 )
-from ckptctl.formatting import inside
+from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
 from ckptctl.inspection.stages import contradicted
@@ -149,7 +148,7 @@ def _check_place(found: OpenTarget, *, replace: bool) -> bool:
 def _sealed_already(found: OpenTarget) -> UsageError:
     return UsageError(
         f"{found.url} is already sealed; --replace makes a new seal of its current content",
-        next_command=f"ckptctl verify {shlex.quote(found.url)} --require-seal",
+        next_command=command_line("verify", found.url, "--require-seal"),
     )
 
 
@@ -238,7 +237,7 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
     except AccessDenied as error:
         raise AccessDenied(
             f"{error.message}; the seal was not written, and the step is unchanged",
-            next_command=f"ckptctl verify {shlex.quote(found.url)}",
+            next_command=command_line("verify", found.url),
         ) from error
 
 
@@ -248,7 +247,7 @@ def _refused(report: Report) -> Sealed:
     if report.verdict is Verdict.COMPLETE:
         state = "complete, but does not meet the requirements"
     if report.verdict is Verdict.UNVERIFIABLE:
-        next_command = f"ckptctl seal {shlex.quote(report.url)} --accept-unverifiable"
+        next_command = command_line("seal", report.url, "--accept-unverifiable")
     return Sealed(
         url=report.url,
         number=report.number,
@@ -261,7 +260,7 @@ def _refused(report: Report) -> Sealed:
         message=f"not sealed: the step is {state}",
         exit_code=report.exit_code,
         next_command=next_command
-        or f"ckptctl verify {shlex.quote(report.url)} --level {report.level.value}",
+        or command_line("verify", report.url, "--level", report.level.value),
     )
 
 
@@ -280,6 +279,6 @@ def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: boo
         message=f"sealed: {n_files:,} file{'' if n_files == 1 else 's'} with "
         f"{made.n_bytes:,} bytes, {proof} at level {report.level.value}",
         exit_code=0,
-        next_command=f"ckptctl verify {shlex.quote(report.url)} --require-seal",
+        next_command=command_line("verify", report.url, "--require-seal"),
         n_stored=sum(bool(file.stored and file.stored.checksum) for file in made.files),
     )

@@ -29,6 +29,7 @@ from ckptctl.formats.frameworks.layouts import (
     step_name,
 )
 from ckptctl.formats.frameworks.parts import is_archive, parts_of
+from ckptctl.formatting import command_line
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import RecordedResume, read_resumes
@@ -171,7 +172,7 @@ def unavailable(opened_roots: Sequence[OpenRoot]) -> Iterator[Finding]:
             f"the optional root was left out: {why}",
             expected="a root that answers",
             found="no folder" if root.error is None else root.error.code,
-            next_command=f"ckptctl scan {shlex.quote(url)}",
+            next_command=command_line("scan", url),
         )
 
 
@@ -222,8 +223,8 @@ def check_root_there(store: Store, listing: RootListing) -> None:
     """
     if not listing.exists:
         check_is_folder(store)
-        above = shlex.quote(parent_url(store.url))
-        raise PathNotFound(f"{store.url} does not exist", next_command=f"ckptctl scan {above}")
+        above = command_line("scan", parent_url(store.url))
+        raise PathNotFound(f"{store.url} does not exist", next_command=above)
 
 
 def check_is_folder(store: Store) -> None:
@@ -240,7 +241,7 @@ def check_is_folder(store: Store) -> None:
         )
     raise UsageError(
         f"{url} is a file, not a folder that holds steps",
-        next_command=f"ckptctl scan {shlex.quote(parent_url(url))}",
+        next_command=command_line("scan", parent_url(url)),
     )
 
 
@@ -252,7 +253,7 @@ def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
             raise UsageError(
                 f"{url} is a root that holds steps, such as {first.name}; name one of them, "
                 f"or the newest as {url}@latest",
-                next_command=f"ckptctl scan {shlex.quote(url)}",
+                next_command=command_line("scan", url),
             )
 
 
@@ -284,7 +285,7 @@ def named_step(
     if wanted:
         return wanted[0]
     check_listed_again(store, listing, pattern)
-    scan = f"ckptctl scan {shlex.quote(store.url)}"
+    scan = command_line("scan", store.url)
     if not steps:
         raise UsageError(f"{store.url} holds no steps", next_command=scan)
     raise UsageError(
@@ -327,20 +328,20 @@ def _lone_file(url: str, name: str, head: bytes) -> UsageError:
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(url)
         return UsageError(
-            f"{what}: it is part of {step}", next_command=f"ckptctl verify {shlex.quote(step)}"
+            f"{what}: it is part of {step}", next_command=command_line("verify", step)
         )
     stem = name.rpartition(".")[0] or name
-    words = ["ckptctl", "convert", url, join_url(parent_url(url), f"{stem}-dcp")]
+    convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
     if head.startswith((_ZIP, _PICKLE)):
         return UsageError(
             f"{what}: it looks like a torch.save file; `ckptctl convert` can turn it into a step",
-            next_command=shlex.join(words),
+            next_command=command_line(*convert),
         )
     if name.endswith(".safetensors") and head[8:] == b"{":
         return UsageError(
             f"{what}: it looks like a safetensors file, which holds only weights; `ckptctl "
             "convert` can turn it into a step",
-            next_command=shlex.join([*words, "--accept-unverifiable"]),
+            next_command=command_line(*convert, "--accept-unverifiable"),
         )
     return UsageError(
         f"{what}, and not a known checkpoint format",

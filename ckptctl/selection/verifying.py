@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
 from ckptctl.formats.frameworks.state_keys import entry_kinds
-from ckptctl.formatting import inside
+from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
@@ -113,11 +112,11 @@ def _check_no_content(step: str, content: ContentOptions) -> None:
     }
     for name, value in given.items():
         if value is not None:
-            words = ["ckptctl", "verify", step, "--level", "content", f"--{name}", value]
+            words = ["verify", step, "--level", "content", f"--{name}", value]
             raise UsageError(
                 f"--{name} is for level content; the other levels read no more than a little of "
                 "each record",
-                next_command=shlex.join(word for word in words if word),
+                next_command=command_line(*filter(None, words)),
             )
 
 
@@ -194,7 +193,7 @@ def open_target(
                 hint = "; after an @ comes a step number, latest or auto"
                 hint += "" if above else f", and before it the root: .{step}"
             message = f"{found.url} does not exist{hint}"
-            scan = f"ckptctl scan {shlex.quote(root)}"
+            scan = command_line("scan", root)
             raise PathNotFound(message, next_command=scan) from error
         if isinstance(found.named, str):
             check_no_lone_file(found.store, found.named, files)
@@ -256,7 +255,7 @@ def _contents(inspected: Inspection) -> Contents:
         save_id=next((one.save_id for one in metadata if one.save_id), None),
         torch_version=_torch_version(metadata[0]) if metadata else "unknown",
         findings=report.findings,
-        next_command=f"ckptctl verify {shlex.quote(report.url)} --level structure",
+        next_command=command_line("verify", report.url, "--level", "structure"),
     )
 
 

@@ -7,7 +7,6 @@ has not changed between two listings, `grace_s` apart. What was seen of each ste
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -22,7 +21,7 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.formats.own.documents import WatchDocument, WatchedStep
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.formats.own.seals import SEAL
-from ckptctl.formatting import seconds_of
+from ckptctl.formatting import command_line, seconds_of
 from ckptctl.model import ExitCode, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
@@ -273,11 +272,10 @@ class _Watcher:
 
     def _event(self, event: Event, report: Report, message: str | None = None) -> Watched:
         exit_code = 0 if event is Event.SEALED else report.exit_code or EXIT_STATE_MISSING
-        path = shlex.quote(report.url)
         next_command = {
-            Event.DAMAGED: f"ckptctl verify {path} --level content",
-            Event.UNVERIFIABLE: f"ckptctl seal {path} --accept-unverifiable",
-            Event.NO_ANSWER: f"ckptctl verify {path}",
+            Event.DAMAGED: command_line("verify", report.url, "--level", "content"),
+            Event.UNVERIFIABLE: command_line("seal", report.url, "--accept-unverifiable"),
+            Event.NO_ANSWER: command_line("verify", report.url),
         }.get(event)
         if message is None:
             message = report.findings[0].message if report.findings else report.verdict.value
@@ -296,13 +294,13 @@ class _Finished:
 
 def _no_answer(root: str, error: StorageError) -> Watched:
     message = f"{error.message}; its steps are unknown"
-    next_command = error.next_command or f"ckptctl scan {shlex.quote(root)}"
+    next_command = error.next_command or command_line("scan", root)
     return Watched(Event.NO_ANSWER, root, None, None, message, None, error.exit_code, next_command)
 
 
 def _no_root(root: str) -> Watched:
     message = "it does not exist: the job has not saved yet, or the path is wrong"
-    next_command = f"ckptctl scan {shlex.quote(root)}"
+    next_command = command_line("scan", root)
     return Watched(Event.NO_ROOT, root, None, None, message, None, EXIT_FRESH, next_command)
 
 
