@@ -130,32 +130,33 @@ def _is_of_another_step(seal: Seal, step: Step) -> bool:
 def _still_sealed(seal: Seal, seen: Seen) -> list[str]:
     """The shard files that the metadata names and that nobody has written since the seal.
 
-    A save over a step writes each of them anew. The times are those of the storage:
-    they are compared with each other, never with a clock.
+    A save over a step writes each of them anew.
     """
-    sealed = {file.path: file for file in seal.files}
-    return [
-        file.path
-        for file in seen.step.files
-        if file.path in seen.named
-        and file.size > 0
-        and (was := sealed.get(file.path)) is not None
-        and was.size == file.size
-        and was.written_ms is not None
-        and was.written_ms == written_ms(file)
-    ]
+    unwritten = _unwritten(seal, seen.step)
+    files = (file for file in seen.step.files if file.path in seen.named and file.size > 0)
+    return [file.path for file in files if file.path in unwritten]
 
 
-def written_since(seal: Seal, step: Step) -> bool:
-    """Whether a file of a step may have been written after it was sealed.
+def is_unwritten(seal: Seal, step: Step) -> bool:
+    """Whether nobody has written a file since it was sealed; metadata is compared by its digest."""
+    sealed = {file.path for file in seal.files}
+    return sealed <= seal.step.metadata.keys() | _unwritten(seal, step)
 
-    A copy without times counts as written, too.
+
+def _unwritten(seal: Seal, step: Step) -> frozenset[str]:
+    """The paths of the sealed files that nobody has written since they were sealed.
+
+    They have the sealed size and write time. The times are those of the storage: they are
+    compared with each other, never with a clock. Where a storage keeps none, or a copy has
+    another one, nothing proves that a file is unwritten.
     """
-    sealed = {file.path: (file.size, file.written_ms) for file in seal.files}
-    return any(
-        sealed[file.path] != (file.size, written_ms(file))
-        for file in step.files
-        if file.path in sealed
+    there = {file.path: file for file in step.files}
+    return frozenset(
+        sealed.path
+        for sealed in seal.files
+        if (now := there.get(sealed.path)) is not None
+        and sealed.written_ms is not None
+        and (now.size, written_ms(now)) == (sealed.size, sealed.written_ms)
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.seals import written_since
+from ckptctl.checks.seals import is_unwritten
 from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
@@ -290,13 +290,13 @@ def inspect_whole(
     """Inspect a step as deep as needed to trust all but its elements.
 
     Their checksums are compared while copying, unless there are none: then only a seal
-    can verify the step, and that takes reading every byte. So does a seal that is older than
-    a file: what was written since may be sound, and of another save.
+    can verify the step, and that takes reading every byte. So does a seal that may be older
+    than a file: what was written since may be sound, and of another save.
     """
     inspected = inspect_step(found, checked, level=Level.STRUCTURE)
     whole = not refusal(inspected.report, accept_unverifiable=accept_unverifiable)
     seal = inspected.notes.seal
-    is_older = seal is not None and written_since(seal, inspected.step)
+    is_older = seal is not None and not is_unwritten(seal, inspected.step)
     if whole and (is_older or needs_content(inspected.report)):
         return inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     return inspected

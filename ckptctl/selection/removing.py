@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ckptctl import __version__
-from ckptctl.checks.seals import written_ms
+from ckptctl.checks.seals import is_unwritten, written_ms
 from ckptctl.errors import (
     AccessDenied,
     OwnFileUnreadable,
@@ -52,10 +52,9 @@ from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formats.own.documents import ProofDocument
 from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
 from ckptctl.formats.own.marks import metadata_digest
-from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import list_step
-from ckptctl.model import FileInfo, Step
+from ckptctl.model import FileInfo
 from ckptctl.selection.fencing import holder
 from ckptctl.storage.contract import NotSupported, Store, TooLarge, Upload
 from ckptctl.storage.in_flight import act_in_flight
@@ -161,7 +160,7 @@ def is_proven(store: Store, inspected: Inspection) -> bool:
     Storage errors are passed on. Cost: one short read if there is a note.
     """
     seal = inspected.notes.seal if has_seal(inspected) else None
-    return (seal is not None and _as_sealed(seal, inspected.step)) or _noted(store, inspected)
+    return (seal is not None and is_unwritten(seal, inspected.step)) or _noted(store, inspected)
 
 
 def write_proof(store: Store, inspected: Inspection) -> None:
@@ -172,18 +171,6 @@ def write_proof(store: Store, inspected: Inspection) -> None:
     path = inspected.opened.in_store(PROOF)
     with suppress(StorageFull):
         store.put(path, as_stored(SCHEMA, _fields(inspected)), replace=True)
-
-
-def _as_sealed(seal: Seal, step: Step) -> bool:
-    """Whether a sealed file was not written to since; metadata is compared by its digest."""
-    there = {file.path: file for file in step.files}
-    metadata = seal.step.metadata
-    return all(
-        (now := there.get(file.path)) is not None
-        and (now.size, written_ms(now)) == (file.size, file.written_ms)
-        for file in seal.files
-        if file.path not in metadata
-    )
 
 
 def _noted(store: Store, inspected: Inspection) -> bool:

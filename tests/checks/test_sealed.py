@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.checks import seals as checks
-from ckptctl.checks.seals import Seen, applies_to_step, check_seal, written_ms
+from ckptctl.checks.seals import Seen, applies_to_step, check_seal, is_unwritten, written_ms
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
 from ckptctl.inspection.content import SealComparison
@@ -186,6 +186,24 @@ def test_one_shard_that_was_not_written_anew_is_enough_to_be_corrupt(root):
     findings = list(check_seal(seal, seen(root, metadata="cd" * 32)))
     assert codes(findings) == ["seal.digest"]
     assert "(__1_0.distcp) is unchanged since the seal" in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("path", "unwritten"), [("__0_0.distcp", False), (".metadata", True), (None, True)]
+)
+def test_a_file_with_another_write_time_may_have_been_written_since(root, path, unwritten):
+    seal = sealed(root)
+    if path is not None:
+        os.utime(root / "step_5" / path, (1.7e9 + 60, 1.7e9 + 60))
+    assert is_unwritten(seal, listed(root)) is unwritten
+
+
+def test_without_write_times_nothing_proves_that_a_file_is_unwritten(root):
+    seal, step = sealed(root), listed(root)
+    untimed = replace(step, files=tuple(replace(file, mtime_s=None) for file in step.files))
+    of_copy = replace(seal, files=tuple(replace(file, written_ms=None) for file in seal.files))
+    assert not is_unwritten(seal, untimed)
+    assert not is_unwritten(of_copy, untimed)
 
 
 def test_a_seal_copied_from_another_step_proves_nothing_and_damns_nothing(root):
