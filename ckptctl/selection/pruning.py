@@ -262,7 +262,7 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
     if not decisions:
         message = f"nothing is removed: {root} holds no step at all"
     elif sum(one.counts for one in decisions) < keep:
-        command, why = _too_few(decisions, keep, again, root)
+        command, why = _too_few(decisions, keep, again)
         message = f"nothing is removed: {why}"
     elif apply:
         message = f"removed {_steps(going)}"
@@ -294,9 +294,7 @@ _UNPROVEN = f"{Verdict.UNVERIFIABLE.value}: "
 """How the reason begins where the bytes of a step were read and something cannot prove them."""
 
 
-def _too_few(
-    decisions: Sequence[PruneDecision], keep: int, again: str, root: str
-) -> tuple[str | None, str]:
+def _too_few(decisions: Sequence[PruneDecision], keep: int, again: str) -> tuple[str | None, str]:
     """The command after which one more step counts, None if there is none; and what is lacking."""
     n_counted = sum(one.counts for one in decisions)
     exist = f"{n_counted} of {keep} good steps exist"
@@ -309,7 +307,8 @@ def _too_few(
             return command_line("seal", one.url, "--accept-unverifiable"), f"{exist}; {why}"
         if "not sealed" in one.reason:
             none = "no good step is sealed, and only sealed steps count"
-            return command_line("seal", f"{root}@auto"), exist if n_counted else none
+            # A seal is one more file, for which a full storage has no space.
+            return f"{again} --unsealed", exist if n_counted else none
     return None, exist
 
 

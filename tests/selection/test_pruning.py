@@ -95,7 +95,7 @@ def test_steps_without_a_seal_count_only_when_asked_for(root: Path):
     found = ckptctl.prune(str(root), 3)
     assert gone(found) == set()
     assert found.message == "nothing is removed: 2 of 3 good steps exist"
-    assert found.next_command == f"ckptctl seal {root}@auto"
+    assert found.next_command == f"ckptctl prune {root} --keep 3 --unsealed"
 
 
 def test_pinned_steps_and_the_one_resumed_from_stay(root: Path):
@@ -199,7 +199,7 @@ def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path: Pat
     for number in (10, 20, 30):
         trainer_step(root, number)
     document = validated(run_ckptctl("prune", root, "--keep", 1, "--apply", "--json").stdout)
-    assert document["next_command"] == f"ckptctl seal {root}@auto"
+    assert document["next_command"] == f"ckptctl prune {root} --keep 1 --unsealed"
     reason = "no good step is sealed, and only sealed steps count"
     assert document["message"] == f"nothing is removed: {reason}"
     for options in (("--unsealed",), ("--accept-unverifiable", "--unsealed")):
