@@ -9,12 +9,17 @@ from ckptctl.formatting import safe
 
 
 def code(text: str) -> str:
-    """A piece of code in a line or in a cell of a table; `–` for nothing."""
-    text = safe(text).replace("|", r"\|")
+    """A piece of code in a line; `–` for nothing."""
+    text = safe(text)
     if not text.strip():
         return "–"
     fence = "`" * (_longest_run(text) + 1)
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def row(*cells: str) -> str:
+    """A row of a table; also in code a `|` would end its cell."""
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def block(kind: str, lines: Iterable[str]) -> Iterator[str]:

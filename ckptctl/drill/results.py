@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptctl import markdown
@@ -150,8 +150,8 @@ def as_markdown(found: Drilled) -> str:
     """The report as Markdown."""
     lines = [f"# Drill: {found.message}", ""]
     lines += [f"- {name}: {markdown.code(text)}" for name, text in facts(found)]
-    lines += ["", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
-    lines += [_line(row(trial)) for trial in found.trials]
+    lines += ["", markdown.row(*COLUMNS), markdown.row(*["---"] * len(COLUMNS))]
+    lines += [markdown.row(*row(trial)) for trial in found.trials]
     for trial in found.trials:
         lines += [
             "",
@@ -160,10 +160,6 @@ def as_markdown(found: Drilled) -> str:
             *(f"- {safe(each)}" for each in details(trial)),
         ]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def as_html(found: Drilled) -> str:

@@ -118,9 +118,10 @@ def _markdown(events: Sequence[Event]) -> Iterator[str]:
     yield ""
     yield from (f"- {text}" for text in _facts(events, markdown.code))
     yield ""
-    yield "| given | value |"
-    yield "|---|---|"
-    yield from (f"| `{name}` | {markdown.code(value)} |" for name, value in _inputs(events))
+    yield markdown.row("given", "value")
+    yield markdown.row("---", "---")
+    for name, value in _inputs(events):
+        yield markdown.row(f"`{name}`", markdown.code(value))
     for done in steps_of(events):
         yield ""
         yield f"## {done.name}"

@@ -415,13 +415,13 @@ def test_what_a_log_holds_remains_text_in_the_transcript(root, tmp_path):
     hostile = ended("Classify", "suspects", "next", lines=text.split("\n"))
     folder = plant(root, hostile, LOG=["a`b|c\u202e.log"])
     opened = json.loads((folder / "000001.json").read_text())
-    opened["by"] = "`x` <img src=x> @everyone"
+    opened["by"] = "`x|y` <img src=x> @everyone"
     (folder / "000001.json").write_text(json.dumps(opened))
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode in (2, 31), done.stderr
     made = (tmp_path / "t" / "transcript.md").read_text()
     assert "````text\n```\n# done\n<img src=x>\\x1b[8m\\u202egnp|`x`\n````\n" in made
-    assert "by `` `x` <img src=x> @everyone ``" in made
+    assert "by `` `x|y` <img src=x> @everyone ``" in made
     assert "| `LOG` | `` ('a`b\\|c\\u202e.log') `` |" in made
     for name in ("transcript.md", "transcript.html"):
         page = (tmp_path / "t" / name).read_text()
