@@ -107,57 +107,53 @@ def execute(
     A text becomes an environment variable, a list an array of the shell. The environment of
     this process is inherited without `dropped_variables`; `handed_on` is added. A command
     that signal N ends has exit code 128+N. Ctrl-C while waiting ends the command first.
-    Raises `UsageError` where bash cannot be started.
+    Raises `UsageError` where bash cannot be started, or has no folder for its files.
     """
     started = time.monotonic()
     try:
         # A job in the background may still write there.
-        with tempfile.TemporaryDirectory(
-            prefix="ckptctl-runbook-", ignore_cleanup_errors=True
-        ) as folder:
-            report, picture = Path(folder) / "report.json", Path(folder) / "picture.svg"
-            lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
-            texts = {name: value for name, value in variables.items() if isinstance(value, str)}
-            environment = _environment(
-                {**texts, **handed_on, "PICTURE": str(picture)}, without=lists
-            )
-            # A job that the block starts must not write its reports there.
-            if "ckptctl " in code:
-                environment["CKPTCTL_REPORT"] = str(report)
-            words = (
-                "bash",
-                "-c",
-                _PRELUDE + _arrays(lists) + code,
-                "bash",
-                *chain(*lists.values()),
-            )
-            heard = _Heard(on_line)
-            exit_code = _run(words, environment, heard)
-            return Ended(
-                exit_code if exit_code >= 0 else 128 - exit_code,
-                _newest(heard.printed),
-                _newest(heard.kept),
-                time.monotonic() - started,
-                _document(report),
-                _text(picture),
-            )
+        made = tempfile.TemporaryDirectory(prefix="ckptctl-runbook-", ignore_cleanup_errors=True)
     except OSError as error:
         raise UsageError(
-            f"bash could not be started to run the block: {error.filename or 'bash'}: "
-            f"{error.strerror}",
-            next_command="bash --version && df -h /tmp",
+            f"the block cannot be run without a temporary folder: {error.strerror}",
+            next_command="df -h /tmp",
         ) from error
+    with made as folder:
+        report, picture = Path(folder) / "report.json", Path(folder) / "picture.svg"
+        lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
+        texts = {name: value for name, value in variables.items() if isinstance(value, str)}
+        environment = _environment({**texts, **handed_on, "PICTURE": str(picture)}, without=lists)
+        # A job that the block starts must not write its reports there.
+        if "ckptctl " in code:
+            environment["CKPTCTL_REPORT"] = str(report)
+        words = ("bash", "-c", _PRELUDE + _arrays(lists) + code, "bash", *chain(*lists.values()))
+        heard = _Heard(on_line)
+        exit_code = _run(words, environment, heard)
+        return Ended(
+            exit_code if exit_code >= 0 else 128 - exit_code,
+            _newest(heard.printed),
+            _newest(heard.kept),
+            time.monotonic() - started,
+            _document(report),
+            _text(picture),
+        )
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], heard: _Heard) -> int:
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UsageError(
+            f"bash could not be started to run the block: {error.strerror}",
+            next_command="bash --version",
+        ) from error
     try:
         heard.listen(process)
     except BaseException:

@@ -21,7 +21,7 @@ from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, pro
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.position import is_argument, position_of
 from ckptctl.runbook.reading import led_to
-from ckptctl.runbook.record import RunRecord, Unwritten, begun, held, newest
+from ckptctl.runbook.record import RunFull, RunRecord, Unwritten, begun, held, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store, parent_url
@@ -74,8 +74,8 @@ def run_runbook(
 
     `inputs` are values by name. Raises `UsageError` for inputs that the page does not
     declare, `PathNotFound` if the root does not exist, `AccessDenied` if no record can be
-    written, `RunHeld` if another person works on the run, `RunUnreadable`, `TakenOver`,
-    `NoTerminal`, and storage errors.
+    written, `RunHeld` if another person works on the run, `RunFull`, `RunUnreadable`,
+    `TakenOver`, `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
     handed_on = _handed_on(storage, talk.columns)
@@ -110,6 +110,9 @@ def run_runbook(
                 "none",
                 next_command=f"{again} --dry-run",
             ) from error
+        except RunFull as error:
+            error.next_command = f"{_called(book, root, given, talk)} --new"
+            raise
         again = _next(book, root, given, talk, how, left)
         return _ran(book, record, left, again, n_found=n_found)
 

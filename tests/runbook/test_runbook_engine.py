@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, prob
 from ckptctl.runbook.executing import Ended, execute
 from ckptctl.runbook.reading import parse
 from ckptctl.runbook.record import (
+    RunFull,
     RunHeld,
     RunRecord,
     TakenOver,
@@ -375,6 +377,40 @@ def test_a_machine_without_bash_is_no_fault_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="bash could not be started"):
         go(tmp_path, Person())
+
+
+def test_a_block_without_a_temporary_folder_is_no_missing_bash(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(UsageError, match="without a temporary folder: No such file"):
+        go(tmp_path, Person())
+
+
+def test_an_output_that_is_gone_is_no_missing_bash():
+    def gone(_line: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        execute("echo a", {}, {}, gone)
+
+
+@pytest.mark.parametrize("limit", ["MAX_RECORD_BYTES", "MAX_EVENTS"])
+def test_a_record_that_is_full_is_refused_before_it_cannot_be_read(tmp_path, monkeypatch, limit):
+    kept = {"MAX_RECORD_BYTES": record_module._KEPT_BYTES, "MAX_EVENTS": record_module._KEPT_EVENTS}
+    monkeypatch.setattr(record_module, limit, kept[limit] + {"MAX_EVENTS": 9}.get(limit, 4000))
+    ran = go(tmp_path, Person(), CODE="20")
+
+    def continued() -> None:
+        for _ in range(9):
+            go(tmp_path, Person(), how="continue", CODE="20")
+
+    with pytest.raises(RunFull, match=f"the run {ran.run} is full: ") as refused:
+        continued()
+    assert (refused.value.next_command or "").endswith(" --set CODE=20 --new")
+    with open_store(str(tmp_path)) as store:
+        record = newest(store, "rb-1")
+    assert record is not None
+    assert record.name == ran.run
+    assert go(tmp_path, Person(), how="new", CODE="20").run > ran.run
 
 
 def test_a_run_that_goes_in_circles_is_ended(tmp_path):
