@@ -257,10 +257,12 @@ def _padded(cells: Sequence[str], widths: Sequence[int]) -> Iterator[StyledText 
         yield padded(cell, width, right=place != 1)
 
 
-def _signal(exit_code: int | None) -> str:
+def _unclassified(attempt: PastAttempt) -> str:
     """The cause as far as the exit code alone shows it."""
+    if attempt.decision and attempt.exit_code is None:
+        return "`ckptctl run` was killed"
     with suppress(ValueError):
-        return f"{signal.Signals((exit_code or 0) - 128).name}, unknown cause"
+        return f"{signal.Signals((attempt.exit_code or 0) - 128).name}, unknown cause"
     return "unknown cause"
 
 
@@ -271,7 +273,7 @@ def attempt_end(attempt: PastAttempt) -> Iterator[StyledText]:
     elif not attempt.failed:
         yield StyledText(attempt.decision or "as planned", "good")
     else:
-        yield StyledText(attempt.cause or _signal(attempt.exit_code), "bad")
+        yield StyledText(attempt.cause or _unclassified(attempt), "bad")
     at_fault = [*(f"rank {rank}" for rank in attempt.ranks[:4]), *attempt.nodes[:4]]
     if at_fault:
         yield StyledText(f" ({listed(at_fault)})")

@@ -129,8 +129,9 @@ def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
     resumed_age, resumed = next(
         ((age, line) for age, line in others if isinstance(line, ResumedLine)), (math.nan, None)
     )
-    ended = [str(line.how) for _, line in others if isinstance(line, EndedLine)]
+    ended = [line for _, line in others if isinstance(line, EndedLine)]
     failed = [line for _, line in others if isinstance(line, FailedLine)]
+    causes = [*(line.evidence or line.reason for line in failed), *(line.error for line in ended)]
     saved = (line.step for _, line in others if isinstance(line, SavedLine))
     saves = [step for step in saved if step is not None]
     begins = [age for age, line in others if isinstance(line, SavingLine) and age > resumed_age]
@@ -148,7 +149,7 @@ def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
         ran_s=last_age,
         ended_s=last_at,
         running=not ended and now_s - last_at < FRESH_S,
-        done=bool(ended) and ended[-1] != "exception" and not failed,
+        done=bool(ended) and ended[-1].how != "exception" and not failed,
         resumed=resumed is not None,
         resumed_from=None if resumed is None else resumed.step,
         startup_s=None if load_s is None else max(0.0, resumed_age - load_s),
@@ -163,7 +164,7 @@ def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
         requeued=cluster is not None and bool(cluster.requeues),
         world_size=None if started is None else started.world_size,
         allocation=(nodes or "")[:_MOST_TEXT],
-        cause=next((text[:_MOST_TEXT] for e in failed if (text := e.evidence or e.reason)), None),
+        cause=next((cause[:_MOST_TEXT] for cause in causes if cause), None),
     )
     supervised = None if started is None else started.supervised
     return _Ledger(record, supervised or "", (last_at - first_at) - (last_age - first_age))

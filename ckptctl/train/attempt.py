@@ -68,6 +68,7 @@ class RankAttempt:
     _stalled_s: float = 0.0
     _stalled_since_s: float | None = None
     _has_failed: bool = False
+    _error: str | None = None
     _over: bool = False
     _hooks: tuple[Hook, Hook] | None = None
 
@@ -120,7 +121,8 @@ class RankAttempt:
         self.record(FailedLine(step=self.step, evidence=evidence))
 
     def ended_by(self, error: BaseException) -> None:
-        """Record an exception that ends the attempt, if it is evidence against the step."""
+        """Take note of what ends the attempt, and record it if it is evidence against the step."""
+        self._error = error.code if isinstance(error, CkptctlError) else _class_of(error)
         evidence = signature_of(error)
         if evidence is not None:
             self.failed(evidence)
@@ -143,7 +145,8 @@ class RankAttempt:
             sys.excepthook = self._hooks[0]
         self._hooks = None
         if not self._over and self.ledger.rank == 0:
-            self.record(EndedLine(step=self.step, how="exception" if self._has_failed else how))
+            how = "exception" if self._has_failed else how
+            self.record(EndedLine(step=self.step, how=how, error=self._error))
         self._over = True
         self.ledger.close(RECORD_TIMEOUT_S)
 
@@ -172,7 +175,11 @@ def signature_of(error: BaseException) -> str | None:
         return None
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name}" if frames else ""
-    return f"{type(error).__module__}.{type(error).__qualname__}{where}".removeprefix("builtins.")
+    return f"{_class_of(error)}{where}"
+
+
+def _class_of(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Made:
         return path
 
     def attempt(
-        self, began_s: float, ran_s: float, code: int, decision: str, **more: object
+        self, began_s: float, ran_s: float, code: int | None, decision: str, **more: object
     ) -> int:
         """One attempt of `ckptctl run`; returns its number."""
         number = len(self.state["attempts"]) + 1
@@ -115,6 +115,14 @@ def trained(first: int, last: int, began_s: float, step_s: float = 10, first_s: 
             age, stalled = age + 4, stalled + 4
             rows.append((age, "saved", {"step": step, "stalled_s": stalled, "took_s": 4}))
     return rows
+
+
+def test_an_attempt_whose_supervisor_was_killed_has_a_known_cause(made: Made):
+    made.attempt(0, 60, None, "restart", reason="its supervisor was killed")
+    made.attempt(70, 60, 0, "done")
+    printed = run_ckptctl("history", made.root).stdout
+    assert "`ckptctl run` was killed, restart" in printed
+    assert "unknown cause" not in printed
 
 
 def test_every_second_of_a_supervised_run_is_in_its_bucket(made: Made):

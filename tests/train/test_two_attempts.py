@@ -110,6 +110,16 @@ def test_an_attempt_that_was_overtaken_between_two_marks_leaves_the_second(root,
     older.die()
 
 
+def test_the_history_states_that_an_attempt_was_overtaken(root):
+    older = root.job()
+    older.resume()
+    root.run(3)
+    with pytest.raises(Fenced), older.ckpt:
+        older.train(1, 3)
+    found = ckptctl.run_history(root.url, **root.options)
+    assert [each.cause for each in found.attempts if each.failed] == ["root.fenced"]
+
+
 def test_steps_that_another_attempt_saves_during_a_load_are_resumed_from(root, monkeypatch):
     root.run(6)
     other = root.job()

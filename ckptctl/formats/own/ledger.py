@@ -159,6 +159,8 @@ class EndedLine(LedgerLine):
     """The training step."""
     how: str | None
     """How it ended; `exception` where an error ended it."""
+    error: str | None = None
+    """The code of that error, or its class."""
 
 
 LedgerEvent = (
