@@ -79,7 +79,8 @@ def rules() -> Iterator[dict[str, Any]]:
                 marks |= {f"<<{key}>>": text for key, text in table.get("fragments", {}).items()}
                 filled = {key: _filled(value, marks) for key, value in rule.items()}
                 patterns = [*map(_bounded, filled["patterns"])]
-                yield {**filled, "patterns": patterns, "literals": literals(patterns)}
+                found = [] if filled.get("ending") else literals(patterns)
+                yield {**filled, "patterns": patterns, "literals": found}
 
 
 def _bounded(pattern: str) -> str:

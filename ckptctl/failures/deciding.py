@@ -28,8 +28,8 @@ _WEAK = (
     *("exit.", "divergence.loss", "xid.other"),
 )
 
-# Any failure cancels a step; this decides only without other evidence.
-_LAST = ("slurm.step-cancelled",)
+# Any failure cancels a step or ends native code; these decide only without other evidence.
+_LAST = ("slurm.step-cancelled", "program.abort")
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ _PREFIXES = tuple(
         r"\[(?P<rank>\d+)\](?:<std(?:err|out)>)?: ?",
         r"\s{0,4}(?P<rank>\d{1,6}): (?=\D)",
         r"[Rr]ank (?P<rank>\d+)\s*[:|-]\s+",
-        r"\((?:raylet|(?:\w+ )?pid=\d+)(?:, ip=(?P<host>[\d.]+))?\)\s*",
+        r"\((?:raylet|(?:\w+ )?pid=\d+)(?:, ip=(?P<host>[\d.]+))?\) ?",
         # kubectl logs --prefix, docker compose
         r"\[?pod/(?P<pod>[\w.-]+)(?:/[\w.-]+)?\]?:? +",
         # node017:1234:1300 [3] NCCL WARN, with or without file:line

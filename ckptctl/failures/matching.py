@@ -27,10 +27,12 @@ from ckptctl.failures.loglines import (
 )
 from ckptctl.failures.rank_dumps import StackReader
 from ckptctl.failures.results import Evidence, Role
-from ckptctl.failures.rules import RULES, Rule, find_literals
+from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
 from ckptctl.storage.logs import MAX_MATCHED
 
 _MAX_TEXT = 400
+_MAX_TRACEBACK = 100
+"""Lines after the newest frame of a traceback in which it is expected to end."""
 _MAX_RANKS = 4096
 _MAX_CONTEXT = 300
 """The characters around a match that decide whether it is a quote or advice."""
@@ -59,7 +61,7 @@ _ADVICE = re.compile(
 _CODE = re.compile(
     r"^(?:#|//|/\*|\+{1,3} |\$ |>>> |(?:raise|if|elif|except|return|assert|print|log|logger|"
     r"logging|warnings|def|self|with|for|while|try|echo|printf|grep|trap|case|then|sed|awk|export|import|from)"
-    r"\b(?=[ .(\"'])(?!: ))|^File \"|^\s*\^+\s*$|^\w+ = |^\w+\(.*\)$"
+    r"\b(?=[ .(\"'])(?!: ))|^File \"|^\s*\^+\s*$|^\w+ = |^\w+\((?!\): ).*\)$"
 )
 _IS_ZERO = re.compile(
     r"^[^\w\n]*(?:(?:errors?|events?|count(?:er|s)?|total|kills?|failures?)\b\W*)*[=:]?\s*"
@@ -94,6 +96,7 @@ _FINITE = re.compile(r"\bloss\b(?! scale)[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNOREC
 _IGNORED = re.compile(
     r"Exception ignored (?:in|on|while)\b|--- Logging error ---$|Error in atexit\._run_exitfuncs:$"
 )
+_FRAME = re.compile(r'\s{1,40}File "[^"]{1,400}", line \d{1,9}, in ')
 _FINALIZER = re.compile(r'File ".{1,400}", line \d{1,9}, in _run_finalizers$')
 
 
@@ -125,6 +128,7 @@ class LogReader:
         self._clocked = ""
         self._progressed = ""
         self._tracebacks: set[int | None] = set()
+        self._framed_at = 0
         self._ignored: set[int | None] = set()
         self._ignored_from: tuple[int, int | None] = (-2, None)
         self._report: dict[str, str] | None = None
@@ -146,7 +150,7 @@ class LogReader:
                 self._clocked = raw
             asked = hits.rules.get(index)
             # Nearly every line ends here, so the code below may be slow.
-            if asked or index in hits.frames or self._within(asked):
+            if asked or index in hits.frames or self._within(number, asked):
                 if time.monotonic() > self._until_s:
                     self.stopped = True
                     self.n_lines += index
@@ -154,11 +158,12 @@ class LogReader:
                 yield from self._evidence_in(number, raw, asked)
         self.n_lines += len(block)
 
-    def _within(self, asked: Collection[int] | None) -> bool:
+    def _within(self, number: int, asked: Collection[int] | None) -> bool:
         """Whether a line may continue or end a traceback, a report or a stack."""
         if self._report is not None or self.stacks.reading:
             return True
-        return asked is not None and bool(self._tracebacks)
+        recent = asked is not None or number - self._framed_at <= _MAX_TRACEBACK
+        return recent and bool(self._tracebacks)
 
     def _place(self, raw: str) -> None:
         """Learn the node of a rank from the line that NCCL prints for each communicator."""
@@ -182,11 +187,13 @@ class LogReader:
         line = take_apart(raw)
         self.stacks.take(number, line.message[:MAX_MATCHED], line.rank)
         first, *exceptions = split_traceback(line)
-        if self._framed(number, first) or asked is None:
+        if self._framed(number, first):
+            return
+        if asked is None and not exceptions and line.rank not in self._tracebacks:
             return
         noted = exceptions and _is_noted(first)
         for each in (first, *exceptions):
-            found = self._weighed(number, each, sorted(asked))
+            found = self._weighed(number, each, sorted(asked or ()))
             if found is not None:
                 leads = found.role in (Role.ROOT, Role.SUSPECT)
                 yield replace(found, role=Role.NOTE) if noted and leads else found
@@ -209,15 +216,17 @@ class LogReader:
             self._ignored_from = (number, line.rank)
             return True
         if message.startswith("Traceback (most recent call last)"):
-            if len(self._tracebacks) < _MAX_RANKS:
-                self._tracebacks.add(line.rank)
+            self._opened(number, line.rank)
             if self._ignored_from == (number - 1, line.rank):
                 self._ignored.add(line.rank)
             else:
                 self._ignored.discard(line.rank)
             return True
-        if line.rank in self._tracebacks and _FINALIZER.match(message):
-            self._ignored.add(line.rank)
+        if _FRAME.match(line.message):
+            # A log that was cut may lack the head.
+            self._opened(number, line.rank)
+            if _FINALIZER.match(message):
+                self._ignored.add(line.rank)
             return True
         if message.startswith("Root Cause (first observed failure)"):
             self._report = {}
@@ -235,6 +244,11 @@ class LogReader:
             return True
         return False
 
+    def _opened(self, number: int, rank: int | None) -> None:
+        self._framed_at = number
+        if len(self._tracebacks) < _MAX_RANKS:
+            self._tracebacks.add(rank)
+
     def _weighed(self, number: int, line: LogLine, asked: list[int]) -> Evidence | None:
         in_traceback = line.error_file or line.rank in self._tracebacks
         message = line.message.strip()
@@ -245,11 +259,11 @@ class LogReader:
         if not message:
             return None
         ignored = in_traceback and line.rank in self._ignored
-        for which in asked:
+        for which in (*asked, *(ENDING if in_traceback else ())):
             rule = RULES[which]
             part = _around_literal(message, rule)
             match = rule.pattern.search(part)
-            if match is None or not _may_speak(rule, line, part, match):
+            if match is None or not _may_speak(rule, line, part, match, ended=in_traceback):
                 continue
             if rule.check and not _CHECKS[rule.check](part):
                 continue
@@ -341,8 +355,13 @@ def _around_literal(message: str, rule: Rule) -> str:
     return "…" + message[at - MAX_MATCHED // 2 : at + MAX_MATCHED // 2]
 
 
-def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) -> bool:
-    """Whether a match is a factual report from a source that can know it."""
+def _may_speak(
+    rule: Rule, line: LogLine, message: str, match: re.Match[str], *, ended: bool
+) -> bool:
+    """Whether a match is a factual report from a source that can know it.
+
+    `ended`: the line ends a traceback.
+    """
     if line.level is not None and line.level < rule.level:
         return False
     # A monitor reports with a level; a line of a rank or a verbose program is no report.
@@ -351,6 +370,8 @@ def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) ->
         return False
     if _CODE.search(message):
         return False
+    if ended and match.start() == 0:
+        return True  # What looks like advice or a counter is the name of an exception.
     if rule.quotable:
         return _ADVICE.search(message) is None
     before = message[max(0, match.start() - _MAX_CONTEXT) : match.start()]

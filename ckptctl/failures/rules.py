@@ -34,7 +34,8 @@ class Rule:
     inside quotes and advice, and beside words such as `skipping`. `level` is the lowest level
     of a logging line that counts: 10 debug, 20 info, 30 warning, 40 error. `reporter`: the
     process that prints it waited for another, so its rank and host are not those that failed.
-    `check` names a further condition in `matching`. `restart` and `action` are set if they
+    `check` names a further condition in `matching`. `ending`: tried only on the line that ends
+    a traceback, which needs no literal. `restart` and `action` are set if they
     differ from those of the class.
     """
 
@@ -49,6 +50,7 @@ class Rule:
     kernel: bool = False
     reporter: bool = False
     check: str = ""
+    ending: bool = False
     action: str = ""
     restart: str = ""
 
@@ -75,6 +77,7 @@ def _rules() -> tuple[Rule, ...]:
 
 RULES = _rules()
 """Every rule in the order in which they are tried: the first that matches a line decides."""
+ENDING = tuple(number for number, rule in enumerate(RULES) if rule.ending)
 
 
 # Frequent text of healthy logs that contains a literal. All patterns require `inf` as
@@ -85,7 +88,7 @@ _ONLY_SEEMS = {
     b"loss scale": b"| loss scale:",
 }
 _FRAMES = (
-    *(b"traceback (most recent", b"root cause (first", b"(most recent call first)"),
+    *(b"traceback (most recent", b'", line ', b"root cause (first", b"(most recent call first)"),
     *(b"fatal python error", b"exception ignored ", b"--- logging error ---"),
     *(b"error in atexit._run_exitfuncs", b"in _run_finalizers"),
 )
