@@ -36,8 +36,9 @@ from ckptctl.cli.rendering import (
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
 from ckptctl.formatting import age, counted, size, utc
-from ckptctl.model import STATE_KINDS, TrainState, WorldSize
+from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import PickPolicy, StorageOptions
+from ckptctl.selection.choosing import KINDS_THAT_COUNT
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
 from ckptctl.storage.opening import absolute_url
@@ -98,6 +99,7 @@ class _Shown:
         self._roots = roots if len(roots) > 1 else ()
         self._waiting: list[tuple[Report, str | None]] = []
         self._table: StepTable | None = None
+        self._above: Report | None = None
 
     def on_report(self, report: Report, is_chosen: bool, reason: str | None) -> None:
         """One more step was inspected."""
@@ -109,7 +111,7 @@ class _Shown:
             self._out.lines(chosen_lines(report))
             self._begin(report.url)
         elif self._table is not None:
-            self._out.lines(self._table.row(report, reason))
+            self._row(self._table, report, reason)
         else:
             self._out.progress(f"{counted(len(self._waiting), 'step')} inspected")
 
@@ -134,7 +136,11 @@ class _Shown:
         self._table = table
         self._out.lines(table.head())
         for report, reason in self._waiting:
-            self._out.lines(table.row(report, reason))
+            self._row(table, report, reason)
+
+    def _row(self, table: StepTable, report: Report, reason: str | None) -> None:
+        self._out.lines(table.row(report, reason, self._above))
+        self._above = report
 
 
 _WIDE = 108
@@ -190,10 +196,13 @@ class StepTable:
         )
         yield line(" ", *self._cells(cells, ""))
 
-    def row(self, report: Report, passed_over: str | None = None) -> Iterator[Line]:
+    def row(
+        self, report: Report, passed_over: str | None = None, above: Report | None = None
+    ) -> Iterator[Line]:
         """One step: a row, and its reason beside or below it.
 
-        `passed_over` is why `pick` refused it, None where it did not.
+        `passed_over` is why `pick` refused it, None where it did not. What the step of the row
+        above lacks as well is not repeated where it takes a line of its own.
         """
         state = step_state(report, passed_over=passed_over is not None)
         mark = STEP_MARKS[state]
@@ -215,8 +224,10 @@ class StepTable:
         row = line(glyph, *self._cells((*cells, words), mark.style), *pointer)
         below = ""
         if self.width is not None and row.width > self.width:
-            short, below = words.partition(" ")[0], words
-            row = line(glyph, *self._cells((*cells, f"{short} …"), mark.style), *pointer)
+            repeats = above is not None and state_words(above.state) == words
+            short = "as above" if repeats else f"{words.partition(' ')[0]} …"
+            below = "" if repeats else words
+            row = line(glyph, *self._cells((*cells, short), mark.style), *pointer)
         complete = report.verdict is Verdict.COMPLETE
         reason = passed_over if passed_over and complete else reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row
@@ -312,7 +323,7 @@ def ranks_word(world_size: WorldSize | None) -> str:
 def state_words(state: TrainState) -> str:
     """The train state of a step in a few words: all of it, or what it lacks."""
     held = state.held
-    missing = [kind for kind in STATE_KINDS if kind not in held]
+    missing = [kind for kind in KINDS_THAT_COUNT if kind not in held]
     if not held:
         return "-"
     if not missing:

@@ -180,7 +180,9 @@ def _by_store(found: ByStore) -> str:
 
 def _facts(report: Report, now_s: float) -> list[str]:
     number = "" if report.number is None else f"step {report.number}, "
-    held = f"{counted(report.n_tensors, 'tensor')} in {counted(report.n_records, 'record')}"
+    held = counted(report.n_records, "record")
+    if report.n_tensors:  # of rank files, `show` alone reads the names
+        held = f"{counted(report.n_tensors, 'tensor')} in {held}"
     read = f"{report.level.value} ({size(report.bytes_read)} read)"
     seen = f"checked: {read}; {_NOT_SEEN[report.level]}"
     if report.level is Level.CONTENT and report.seal is not None:

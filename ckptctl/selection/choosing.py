@@ -247,12 +247,13 @@ def _lacking(
     return None
 
 
-_KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
+KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
+"""The train state that a resume restores. A count of tokens is known by few trainers."""
 
 
 def absent_kinds(report: Report) -> tuple[str, ...]:
     """The kinds of train state that the step lacks, which it needs if an older step has them."""
-    return tuple(kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held)
+    return tuple(kind for kind in KINDS_THAT_COUNT if kind not in report.state.held)
 
 
 def demanded(chosen: Report, require: Collection[str], policy: PickPolicy) -> tuple[str, ...]:
@@ -261,8 +262,8 @@ def demanded(chosen: Report, require: Collection[str], policy: PickPolicy) -> tu
     `require`, and those that older steps have: a step may lack a kind only if they lack it
     too.
     """
-    absent = _KINDS_THAT_COUNT if policy.allow_missing_state else absent_kinds(chosen)
-    by_steps = set(_KINDS_THAT_COUNT).difference(absent)
+    absent = KINDS_THAT_COUNT if policy.allow_missing_state else absent_kinds(chosen)
+    by_steps = set(KINDS_THAT_COUNT).difference(absent)
     return tuple(kind for kind in STATE_KINDS if kind in by_steps or kind in require)
 
 

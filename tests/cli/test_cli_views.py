@@ -103,7 +103,15 @@ def test_what_a_step_lacks_is_named_at_every_width(width):
     _, *lines = rows(width, step, chosen=step.url)
     assert all(len(each) <= width for each in lines)
     assert lines[0].endswith("← pick")
-    assert "lacks scheduler, rng, dataloader, step, tokens" in "".join(lines)
+    assert "lacks scheduler, rng, dataloader, step" in "".join(lines)
+
+
+def test_what_every_step_lacks_is_written_once_where_it_takes_a_line():
+    newer, older = (report(step, state=state("model", "optimizer")) for step in (1200, 1100))
+    table = StepTable(newer, older.url, NOW_S, 80, unicode=True)
+    (row,) = text(table.row(older, above=newer))
+    assert row.endswith("  as above  ← pick")
+    assert len(text(table.row(older, above=report(1200)))) == 2
 
 
 def test_a_root_without_steps_says_so():
@@ -151,8 +159,9 @@ def test_quiet_scan_gives_the_chosen_step_and_usable_older_ones():
         ((), "-"),
         (STATE_KINDS, "all"),
         (("model",), "weights only"),
-        (("model", "optimizer", "scheduler", "rng", "step"), "lacks dataloader, tokens"),
-        (("model", "optimizer"), "lacks scheduler, rng, dataloader, step, tokens"),
+        (("model", "optimizer", "scheduler", "rng", "step"), "lacks dataloader"),
+        (("model", "optimizer", "scheduler", "rng", "dataloader", "step"), "all"),
+        (("model", "optimizer"), "lacks scheduler, rng, dataloader, step"),
     ],
 )
 def test_train_state_is_told_in_few_words(held, said):
@@ -172,6 +181,12 @@ def test_verify_says_times_and_sizes_readable_and_exact():
     assert "written by 8 ranks (by its shard files)" in lines
     lines = "\n".join(text(report_lines(report(1200), NOW_S - 3 * DAY_S, unicode=True)))
     assert "written in 3 days (do the clocks differ?), 2027-01-15 05:00:00 UTC" in lines
+
+
+def test_verify_counts_tensors_only_where_it_knows_them():
+    known, unknown = (report(1200, n_tensors=n, n_records=3) for n in (2, 0))
+    assert ", 2 tensors in 3 records" in "\n".join(text(report_lines(known, NOW_S, unicode=True)))
+    assert " files, 3 records\n" in "\n".join(text(report_lines(unknown, NOW_S, unicode=True)))
 
 
 def test_verify_says_how_deep_it_looked_and_what_was_not_seen():
