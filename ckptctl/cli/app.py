@@ -114,7 +114,7 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
     if isinstance(error, CkptctlError):
         return error
     if isinstance(error, Stopped):
-        return _Ended(error.exit_code)
+        return _Ended(error.exit_code, error.next_command)
     import typer
 
     if isinstance(error, typer.TyperException):
@@ -206,7 +206,8 @@ class _Ended(CkptctlError):
 
     code = "ended"
 
-    def __init__(self, exit_code: int) -> None:
+    def __init__(self, exit_code: int, next_command: str | None) -> None:
         name = signal.Signals(exit_code - 128).name
-        super().__init__(f"ended by {name}; no file was left half written")
+        message = f"ended by {name}; no file was left half written"
+        super().__init__(message, next_command=next_command)
         self.exit_code = exit_code

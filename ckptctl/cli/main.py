@@ -21,11 +21,12 @@ _NO_MEMORY = (
 
 
 class Stopped(BaseException):
-    """A signal asks us to stop."""
+    """A signal asks us to stop; a command that can be continued states how in `next_command`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.exit_code = 128 + number
+        self.next_command: str | None = None
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -167,22 +167,29 @@ def runbook(
         )
     repeated = [*(["--yes"] if yes else ()), *(["--dry-run"] if dry_run else ())]
     repeated += [] if transcript is None else ["--transcript", transcript]
+    inputs = [
+        *(f"OTHER_ROOTS={each}" for each in roots[1:]),
+        *(f"OPTIONAL_ROOTS={each}" for each in optional_root or ()),
+        *(given or ()),
+    ]
     with Notifier(notify, out) as notifier:
-        ran = run_runbook(
-            book,
-            roots[0],
-            _inputs(
-                [
-                    *(f"OTHER_ROOTS={each}" for each in roots[1:]),
-                    *(f"OPTIONAL_ROOTS={each}" for each in optional_root or ()),
-                    *(given or ()),
-                ]
-            ),
-            TerminalPrompts(out, yes=yes, dry_run=dry_run, repeated=repeated),
-            how=_how(dry_run=dry_run, new=new, go_on=go_on),
-            take_over=take_over,
-            storage=storage,
-        )
+        try:
+            ran = run_runbook(
+                book,
+                roots[0],
+                _inputs(inputs),
+                TerminalPrompts(out, yes=yes, dry_run=dry_run, repeated=repeated),
+                how=_how(dry_run=dry_run, new=new, go_on=go_on),
+                take_over=take_over,
+                storage=storage,
+            )
+        except Stopped as stopped:
+            if not dry_run:
+                words = ["runbook", "run", book.called, roots[0]]
+                # With --yes no command is taken from the record.
+                words += [f"--set={each}" for each in inputs] if yes else []
+                stopped.next_command = command_line(*words, *repeated, "--continue")
+            raise
         if transcript is not None:
             write_transcript(Path(transcript), ran.events, ran.step)
         if ran.exit_code or not ran.finished:

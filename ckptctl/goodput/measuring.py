@@ -44,7 +44,10 @@ class Measured:
         """Why there is no interval."""
         if self.n_steps < 2:
             return "fewer than two saves: how often this run saves cannot be measured yet"
-        return "how often this run saves is unknown: its steps carry the times of a copy"
+        return (
+            "how often this run saves is unknown: its steps are less than a second apart, perhaps "
+            "the times of a copy"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,9 @@ def test_ctrl_c_ends_the_command_and_the_run_goes_on_later(root):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130, said
+    (following,) = [each for each in said.splitlines() if each.startswith("next:  ")]
+    assert following.startswith(f"next:  ckptctl runbook run rb-7 {root} ")
+    assert following.endswith(" --yes --continue")
     again = run(root, "--yes", "--continue", *RESUME)
     assert again.returncode == 2
     assert "its result is unknown" in again.stderr
