@@ -58,7 +58,7 @@ def codes(findings: list[Finding]) -> list[str]:
         ((2, 2, 2), [((i, j, k), (1, 1, 1)) for i, j, k in product(range(2), repeat=3)]),
     ],
 )
-def test_chunks_that_fill_a_tensor_draw_no_finding(shape: tuple[int, ...], boxes: list[Box]):
+def test_chunks_that_fill_a_tensor_draw_no_finding(shape, boxes):
     assert check(shape, *boxes) == []
 
 
@@ -90,7 +90,7 @@ def test_a_gap_and_an_overlap_of_one_size_do_not_make_up_for_each_other():
 
 
 @pytest.mark.parametrize("box", [((6, 0), (4, 4)), ((0, 2), (8, 3)), ((9, 0), (0, 4))])
-def test_a_chunk_that_sticks_out_is_told_apart_from_the_gap_that_it_leaves(box: Box):
+def test_a_chunk_that_sticks_out_is_told_apart_from_the_gap_that_it_leaves(box):
     sound: list[Box] = [((0, 0), (8, 4))]
     (finding,) = check((8, 4), *sound, box)
     assert finding.code == "coverage.outside"
@@ -113,9 +113,7 @@ def test_sizes_below_zero_do_not_cancel():
         ((1,), [((1,), (0,))], "coverage.gap"),
     ],
 )
-def test_the_smallest_tensors_need_exactly_one_chunk(
-    shape: tuple[int, ...], boxes: list[Box], code: str
-):
+def test_the_smallest_tensors_need_exactly_one_chunk(shape, boxes, code):
     (finding,) = check(shape, *boxes)
     assert finding.code == code
     assert finding.message.startswith("1 of 1 elements")
@@ -240,16 +238,14 @@ def found(shape: Shape, boxes: list[Box]) -> list[tuple[str, int]]:
 
 @patient
 @given(tilings() | grids())
-def test_any_exact_tiling_is_sound(tiling: tuple[Shape, list[Box]]):
+def test_any_exact_tiling_is_sound(tiling):
     shape, boxes = tiling
     assert check(shape, *boxes) == []
 
 
 @patient
 @given(tilings() | grids(), st.data())
-def test_one_chunk_dropped_from_a_tiling_is_a_gap_of_its_size(
-    tiling: tuple[Shape, list[Box]], data: st.DataObject
-):
+def test_one_chunk_dropped_from_a_tiling_is_a_gap_of_its_size(tiling, data):
     shape, boxes = tiling
     index = data.draw(st.integers(0, len(boxes) - 1))
     (dropped,) = boxes[index : index + 1]
@@ -259,9 +255,7 @@ def test_one_chunk_dropped_from_a_tiling_is_a_gap_of_its_size(
 
 @patient
 @given(tilings() | grids(), st.data())
-def test_one_chunk_doubled_in_a_tiling_is_an_overlap_of_its_size(
-    tiling: tuple[Shape, list[Box]], data: st.DataObject
-):
+def test_one_chunk_doubled_in_a_tiling_is_an_overlap_of_its_size(tiling, data):
     shape, boxes = tiling
     doubled = data.draw(st.sampled_from(boxes))
     assert found(shape, [*boxes, doubled]) == [("coverage.overlap", prod(doubled[1]))]
@@ -270,9 +264,7 @@ def test_one_chunk_doubled_in_a_tiling_is_an_overlap_of_its_size(
 
 @patient
 @given(tilings() | grids(), st.data())
-def test_chunks_moved_about_are_counted_as_one_by_one(
-    tiling: tuple[Shape, list[Box]], data: st.DataObject
-):
+def test_chunks_moved_about_are_counted_as_one_by_one(tiling, data):
     shape, boxes = tiling
     for _ in range(data.draw(st.integers(1, 3))):
         index = data.draw(st.integers(0, len(boxes) - 1))
@@ -286,7 +278,7 @@ def test_chunks_moved_about_are_counted_as_one_by_one(
 
 @patient
 @given(st.data())
-def test_any_chunks_at_all_are_counted_as_one_by_one(data: st.DataObject):
+def test_any_chunks_at_all_are_counted_as_one_by_one(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     boxes = []
     for _ in range(data.draw(st.integers(0, 6))):

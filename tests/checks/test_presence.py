@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from itertools import accumulate
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -113,7 +112,7 @@ def test_many_missing_files_are_told_one_by_one_and_then_in_sum():
         ("__0_0\0.distcp", "contains a character that no shard file's name contains"),
     ],
 )
-def test_a_path_that_leads_out_of_the_step_is_unsafe_even_if_it_were_there(path: str, reason: str):
+def test_a_path_that_leads_out_of_the_step_is_unsafe_even_if_it_were_there(path, reason):
     assert escape_reason(path) == reason
     files = [FileInfo(path, 1_000)]
     (finding,) = check(one_tensor(ByteRange(path, 0, 100)), files=files)
@@ -124,7 +123,7 @@ def test_a_path_that_leads_out_of_the_step_is_unsafe_even_if_it_were_there(path:
 @pytest.mark.parametrize(
     "path", [".metadata", "a/__0_0.distcp", "%2e%2e/x", "...", "s3://other/x", "‥/x", "x" * 5_000]
 )
-def test_an_odd_path_that_stays_inside_is_only_missing(path: str):
+def test_an_odd_path_that_stays_inside_is_only_missing(path):
     assert escape_reason(path) is None
     (finding,) = check(one_tensor(ByteRange(path, 0, 100)))[:1]
     assert (finding.code, finding.where) == ("shard.missing", path)
@@ -166,7 +165,7 @@ def test_a_chunk_without_a_byte_range_is_told_once_for_all():
 @pytest.mark.parametrize(
     ("offset", "length"), [(-1, 100), (0, 0), (0, -5), (2**63 - 1, 100), (2**62, 2**62)]
 )
-def test_a_byte_range_that_no_file_can_hold_is_told(offset: int, length: int):
+def test_a_byte_range_that_no_file_can_hold_is_told(offset, length):
     (finding,) = check(one_tensor(ByteRange(FILE, offset, length)), files=listing({FILE: 0}))
     assert (finding.code, finding.where) == ("range.outside", FILE)
     assert f"{length:,} bytes from byte {offset:,} on" in finding.message
@@ -200,9 +199,7 @@ BOUNDS = st.tuples(st.integers(-1, 9), st.integers(-1, 5))
 
 @settings(deadline=None)
 @given(st.lists(BOUNDS, min_size=1, max_size=5), st.lists(st.integers(1, 4)), st.randoms())
-def test_any_byte_ranges_are_counted_as_byte_by_byte(
-    drawn: list[tuple[int, int]], lengths: list[int], random: Random
-):
+def test_any_byte_ranges_are_counted_as_byte_by_byte(drawn, lengths, random):
     """Ranges at random, and ranges that follow each other, in order and not."""
     following = [*zip(accumulate(lengths, initial=0), lengths, strict=False)]
     shuffled = random.sample(following, len(following))

@@ -50,7 +50,7 @@ def codes_below(root: Path) -> dict[str, set[str]]:
     return {folder: codes for folder, codes in found.items() if codes}
 
 
-def test_checkpoints_of_older_torch_versions_are_sound(dcp_versions: Path):
+def test_checkpoints_of_older_torch_versions_are_sound(dcp_versions):
     assert len(parts_below(dcp_versions)) == 66
     assert codes_below(dcp_versions) == {
         # Torch 2.2 saves replicas on rank 0 alone; others, and idle threads, leave empty files.
@@ -60,13 +60,13 @@ def test_checkpoints_of_older_torch_versions_are_sound(dcp_versions: Path):
     }
 
 
-def test_checkpoints_of_training_frameworks_are_sound(framework_roots: Path):
+def test_checkpoints_of_training_frameworks_are_sound(framework_roots):
     assert len(parts_below(framework_roots)) == 22
     assert codes_below(framework_roots) == {}
 
 
 @pytest.mark.torch
-def test_whatever_torch_writes_now_is_sound(checkpoints: Path):
+def test_whatever_torch_writes_now_is_sound(checkpoints):
     assert len(parts_below(checkpoints)) > 20
     assert codes_below(checkpoints) == {
         "no_crc_2/step_100": {"record.no-crc"},
@@ -78,7 +78,7 @@ def test_whatever_torch_writes_now_is_sound(checkpoints: Path):
 
 
 @pytest.mark.torch
-def test_whatever_the_hugging_face_writer_writes_is_sound(checkpoints: Path):
+def test_whatever_the_hugging_face_writer_writes_is_sound(checkpoints):
     folders = {path.parent for path in checkpoints.rglob("*.safetensors")}
     assert len(folders) == 4
     for folder in folders:

@@ -105,7 +105,7 @@ def some_tensor(step: Step) -> str:
     )
 
 
-def test_a_sound_step_draws_no_finding(step: Step):
+def test_a_sound_step_draws_no_finding(step):
     structure = look(step.folder, step.metadata)
     assert structure.findings == ()
     assert structure.values == ()
@@ -113,7 +113,7 @@ def test_a_sound_step_draws_no_finding(step: Step):
 
 
 @pytest.mark.parametrize("member", ["data.pkl", "version", "data/0"])
-def test_a_flipped_byte_of_a_member_is_a_wrong_checksum(step: Step, member: str):
+def test_a_flipped_byte_of_a_member_is_a_wrong_checksum(step, member):
     fqn = some_tensor(step)
     record = step.record(fqn)
     place = parse_directory(record, len(record)).find(member)
@@ -127,7 +127,7 @@ def test_a_flipped_byte_of_a_member_is_a_wrong_checksum(step: Step, member: str)
     assert finding.message.endswith(f"on: {member} in it")
 
 
-def test_a_flipped_byte_of_the_frame_is_a_framing_finding(step: Step):
+def test_a_flipped_byte_of_the_frame_is_a_framing_finding(step):
     fqn = some_tensor(step)
     for offset in (0, len(step.record(fqn)) - 1):
         step.flip(fqn, offset)
@@ -137,7 +137,7 @@ def test_a_flipped_byte_of_the_frame_is_a_framing_finding(step: Step):
     assert found(step.folder, step.metadata) == []
 
 
-def test_a_file_of_zeros_is_one_finding_that_counts(step: Step):
+def test_a_file_of_zeros_is_one_finding_that_counts(step):
     file = step.range_of(some_tensor(step)).file
     path = step.folder / file
     path.write_bytes(bytes(path.stat().st_size))
@@ -151,7 +151,7 @@ def test_a_file_of_zeros_is_one_finding_that_counts(step: Step):
     assert finding.message.endswith(": it does not end as an archive does")
 
 
-def test_a_dtype_that_the_metadata_denies_is_a_mismatch(step: Step):
+def test_a_dtype_that_the_metadata_denies_is_a_mismatch(step):
     fqn = some_tensor(step)
     n_chunks = len(step.metadata.tensors[fqn].chunks)
     findings = found(step.folder, step.with_tensor(fqn, dtype="float16"))
@@ -159,7 +159,7 @@ def test_a_dtype_that_the_metadata_denies_is_a_mismatch(step: Step):
     assert findings[0].message.endswith(": it holds bfloat16, but its metadata has float16")
 
 
-def test_a_shape_that_the_metadata_denies_is_a_mismatch(step: Step):
+def test_a_shape_that_the_metadata_denies_is_a_mismatch(step):
     fqn = some_tensor(step)
     chunks = [replace(c, sizes=(c.sizes[1], c.sizes[0])) for c in step.metadata.tensors[fqn].chunks]
     shape = step.metadata.tensors[fqn].shape
@@ -174,7 +174,7 @@ def test_a_shape_that_the_metadata_denies_is_a_mismatch(step: Step):
     assert "it holds a tensor of shape (" in findings[0].message
 
 
-def test_the_record_of_a_bytes_entry_in_the_place_of_a_tensor_is_a_mismatch(step: Step):
+def test_the_record_of_a_bytes_entry_in_the_place_of_a_tensor_is_a_mismatch(step):
     fqn = some_tensor(step)
     entry = step.metadata.tensors[fqn]
     one = next(iter(step.metadata.bytes_entries.values()))
@@ -185,7 +185,7 @@ def test_the_record_of_a_bytes_entry_in_the_place_of_a_tensor_is_a_mismatch(step
     assert ": it holds no tensor: " in finding.message
 
 
-def test_a_range_that_begins_or_ends_elsewhere_is_no_archive(step: Step):
+def test_a_range_that_begins_or_ends_elsewhere_is_no_archive(step):
     fqn = some_tensor(step)
     entry = step.metadata.tensors[fqn]
     for offset, length in ((1, -1), (0, -1), (0, 1), (1, 0)):
@@ -199,7 +199,7 @@ def test_a_range_that_begins_or_ends_elsewhere_is_no_archive(step: Step):
         assert finding.code == "record.framing"
 
 
-def test_files_that_are_missing_short_or_links_are_passed_over(step: Step):
+def test_files_that_are_missing_short_or_links_are_passed_over(step):
     whole = look(step.folder, step.metadata)
     listed = LocalStore(str(step.folder)).list_tree()
     (first,) = (file for file in listed if file.path == FILE)
@@ -211,7 +211,7 @@ def test_files_that_are_missing_short_or_links_are_passed_over(step: Step):
         assert 0 < structure.n_records < whole.n_records
 
 
-def test_a_file_that_shrinks_after_the_listing_is_a_storage_error(step: Step):
+def test_a_file_that_shrinks_after_the_listing_is_a_storage_error(step):
     files = LocalStore(str(step.folder)).list_tree()
     path = step.folder / step.range_of(some_tensor(step)).file
     path.write_bytes(path.read_bytes()[:-100])
@@ -219,7 +219,7 @@ def test_a_file_that_shrinks_after_the_listing_is_a_storage_error(step: Step):
         look(step.folder, step.metadata, files=files)
 
 
-def test_the_place_of_a_finding_is_relative_to_the_step(step: Step):
+def test_the_place_of_a_finding_is_relative_to_the_step(step):
     fqn = some_tensor(step)
     step.flip(fqn, 0)
     store = LocalStore(str(step.folder.parent))
@@ -304,7 +304,7 @@ def part_of(folder: Path, shape: tuple[int, ...], *records: bytes) -> Metadata:
     )
 
 
-def test_records_that_are_made_here_are_sound(tmp_path: Path):
+def test_records_that_are_made_here_are_sound(tmp_path):
     for shape in ((), (0,), (3,), (2, 3)):
         assert found(tmp_path, part_of(tmp_path, shape, tensor_record(shape))) == []
 
@@ -323,20 +323,18 @@ def test_records_that_are_made_here_are_sound(tmp_path: Path):
         ({"key": "../version"}, "it holds no elements: data/../version is missing"),
     ],
 )
-def test_a_tensor_that_does_not_fit_its_elements_is_a_mismatch(
-    tmp_path: Path, says: dict[str, object], reason: str
-):
+def test_a_tensor_that_does_not_fit_its_elements_is_a_mismatch(tmp_path, says, reason):
     (finding,) = found(tmp_path, part_of(tmp_path, (2, 3), tensor_record((2, 3), **says)))
     assert (finding.code, finding.where) == ("record.mismatch", FILE)
     assert reason in finding.message
 
 
-def test_strides_other_than_row_by_row_are_sound(tmp_path: Path):
+def test_strides_other_than_row_by_row_are_sound(tmp_path):
     record = tensor_record((2, 3), strides=(1, 2))
     assert found(tmp_path, part_of(tmp_path, (2, 3), record)) == []
 
 
-def test_a_record_that_asks_for_code_is_unsafe_and_nothing_has_run(tmp_path: Path):
+def test_a_record_that_asks_for_code_is_unsafe_and_nothing_has_run(tmp_path):
     record = tensor_record((2, 3), rebuild="os\nsystem\n")
     (finding,) = found(tmp_path, part_of(tmp_path, (2, 3), record))
     assert (finding.code, finding.where) == ("record.unsafe", FILE)
@@ -344,7 +342,7 @@ def test_a_record_that_asks_for_code_is_unsafe_and_nothing_has_run(tmp_path: Pat
     assert verdict_of([finding]) is Verdict.UNSAFE
 
 
-def test_a_pickle_too_long_for_a_tensor_is_a_mismatch(tmp_path: Path):
+def test_a_pickle_too_long_for_a_tensor_is_a_mismatch(tmp_path):
     for n_bytes in (100_000, 3_000_000):
         members = members_of(tensor_record((2, 3)))
         members[0] = Made("data.pkl", bytes(n_bytes))
@@ -353,20 +351,20 @@ def test_a_pickle_too_long_for_a_tensor_is_a_mismatch(tmp_path: Path):
         assert "its pickle is too long for a tensor" in finding.message
 
 
-def test_a_tensor_of_a_class_of_its_own_is_not_supported_and_not_unsafe(tmp_path: Path):
+def test_a_tensor_of_a_class_of_its_own_is_not_supported_and_not_unsafe(tmp_path):
     record = tensor_record((2, 3), rebuild="torch._utils\n_rebuild_wrapper_subclass\n")
     (finding,) = found(tmp_path, part_of(tmp_path, (2, 3), record))
     assert finding.code == "format.unsupported"
 
 
-def test_records_without_checksums_are_one_remark_that_counts(tmp_path: Path):
+def test_records_without_checksums_are_one_remark_that_counts(tmp_path):
     bare = archive([replace(m, crc=0) for m in members_of(tensor_record((2, 3)))])
     part = part_of(tmp_path, (2, 3), bare, bare, tensor_record((2, 3)))
     (finding,) = found(tmp_path, part)
     assert (finding.code, finding.message) == ("record.no-crc", "2 records saved without checksums")
 
 
-def test_one_record_in_another_byte_order_is_a_mismatch(tmp_path: Path):
+def test_one_record_in_another_byte_order_is_a_mismatch(tmp_path):
     little, big = tensor_record((3,)), tensor_record((3,), byte_order=b"big")
     (finding,) = found(tmp_path, part_of(tmp_path, (3,), little, big, little))
     assert finding.code == "record.mismatch"
@@ -376,7 +374,7 @@ def test_one_record_in_another_byte_order_is_a_mismatch(tmp_path: Path):
     )
 
 
-def test_a_step_of_a_big_endian_machine_is_sound_and_its_values_say_so(tmp_path: Path):
+def test_a_step_of_a_big_endian_machine_is_sound_and_its_values_say_so(tmp_path):
     part = part_of(tmp_path, (), *[tensor_record((), byte_order=b"big")] * 2)
     structure = look(tmp_path, part, wanted=lambda fqn: fqn == "w1")
     assert structure.findings == ()
@@ -384,13 +382,13 @@ def test_a_step_of_a_big_endian_machine_is_sound_and_its_values_say_so(tmp_path:
     assert (value.fqn, value.byte_order) == ("w1", "big")
 
 
-def test_an_unknown_byte_order_is_a_framing_finding(tmp_path: Path):
+def test_an_unknown_byte_order_is_a_framing_finding(tmp_path):
     record = tensor_record((3,), byte_order=b"middle")
     (finding,) = found(tmp_path, part_of(tmp_path, (3,), record))
     assert finding.code == "record.framing"
 
 
-def test_bytes_that_a_planner_pickled_itself_are_a_remark(tmp_path: Path):
+def test_bytes_that_a_planner_pickled_itself_are_a_remark(tmp_path):
     at, _ = put(tmp_path, b"\x80\x04]q\0.", tensor_record((3,)))
     (finding,) = found(tmp_path, metadata(BytesEntry("lr", at)))
     assert finding.code == "format.no-checksums"
@@ -399,9 +397,7 @@ def test_bytes_that_a_planner_pickled_itself_are_a_remark(tmp_path: Path):
     assert [f.code for f in found(tmp_path, part)] == ["record.framing"]
 
 
-def test_what_torch_wrote_before_it_wrote_archives_is_not_supported_and_not_damaged(
-    tmp_path: Path,
-):
+def test_what_torch_wrote_before_it_wrote_archives_is_not_supported_and_not_damaged(tmp_path):
     magic = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
     record = magic + b"\x80\x02M\xe9\x03." + bytes(600)
     at, _ = put(tmp_path, record, tensor_record((3,)))
@@ -411,7 +407,7 @@ def test_what_torch_wrote_before_it_wrote_archives_is_not_supported_and_not_dama
     assert "before torch 1.6" in finding.message
 
 
-def test_a_bytes_entry_of_garbage_is_a_framing_finding(tmp_path: Path):
+def test_a_bytes_entry_of_garbage_is_a_framing_finding(tmp_path):
     for data in (b"", b"garbage", bytes(3_000), b"\x80\x04 cut short"):
         (at,) = put(tmp_path, data + b"!")
         assert [f.code for f in found(tmp_path, metadata(BytesEntry("lr", at)))] == [
@@ -419,9 +415,7 @@ def test_a_bytes_entry_of_garbage_is_a_framing_finding(tmp_path: Path):
         ]
 
 
-def test_compressed_records_are_a_remark_and_their_beginning_is_looked_at(
-    dcp_versions: Path, copy_of: Callable[[Path], Path]
-):
+def test_compressed_records_are_a_remark_and_their_beginning_is_looked_at(dcp_versions, copy_of):
     folder = copy_of(dcp_versions / "torch-2.9.1/zstd-2/step_10")
     step = Step(folder, decode_metadata((folder / ".metadata").read_bytes()))
     (finding,) = found(folder, step.metadata)
@@ -437,7 +431,7 @@ def test_compressed_records_are_a_remark_and_their_beginning_is_looked_at(
     assert note.message.startswith(f"{n_records - 1} records ")
 
 
-def test_records_that_went_through_something_unknown_cannot_be_verified(tmp_path: Path):
+def test_records_that_went_through_something_unknown_cannot_be_verified(tmp_path):
     at, *_ = put(tmp_path, tensor_record((3,)))
     through = replace(at, transforms=("stream.zstd/1", "cipher/3"))
     part = metadata(tensor("w", (3,), ((0,), (3,)), ranges=[through]))
@@ -449,7 +443,7 @@ def test_records_that_went_through_something_unknown_cannot_be_verified(tmp_path
     )
 
 
-def test_small_values_that_were_asked_for_are_handed_out(step: Step):
+def test_small_values_that_were_asked_for_are_handed_out(step):
     large = some_tensor(step)
     structure = look(
         step.folder,
@@ -471,7 +465,7 @@ def test_small_values_that_were_asked_for_are_handed_out(step: Step):
     assert large not in values
 
 
-def test_values_of_records_with_wrong_checksums_are_not_handed_out(step: Step):
+def test_values_of_records_with_wrong_checksums_are_not_handed_out(step):
     fqn = next(fqn for fqn in step.metadata.tensors if fqn.endswith(".step"))
     record = step.record(fqn)
     place = parse_directory(record, len(record)).find("data/0")
@@ -482,7 +476,7 @@ def test_values_of_records_with_wrong_checksums_are_not_handed_out(step: Step):
     assert [f.code for f in structure.findings] == ["record.crc"]
 
 
-def test_the_tail_of_a_record_and_the_head_of_the_next_are_one_read(tmp_path: Path):
+def test_the_tail_of_a_record_and_the_head_of_the_next_are_one_read(tmp_path):
     record = tensor_record((50_000,))
     part = part_of(tmp_path, (50_000,), *[record] * 10)
     store = Counting(LocalStore(str(tmp_path)), [])
@@ -502,7 +496,7 @@ def test_reads_are_counted_as_far_as_decides_the_level():
     assert n_structure_reads(Ranges([part])) == MAX_QUICK_READS + 1
 
 
-def test_small_records_are_read_together_in_pieces_of_64_kilobytes(tmp_path: Path):
+def test_small_records_are_read_together_in_pieces_of_64_kilobytes(tmp_path):
     record = tensor_record((8,))
     n = 1_000
     part = part_of(tmp_path, (8,), *[record] * n)
@@ -515,9 +509,7 @@ def test_small_records_are_read_together_in_pieces_of_64_kilobytes(tmp_path: Pat
 
 @pytest.mark.torch
 @pytest.mark.parametrize("alignment", [1, 64, 4_096])
-def test_records_of_any_alignment_are_sound_and_the_farther_ones_read_twice(
-    tmp_path: Path, alignment: int
-):
+def test_records_of_any_alignment_are_sound_and_the_farther_ones_read_twice(tmp_path, alignment):
     import torch
     from torch.utils.serialization import config
 
@@ -529,7 +521,7 @@ def test_records_of_any_alignment_are_sound_and_the_farther_ones_read_twice(
     assert structure.n_reads == (3 if alignment <= 64 else 6)
 
 
-def test_a_long_directory_takes_a_second_read(tmp_path: Path):
+def test_a_long_directory_takes_a_second_read(tmp_path):
     members = [Made("data.pkl", b"x" * 50_000), Made("byteorder", b"little")]
     members += [Made(f"data/{i}", bytes(100)) for i in range(1_000)]
     members += [Made("version", b"3\n"), Made(".data/serialization_id", b"0" * 40)]
@@ -540,7 +532,7 @@ def test_a_long_directory_takes_a_second_read(tmp_path: Path):
     assert structure.n_bytes < at.length / 2
 
 
-def test_a_long_pickle_is_read_when_it_is_wanted(tmp_path: Path):
+def test_a_long_pickle_is_read_when_it_is_wanted(tmp_path):
     pickle = b"\x80\x02" + b"x" * 60_000
     members = [Made("data.pkl", pickle), Made("data/0", bytes(100_000)), Made("version", b"3\n")]
     (at,) = put(tmp_path, archive(members))
@@ -550,14 +542,14 @@ def test_a_long_pickle_is_read_when_it_is_wanted(tmp_path: Path):
     assert value.data == pickle
 
 
-def test_a_pickle_too_long_for_a_step_number_is_not_handed_out(tmp_path: Path):
+def test_a_pickle_too_long_for_a_step_number_is_not_handed_out(tmp_path):
     members = [Made("data.pkl", b"x" * 70_000), Made("version", b"3\n")]
     (at,) = put(tmp_path, archive(members))
     structure = look(tmp_path, metadata(BytesEntry("loader", at)), wanted=lambda _: True)
     assert structure.values == ()
 
 
-def test_many_damaged_files_are_told_one_by_one_and_then_in_sum(tmp_path: Path):
+def test_many_damaged_files_are_told_one_by_one_and_then_in_sum(tmp_path):
     tensors: list[TensorEntry] = []
     for i in range(30):
         name = f"__{i:02}_0.distcp"
@@ -571,7 +563,7 @@ def test_many_damaged_files_are_told_one_by_one_and_then_in_sum(tmp_path: Path):
     )
 
 
-def test_ranges_that_overlap_are_still_looked_at(tmp_path: Path):
+def test_ranges_that_overlap_are_still_looked_at(tmp_path):
     record = tensor_record((50_000,))
     at, *_ = put(tmp_path, record)
     boxes = [((0,), (50_000,)), ((50_000,), (50_000,))]

@@ -22,7 +22,7 @@ def written(metadata: float | None, *shards: float | None) -> dict[str, float | 
     return {".metadata": metadata, **dict(zip(NAMES, shards, strict=False))}
 
 
-def test_a_shard_of_a_later_save_among_older_ones_is_told() -> None:
+def test_a_shard_of_a_later_save_among_older_ones_is_told():
     assert codes(written(1000, 990, 4000, 995)) == [("shard.newer", "__1_0.distcp")]
     assert codes(written(1000, 990, 4000, 4400), "pp0") == [("shard.newer", "pp0/__1_0.distcp")]
 
@@ -41,9 +41,9 @@ def test_a_shard_of_a_later_save_among_older_ones_is_told() -> None:
         ("a file that no metadata names", {**written(1000, 990, 991, 992), "__9_0.distcp": 9000}),
     ],
 )
-def test_sound_steps_and_their_copies_draw_nothing(why: str, times: dict[str, float]) -> None:
+def test_sound_steps_and_their_copies_draw_nothing(why, times):
     assert codes(times) == [], why
 
 
-def test_it_is_a_warning_and_no_verdict() -> None:
+def test_it_is_a_warning_and_no_verdict():
     assert (CODES["shard.newer"].severity, CODES["shard.newer"].verdict) == (Severity.WARNING, None)

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,7 +73,7 @@ def loaded(record: bytes, saved: torch.Tensor) -> Loaded:
 
 
 @pytest.mark.parametrize("with_crcs", [True, False])
-def test_no_flipped_bit_around_the_elements_is_missed(tmp_path: Path, with_crcs: bool):
+def test_no_flipped_bit_around_the_elements_is_missed(tmp_path, with_crcs):
     import torch
 
     saved = torch.arange(10_000, dtype=torch.float32).reshape(100, 100)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -306,7 +306,7 @@ CARRIED: Sequence[tuple[tuple[str, ...], str]] = [
 
 @pytest.mark.parametrize(("words", "following"), CARRIED, ids=lambda each: " ".join(each)[:40])
 def test_a_next_command_repeats_the_conditions_of_the_answer(
-    ckptctl: Callable, broken_root: Path, words: tuple[str, ...], following: str
+    ckptctl, broken_root, words, following
 ):
     (broken_root.parent / "m.jsonl").touch()
     done = ckptctl(*words)

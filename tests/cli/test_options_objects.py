@@ -174,9 +174,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_that_a_command_offers_arrives_where_it_decides(
-    name: str, sealed_root: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_every_option_that_a_command_offers_arrives_where_it_decides(name, sealed_root, capsys):
     words, kinds = COMMANDS[name]
     there, own = offered(words[0]), OWN.get(name, set())
     if name == "reshard":
@@ -204,9 +202,7 @@ def test_every_option_that_a_command_offers_arrives_where_it_decides(
             assert values == taken[kind], (name, kind)
 
 
-def test_preflight_compares_the_newest_steps_under_the_requirements_of_the_choice(
-    sealed_root: Path,
-):
+def test_preflight_compares_the_newest_steps_under_the_requirements_of_the_choice(sealed_root):
     requirements = Requirements(require_seal=True, key=KEY, marks="marks.jsonl", grace_s=7)
     with watched() as seen:
         ckptctl.preflight(
@@ -232,7 +228,7 @@ KEYWORDS = {
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_the_keywords_of_a_function_are_the_fields_of_its_objects(name: str):
+def test_the_keywords_of_a_function_are_the_fields_of_its_objects(name):
     stated = get_type_hints(getattr(options_module, name))
     hints = {
         key: value

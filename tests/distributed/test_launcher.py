@@ -105,7 +105,7 @@ def test_nothing_is_invented_where_nothing_is_said():
 
 
 @pytest.mark.parametrize("value", ["", "-1", "two", "1.5", "²", "0x3", "9" * 5000])
-def test_a_number_that_is_none_is_one_that_is_not_there(value: str):
+def test_a_number_that_is_none_is_one_that_is_not_there(value):
     assert cluster_context({**SLURM, "SLURM_RESTART_COUNT": value}).requeues is None
 
 
@@ -118,7 +118,7 @@ def test_the_document_holds_every_field_and_a_date_for_the_end():
 @given(
     st.dictionaries(st.sampled_from(sorted({**SLURM, **TORCHRUN, "HOSTNAME": ""})), st.text()),
 )
-def test_whatever_is_in_the_environment_the_answer_is_a_document(told: dict[str, str]):
+def test_whatever_is_in_the_environment_the_answer_is_a_document(told):
     found = cluster_context(told)
     assert json.loads(json.dumps(found.document(), allow_nan=False)) == found.document()
     assert found.sentence

@@ -12,7 +12,7 @@ from ckptctl.distributed.process_group import RankOutcome
 pytestmark = pytest.mark.torch
 
 
-def test_an_error_of_any_class_is_raised_again_with_its_fields() -> None:
+def test_an_error_of_any_class_is_raised_again_with_its_fields():
     kinds = set(every_error())
     assert len(kinds) > 40
     for kind in kinds:

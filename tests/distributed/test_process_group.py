@@ -118,7 +118,7 @@ def test_what_a_training_process_starts_stays_out_of_its_job():
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_torchrun_gives_one_report_in_which_every_byte_is_proven(step: Path, tmp_path: Path):
+def test_torchrun_gives_one_report_in_which_every_byte_is_proven(step, tmp_path):
     report_file = tmp_path / "report.json"
     done = subprocess.run(
         [*TORCHRUN, "verify", step, "--level", "content", "--json", "--report", report_file],
@@ -136,7 +136,7 @@ def test_torchrun_gives_one_report_in_which_every_byte_is_proven(step: Path, tmp
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_all_processes_end_with_the_code_that_the_bytes_of_two_of_them_give(step: Path):
+def test_all_processes_end_with_the_code_that_the_bytes_of_two_of_them_give(step):
     damage(step)
     with processes(step, "--json") as started:
         said = [process.communicate() for process in started]
@@ -151,9 +151,7 @@ def test_all_processes_end_with_the_code_that_the_bytes_of_two_of_them_give(step
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
-def test_a_process_that_is_killed_is_an_error_in_all_others_and_never_a_pass(
-    step: Path, tmp_path: Path, lost: int
-):
+def test_a_process_that_is_killed_is_an_error_in_all_others_and_never_a_pass(step, tmp_path, lost):
     make_huge(step)
     report_file = tmp_path / "report.json"
     with processes(step, "--report", report_file) as started:
@@ -207,7 +205,7 @@ with joined(launched_rank(os.environ)) as group:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_the_error_of_one_process_ends_the_work_of_all_and_names_its_rank(tmp_path: Path):
+def test_the_error_of_one_process_ends_the_work_of_all_and_names_its_rank(tmp_path):
     (tmp_path / "sharing.py").write_text(SHARING)
     done = subprocess.run(
         [*TORCHRUN[:-2], tmp_path / "sharing.py"],
@@ -252,9 +250,7 @@ UNSEEN_SOURCE = (
 @pytest.mark.parametrize(
     ("code", "blind"), [(UNSEEN, 0), (UNSEEN, 2), (UNSEEN_SOURCE, 2)], ids=["0", "2", "reshard"]
 )
-def test_a_process_that_does_not_find_the_step_ends_all_with_its_error(
-    step: Path, tmp_path: Path, code: str, blind: int
-):
+def test_a_process_that_does_not_find_the_step_ends_all_with_its_error(step, tmp_path, code, blind):
     (tmp_path / "unseen.py").write_text(code)
     missing = tmp_path / "step_5"
     done = subprocess.run(

@@ -86,7 +86,7 @@ def changed(record: bytes, change: Change) -> bytes:
 
 
 def test_records_of_old_and_new_torch_are_read_whole_and_match_their_checksums(
-    new_records: list[bytes], old_records: list[bytes]
+    new_records, old_records
 ):
     for data in new_records + old_records:
         directory, view = whole(data)
@@ -98,23 +98,19 @@ def test_records_of_old_and_new_torch_are_read_whole_and_match_their_checksums(
         assert read_member(directory, "byteorder", view) == b"little"
 
 
-def test_one_kilobyte_of_tail_holds_the_directory_of_a_tensor(
-    new_records: list[bytes], old_records: list[bytes]
-):
+def test_one_kilobyte_of_tail_holds_the_directory_of_a_tensor(new_records, old_records):
     for data in new_records + old_records:
         tail = data[-TAIL:]
         assert tail_needed(tail, len(data)) <= TAIL
         assert parse_directory(tail, len(data)) == parse_directory(data, len(data))
 
 
-def test_the_archives_that_these_tests_build_are_those_of_torch(
-    new_records: list[bytes], old_records: list[bytes]
-):
+def test_the_archives_that_these_tests_build_are_those_of_torch(new_records, old_records):
     for data in new_records + old_records:
         assert archive(members_of(data)) == data
 
 
-def test_a_tail_shorter_than_the_directory_says_how_much_it_needs(record: bytes):
+def test_a_tail_shorter_than_the_directory_says_how_much_it_needs(record):
     with pytest.raises(RecordUnreadable, match="was not read"):
         parse_directory(record[-98:], len(record))
     needed = tail_needed(record[-98:], len(record))
@@ -123,7 +119,7 @@ def test_a_tail_shorter_than_the_directory_says_how_much_it_needs(record: bytes)
         parse_directory(record[-needed + 1 :], len(record))
 
 
-def test_only_the_headers_that_were_read_are_checked(record: bytes):
+def test_only_the_headers_that_were_read_are_checked(record):
     directory = parse_directory(record, len(record))
     data = directory.find("data/0")
     assert data is not None
@@ -133,7 +129,7 @@ def test_only_the_headers_that_were_read_are_checked(record: bytes):
         check_headers(directory, View(len(record), broken[: data.start], broken[-TAIL:]))
 
 
-def test_a_member_that_was_read_in_part_is_not_handed_out(record: bytes):
+def test_a_member_that_was_read_in_part_is_not_handed_out(record):
     directory = parse_directory(record, len(record))
     data = directory.find("data/0")
     assert data is not None
@@ -143,14 +139,14 @@ def test_a_member_that_was_read_in_part_is_not_handed_out(record: bytes):
     assert wrong_crcs(directory, view) == ()
 
 
-def test_a_flipped_byte_of_a_member_is_a_wrong_checksum(record: bytes):
+def test_a_flipped_byte_of_a_member_is_a_wrong_checksum(record):
     directory = parse_directory(record, len(record))
     for member in directory.members:
         broken = changed(record, lambda r, at=member.start: flip(r, at))
         assert wrong_crcs(directory, View(len(record), broken, broken)) == (member.name,)
 
 
-def test_a_record_saved_without_checksums_is_known_by_its_version(record: bytes):
+def test_a_record_saved_without_checksums_is_known_by_its_version(record):
     bare = archive([replace(member, crc=0) for member in members_of(record)])
     directory, view = whole(bare)
     check_headers(directory, view)
@@ -158,7 +154,7 @@ def test_a_record_saved_without_checksums_is_known_by_its_version(record: bytes)
     assert wrong_crcs(directory, view) == ()
 
 
-def test_an_empty_tensor_has_a_member_without_bytes(record: bytes):
+def test_an_empty_tensor_has_a_member_without_bytes(record):
     members = [replace(m, data=b"") if m.name == "data/0" else m for m in members_of(record)]
     directory, view = whole(archive(members))
     check_headers(directory, view)
@@ -167,7 +163,7 @@ def test_an_empty_tensor_has_a_member_without_bytes(record: bytes):
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 21, 97])
-def test_what_is_shorter_than_any_archive_is_refused(record: bytes, n_bytes: int):
+def test_what_is_shorter_than_any_archive_is_refused(record, n_bytes):
     assert refusal(record[-n_bytes:] if n_bytes else b"") == (
         f"it is {n_bytes} bytes, an archive has at least 98"
     )
@@ -204,7 +200,7 @@ END = {
 
 
 @pytest.mark.parametrize("field", END)
-def test_each_field_at_the_end_that_is_flipped_is_told(record: bytes, field: str):
+def test_each_field_at_the_end_that_is_flipped_is_told(record, field):
     from_end, n_bytes, said = END[field]
     for i in range(n_bytes):
         broken = changed(record, lambda r, i=i: flip(r, len(r) - from_end + i))
@@ -241,7 +237,7 @@ LOCAL = {
 
 
 @pytest.mark.parametrize("field", ENTRY)
-def test_each_field_of_a_directory_entry_that_is_flipped_is_told(record: bytes, field: str):
+def test_each_field_of_a_directory_entry_that_is_flipped_is_told(record, field):
     offset, n_bytes = ENTRY[field]
     for position in entries_of(record):
         for i in range(n_bytes):
@@ -249,7 +245,7 @@ def test_each_field_of_a_directory_entry_that_is_flipped_is_told(record: bytes, 
 
 
 @pytest.mark.parametrize("field", LOCAL)
-def test_each_field_of_a_local_header_that_is_flipped_is_told(record: bytes, field: str):
+def test_each_field_of_a_local_header_that_is_flipped_is_told(record, field):
     offset, n_bytes = LOCAL[field]
     for member in parse_directory(record, len(record)).members:
         for i in range(n_bytes):
@@ -258,7 +254,7 @@ def test_each_field_of_a_local_header_that_is_flipped_is_told(record: bytes, fie
             assert f"{member.name!r}" in said
 
 
-def test_each_byte_of_a_descriptor_that_is_flipped_is_told(record: bytes):
+def test_each_byte_of_a_descriptor_that_is_flipped_is_told(record):
     for member in parse_directory(record, len(record)).members:
         assert member.following - member.end == 16
         for at in range(member.end, member.following):
@@ -301,21 +297,19 @@ def rebuilt(record: bytes, member: str, /, **changes: object) -> bytes:
         ({"flags": 0x0800}, "bytes has flags 0x0800"),
     ],
 )
-def test_a_member_that_torch_would_not_write_is_refused(
-    record: bytes, changes: dict[str, object], said: str
-):
+def test_a_member_that_torch_would_not_write_is_refused(record, changes, said):
     assert said in refusal(rebuilt(record, "data/0", **changes))
 
 
 @pytest.mark.parametrize("name", ["version", "data.pkl"])
-def test_an_archive_without_the_members_that_torch_needs_is_refused(record: bytes, name: str):
+def test_an_archive_without_the_members_that_torch_needs_is_refused(record, name):
     members = [member for member in members_of(record) if member.name != name]
     assert refusal(archive(members)) == (
         "it holds no `version` and `data.pkl`, as torch's archives do"
     )
 
 
-def test_bytes_before_or_after_an_archive_are_refused(record: bytes):
+def test_bytes_before_or_after_an_archive_are_refused(record):
     assert refusal(b"junk" + record)
     assert refusal(record + b"junk")
     assert refusal(archive(members_of(record), prefix=b"junk")) == (
@@ -323,29 +317,29 @@ def test_bytes_before_or_after_an_archive_are_refused(record: bytes):
     )
 
 
-def test_two_archives_in_one_range_are_refused(record: bytes):
+def test_two_archives_in_one_range_are_refused(record):
     assert "contradict each other" in refusal(record + record)
     second = archive(members_of(record), prefix=record)
     assert refusal(second) == f"{len(record):,} bytes lie before its first member"
 
 
-def test_an_end_inside_a_comment_is_refused(record: bytes):
+def test_an_end_inside_a_comment_is_refused(record):
     commented = changed(record, lambda r: r.__setitem__(slice(-2, None), b"\x16\0"))
     assert refusal(commented + record[-22:])
 
 
-def test_members_that_overlap_or_leave_a_gap_are_refused(record: bytes):
+def test_members_that_overlap_or_leave_a_gap_are_refused(record):
     data = next(m for m in members_of(record) if m.name == "data/0")
     for wrong in (len(data.data) - 1, len(data.data) + 1):
         assert refusal(rebuilt(record, "data/0", size=wrong))
 
 
-def test_two_sizes_of_one_member_are_refused(record: bytes):
+def test_two_sizes_of_one_member_are_refused(record):
     said = refusal(rebuilt(record, "data/0", stored=1))
     assert said.startswith("its member 'data/0' has two sizes, ")
 
 
-def test_zip64_fields_that_lie_are_refused(record: bytes):
+def test_zip64_fields_that_lie_are_refused(record):
     data = next(m for m in members_of(record) if m.name == "data/0")
     wide = rebuilt(record, "data/0", zip64=True, size=2**62)
     assert "does not end where the next one begins" in refusal(wide)
@@ -357,7 +351,7 @@ def test_zip64_fields_that_lie_are_refused(record: bytes):
 
 
 @pytest.mark.parametrize("n_members", [0, 6, 8, 65_536, 2**40])
-def test_a_wrong_number_of_members_is_refused(record: bytes, n_members: int):
+def test_a_wrong_number_of_members_is_refused(record, n_members):
     data = bytearray(record)
     struct.pack_into("<2Q", data, len(data) - 74, n_members, n_members)
     struct.pack_into("<2H", data, len(data) - 14, *[min(n_members, 0xFFFF)] * 2)
@@ -395,7 +389,7 @@ def test_many_members_are_read_in_time_linear_in_their_number():
         (".data/serialization_id", b"\xff" * 40),
     ],
 )
-def test_a_text_that_torch_cannot_read_is_refused(record: bytes, name: str, text: bytes):
+def test_a_text_that_torch_cannot_read_is_refused(record, name, text):
     said = refusal(rebuilt(record, name, data=text))
     assert said == f"its {name} is {text!r}"
 

@@ -128,14 +128,14 @@ def only_one_each(shards: list[Shard]) -> tuple[Shard, ...]:
 
 @STEADY
 @given(layout=layouts())
-def test_any_save_is_read_the_same(layout: Layout) -> None:
+def test_any_save_is_read_the_same(layout):
     decoded = assert_shapes_change_nothing(dumped(layout))
     assert isinstance(decoded, dict)
 
 
 @STEADY
 @given(layout=layouts(), seed=st.integers(0, 2**32))
-def test_any_save_that_was_damaged_is_read_or_refused_the_same(layout: Layout, seed: int) -> None:
+def test_any_save_that_was_damaged_is_read_or_refused_the_same(layout, seed):
     data = dumped(layout)
     chance = random.Random(seed)
     for _ in range(10):
@@ -191,7 +191,7 @@ LARGE = {
         for name in LARGE
     ],
 )
-def test_large_saves_are_read_the_same_across_frames_batches_and_windows(name: str) -> None:
+def test_large_saves_are_read_the_same_across_frames_batches_and_windows(name):
     data = dumped(LARGE[name])
     assert len(data) > 4 * 65_536
     decoded = assert_shapes_change_nothing(data)
@@ -202,7 +202,7 @@ def test_large_saves_are_read_the_same_across_frames_batches_and_windows(name: s
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_nearly_all_of_a_large_save_is_taken_by_its_shape(name: str) -> None:
+def test_nearly_all_of_a_large_save_is_taken_by_its_shape(name):
     assert n_interpreted(dumped(LARGE[name])) < 0.1 * n_objects(LARGE[name])
 
 
@@ -212,7 +212,7 @@ def n_objects(layout: Layout) -> int:
     return n_shards * (4 if layout.with_plans else 2)
 
 
-def test_rows_that_refer_to_rows_thousands_deep_are_read_without_shapes() -> None:
+def test_rows_that_refer_to_rows_thousands_deep_are_read_without_shapes():
     decoded = assert_shapes_change_nothing(chained_items(5_000))
     assert isinstance(decoded, dict)
 
@@ -239,7 +239,7 @@ def chained_items(n_items: int) -> bytes:
     return pickle.dumps(metadata)
 
 
-def test_protocols_without_memoize_are_read_all_the_same() -> None:
+def test_protocols_without_memoize_are_read_all_the_same():
     layout = many(4, 3, protocol=2)
     assert n_interpreted(dumped(layout)) > n_objects(layout)
     assert_shapes_change_nothing(dumped(layout))

@@ -288,24 +288,24 @@ for payload in {payloads!r}:
 """
 
 
-def test_the_watched_process_sees_what_python_s_own_unpickler_would_run(tmp_path: Path) -> None:
+def test_the_watched_process_sees_what_python_s_own_unpickler_would_run(tmp_path):
     names = ("system-4", "eval-2", "global", "called-then-popped", "in-a-frame", "as-a-key")
     script = LOADS.format(payloads=[PAYLOADS[name] for name in names], canary=CANARY)
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
 
 
-def test_benign_metadata_decodes_where_it_is_watched(outcomes: Outcomes) -> None:
+def test_benign_metadata_decodes_where_it_is_watched(outcomes):
     assert outcomes["benign", "metadata"] == Outcome("read", "Metadata", ())
 
 
 @pytest.mark.parametrize("name", [*PAYLOADS, *BOMBS])
-def test_decoding_imports_opens_and_starts_nothing(outcomes: Outcomes, name: str) -> None:
+def test_decoding_imports_opens_and_starts_nothing(outcomes, name):
     for decoder in ("metadata", "value", "tensor"):
         assert outcomes[name, decoder].events == ()
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_no_payload_is_taken_for_metadata_or_for_a_tensor(outcomes: Outcomes, name: str) -> None:
+def test_no_payload_is_taken_for_metadata_or_for_a_tensor(outcomes, name):
     for decoder in ("metadata", "tensor"):
         outcome = outcomes[name, decoder]
         assert outcome.kind in ("unsafe", "unreadable")
@@ -331,7 +331,7 @@ def test_no_payload_is_taken_for_metadata_or_for_a_tensor(outcomes: Outcomes, na
         ("a-very-long-name", r"asks for '\x1b]0;xxx"),
     ],
 )
-def test_the_name_that_was_asked_for_is_told(outcomes: Outcomes, name: str, asked_for: str) -> None:
+def test_the_name_that_was_asked_for_is_told(outcomes, name, asked_for):
     assert outcomes[name, "metadata"].kind == "unsafe"
     assert asked_for in outcomes[name, "metadata"].message
 
@@ -341,7 +341,7 @@ MEANT_WELL = {"laughs-of-a-planner", "a-planner-in-itself", "entries"}
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_no_bomb_goes_off(outcomes: Outcomes, name: str) -> None:
+def test_no_bomb_goes_off(outcomes, name):
     assert (outcomes[name, "metadata"].kind == "read") == (name in MEANT_WELL)
     assert outcomes[name, "tensor"].kind != "read"
 
@@ -361,5 +361,5 @@ def test_no_bomb_goes_off(outcomes: Outcomes, name: str) -> None:
         "a-path-of-one-long-part-often",
     ],
 )
-def test_values_are_bounded_too(outcomes: Outcomes, name: str) -> None:
+def test_values_are_bounded_too(outcomes, name):
     assert outcomes[name, "value"].kind == "unreadable"

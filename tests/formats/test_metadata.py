@@ -53,7 +53,7 @@ def metadata_below(folder: Path) -> Iterator[tuple[Path, Metadata]]:
         yield path, decode_metadata(path.read_bytes())
 
 
-def test_every_older_torch_is_read_as_it_read_itself(dcp_versions: Path) -> None:
+def test_every_older_torch_is_read_as_it_read_itself(dcp_versions):
     n_steps = 0
     for path, decoded in metadata_below(dcp_versions):
         step = path.parent
@@ -70,8 +70,8 @@ def test_every_older_torch_is_read_as_it_read_itself(dcp_versions: Path) -> None
 
 
 def test_every_chunk_and_bytes_entry_of_real_metadata_has_its_range_in_a_file_that_is_there(
-    dcp_versions: Path, framework_roots: Path
-) -> None:
+    dcp_versions, framework_roots
+):
     for folder in (dcp_versions, framework_roots):
         for path, decoded in metadata_below(folder):
             ranges = [chunk.byte_range for t in decoded.tensors.values() for chunk in t.chunks]
@@ -83,7 +83,7 @@ def test_every_chunk_and_bytes_entry_of_real_metadata_has_its_range_in_a_file_th
                 assert byte_range.end <= (path.parent / byte_range.file).stat().st_size, path
 
 
-def test_frameworks_hold_what_they_say_they_hold(framework_roots: Path) -> None:
+def test_frameworks_hold_what_they_say_they_hold(framework_roots):
     n_folders = 0
     for about in framework_roots.glob("*/about.json"):
         for root in json.loads(about.read_text())["roots"].values():
@@ -99,9 +99,7 @@ def test_frameworks_hold_what_they_say_they_hold(framework_roots: Path) -> None:
 
 
 @pytest.mark.torch
-def test_torch_reads_the_same_from_all_that_it_can_read(
-    dcp_versions: Path, framework_roots: Path
-) -> None:
+def test_torch_reads_the_same_from_all_that_it_can_read(dcp_versions, framework_roots):
     from torch.distributed.checkpoint import FileSystemReader
 
     unread = set()
@@ -172,7 +170,7 @@ def parts_of(byte_range: ByteRange) -> tuple[str, int, int]:
     return byte_range.file, byte_range.offset, byte_range.length
 
 
-def test_zstd_records_keep_the_names_of_their_transforms(dcp_versions: Path) -> None:
+def test_zstd_records_keep_the_names_of_their_transforms(dcp_versions):
     step = dcp_versions / "torch-2.9.1" / "zstd-2" / "step_10"
     decoded = decode_metadata((step / ".metadata").read_bytes())
     transforms = {
@@ -182,9 +180,7 @@ def test_zstd_records_keep_the_names_of_their_transforms(dcp_versions: Path) -> 
 
 
 @pytest.mark.parametrize("root", ["run_bare4", "run_fsdp4"])
-def test_a_step_that_differs_from_the_one_before_decodes_as_it_does_alone(
-    checkpoints: Path, root: str
-) -> None:
+def test_a_step_that_differs_from_the_one_before_decodes_as_it_does_alone(checkpoints, root):
     steps = sorted((checkpoints / root).glob("*/.metadata"), key=lambda path: path.stat().st_size)
     before, data = (path.read_bytes() for path in steps[-2:])
     assert len(before) == len(data)
@@ -215,7 +211,7 @@ def outcome(data: bytes, shapes: Shapes) -> object:
     return [re.sub(r" at 0x\w+", "", repr(metadata)), chunks]
 
 
-def test_a_name_that_occurs_twice_is_decoded_anew(checkpoints: Path) -> None:
+def test_a_name_that_occurs_twice_is_decoded_anew(checkpoints):
     data = (checkpoints / "run_bare4" / "step_10" / ".metadata").read_bytes()
     known = decode_metadata(data)
     fqn = next(fqn for fqn in known.tensors if len(fqn) > len("step_10"))
@@ -226,7 +222,7 @@ def test_a_name_that_occurs_twice_is_decoded_anew(checkpoints: Path) -> None:
     assert outcome(other, shapes_that_pay) == outcome(other, fast_path_shapes)
 
 
-def test_the_digest_and_the_size_are_those_of_the_bytes() -> None:
+def test_the_digest_and_the_size_are_those_of_the_bytes():
     data = weight()
     decoded = decode_metadata(data, rank=3)
     assert decoded.digest == hashlib.sha256(data).hexdigest()
@@ -234,7 +230,7 @@ def test_the_digest_and_the_size_are_those_of_the_bytes() -> None:
     assert decoded.rank == 3
 
 
-def test_a_tensor_by_hand_has_all_that_was_written() -> None:
+def test_a_tensor_by_hand_has_all_that_was_written():
     decoded = decode_metadata(weight())
     entry = decoded.tensors["w"]
     assert (entry.dtype, entry.shape, entry.layout) == ("float32", (4, 2), "strided")
@@ -253,15 +249,13 @@ def test_a_tensor_by_hand_has_all_that_was_written() -> None:
         (list_of(number(2), number(1)), (2, 1)),
     ],
 )
-def test_properties_of_torch_2_15_have_strides_or_none(
-    strides: bytes, expected: tuple[int, ...] | None
-) -> None:
+def test_properties_of_torch_2_15_have_strides_or_none(strides, expected):
     decoded = decode_metadata(weight(props=properties("bfloat16", strides)))
     assert decoded.tensors["w"].strides == expected
     assert decoded.tensors["w"].dtype == "bfloat16"
 
 
-def test_a_dimensionless_tensor_of_torch_2_15_has_strides_of_no_dimension() -> None:
+def test_a_dimensionless_tensor_of_torch_2_15_has_strides_of_no_dimension():
     nothing = size()
     data = weight(
         shape=nothing,
@@ -281,7 +275,7 @@ def test_a_dimensionless_tensor_of_torch_2_15_has_strides_of_no_dimension() -> N
         "dlrover.trainer.torch.flash_checkpoint.fsdp_engine",
     ],
 )
-def test_byte_ranges_of_other_writers_are_read(module: str) -> None:
+def test_byte_ranges_of_other_writers_are_read(module):
     info = storage(text("a"), number(1), number(2), module=module)
     decoded = decode_metadata(weight(ranges=dict_of(index(text("w"), size(0, 0)), info)))
     assert decoded.tensors["w"].chunks[0].byte_range == ByteRange("a", 1, 2)
@@ -299,16 +293,14 @@ def test_byte_ranges_of_other_writers_are_read(module: str) -> None:
         (called(named("pathlib", "PosixPath")), "."),
     ],
 )
-def test_the_checkpoint_id_is_a_string_or_a_path(
-    checkpoint_id: bytes, expected: str | None
-) -> None:
+def test_the_checkpoint_id_is_a_string_or_a_path(checkpoint_id, expected):
     meta = made(dcp_class("StorageMeta"), text("checkpoint_id"), checkpoint_id)
     decoded = decode_metadata(metadata(more=(text("storage_meta"), meta)))
     assert decoded.checkpoint_id == expected
     assert decoded.save_id is None
 
 
-def test_ordered_dicts_stand_for_dicts_wherever_there_are_dicts() -> None:
+def test_ordered_dicts_stand_for_dicts_wherever_there_are_dicts():
     ordered = called(named("collections", "OrderedDict"))
     keyed = ordered + b"(" + index(text("b")) + storage(text("f"), number(0), number(9)) + b"u"
     with_attributes = ordered + b"(" + text("b") + bytes_entry() + b"u" + b"}b"
@@ -332,13 +324,13 @@ def test_ordered_dicts_stand_for_dicts_wherever_there_are_dicts() -> None:
     "planner",
     [b"N", list_of(dict_of(text("w"), number(1))), text("mine"), dict_of(number(3), b"\x88")],
 )
-def test_what_a_planner_keeps_for_itself_is_left_alone(planner: bytes) -> None:
+def test_what_a_planner_keeps_for_itself_is_left_alone(planner):
     decoded = decode_metadata(metadata(text("b"), bytes_entry(), planner=planner))
     assert decoded.bytes_entries["b"].path == ("b",)
     assert not decoded.planner_paths
 
 
-def test_attributes_that_a_framework_adds_are_left_alone() -> None:
+def test_attributes_that_a_framework_adds_are_left_alone():
     shapes = dict_of(text("w"), dict_of(text("nd_reformulated_orig_global_shape"), size(2, 2)))
     plan = made(
         named(f"{DCP}.planner", "SavePlan"), text("items"), list_of(), text("usable"), b"\x88"
@@ -349,14 +341,14 @@ def test_attributes_that_a_framework_adds_are_left_alone() -> None:
     assert not decoded.tensors
 
 
-def test_metadata_of_megatron_core_0_15_is_metadata() -> None:
+def test_metadata_of_megatron_core_0_15_is_metadata():
     cls = named("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
     names = ("state_dict_metadata", "planner_data", "storage_data", "mcore_data")
     fields = [part for name in names for part in (text(name), b"}")]
     assert decode_metadata(pickled(made(cls, *fields))).strays == ()
 
 
-def test_metadata_without_storage_data_has_no_ranges() -> None:
+def test_metadata_without_storage_data_has_no_ranges():
     decoded = decode_metadata(weight(ranges=b"N"))
     assert decoded.tensors["w"].chunks[0].byte_range is None
 
@@ -370,14 +362,14 @@ def two_chunks(*keys: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("hint", [b"N", number(0), number(1), number(-1), number(99)])
-def test_a_range_is_joined_by_its_offset_and_the_index_is_only_a_hint(hint: bytes) -> None:
+def test_a_range_is_joined_by_its_offset_and_the_index_is_only_a_hint(hint):
     decoded = decode_metadata(two_chunks(index(text("w"), size(2), hint)))
     first, second = decoded.tensors["w"].chunks
     assert first.byte_range is None
     assert second.byte_range == ByteRange("f", 0, 7)
 
 
-def test_chunks_at_one_offset_share_its_range_as_each_load_looks_it_up() -> None:
+def test_chunks_at_one_offset_share_its_range_as_each_load_looks_it_up():
     boxes = [chunk(size(0), size(0)), chunk(size(0), size(4))]
     ranges = dict_of(index(text("w"), size(0)), storage(text("f"), number(3), number(7)))
     decoded = decode_metadata(metadata(text("w"), tensor(size(4), *boxes), ranges=ranges))
@@ -394,13 +386,13 @@ def test_chunks_at_one_offset_share_its_range_as_each_load_looks_it_up() -> None
         index(text("w"), size(0, 0)),
     ],
 )
-def test_a_range_that_fits_no_chunk_is_a_stray(key: bytes) -> None:
+def test_a_range_that_fits_no_chunk_is_a_stray(key):
     decoded = decode_metadata(two_chunks(key))
     ((_, _, byte_range),) = decoded.strays
     assert byte_range == ByteRange("f", 0, 7)
 
 
-def test_a_range_with_an_offset_is_no_bytes_entry_s() -> None:
+def test_a_range_with_an_offset_is_no_bytes_entry_s():
     ranges = dict_of(index(text("b"), size(0)), storage(text("f"), number(0), number(7)))
     decoded = decode_metadata(metadata(text("b"), bytes_entry(), ranges=ranges))
     assert decoded.bytes_entries["b"].byte_range is None
@@ -454,11 +446,11 @@ def test_a_range_with_an_offset_is_no_bytes_entry_s() -> None:
         ),
     ],
 )
-def test_what_no_writer_can_mean_is_unreadable_and_says_why(data: bytes, why: str) -> None:
+def test_what_no_writer_can_mean_is_unreadable_and_says_why(data, why):
     assert why in refusal(data)
 
 
-def test_one_key_twice_in_the_ranges_of_bytes_is_unreadable() -> None:
+def test_one_key_twice_in_the_ranges_of_bytes_is_unreadable():
     info = storage(text("f"), number(0), number(7))
     ranges = dict_of(index(text("b")), info, index(text("b")), info)
     assert "two byte ranges for one bytes entry" in refusal(
@@ -466,7 +458,7 @@ def test_one_key_twice_in_the_ranges_of_bytes_is_unreadable() -> None:
     )
 
 
-def test_one_name_twice_among_the_entries_is_unreadable() -> None:
+def test_one_name_twice_among_the_entries_is_unreadable():
     data = metadata(text("b"), bytes_entry(), text("b"), bytes_entry())
     assert re.fullmatch(r"byte [\d,]+: a dict has the same key twice", refusal(data))
 
@@ -486,15 +478,13 @@ def test_one_name_twice_among_the_entries_is_unreadable() -> None:
         (named("torch", "Size"), [number(7)], "a torch.Size is not made of a tuple"),
     ],
 )
-def test_a_call_with_arguments_that_torch_never_gives_is_unreadable(
-    function: bytes, args: list[bytes], why: str
-) -> None:
+def test_a_call_with_arguments_that_torch_never_gives_is_unreadable(function, args, why):
     message = refusal(pickled(called(function, *args)))
     assert re.match(r"byte \d+: ", message)
     assert why in message
 
 
-def test_an_unknown_class_is_unsafe_and_named() -> None:
+def test_an_unknown_class_is_unsafe_and_named():
     with pytest.raises(MetadataUnsafe, match=r"asks for 'my_planner\.Metadata' at byte \d+"):
         decode_metadata(pickled(made(named("my_planner", "Metadata"))))
 
@@ -515,5 +505,5 @@ Break = Callable[[bytes], bytes]
         lambda data: b"{" + b" " * len(data) + b"}",
     ],
 )
-def test_cut_joined_and_foreign_files_are_unreadable(broken: Break) -> None:
+def test_cut_joined_and_foreign_files_are_unreadable(broken):
     refusal(broken(weight()))

@@ -89,7 +89,7 @@ def alarm(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:30])
-def test_plain_values_come_back_from_every_protocol_and_pickler(value: object) -> None:
+def test_plain_values_come_back_from_every_protocol_and_pickler(value):
     for data in pickles_of(value):
         if data[1] == 2 and holds_bytes(value):
             continue
@@ -103,28 +103,28 @@ def holds_bytes(value: object) -> bool:
     return isinstance(value, bytes) or (isinstance(value, dict) and b"b" in value)
 
 
-def test_sets_and_byte_arrays_come_back() -> None:
+def test_sets_and_byte_arrays_come_back():
     for value in ({1, "a"}, frozenset({1, (2, 3)}), bytearray(b"abc")):
         assert read_pickle(pickle.dumps(value, 5), GRAMMAR) == value
 
 
-def test_what_is_shared_is_one_object() -> None:
+def test_what_is_shared_is_one_object():
     first, second, third = read_pickle(pickle.dumps([["x"]] * 3), GRAMMAR)
     assert first is second is third
 
 
-def test_more_than_256_memo_slots_are_told_apart() -> None:
+def test_more_than_256_memo_slots_are_told_apart():
     texts = [f"text {i}" for i in range(70_000)]
     assert read_pickle(pickle.dumps([texts, texts[::-1]]), GRAMMAR) == [texts, texts[::-1]]
 
 
-def test_a_known_class_gives_an_inert_object_with_its_state() -> None:
+def test_a_known_class_gives_an_inert_object_with_its_state():
     thing = read_pickle(pickled(made(named("shop", "Thing"), text("a"), number(1))), GRAMMAR)
     assert isinstance(thing, Stub)
     assert (thing.kind, thing.state) == ("Thing", {"a": 1})
 
 
-def test_a_state_is_given_to_one_object_and_left_alone_from_then_on() -> None:
+def test_a_state_is_given_to_one_object_and_left_alone_from_then_on():
     thing = named("shop", "Thing") + b")\x81"
     state = b"}\x94(" + text("a") + number(1) + b"u"
     changed = thing + state + b"bh\x00(" + text("b") + number(2) + b"u0"
@@ -133,18 +133,18 @@ def test_a_state_is_given_to_one_object_and_left_alone_from_then_on() -> None:
     assert "two objects are given one state" in refusal(pickled(shared))
 
 
-def test_a_global_that_is_a_value_is_that_value() -> None:
+def test_a_global_that_is_a_value_is_that_value():
     assert read_pickle(pickled(named("shop", "PRICE")), GRAMMAR) == 42
     assert read_pickle(pickled(b"cshop\nPRICE\n"), GRAMMAR) == 42
 
 
-def test_an_ordered_dict_comes_back_as_a_dict() -> None:
+def test_an_ordered_dict_comes_back_as_a_dict():
     ordered = collections.OrderedDict(a=1, b=2)
     for data in pickles_of(ordered):
         assert read_pickle(data, GRAMMAR) == {"a": 1, "b": 2}
 
 
-def test_the_collector_is_left_as_it_was() -> None:
+def test_the_collector_is_left_as_it_was():
     assert gc.isenabled()
     read_pickle(pickled(b"N"), GRAMMAR)
     assert gc.isenabled()
@@ -208,7 +208,7 @@ def test_the_collector_is_left_as_it_was() -> None:
         (b"\x80\x04" + named("shop", "Thing") + b")R}b}b.", "a Thing is given its state twice"),
     ],
 )
-def test_damage_is_named_with_the_byte_where_it_was_met(data: bytes, message: str) -> None:
+def test_damage_is_named_with_the_byte_where_it_was_met(data, message):
     assert message in refusal(data)
 
 
@@ -240,23 +240,23 @@ def test_damage_is_named_with_the_byte_where_it_was_met(data: bytes, message: st
         (b"N\x98", "holds the opcode READONLY_BUFFER"),
     ],
 )
-def test_what_reaches_outside_is_unsafe_and_named(body: bytes, message: str) -> None:
+def test_what_reaches_outside_is_unsafe_and_named(body, message):
     assert message in alarm(pickled(body))
 
 
-def test_a_frame_is_no_border_for_what_lies_in_it() -> None:
+def test_a_frame_is_no_border_for_what_lies_in_it():
     # Readers differ here: one that trusts frames sees other opcodes than one that does not.
     inside = b"C\x05cshop"
     data = b"\x80\x04\x95" + (3).to_bytes(8, "little") + inside + b"."
     assert read_pickle(data, GRAMMAR) == b"cshop"
 
 
-def test_containers_can_be_open_a_thousand_deep_and_no_deeper() -> None:
+def test_containers_can_be_open_a_thousand_deep_and_no_deeper():
     assert read_pickle(pickled(b"(" * 1_000 + b"t" * 1_000), GRAMMAR) is not None
     assert "more than 1,000 containers" in refusal(pickled(b"(" * 1_001 + b"t" * 1_001))
 
 
-def test_keys_are_cheap_to_hash_and_to_compare() -> None:
+def test_keys_are_cheap_to_hash_and_to_compare():
     flat = tuple_of(*[number(i) for i in range(64)])
     assert read_pickle(pickled(dict_of(flat, b"N")), GRAMMAR) == {tuple(range(64)): None}
     for key in (
@@ -271,14 +271,14 @@ def test_keys_are_cheap_to_hash_and_to_compare() -> None:
         assert "a key of a dict is of type" in refusal(pickled(dict_of(key, b"N")))
 
 
-def test_objects_that_the_grammar_allows_are_keys_each_for_itself() -> None:
+def test_objects_that_the_grammar_allows_are_keys_each_for_itself():
     thing = made(named("shop", "Thing"))
     read = read_pickle(pickled(dict_of(thing, number(1), thing, number(2))), GRAMMAR)
     assert isinstance(read, dict)
     assert list(read.values()) == [1, 2]
 
 
-def test_the_interpreter_needs_no_unpickler() -> None:
+def test_the_interpreter_needs_no_unpickler():
     package = Path(read_pickle.__code__.co_filename).parent
     for source in package.glob("*.py"):
         assert "import pickle" not in source.read_text(), source

@@ -99,13 +99,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_header_that_says_what_cannot_be_is_refused(case: str):
+def test_a_header_that_says_what_cannot_be_is_refused(case):
     with pytest.raises(RecordUnreadable):
         parse_header(BROKEN[case])
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_the_library_accepts_nothing_of_what_is_refused_that_has_one_meaning(case: str):
+def test_the_library_accepts_nothing_of_what_is_refused_that_has_one_meaning(case):
     # Refused here alone: what the library reads by ignoring a part of it.
     ours_alone = {"a key twice", "a field too many", "too many dimensions"}
     text = BROKEN[case]
@@ -124,7 +124,7 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("case", SHARDED)
-def test_places_that_do_not_go_with_the_tensors_are_refused(case: str):
+def test_places_that_do_not_go_with_the_tensors_are_refused(case):
     tensors = {"w": entry(), "b": entry(shape=(1,), at=(24, 28))}
     with pytest.raises(RecordUnreadable):
         parse_header(header(__metadata__=sharding(**SHARDED[case]), **tensors))
@@ -133,13 +133,13 @@ def test_places_that_do_not_go_with_the_tensors_are_refused(case: str):
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"w": 1}', '{"w": {}}', '{"w": {"saved_offsets": 1}}']
 )
-def test_places_that_are_no_places_are_refused(text: str):
+def test_places_that_are_no_places_are_refused(text):
     with pytest.raises(RecordUnreadable):
         parse_header(header(__metadata__={"DCP_SHARDING_INFO": text}, w=entry()))
 
 
 @pytest.mark.parametrize("length", [0, 1, MAX_HEADER + 1, 2**63, 2**64 - 1])
-def test_the_length_of_a_header_is_bounded_before_anything_is_read(length: int):
+def test_the_length_of_a_header_is_bounded_before_anything_is_read(length):
     with pytest.raises(RecordUnreadable, match="bytes long"):
         header_length(length.to_bytes(PREFIX, "little"))
 
@@ -164,6 +164,6 @@ def test_an_index_names_a_file_for_each_tensor():
 @pytest.mark.parametrize(
     "text", [b"", b"{}", b"[]", b'{"weight_map": []}', b'{"weight_map": {"w": 1}}', b"\xff"]
 )
-def test_a_damaged_index_is_refused(text: bytes):
+def test_a_damaged_index_is_refused(text):
     with pytest.raises(RecordUnreadable):
         parse_index(text)

@@ -7,7 +7,6 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 from made_pickles import called, dict_of, list_of, named, number, pickled, text, tuple_of
@@ -46,34 +45,34 @@ def rebuilt(
 STUB = TensorStub("float32", (3, 4), (4, 1), 0, "0", 12)
 
 
-def test_plain_values_come_back() -> None:
+def test_plain_values_come_back():
     value = {"step": 10, "lr": 1e-4, "names": ["a", ("b", None)], 3: {True: b"raw"}, 0.5: []}
     for protocol in range(3, 6):
         assert decode_value(pickle.dumps(value, protocol)) == value
 
 
-def test_bytes_of_protocol_2_come_back() -> None:
+def test_bytes_of_protocol_2_come_back():
     for value in (b"", b"\x00\x80\xff", [b"a", b"b"]):
         assert decode_value(pickle.dumps(value, 2)) == value
 
 
-def test_sets_come_back_from_the_protocols_that_have_them() -> None:
+def test_sets_come_back_from_the_protocols_that_have_them():
     assert decode_value(pickle.dumps({1, (2, "a")}, 4)) == {1, (2, "a")}
     unknown = decode_value(pickle.dumps({1, 2}, 2))
     assert isinstance(unknown, Opaque)
     assert unknown.name == "__builtin__.set"
 
 
-def test_a_generator_s_state_of_128_bits_comes_back() -> None:
+def test_a_generator_s_state_of_128_bits_comes_back():
     state = {"state": {"state": 2**127 + 5, "inc": 2**128 - 1}}
     assert decode_value(pickle.dumps(state)) == state
 
 
-def test_an_ordered_dict_comes_back_as_a_dict() -> None:
+def test_an_ordered_dict_comes_back_as_a_dict():
     assert decode_value(pickle.dumps(OrderedDict(a=[1]))) == {"a": [1]}
 
 
-def test_what_is_unknown_keeps_its_name_and_the_state_it_was_given() -> None:
+def test_what_is_unknown_keeps_its_name_and_the_state_it_was_given():
     value = decode_value(pickle.dumps({"args": argparse.Namespace(lr=0.1, steps=30)}))
     assert isinstance(value, dict)
     args = value["args"]
@@ -83,29 +82,29 @@ def test_what_is_unknown_keeps_its_name_and_the_state_it_was_given() -> None:
     assert repr(args) == "Opaque('argparse.Namespace')"
 
 
-def test_what_is_unknown_is_equal_to_nothing_else() -> None:
+def test_what_is_unknown_is_equal_to_nothing_else():
     thing = called(named("shop", "Thing"))
     first, second = decode_value(pickled(list_of(thing, thing)))
     assert first != second
     assert len(decode_value(pickled(dict_of(thing, b"N", thing, b"N")))) == 2
 
 
-def test_a_class_that_is_named_and_not_called_is_opaque_too() -> None:
+def test_a_class_that_is_named_and_not_called_is_opaque_too():
     value = decode_value(pickle.dumps([argparse.Namespace, OSError]))
     assert repr(value) == "[Opaque('argparse.Namespace'), Opaque('builtins.OSError')]"
 
 
-def test_an_unknown_persistent_id_is_opaque() -> None:
+def test_an_unknown_persistent_id_is_opaque():
     value = decode_value(pickled(text("s3://bucket/key") + b"Q"))
     assert isinstance(value, Opaque)
     assert value.name == "persistent id"
 
 
-def test_a_tensor_among_values_is_a_stub() -> None:
+def test_a_tensor_among_values_is_a_stub():
     assert decode_value(pickled(dict_of(text("w"), rebuilt()))) == {"w": STUB}
 
 
-def test_the_sidecars_of_frameworks_are_read(framework_roots: Path) -> None:
+def test_the_sidecars_of_frameworks_are_read(framework_roots):
     n_files = 0
     for path in sorted((*framework_roots.rglob("*.pt"), *framework_roots.rglob("*.pth"))):
         with zipfile.ZipFile(path) as archive:
@@ -115,7 +114,7 @@ def test_the_sidecars_of_frameworks_are_read(framework_roots: Path) -> None:
     assert n_files >= 20
 
 
-def test_the_step_of_kempnerforge_is_in_its_train_state(framework_roots: Path) -> None:
+def test_the_step_of_kempnerforge_is_in_its_train_state(framework_roots):
     (path,) = (framework_roots / "kempnerforge").rglob("step_20/train_state.pt")
     with zipfile.ZipFile(path) as archive:
         value = decode_value(archive.read("train_state/data.pkl"))
@@ -155,7 +154,7 @@ def test_the_step_of_kempnerforge_is_in_its_train_state(framework_roots: Path) -
         (called(named("torch._utils", "_rebuild_parameter"), rebuilt(), b"\x88", HOOKS), STUB),
     ],
 )
-def test_a_tensor_s_pickle_gives_a_stub(data: bytes, stub: TensorStub) -> None:
+def test_a_tensor_s_pickle_gives_a_stub(data, stub):
     assert decode_tensor_pickle(pickled(data)) == stub
 
 
@@ -187,20 +186,20 @@ def test_a_tensor_s_pickle_gives_a_stub(data: bytes, stub: TensorStub) -> None:
         (number(10), "the pickle holds a int, not a tensor"),
     ],
 )
-def test_a_tensor_that_cannot_be_is_unreadable(data: bytes, why: str) -> None:
+def test_a_tensor_that_cannot_be_is_unreadable(data, why):
     with pytest.raises(MetadataUnreadable) as refused:
         decode_tensor_pickle(pickled(data))
     assert why in refused.value.message
 
 
-def test_a_tensor_s_pickle_may_ask_for_nothing_else() -> None:
+def test_a_tensor_s_pickle_may_ask_for_nothing_else():
     with pytest.raises(MetadataUnsafe, match=r"asks for 'argparse\.Namespace' at byte \d+"):
         decode_tensor_pickle(pickle.dumps(argparse.Namespace(a=1)))
 
 
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_every_dtype_that_torch_saves_is_told_with_its_storage() -> None:
+def test_every_dtype_that_torch_saves_is_told_with_its_storage():
     import torch
 
     n_dtypes = 0
@@ -226,7 +225,7 @@ def saved_pickle(value: object) -> bytes:
         return archive.read("archive/data.pkl")
 
 
-def test_a_value_can_be_a_hundred_levels_deep_and_no_deeper() -> None:
+def test_a_value_can_be_a_hundred_levels_deep_and_no_deeper():
     def nested(n_levels: int) -> bytes:
         return pickled(b"]" * n_levels + b"a" * (n_levels - 1))
 
@@ -234,12 +233,12 @@ def test_a_value_can_be_a_hundred_levels_deep_and_no_deeper() -> None:
     assert refusal(nested(101)) == "a value is nested deeper than 100 levels"
 
 
-def test_a_state_counts_as_a_level() -> None:
+def test_a_state_counts_as_a_level():
     body = called(named("shop", "Thing")) + b"\x94}" + text("self") + b"h\x00sb"
     assert refusal(pickled(body)) == "a container holds itself"
 
 
-def test_what_is_shared_may_come_a_million_times_and_no_more() -> None:
+def test_what_is_shared_may_come_a_million_times_and_no_more():
     thousand = list_of(*[b"N"] * 1_000)
     assert len(decode_value(pickled(thousand[:-1] + b"e" + b"\x94" + b"0" + shared(500)))) == 500
     assert "1,000,000 parts" in refusal(pickled(thousand + b"\x940" + shared(1_000)))
@@ -250,5 +249,5 @@ def shared(n_times: int) -> bytes:
     return b"](" + b"h\x00" * n_times + b"e"
 
 
-def test_a_large_value_may_have_as_many_parts_as_its_pickle_has_bytes() -> None:
+def test_a_large_value_may_have_as_many_parts_as_its_pickle_has_bytes():
     assert len(decode_value(pickle.dumps(list(range(1_200_000))))) == 1_200_000

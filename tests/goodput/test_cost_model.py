@@ -24,7 +24,7 @@ HOUR = 3600.0
     ("nodes", "rate", "hours"),
     [(2048, 6.5e-3, 1.803), (16384, 6.5e-3, 0.225), (512, 6.5e-3, 7.21), (2048, 2.34e-3, 5.008)],
 )
-def test_the_mean_time_between_failures_of_measured_fleets(nodes: int, rate: float, hours: float):
+def test_the_mean_time_between_failures_of_measured_fleets(nodes, rate, hours):
     assert mtbf_of(nodes, rate) / HOUR == pytest.approx(hours, abs=0.002)
 
 
@@ -39,7 +39,7 @@ def test_the_mean_time_between_failures_of_measured_fleets(nodes: int, rate: flo
         (120, 6480, 1247.1, 1168.4, 1401.2),
     ],
 )
-def test_the_best_intervals(save: float, mtbf: float, young: float, daly: float, available: float):
+def test_the_best_intervals(save, mtbf, young, daly, available):
     assert young_interval(save, mtbf) == pytest.approx(young, abs=0.06)
     assert daly_interval(save, mtbf) == pytest.approx(daly, abs=0.06)
     assert available_interval(save, mtbf, 300) == pytest.approx(available, abs=0.06)
@@ -58,12 +58,12 @@ def first_order_share(interval_s: float, save_s: float, mtbf_s: float, restart_s
 @pytest.mark.parametrize(
     ("interval", "mtbf", "exact"), [(1115.716, 11124, 0.87576), (957.196, 8280, 0.85293)]
 )
-def test_the_effective_share(interval: float, mtbf: float, exact: float):
+def test_the_effective_share(interval, mtbf, exact):
     assert effective_share(interval, 60, mtbf, 300) == pytest.approx(exact, abs=1e-5)
 
 
 @pytest.mark.parametrize(("interval", "share"), [(3600, 0.6764), (300, 0.9307), (1800, 0.8151)])
-def test_the_effective_share_of_a_published_job(interval: float, share: float):
+def test_the_effective_share_of_a_published_job(interval, share):
     # 2,048 nodes, saves that do not block, five minutes to start again.
     mtbf = mtbf_of(2048, 6.5e-3)
     assert first_order_share(interval, 0, mtbf, 300) == pytest.approx(share, abs=1e-4)
@@ -75,7 +75,7 @@ def test_the_effective_share_of_a_published_job(interval: float, share: float):
     ("n", "low", "high"),
     [(0, 0, 3.6889), (1, 0.0253, 5.5716), (5, 1.6235, 11.6683), (100, 81.364, 121.627)],
 )
-def test_the_bounds_of_a_count_are_those_of_the_published_tables(n: int, low: float, high: float):
+def test_the_bounds_of_a_count_are_those_of_the_published_tables(n, low, high):
     assert poisson_bounds(n) == pytest.approx((low, high), abs=1e-3)
 
 
@@ -84,7 +84,7 @@ TIMES = st.floats(1e-3, 1e7)
 
 @given(TIMES, TIMES, st.floats(0, 1e6), TIMES)
 def test_a_share_lies_between_0_and_1_and_is_at_least_that_of_first_order(
-    save: float, mtbf: float, restart: float, interval: float
+    save, mtbf, restart, interval
 ):
     exact = effective_share(interval, save, mtbf, restart)
     assert 0 <= exact <= 1
@@ -92,7 +92,7 @@ def test_a_share_lies_between_0_and_1_and_is_at_least_that_of_first_order(
 
 
 @given(st.floats(1, 1e4), st.floats(1e5, 1e7), st.floats(0, 1e4))
-def test_no_interval_is_much_better_than_the_best(save: float, mtbf: float, restart: float):
+def test_no_interval_is_much_better_than_the_best(save, mtbf, restart):
     best = effective_share(daly_interval(save, mtbf), save, mtbf, restart)
     for factor in (0.3, 0.7, 1.5, 3.0):
         other = effective_share(daly_interval(save, mtbf) * factor, save, mtbf, restart)

@@ -30,7 +30,7 @@ def root(framework_roots: Path, tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def test_the_times_of_saves_are_those_of_their_files(root: Path):
+def test_the_times_of_saves_are_those_of_their_files(root):
     seen = measured(str(root))
     assert (seen.n_steps, seen.interval_s, seen.steps_apart) == (5, 600, 100)
     assert (seen.save_s, seen.step_s) == (30, 6)
@@ -39,14 +39,14 @@ def test_the_times_of_saves_are_those_of_their_files(root: Path):
     )
 
 
-def test_a_seal_that_came_later_does_not_make_a_save_longer(root: Path):
+def test_a_seal_that_came_later_does_not_make_a_save_longer(root):
     own = root / "step_500" / ".ckptctl"
     own.mkdir(exist_ok=True)
     (own / "seal.json").write_text("{}")
     assert measured(str(root)).save_s == 30
 
 
-def test_a_root_of_one_step_says_how_long_it_took_and_not_how_often(root: Path):
+def test_a_root_of_one_step_says_how_long_it_took_and_not_how_often(root):
     for number in (100, 200, 300, 400):
         shutil.rmtree(root / f"step_{number}")
     seen = measured(str(root))
@@ -56,7 +56,7 @@ def test_a_root_of_one_step_says_how_long_it_took_and_not_how_often(root: Path):
     assert found.message.startswith("fewer than two saves")
 
 
-def test_the_times_of_a_copy_measure_nothing(root: Path):
+def test_the_times_of_a_copy_measure_nothing(root):
     for each in root.rglob("*"):
         os.utime(each, (1_700_000_000, 1_700_000_000))
     seen = measured(str(root))
@@ -65,7 +65,7 @@ def test_the_times_of_a_copy_measure_nothing(root: Path):
     assert "times of a copy" in check_cadence(str(root), 4 * 3600, seen).message
 
 
-def test_what_is_measured_and_what_is_given_are_told_apart(root: Path):
+def test_what_is_measured_and_what_is_given_are_told_apart(root):
     found = ckptctl.recovery_cost(str(root), mtbf_s=11124, load_s=240, save_s=60)
     sources = {one.name: (one.value, one.source) for one in found.given}
     assert sources["interval"] == (600, "measured")
@@ -76,7 +76,7 @@ def test_what_is_measured_and_what_is_given_are_told_apart(root: Path):
 
 
 @pytest.mark.parametrize(("parts", "total"), [((5, 30, 67, 3), 1905), ((5, 30, 120, 90), 2045)])
-def test_the_recovery_times_of_a_published_job(parts: tuple[float, ...], total: float):
+def test_the_recovery_times_of_a_published_job(parts, total):
     reschedule, connect, compiling, load = parts
     found = ckptctl.recovery_cost(
         interval_s=3600,
@@ -113,7 +113,7 @@ def test_nodes_and_their_rate_make_the_mean_time_between_failures():
         ({"interval_s": 1, "n_gpus": 0}, "--gpus is 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: dict, says: str):
+def test_what_makes_no_sense_is_refused(wrong, says):
     with pytest.raises(UsageError, match=says):
         ckptctl.recovery_cost(**wrong)
 

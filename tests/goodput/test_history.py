@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
-from services.plugin import S3Server
 
 import ckptctl
 from ckptctl.errors import CkptctlError
@@ -117,7 +116,7 @@ def trained(first: int, last: int, began_s: float, step_s: float = 10, first_s: 
     return rows
 
 
-def test_an_attempt_whose_supervisor_was_killed_has_a_known_cause(made: Made):
+def test_an_attempt_whose_supervisor_was_killed_has_a_known_cause(made):
     made.attempt(0, 60, None, "restart", reason="its supervisor was killed")
     made.attempt(70, 60, 0, "done")
     printed = run_ckptctl("history", made.root).stdout
@@ -125,7 +124,7 @@ def test_an_attempt_whose_supervisor_was_killed_has_a_known_cause(made: Made):
     assert "unknown cause" not in printed
 
 
-def test_every_second_of_a_supervised_run_is_in_its_bucket(made: Made):
+def test_every_second_of_a_supervised_run_is_in_its_bucket(made):
     # 30 s until trained, 25 + 24 steps of 10 s and 2 saves: step 25 is reached at 30 + 265 + 8.
     # 17 s later it is killed. The launcher begins 5 s before the processes.
     one = made.attempt(-5, 325, 137, "restart", cause="infra-node", nodes=["node-2"])
@@ -161,7 +160,7 @@ def vars_of(badput: object) -> list[float]:
     return [value for name in badput.__slots__ if (value := getattr(badput, name)) is not None]
 
 
-def test_the_ledger_alone_gives_the_same_but_for_the_time_until_the_end(made: Made):
+def test_the_ledger_alone_gives_the_same_but_for_the_time_until_the_end(made):
     made.ledger(0, None, trained(1, 25, 30))
     made.ledger(350, 20, trained(21, 39, 30))
     first, second = made.history().attempts
@@ -175,7 +174,7 @@ def test_the_ledger_alone_gives_the_same_but_for_the_time_until_the_end(made: Ma
     assert second.kept == 30
 
 
-def test_the_state_alone_gives_disruptions_and_no_goodput(made: Made):
+def test_the_state_alone_gives_disruptions_and_no_goodput(made):
     made.attempt(0, 100, 1, "restart")
     made.attempt(110, 100, 0, "done")
     found = made.history()
@@ -185,7 +184,7 @@ def test_the_state_alone_gives_disruptions_and_no_goodput(made: Made):
     assert "goodput unknown" in found.message
 
 
-def test_an_attempt_that_never_resumed_is_startup_where_others_keep_ledgers(made: Made):
+def test_an_attempt_that_never_resumed_is_startup_where_others_keep_ledgers(made):
     made.ledger(0, None, trained(1, 10, 30), number=made.attempt(0, 200, 1, "restart"))
     made.attempt(210, 50, 1, "restart")
     three = made.attempt(270, 200, 0, "done")
@@ -194,7 +193,7 @@ def test_an_attempt_that_never_resumed_is_startup_where_others_keep_ledgers(made
     assert (second.startup_s, second.lost_s) == (pytest.approx(50), None)
 
 
-def test_a_stop_by_a_signal_is_no_failure_and_what_it_had_not_saved_is_lost(made: Made):
+def test_a_stop_by_a_signal_is_no_failure_and_what_it_had_not_saved_is_lost(made):
     made.ledger(0, None, trained(1, 25, 30), number=made.attempt(0, 325, 143, "stopped"))
     found = made.history()
     assert (found.goodput.mtbf.failures, found.attempts[0].kept) == (0, 20)
@@ -203,7 +202,7 @@ def test_a_stop_by_a_signal_is_no_failure_and_what_it_had_not_saved_is_lost(made
     assert found.goodput.mtbf.low_s == pytest.approx(325 / 3.6889, rel=1e-3)
 
 
-def test_a_job_that_never_saved_kept_nothing(made: Made):
+def test_a_job_that_never_saved_kept_nothing(made):
     made.ledger(0, None, [(60.0, "progress", {"step": 1}), (90.0, "progress", {"step": 4})])
     made.ledger(200, None, [(60.0, "progress", {"step": 1}), (90.0, "progress", {"step": 4})])
     found = made.history()
@@ -213,7 +212,7 @@ def test_a_job_that_never_saved_kept_nothing(made: Made):
 
 
 @pytest.mark.server
-def test_a_root_in_a_bucket_gives_the_same_as_one_in_a_folder(made: Made, s3: S3Server):
+def test_a_root_in_a_bucket_gives_the_same_as_one_in_a_folder(made, s3):
     one = made.attempt(-5, 325, 137, "restart", cause="infra-node")
     made.ledger(0, None, trained(1, 25, 30), number=one)
     made.ledger(351, 20, trained(21, 45, 30), number=made.attempt(350, 400, 0, "done"))
@@ -228,7 +227,7 @@ def test_a_root_in_a_bucket_gives_the_same_as_one_in_a_folder(made: Made, s3: S3
 
 
 @pytest.mark.slow
-def test_a_thousand_attempts_of_run_and_as_many_ledgers_without_its_name(made: Made):
+def test_a_thousand_attempts_of_run_and_as_many_ledgers_without_its_name(made):
     for place in range(1000):
         made.ledger(place * 100, place, trained(place + 1, place + 2, 30), startup_s=1, load_s=1)
         made.attempt(place * 100 - 1, 90, 1, "restart")
@@ -237,7 +236,7 @@ def test_a_thousand_attempts_of_run_and_as_many_ledgers_without_its_name(made: M
     assert {each.exit_code for each in found.attempts} == {1}
 
 
-def test_falling_back_further_loses_what_earlier_attempts_had_trained(made: Made):
+def test_falling_back_further_loses_what_earlier_attempts_had_trained(made):
     made.ledger(0, None, trained(1, 25, 30))
     made.ledger(400, 20, trained(21, 35, 30))
     made.ledger(800, 10, trained(11, 15, 30))
@@ -246,7 +245,7 @@ def test_falling_back_further_loses_what_earlier_attempts_had_trained(made: Made
     assert second.productive_s == 0
 
 
-def test_time_after_a_planned_end_is_not_counted(made: Made):
+def test_time_after_a_planned_end_is_not_counted(made):
     made.ledger(0, None, trained(1, 10, 30), number=made.attempt(0, 200, 0, "done"))
     later = made.attempt(86_400, 200, 0, "done")
     made.ledger(86_400, 10, trained(11, 20, 30), number=later)
@@ -255,7 +254,7 @@ def test_time_after_a_planned_end_is_not_counted(made: Made):
     assert found.ettr < 0.01 < found.goodput
 
 
-def test_a_background_save_counts_as_trained_until_it_was_called(made: Made):
+def test_a_background_save_counts_as_trained_until_it_was_called(made):
     rows = [
         (40.0, "progress", {"step": 1, "stalled_s": 0.0}),
         (130.0, "saving", {"step": 10, "stalled_s": 0.0}),
@@ -269,7 +268,7 @@ def test_a_background_save_counts_as_trained_until_it_was_called(made: Made):
     assert first.save_s == 1
 
 
-def test_a_clock_that_jumps_changes_no_duration_and_is_reported(made: Made):
+def test_a_clock_that_jumps_changes_no_duration_and_is_reported(made):
     path = made.ledger(0, None, trained(1, 25, 30))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows[3:]:
@@ -282,7 +281,7 @@ def test_a_clock_that_jumps_changes_no_duration_and_is_reported(made: Made):
     assert warning.startswith("the clock jumped during 1 of 2 attempts, by up to 40000 s")
 
 
-def test_two_attempts_at_once_do_not_count_the_same_time_twice(made: Made):
+def test_two_attempts_at_once_do_not_count_the_same_time_twice(made):
     made.ledger(0, None, trained(1, 45, 30))
     made.ledger(200, 10, trained(11, 40, 30))
     first, second = made.history().attempts
@@ -290,7 +289,7 @@ def test_two_attempts_at_once_do_not_count_the_same_time_twice(made: Made):
     assert (first.kept, second.restart_s) == (10, 0)
 
 
-def test_a_ledger_from_before_this_record_still_gives_its_steps(made: Made):
+def test_a_ledger_from_before_this_record_still_gives_its_steps(made):
     path = made.ledger(0, None, trained(1, 25, 0), startup_s=0, load_s=0)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
@@ -319,7 +318,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_ledger_is_left_out_and_the_others_are_read(made: Made, damage: str):
+def test_a_damaged_ledger_is_left_out_and_the_others_are_read(made, damage):
     path = made.ledger(0, None, trained(1, 25, 30))
     made.ledger(350, 20, trained(21, 45, 30))
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -330,7 +329,7 @@ def test_a_damaged_ledger_is_left_out_and_the_others_are_read(made: Made, damage
     assert sum([*vars_of(whole.badput), whole.goodput_s]) <= whole.elapsed_s * 1.000001
 
 
-def test_a_damaged_state_is_a_warning(made: Made):
+def test_a_damaged_state_is_a_warning(made):
     made.ledger(0, None, trained(1, 25, 30))
     made.attempt(0, 300, 1, "restart")
     for file in (made.root / ".ckptctl" / "supervisor").iterdir():
@@ -341,7 +340,7 @@ def test_a_damaged_state_is_a_warning(made: Made):
 
 
 @pytest.mark.slow
-def test_three_thousand_attempts_are_read_and_the_table_shows_the_newest(made: Made):
+def test_three_thousand_attempts_are_read_and_the_table_shows_the_newest(made):
     for place in range(3000):
         made.ledger(place * 100, place, trained(place + 1, place + 2, 30), startup_s=1, load_s=1)
     done = run_ckptctl("history", made.root)
@@ -351,9 +350,7 @@ def test_three_thousand_attempts_are_read_and_the_table_shows_the_newest(made: M
     assert len(done.stdout.splitlines()) < 50
 
 
-def test_a_fleet_reports_each_root_and_the_exit_code_of_the_one_that_fails(
-    made: Made, tmp_path: Path
-):
+def test_a_fleet_reports_each_root_and_the_exit_code_of_the_one_that_fails(made, tmp_path):
     made.ledger(0, None, trained(1, 25, 30))
     other = tmp_path / "other"
     shutil.copytree(made.root, other)
@@ -371,7 +368,7 @@ def test_a_fleet_reports_each_root_and_the_exit_code_of_the_one_that_fails(
     assert both["goodput_s"] == pytest.approx(2 * one["goodput_s"])
 
 
-def test_a_root_without_a_record_says_so_and_a_wrong_path_is_an_error(tmp_path: Path):
+def test_a_root_without_a_record_says_so_and_a_wrong_path_is_an_error(tmp_path):
     (tmp_path / "new").mkdir()
     done = run_ckptctl("history", tmp_path / "new")
     assert (done.returncode, done.stdout.split(":")[0]) == (0, "no attempt is recorded")
@@ -379,7 +376,7 @@ def test_a_root_without_a_record_says_so_and_a_wrong_path_is_an_error(tmp_path: 
     assert run_ckptctl("history", tmp_path / "file").returncode == 2
 
 
-def test_the_answer_fits_80_columns_and_says_the_same_without_colour(made: Made):
+def test_the_answer_fits_80_columns_and_says_the_same_without_colour(made):
     made.ledger(0, None, trained(1, 25, 30), number=made.attempt(0, 325, 137, "restart"))
     two = made.attempt(350, 400, 1, "restart", cause="hang", ranks=[3], nodes=["node-2"])
     made.ledger(350, 20, trained(21, 45, 30), number=two)
@@ -393,9 +390,7 @@ def test_the_answer_fits_80_columns_and_says_the_same_without_colour(made: Made)
     assert 0 < float(quiet) < 1
 
 
-def test_the_metrics_are_in_the_form_of_prometheus_and_replaced_as_a_whole(
-    made: Made, tmp_path: Path
-):
+def test_the_metrics_are_in_the_form_of_prometheus_and_replaced_as_a_whole(made, tmp_path):
     made.ledger(0, None, trained(1, 25, 30), number=made.attempt(0, 325, 137, "restart"))
     file = tmp_path / "ckptctl.prom"
     file.write_text("old")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
@@ -33,7 +32,7 @@ sys.exit(max(each.wait() for each in ranks))
 
 
 @pytest.mark.parametrize(("times", "slow"), [("own", [2]), ("waiting", [])])
-def test_the_rank_whose_own_work_takes_longer_is_named(tmp_path: Path, times: str, slow: list[int]):
+def test_the_rank_whose_own_work_takes_longer_is_named(tmp_path, times, slow):
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "launcher.py").write_text(LAUNCHER)

@@ -68,7 +68,7 @@ def message(found: ckptctl.Preflight, name: str) -> str:
 # One process
 
 
-def test_a_sound_root_gives_its_newest_step_and_every_check_is_ok(root: Path):
+def test_a_sound_root_gives_its_newest_step_and_every_check_is_ok(root):
     found = ckptctl.preflight(str(root), mtbf_s=24 * 3600)
     assert (found.chosen, found.step, found.exit_code) == (f"{root}/step_300", 300, 0)
     assert outcomes(found) == dict.fromkeys(
@@ -79,7 +79,7 @@ def test_a_sound_root_gives_its_newest_step_and_every_check_is_ok(root: Path):
     assert node.read_bytes > 0
 
 
-def test_a_damaged_newest_step_is_a_warning_and_the_older_one_is_taken(root: Path):
+def test_a_damaged_newest_step_is_a_warning_and_the_older_one_is_taken(root):
     cut(root, 300)
     found = ckptctl.preflight(str(root))
     assert found.step == 200
@@ -87,7 +87,7 @@ def test_a_damaged_newest_step_is_a_warning_and_the_older_one_is_taken(root: Pat
     assert "damage" not in outcomes(found)
 
 
-def test_damaged_steps_that_one_rank_wrote_in_one_hour_say_so(root: Path):
+def test_damaged_steps_that_one_rank_wrote_in_one_hour_say_so(root):
     cut(root, 200)
     cut(root, 300)
     found = ckptctl.preflight(str(root))
@@ -98,7 +98,7 @@ def test_damaged_steps_that_one_rank_wrote_in_one_hour_say_so(root: Path):
     )
 
 
-def test_damaged_steps_of_two_ranks_of_one_node_name_the_node(root: Path):
+def test_damaged_steps_of_two_ranks_of_one_node_name_the_node(root):
     cut(root, 200, rank=0)
     cut(root, 300, rank=1)
     found = ckptctl.preflight(str(root))
@@ -112,7 +112,7 @@ def test_damaged_steps_of_two_ranks_of_one_node_name_the_node(root: Path):
     assert "all have damage in files of node 0 (ranks 0 to 7)" in message(found, "damage")
 
 
-def test_none_usable_is_a_failure_with_no_path(root: Path):
+def test_none_usable_is_a_failure_with_no_path(root):
     for number in (100, 200, 300):
         cut(root, number)
     found = ckptctl.preflight(str(root))
@@ -132,7 +132,7 @@ def without(root: Path, kind: str, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rng", "dataloader"])
-def test_a_step_that_lost_a_kind_is_passed_over_unasked(root: Path, kind: str):
+def test_a_step_that_lost_a_kind_is_passed_over_unasked(root, kind):
     without(root, kind, 300)
     found = ckptctl.preflight(str(root))
     assert (found.step, found.exit_code) == (200, 0)
@@ -141,7 +141,7 @@ def test_a_step_that_lost_a_kind_is_passed_over_unasked(root: Path, kind: str):
     assert outcomes(found)["state"] is CheckOutcome.OK
 
 
-def test_a_kind_that_no_step_holds_is_a_remark_and_the_options_are_named(root: Path):
+def test_a_kind_that_no_step_holds_is_a_remark_and_the_options_are_named(root):
     without(root, "rng", 100, 200, 300)
     found = ckptctl.preflight(str(root))
     assert (found.step, found.exit_code, found.pick.absent) == (300, 0, ("rng",))
@@ -154,14 +154,14 @@ def test_a_kind_that_no_step_holds_is_a_remark_and_the_options_are_named(root: P
     assert (demanding.path, demanding.exit_code) == (None, 11)
 
 
-def test_a_fresh_run_is_10_or_0_where_it_is_allowed(tmp_path: Path):
+def test_a_fresh_run_is_10_or_0_where_it_is_allowed(tmp_path):
     assert ckptctl.preflight(str(tmp_path / "new")).exit_code == 10
     found = ckptctl.preflight(str(tmp_path / "new"), allow_fresh=True, create=True)
     assert (found.exit_code, found.path) == (0, None)
     assert set(outcomes(found)) == {"step", "storage"}
 
 
-def test_a_full_disk_stops_the_job_before_it_trains_to_its_first_save(root: Path):
+def test_a_full_disk_stops_the_job_before_it_trains_to_its_first_save(root):
     found = ckptctl.preflight(str(root), room_for=10**9)
     assert (found.exit_code, found.path) == (75, None)
     assert "nothing can be saved" in found.message
@@ -169,7 +169,7 @@ def test_a_full_disk_stops_the_job_before_it_trains_to_its_first_save(root: Path
 
 
 @pytest.mark.parametrize("wrong", [{"mtbf_s": 0}, {"mtbf_s": float("nan")}, {"room_for": -1}])
-def test_what_makes_no_sense_is_refused(root: Path, wrong: dict):
+def test_what_makes_no_sense_is_refused(root, wrong):
     with pytest.raises(UsageError):
         ckptctl.preflight(str(root), **wrong)
 
@@ -193,7 +193,7 @@ HERE = NodeFacts("node1", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a"
         ({"free": 5}, "5 bytes are free on node2, and the next saves need 100"),
     ],
 )
-def test_a_node_that_differs_is_named(other: dict, says: str):
+def test_a_node_that_differs_is_named(other, says):
     about = {"mount": HERE.mount, "free": 10**12, "n_names": 3, "listing": "a", "metadata": "m"}
     checks = list(check_nodes("ckpt", [HERE, NodeFacts("node2", **{**about, **other})], 100))
     (failed,) = [one for one in checks if one.outcome is CheckOutcome.FAILED]
@@ -236,7 +236,7 @@ def port() -> int:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_two_processes_give_one_path_and_one_answer(root: Path, port: int):
+def test_two_processes_give_one_path_and_one_answer(root, port):
     both = [started(root.parent, rank, port, "--probe-storage") for rank in range(2)]
     said = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], said
@@ -247,7 +247,7 @@ def test_two_processes_give_one_path_and_one_answer(root: Path, port: int):
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_a_process_whose_storage_is_another_one_stops_all(root: Path, tmp_path: Path, port: int):
+def test_a_process_whose_storage_is_another_one_stops_all(root, tmp_path, port):
     (tmp_path / "elsewhere" / "ckpt").mkdir(parents=True)
     both = [started(root.parent, 0, port), started(tmp_path / "elsewhere", 1, port)]
     said = [process.communicate() for process in both]
@@ -263,7 +263,7 @@ def launcher(*words: str) -> list[str]:
     return ["--launcher", shlex.join(words)]
 
 
-def test_a_launcher_compares_what_the_nodes_of_the_job_see(root: Path):
+def test_a_launcher_compares_what_the_nodes_of_the_job_see(root):
     twice = "for i in 0 1; do printf '%s: ' $i; \"$@\"; done"  # as srun --label prints it
     ran = run_ckptctl("preflight", root, "--json", *launcher("bash", "-c", twice, "srun"))
     document = validated(ran.stdout)
@@ -272,7 +272,7 @@ def test_a_launcher_compares_what_the_nodes_of_the_job_see(root: Path):
     assert len({node["metadata"] for node in document["nodes"]}) == 1
 
 
-def test_a_storage_that_only_this_node_sees_is_75(root: Path, tmp_path: Path):
+def test_a_storage_that_only_this_node_sees_is_75(root, tmp_path):
     # The other node has a folder of the same name, on another disk.
     (tmp_path / "other").mkdir()
     swap = f'here={root} there={tmp_path}/other; exec "${{@//$here/$there}}"'
@@ -286,9 +286,7 @@ def test_a_storage_that_only_this_node_sees_is_75(root: Path, tmp_path: Path):
     assert "sees other names under the root" in ran.stderr
 
 
-def test_the_probe_of_a_launcher_is_compared_in_both_directions_and_removed(
-    root: Path, tmp_path: Path
-):
+def test_the_probe_of_a_launcher_is_compared_in_both_directions_and_removed(root, tmp_path):
     ran = run_ckptctl("preflight", root, "--probe-storage", *launcher("env"))
     assert ran.returncode == 0, ran.stderr
     # Each of the two wrote 67 MB; each read its own or the other's, and this one both.
@@ -318,19 +316,19 @@ def test_the_probe_of_a_launcher_is_compared_in_both_directions_and_removed(
         (["bash", "-c", """echo '{"schema": "ckptctl.node/1", "roots": []}'"""], 75, "cannot"),
     ],
 )
-def test_a_launcher_that_fails_says_so(root: Path, words: list[str], code: int, says: str):
+def test_a_launcher_that_fails_says_so(root, words, code, says):
     ran = run_ckptctl("preflight", root, *launcher(*words))
     assert (ran.returncode, ran.stdout) == (code, ""), ran.stderr
     assert says in ran.stderr
 
 
-def test_a_launcher_that_never_ends_is_ended(root: Path):
+def test_a_launcher_that_never_ends_is_ended(root):
     ran = run_ckptctl("preflight", root, "--timeout", "0.3", *launcher("bash", "-c", "sleep 600"))
     assert (ran.returncode, ran.stdout) == (75, "")
     assert "did not end within 3 s" in ran.stderr
 
 
-def test_the_report_of_a_node_holds_to_its_schema(root: Path):
+def test_the_report_of_a_node_holds_to_its_schema(root):
     ran = run_ckptctl("preflight", root, "--node-report", f"{root}/step_300")
     assert ran.returncode == 0
     assert len(ran.stdout.splitlines()) == 1
@@ -348,7 +346,7 @@ def recorded(root: Path, name: str, step: int | None, world_size: int) -> None:
     (attempts / f"{name}.resume.json").write_text(json.dumps(record))
 
 
-def test_a_shard_file_of_every_rank_that_wrote_is_demanded_where_a_record_counts_them(root: Path):
+def test_a_shard_file_of_every_rank_that_wrote_is_demanded_where_a_record_counts_them(root):
     recorded(root, "20261120T000000.000000Z-00000001", None, 2)
     found = ckptctl.preflight(str(root))
     assert (found.exit_code, outcomes(found)["writers"]) == (0, CheckOutcome.OK)
@@ -368,7 +366,7 @@ def test_a_shard_file_of_every_rank_that_wrote_is_demanded_where_a_record_counts
     "content", ["", "{", "[" * 5000, "[]", '{"world_size": true}', '{"step": 200}', None]
 )
 def test_a_resume_report_that_cannot_be_read_is_a_warning_and_no_older_one_is_believed(
-    root: Path, content: str | None
+    root, content
 ):
     recorded(root, "20261120T000000.000000Z-00000001", None, 8)
     newest = root / ".ckptctl" / "attempts" / "20261121T000000.000000Z-00000002.resume.json"
@@ -405,15 +403,13 @@ def test_the_environment_says_how_many_ranks_there_will_be():
         (4, CheckOutcome.WARNING, "4 ranks, saved by 2: reshard on load"),
     ],
 )
-def test_capacity_compares_ranks_with_those_that_saved(
-    root: Path, world_size: int | None, outcome: CheckOutcome, says: str
-):
+def test_capacity_compares_ranks_with_those_that_saved(root, world_size, outcome, says):
     found = ckptctl.preflight(str(root), world_size=world_size)
     assert outcomes(found)["capacity"] is outcome
     assert message(found, "capacity").startswith(says)
 
 
-def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root: Path):
+def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root):
     assert ckptctl.preflight(str(root), world_size=2).resharding is None
     found = ckptctl.preflight(str(root), world_size=3)
     assert found.resharding is not None
@@ -422,9 +418,7 @@ def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root: Path):
     assert message(found, "resharding").startswith("no need to reshard first: stock dcp.load")
 
 
-def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(root, monkeypatch):
     monkeypatch.setattr(advising, "MIN_GAIN_BYTES", 1)
     found = ckptctl.preflight(str(root), world_size=16)
     (check,) = [one for one in found.checks if one.name == "resharding"]
@@ -443,7 +437,7 @@ def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(
     validated(run_ckptctl("preflight", root, "--world-size", 16, "--json").stdout)
 
 
-def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root: Path):
+def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root):
     chosen = ckptctl.verify(f"{root}@300")
     seen = Measured(3, interval_s=3600, steps_apart=100, save_s=60)
     check = check_capacity(1, "", chosen, seen)
@@ -452,7 +446,7 @@ def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root: Pa
     )
 
 
-def test_each_number_of_ranks_comes_with_what_it_loses_and_reads(root: Path):
+def test_each_number_of_ranks_comes_with_what_it_loses_and_reads(root):
     found = ckptctl.preflight(str(root), world_size=1, world_sizes=[1, 2, 4])
     assert (found.exit_code, found.capacity.value) == (0, "smaller")
     one, two, four = found.sizes
@@ -471,7 +465,7 @@ def test_each_number_of_ranks_comes_with_what_it_loses_and_reads(root: Path):
     assert ckptctl.preflight(str(root)).capacity.value == "unknown"
 
 
-def test_a_size_that_loses_state_or_cannot_be_loaded_says_so(framework_roots: Path):
+def test_a_size_that_loses_state_or_cannot_be_loaded_says_so(framework_roots):
     hugging_face = next((framework_roots / "transformers").rglob("checkpoint-*")).parent
     found = ckptctl.preflight(str(hugging_face), world_sizes=[1, 3])
     assert found.exit_code == 0
@@ -480,7 +474,7 @@ def test_a_size_that_loses_state_or_cannot_be_loaded_says_so(framework_roots: Pa
     assert outcomes(found)["size 3"] is CheckOutcome.WARNING
 
 
-def test_the_comparison_of_the_ranks_is_printed_for_a_script(root: Path):
+def test_the_comparison_of_the_ranks_is_printed_for_a_script(root):
     ran = run_ckptctl("preflight", root, "--world-size", "1", "--print-capacity")
     assert (ran.stdout, ran.returncode) == ("smaller\n", 0)
     assert "1 rank, saved by 2" in ran.stderr
@@ -498,13 +492,13 @@ def test_the_comparison_of_the_ranks_is_printed_for_a_script(root: Path):
         (1800, CheckOutcome.WARNING, "most work is repeated; best is every"),
     ],
 )
-def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: CheckOutcome, says: str):
+def test_cadence_compares_saves_with_failures(mtbf, outcome, says):
     check = check_cadence("ckpt", mtbf, Measured(5, interval_s=3600, steps_apart=1, save_s=60))
     assert check.outcome is outcome
     assert says in check.message
 
 
-def test_the_work_behind_the_chosen_step_is_counted_from_the_log(root: Path, tmp_path: Path):
+def test_the_work_behind_the_chosen_step_is_counted_from_the_log(root, tmp_path):
     log = tmp_path / "train.jsonl"
     rows = [
         {"step": n, "loss": 3 - n / 1000, "tokens": n * 4096, "time": 1e9 + 2 * n}
@@ -542,7 +536,7 @@ def probed(store: LocalStore) -> ckptctl.Check:
         return check_probe([written], [probe.compare(written)])
 
 
-def test_a_storage_that_gives_back_what_was_written_is_ok_and_left_as_it_was(root: Path):
+def test_a_storage_that_gives_back_what_was_written_is_ok_and_left_as_it_was(root):
     before = sorted(root.rglob("*"))
     check = probed(LocalStore(str(root)))
     assert check.outcome is CheckOutcome.OK
@@ -550,7 +544,7 @@ def test_a_storage_that_gives_back_what_was_written_is_ok_and_left_as_it_was(roo
     assert sorted(root.rglob("*")) == before
 
 
-def test_a_lost_block_is_a_failure_that_pages_someone_and_the_folder_is_gone(root: Path):
+def test_a_lost_block_is_a_failure_that_pages_someone_and_the_folder_is_gone(root):
     check = probed(Forgetful(str(root)))
     assert (check.outcome, check.exit_code) == (CheckOutcome.FAILED, 11)
     assert (
@@ -560,7 +554,7 @@ def test_a_lost_block_is_a_failure_that_pages_someone_and_the_folder_is_gone(roo
     assert not (root / ".ckptctl").exists()
 
 
-def test_what_others_keep_below_ckptctl_stays(root: Path):
+def test_what_others_keep_below_ckptctl_stays(root):
     (root / ".ckptctl").mkdir()
     (root / ".ckptctl" / "root.json").write_text("{}")
     assert probed(LocalStore(str(root))).outcome is CheckOutcome.OK
@@ -575,7 +569,7 @@ def test_an_object_store_is_not_probed():
 # The command
 
 
-def test_the_path_stands_alone_on_standard_output_and_the_checks_beside_it(root: Path):
+def test_the_path_stands_alone_on_standard_output_and_the_checks_beside_it(root):
     done = run_ckptctl("preflight", root, "--mtbf", "24h")
     assert (done.returncode, done.stdout) == (0, f"{root}/step_300\n")
     assert done.stderr.startswith("ready: resume from step 300\n")
@@ -584,7 +578,7 @@ def test_the_path_stands_alone_on_standard_output_and_the_checks_beside_it(root:
     assert (done.stdout, done.stderr) == (f"{root}/step_300\n", "")
 
 
-def test_a_failure_is_an_error_with_nothing_on_standard_output(root: Path):
+def test_a_failure_is_an_error_with_nothing_on_standard_output(root):
     done = run_ckptctl("preflight", root, "--room-for", 10**9)
     assert (done.returncode, done.stdout) == (75, "")
     assert done.stderr.startswith("error: ")
@@ -592,7 +586,7 @@ def test_a_failure_is_an_error_with_nothing_on_standard_output(root: Path):
 
 
 @pytest.mark.parametrize("broken", [(), (300,), (200, 300), (100, 200, 300)])
-def test_the_document_holds_to_its_schema(root: Path, broken: tuple[int, ...]):
+def test_the_document_holds_to_its_schema(root, broken):
     for number in broken:
         cut(root, number)
     done = run_ckptctl("preflight", root, "--json", "--world-size", 1)
@@ -602,5 +596,5 @@ def test_the_document_holds_to_its_schema(root: Path, broken: tuple[int, ...]):
     assert document["pick"]["passed_over"] or not broken
 
 
-def test_a_storage_that_is_not_mounted_is_75(tmp_path: Path):
+def test_a_storage_that_is_not_mounted_is_75(tmp_path):
     assert run_ckptctl("preflight", tmp_path / "not" / "there").returncode == 75

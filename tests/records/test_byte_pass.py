@@ -55,16 +55,14 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(str(tmp_path))
 
 
-def test_bytes_are_read_to_where_a_run_wants_them(store: LocalStore):
+def test_bytes_are_read_to_where_a_run_wants_them(store):
     runs = [Pieces("a"), Pieces("b")]
     assert read_runs(store, runs, Limits(jobs=2)) == 20
     assert [bytes(run.memory) for run in runs] == [b"0123456789", b"abcdefghij"]
 
 
 @pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.OBJECT])
-def test_memory_that_is_longer_than_a_read_is_read_part_by_part(
-    store: LocalStore, kind: StoreKind, monkeypatch: pytest.MonkeyPatch
-):
+def test_memory_that_is_longer_than_a_read_is_read_part_by_part(store, kind, monkeypatch):
     monkeypatch.setattr(byte_pass, "PIECE_BYTES", 8)
     monkeypatch.setattr(byte_pass, "IN_PLACE_BYTES", 4)
     monkeypatch.setattr(byte_pass, "OBJECT_PIECE_BYTES", 4)
@@ -74,7 +72,7 @@ def test_memory_that_is_longer_than_a_read_is_read_part_by_part(
     assert bytes(run.memory) == b"abcdefghij"
 
 
-def test_after_an_error_nothing_is_written_any_more(store: LocalStore):
+def test_after_an_error_nothing_is_written_any_more(store):
     slow = Pieces("b", pause_s=0.05)
     failing = Pieces("a", fails=True, others_began=slow.others_began)
     with pytest.raises(Wrong):

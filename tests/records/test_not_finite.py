@@ -47,9 +47,7 @@ places = st.lists(st.integers(0, 1 << 20), max_size=6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 32), n=st.integers(1, 300), cuts=places, parts=places)
-def test_counts_are_those_of_torch_wherever_the_bytes_are_cut(
-    dtype: str, seed: int, n: int, cuts: list[int], parts: list[int]
-) -> None:
+def test_counts_are_those_of_torch_wherever_the_bytes_are_cut(dtype, seed, n, cuts, parts):
     chance = random.Random(seed)
     size = DTYPE_SIZES[dtype]
     data = bytearray(chance.randbytes(n * size))
@@ -63,7 +61,7 @@ def test_counts_are_those_of_torch_wherever_the_bytes_are_cut(
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if DTYPE_SIZES[d] <= 2])
-def test_every_value_of_a_short_form_is_told_as_torch_tells_it(dtype: str) -> None:
+def test_every_value_of_a_short_form_is_told_as_torch_tells_it(dtype):
     size = DTYPE_SIZES[dtype]
     for value in range(1 << 8 * size):
         data = value.to_bytes(size, "little")
@@ -73,13 +71,13 @@ def test_every_value_of_a_short_form_is_told_as_torch_tells_it(dtype: str) -> No
             assert scan.values == torch_counts(dtype, data), hex(value)
 
 
-def test_what_has_neither_nan_nor_infinity_is_not_looked_at() -> None:
+def test_what_has_neither_nan_nor_infinity_is_not_looked_at():
     assert {d for d in DTYPE_SIZES if d.startswith(("float", "bfloat", "complex"))} - set(
         FORMS
     ) == {"float4_e2m1fn_x2"}
 
 
-def test_after_ten_thousand_it_is_enough_and_the_count_says_so() -> None:
+def test_after_ten_thousand_it_is_enough_and_the_count_says_so():
     scan = FiniteScan(FORMS["float32"])
     scan.take(b"\0\0\xc0\x7f" * (MAX_COUNTED + 5))
     assert scan.values == Values(MAX_COUNTED + 5, MAX_COUNTED, 0, more=True)

@@ -37,16 +37,14 @@ def numbers(shape: tuple[int, ...], wanted: TensorSlice) -> list[int]:
 
 
 @given(slices(), st.integers(ITEM, 300), st.integers(0, 60))
-def test_pieces_hold_each_element_of_the_slice_once_and_in_order(case: Case, most: int, skip: int):
+def test_pieces_hold_each_element_of_the_slice_once_and_in_order(case, most, skip):
     shape, wanted = case
     pieces = list(byte_slices(shape, wanted, ITEM, most=most, skip=skip))
     assert [n for piece in pieces for n in numbers(shape, piece.elements)] == numbers(shape, wanted)
 
 
 @given(slices(), st.integers(ITEM, 300), st.integers(0, 60))
-def test_a_piece_is_no_longer_than_allowed_and_includes_no_longer_gap(
-    case: Case, most: int, skip: int
-):
+def test_a_piece_is_no_longer_than_allowed_and_includes_no_longer_gap(case, most, skip):
     shape, wanted = case
     for piece in byte_slices(shape, wanted, ITEM, most=most, skip=skip):
         inside = numbers(shape, piece.elements)
@@ -61,7 +59,7 @@ def test_a_piece_is_no_longer_than_allowed_and_includes_no_longer_gap(
 
 
 @given(slices())
-def test_a_flattened_slice_has_the_same_elements_in_the_same_order(case: Case):
+def test_a_flattened_slice_has_the_same_elements_in_the_same_order(case):
     shape, wanted = case
     flat_shape, flat = flattened(shape, wanted)
     assert numbers(flat_shape, flat) == numbers(shape, wanted)
@@ -83,7 +81,7 @@ def test_a_slice_along_the_first_dimension_is_one_row(shape, wanted, flat_shape,
 
 
 @given(slices(), st.data())
-def test_the_overlap_of_two_slices_is_what_both_hold(case: Case, data: st.DataObject):
+def test_the_overlap_of_two_slices_is_what_both_hold(case, data):
     shape, one = case
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     sizes = tuple(data.draw(st.integers(1, s - o)) for s, o in zip(shape, offsets, strict=True))

@@ -16,7 +16,7 @@ from ckptctl.records.slices import Strided, aligned, copy_strided, position, row
     st.sampled_from((1, 2, 4, 8, 16)),
     st.data(),
 )
-def test_every_element_is_copied_to_its_index(sizes, item_bytes: int, data: st.DataObject):
+def test_every_element_is_copied_to_its_index(sizes, item_bytes, data):
     sides = []
     for _ in range(2):
         order = data.draw(st.permutations(range(len(sizes))))

@@ -96,9 +96,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.NETWORK, StoreKind.OBJECT])
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_sound_records_are_proven_to_the_last_byte(
-    tmp_path: Path, pieces: str, kind: StoreKind, jobs: int
-):
+def test_sound_records_are_proven_to_the_last_byte(tmp_path, pieces, kind, jobs):
     data, saved = part_of([record(n, seed=n) for n in (1, 100, 5000, 20_000, 4, 9999, 1)])
     check, findings = compare(tmp_path, data, saved, kind=kind, jobs=jobs)
     assert findings == []
@@ -107,7 +105,7 @@ def test_sound_records_are_proven_to_the_last_byte(
     assert check.proven.n_asked == len(data)
 
 
-def test_a_flip_anywhere_in_the_elements_is_found_with_its_place(tmp_path: Path, pieces: str):
+def test_a_flip_anywhere_in_the_elements_is_found_with_its_place(tmp_path, pieces):
     records = [record(n, seed=n) for n in (100, 12_000, 50)]
     data, saved = part_of(records)
     begin = len(records[0])
@@ -127,7 +125,7 @@ def test_a_flip_anywhere_in_the_elements_is_found_with_its_place(tmp_path: Path,
         assert check.proven.n_records == 2
 
 
-def test_each_byte_of_a_file_is_compared_with_something(tmp_path: Path, pieces: str):
+def test_each_byte_of_a_file_is_compared_with_something(tmp_path, pieces):
     """Also those that no reader looks at: padding, times, attributes."""
     data, saved = part_of([record(30, seed=1), record(5000, seed=2)])
     missed = []
@@ -143,7 +141,7 @@ def test_each_byte_of_a_file_is_compared_with_something(tmp_path: Path, pieces: 
     assert len(missed) <= 8
 
 
-def test_damage_in_many_records_of_one_file_is_one_finding(tmp_path: Path):
+def test_damage_in_many_records_of_one_file_is_one_finding(tmp_path):
     records = [record(500, seed=n) for n in range(10)]
     data = bytearray(b"".join(records))
     _, saved = part_of(records)
@@ -155,13 +153,13 @@ def test_damage_in_many_records_of_one_file_is_one_finding(tmp_path: Path):
 
 
 @pytest.mark.parametrize("code", ["record.crc"])
-def test_a_block_of_zeros_in_the_elements_does_not_match(tmp_path: Path, pieces: str, code: str):
+def test_a_block_of_zeros_in_the_elements_does_not_match(tmp_path, pieces, code):
     data, saved = part_of([record(9000)])
     _, findings = compare(tmp_path, data[:2000] + bytes(4096) + data[6096:], saved)
     assert codes(findings) == [code]
 
 
-def test_records_without_checksums_are_unverifiable_and_never_corrupt(tmp_path: Path, pieces: str):
+def test_records_without_checksums_are_unverifiable_and_never_corrupt(tmp_path, pieces):
     data, saved = part_of([record(9000, crc=0), record(40, crc=0)])
     check, (finding,) = compare(tmp_path, data, saved)
     assert finding.code == "record.unverifiable"
@@ -170,14 +168,14 @@ def test_records_without_checksums_are_unverifiable_and_never_corrupt(tmp_path: 
     assert check.proven.n_bytes == 0
 
 
-def test_a_seal_that_covers_the_file_stands_in_for_checksums(tmp_path: Path):
+def test_a_seal_that_covers_the_file_stands_in_for_checksums(tmp_path):
     data, saved = part_of([record(9000, crc=0)])
     check, _ = compare(tmp_path, data, saved)
     assert list(check.findings({FILE})) == []
     assert codes(list(check.findings({"__1_0.distcp"}))) == ["record.unverifiable"]
 
 
-def test_a_record_rewritten_with_new_checksums_contradicts_its_serialization_id(tmp_path: Path):
+def test_a_record_rewritten_with_new_checksums_contradicts_its_serialization_id(tmp_path):
     records = [record(500, seed=n) for n in range(3)]
     members = members_of(records[1])
     changed = [Made(m.name, b"\x11" * 500 if m.name == "data/0" else m.data) for m in members]
@@ -189,7 +187,7 @@ def test_a_record_rewritten_with_new_checksums_contradicts_its_serialization_id(
     assert "that of t1 " in finding.message
 
 
-def test_a_torch_that_makes_serialization_ids_in_another_way_is_not_accused(tmp_path: Path):
+def test_a_torch_that_makes_serialization_ids_in_another_way_is_not_accused(tmp_path):
     records = []
     for seed in range(3):
         members = members_of(record(500, seed=seed))
@@ -201,14 +199,14 @@ def test_a_torch_that_makes_serialization_ids_in_another_way_is_not_accused(tmp_
     assert check.proven.n_records == 3
 
 
-def test_an_empty_member_takes_nothing_from_the_proof(tmp_path: Path):
+def test_an_empty_member_takes_nothing_from_the_proof(tmp_path):
     data, saved = part_of([record(0), record(10)])
     check, findings = compare(tmp_path, data, saved)
     assert findings == []
     assert check.proven.n_records == 2
 
 
-def test_a_plain_pickle_of_a_planner_of_its_own_is_unverifiable(tmp_path: Path, pieces: str):
+def test_a_plain_pickle_of_a_planner_of_its_own_is_unverifiable(tmp_path, pieces):
     data = b"\x80\x04" + b"x" * 3000 + b"."
     saved = metadata(BytesEntry("state", ByteRange(FILE, 0, len(data))))
     _, (finding,) = compare(tmp_path, data, saved)
@@ -216,7 +214,7 @@ def test_a_plain_pickle_of_a_planner_of_its_own_is_unverifiable(tmp_path: Path, 
     assert "plain pickle" in finding.message
 
 
-def test_bytes_that_are_no_record_at_all_are_a_finding(tmp_path: Path, pieces: str):
+def test_bytes_that_are_no_record_at_all_are_a_finding(tmp_path, pieces):
     _, saved = part_of([bytes(9000)])
     check, findings = compare(tmp_path, bytes(9000), saved)
     assert codes(findings) == ["record.framing"]
@@ -245,7 +243,7 @@ def tensor_record(n_elements: int, seed: int = 0) -> bytes:
     return frame.before + data + frame.after(crc32(data))
 
 
-def test_compressed_records_are_read_through(tmp_path: Path, pieces: str):
+def test_compressed_records_are_read_through(tmp_path, pieces):
     inner = tensor_record(2000)
     data, saved = compressed(inner, tensor_record(2000, seed=1), shape=2000)
     check, findings = compare(tmp_path, data, saved)
@@ -265,9 +263,7 @@ def test_compressed_records_are_read_through(tmp_path: Path, pieces: str):
         (2000, "int32", "it holds float32, but its metadata has int32"),
     ],
 )
-def test_a_compressed_record_of_another_tensor_is_a_finding(
-    tmp_path: Path, shape: int, dtype: str, says: str
-):
+def test_a_compressed_record_of_another_tensor_is_a_finding(tmp_path, shape, dtype, says):
     data, saved = compressed(tensor_record(2000), shape=shape, dtype=dtype)
     check, (finding,) = compare(tmp_path, data, saved)
     assert finding.code == "record.mismatch"
@@ -276,14 +272,14 @@ def test_a_compressed_record_of_another_tensor_is_a_finding(
 
 
 @pytest.mark.parametrize("cut", [1, 500])
-def test_compressed_bytes_that_end_too_early_are_a_finding(tmp_path: Path, pieces: str, cut: int):
+def test_compressed_bytes_that_end_too_early_are_a_finding(tmp_path, pieces, cut):
     zstandard = pytest.importorskip("zstandard")
     data, saved = part_of([zstandard.compress(record(9000))[:-cut]], (ZSTD,))
     _, findings = compare(tmp_path, data, saved)
     assert codes(findings) == ["record.framing"]
 
 
-def test_a_bomb_is_refused_when_it_comes_to_more_than_its_tensor(tmp_path: Path):
+def test_a_bomb_is_refused_when_it_comes_to_more_than_its_tensor(tmp_path):
     zstandard = pytest.importorskip("zstandard")
     data, saved = part_of([zstandard.compress(bytes(1 << 28), 19)], (ZSTD,))
     assert len(data) < 1 << 16
@@ -292,9 +288,7 @@ def test_a_bomb_is_refused_when_it_comes_to_more_than_its_tensor(tmp_path: Path)
     assert "more than the" in finding.message
 
 
-def test_compressed_records_are_unverifiable_without_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_compressed_records_are_unverifiable_without_the_extra(tmp_path, monkeypatch):
     zstandard = pytest.importorskip("zstandard")
     data, saved = part_of([zstandard.compress(record(900))], (ZSTD,))
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
@@ -306,7 +300,7 @@ def test_compressed_records_are_unverifiable_without_the_extra(
 # The pass
 
 
-def test_runs_are_cut_where_a_seal_digests(tmp_path: Path):
+def test_runs_are_cut_where_a_seal_digests(tmp_path):
     entries = [
         tensor(f"t{n}", (4,), ((0,), (4,)), ranges=[ByteRange(FILE, start, length)])
         for n, (start, length) in enumerate(
@@ -341,9 +335,7 @@ class Noting:
 
 
 @pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.OBJECT])
-def test_a_pass_gives_each_run_its_pieces_in_order(
-    tmp_path: Path, kind: StoreKind, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pass_gives_each_run_its_pieces_in_order(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(byte_pass, "PIECE_BYTES", 1000)
     monkeypatch.setattr(byte_pass, "OBJECT_PIECE_BYTES", 1000)
     data = random.Random(1).randbytes(5500)
@@ -357,9 +349,7 @@ def test_a_pass_gives_each_run_its_pieces_in_order(
         assert b"".join(piece for _, piece in run.taken[1:]) == data[: run.n_bytes]
 
 
-def test_a_pass_ends_within_a_piece_when_it_is_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pass_ends_within_a_piece_when_it_is_asked_to(tmp_path, monkeypatch):
     monkeypatch.setattr(byte_pass, "PIECE_BYTES", 100)
     (tmp_path / FILE).write_bytes(bytes(10_000))
     stop = Stop()
@@ -369,22 +359,20 @@ def test_a_pass_ends_within_a_piece_when_it_is_asked_to(
     assert not stop.listening
 
 
-def test_a_pass_whose_time_is_up_reads_nothing(tmp_path: Path):
+def test_a_pass_whose_time_is_up_reads_nothing(tmp_path):
     (tmp_path / FILE).write_bytes(bytes(1000))
     assert read_runs(LocalStore(str(tmp_path)), [Noting(1000)], Limits(until_s=0.0)) == 0
 
 
 @pytest.mark.parametrize("kind", [StoreKind.LOCAL, StoreKind.OBJECT])
-def test_a_file_that_was_cut_short_since_it_was_listed_ends_the_pass(
-    tmp_path: Path, kind: StoreKind
-):
+def test_a_file_that_was_cut_short_since_it_was_listed_ends_the_pass(tmp_path, kind):
     (tmp_path / FILE).write_bytes(bytes(1000))
     store = FaultyStore(LocalStore(str(tmp_path)), kind=kind)
     with pytest.raises(ShortRead):
         read_runs(store, [Noting(1001)], Limits())
 
 
-def test_what_a_run_raises_is_raised_by_the_pass(tmp_path: Path):
+def test_what_a_run_raises_is_raised_by_the_pass(tmp_path):
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -399,7 +387,7 @@ def test_what_a_run_raises_is_raised_by_the_pass(tmp_path: Path):
 @pytest.mark.torch
 @pytest.mark.slow
 def test_a_flip_in_a_real_shard_is_found_but_in_versions_that_torch_never_reads(
-    tmp_path: Path, checkpoints: Path
+    tmp_path, checkpoints
 ):
     step = checkpoints / "run_fsdp4" / "step_100"
     whole = (step / FILE).read_bytes()

@@ -293,7 +293,7 @@ def test_what_is_demanded_of_a_step_is_what_the_steps_before_it_hold():
 
 
 @pytest.mark.parametrize("kind", ["rng", "dataloader", "scheduler", "optimizer", "step"])
-def test_a_step_that_lost_a_kind_is_passed_over_for_one_of_which_it_is_demanded(kind: str):
+def test_a_step_that_lost_a_kind_is_passed_over_for_one_of_which_it_is_demanded(kind):
     less = tuple(one for one in ALL if one != kind)
     choice = steps(report(3, held=less), report(2)).choose()
     assert choice.chosen.number == 2

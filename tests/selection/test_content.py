@@ -14,7 +14,6 @@ import pytest
 from command_line import COMMAND, clean_environment, validated
 from huge_step import make_huge, wait_until_it_has_read
 from next_commands import run_and_follow as run_ckptctl
-from services.plugin import S3Server
 from storage.faulty import FaultyStore
 
 import ckptctl
@@ -104,14 +103,14 @@ def assert_whole(report: Report) -> None:
     assert report.records_proven == report.n_records
 
 
-def test_steps_of_older_versions_are_proven_whole(dcp_versions: Path) -> None:
+def test_steps_of_older_versions_are_proven_whole(dcp_versions):
     steps = steps_below(dcp_versions)
     assert len(steps) > 60
     for one in steps:
         assert_whole(verify(one))
 
 
-def test_every_way_to_save_today_is_proven_whole(checkpoints: Path) -> None:
+def test_every_way_to_save_today_is_proven_whole(checkpoints):
     steps = [one for one in steps_below(checkpoints) if one.parent.name not in UNVERIFIABLE]
     assert len(steps) > 25
     for one in steps:
@@ -119,9 +118,7 @@ def test_every_way_to_save_today_is_proven_whole(checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNVERIFIABLE)
-def test_what_has_no_checksums_is_unverifiable_and_can_be_taken_all_the_same(
-    checkpoints: Path, name: str
-) -> None:
+def test_what_has_no_checksums_is_unverifiable_and_can_be_taken_all_the_same(checkpoints, name):
     (one, *_) = steps_below(checkpoints / name)
     report = verify(one)
     assert (report.verdict, report.exit_code) == (Verdict.UNVERIFIABLE, 22)
@@ -132,7 +129,7 @@ def test_what_has_no_checksums_is_unverifiable_and_can_be_taken_all_the_same(
     assert taken.exit_code == 0
 
 
-def test_checkpoints_of_six_frameworks_are_proven_whole(framework_roots: Path) -> None:
+def test_checkpoints_of_six_frameworks_are_proven_whole(framework_roots):
     n_looked = 0
     for about in framework_roots.rglob("about.json"):
         roots = {path.parent.parent for path in about.parent.rglob(".metadata")}
@@ -150,7 +147,7 @@ def test_checkpoints_of_six_frameworks_are_proven_whole(framework_roots: Path) -
 # Damage that torch loads without an error
 
 
-def test_a_flipped_exponent_is_found_with_its_tensor(step: Path) -> None:
+def test_a_flipped_exponent_is_found_with_its_tensor(step):
     fqn = large_tensor(step)
     path, start, _ = elements_of(step, fqn)
     change(path, start + 7, bytes([path.read_bytes()[start + 7] ^ 0x40]))
@@ -164,25 +161,25 @@ def test_a_flipped_exponent_is_found_with_its_tensor(step: Path) -> None:
 
 
 @pytest.mark.parametrize("bit", range(8))
-def test_a_flipped_bit_of_a_mantissa_is_found(step: Path, bit: int) -> None:
+def test_a_flipped_bit_of_a_mantissa_is_found(step, bit):
     path, start, _ = elements_of(step, large_tensor(step))
     change(path, start + 4, bytes([path.read_bytes()[start + 4] ^ 1 << bit]))
     assert faults(verify(step)) == ["record.crc"]
 
 
-def test_a_block_that_reads_as_zeros_is_found(step: Path) -> None:
+def test_a_block_that_reads_as_zeros_is_found(step):
     path, start, size = elements_of(step, large_tensor(step))
     change(path, start + size // 4, bytes(min(4096, size // 2)))
     assert faults(verify(step)) == ["record.crc"]
 
 
-def test_a_nan_written_over_an_element_is_found(step: Path) -> None:
+def test_a_nan_written_over_an_element_is_found(step):
     path, start, _ = elements_of(step, large_tensor(step))
     change(path, start + 8, b"\0\0\xc0\x7f")
     assert faults(verify(step)) == ["record.crc"]
 
 
-def test_a_changed_value_of_a_bytes_entry_is_found(step: Path) -> None:
+def test_a_changed_value_of_a_bytes_entry_is_found(step):
     metadata = decode_metadata((step / ".metadata").read_bytes())
     fqn = next(iter(metadata.bytes_entries))
     path, begin, length = record_of(step, fqn)
@@ -196,7 +193,7 @@ def test_a_changed_value_of_a_bytes_entry_is_found(step: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["padding", "descriptor", "header time", "directory time"])
-def test_a_flip_around_the_members_is_found_though_torch_ignores_it(step: Path, where: str) -> None:
+def test_a_flip_around_the_members_is_found_though_torch_ignores_it(step, where):
     path, begin, length = record_of(step, large_tensor(step))
     directory = parse_directory(path.read_bytes()[begin : begin + length], length)
     member = directory.find("data/0")
@@ -211,14 +208,14 @@ def test_a_flip_around_the_members_is_found_though_torch_ignores_it(step: Path, 
     assert faults(verify(step)) == ["record.framing"]
 
 
-def test_damage_that_the_structure_shows_already_is_told_once(step: Path) -> None:
+def test_damage_that_the_structure_shows_already_is_told_once(step):
     path, begin, _ = record_of(step, large_tensor(step))
     change(path, begin, b"QK")
     report = verify(step)
     assert [f.code for f in report.with_severity(Severity.FAULT)] == ["record.framing"]
 
 
-def test_pick_at_content_passes_over_a_step_whose_bytes_are_wrong(step: Path) -> None:
+def test_pick_at_content_passes_over_a_step_whose_bytes_are_wrong(step):
     path, start, _ = elements_of(step, large_tensor(step))
     change(path, start + 8, b"\0\0\xc0\x7f")
     root = str(step.parent)
@@ -246,9 +243,7 @@ class Disturbed(FaultyStore):
 
 
 @pytest.mark.parametrize("doing", ["write", "rename", "delete", "cut"])
-def test_a_step_that_another_process_changes_meanwhile_is_changed_and_not_corrupt(
-    step: Path, doing: str
-) -> None:
+def test_a_step_that_another_process_changes_meanwhile_is_changed_and_not_corrupt(step, doing):
     command = {
         "write": ["cp", str(step / "__0_0.distcp"), str(step / "__2_0.distcp")],
         "rename": ["mv", str(step), str(step.with_name("gone"))],
@@ -263,7 +258,7 @@ def test_a_step_that_another_process_changes_meanwhile_is_changed_and_not_corrup
 # A part of the bytes
 
 
-def test_seven_parts_compare_each_record_once(checkpoints: Path) -> None:
+def test_seven_parts_compare_each_record_once(checkpoints):
     one = checkpoints / "run_fsdp4" / "step_500"
     reports = [verify(one, subset=f"{number}/7") for number in range(1, 8)]
     assert sum(report.records_proven for report in reports) == reports[0].n_records
@@ -275,7 +270,7 @@ def test_seven_parts_compare_each_record_once(checkpoints: Path) -> None:
         assert 0.05 < report.bytes_proven / report.bytes_in_records < 0.3
 
 
-def test_ten_percent_are_spread_over_the_files_and_always_the_same() -> None:
+def test_ten_percent_are_spread_over_the_files_and_always_the_same():
     choose = parse_subset("10%")
     assert choose is not None
     lengths = [100 + n % 7 for n in range(1000)]
@@ -287,19 +282,19 @@ def test_ten_percent_are_spread_over_the_files_and_always_the_same() -> None:
 
 
 @pytest.mark.parametrize("words", ["0/7", "8/7", "0%", "101%", "ten", "1/0"])
-def test_a_part_that_is_none_is_refused(words: str) -> None:
+def test_a_part_that_is_none_is_refused(words):
     with pytest.raises(UsageError, match="--subset"):
         parse_subset(words)
 
 
-def test_parts_and_deadlines_are_for_level_content_only(checkpoints: Path) -> None:
+def test_parts_and_deadlines_are_for_level_content_only(checkpoints):
     one = str(checkpoints / "run_fsdp4" / "step_500")
     for asked in ({"subset": "1/7"}, {"deadline_s": 5.0}, {"jobs": 2}):
         with pytest.raises(UsageError, match="is for level content"):
             ckptctl.verify(one, level=Level.STRUCTURE, **asked)
 
 
-def test_a_deadline_that_came_first_proves_nothing_and_is_no_success(checkpoints: Path) -> None:
+def test_a_deadline_that_came_first_proves_nothing_and_is_no_success(checkpoints):
     report = verify(checkpoints / "run_fsdp4" / "step_500", deadline_s=0.0)
     assert (report.level, report.verdict) == (Level.STRUCTURE, Verdict.UNVERIFIABLE)
     assert report.exit_code == 22
@@ -308,7 +303,7 @@ def test_a_deadline_that_came_first_proves_nothing_and_is_no_success(checkpoints
     assert report.bytes_in_records > 0
 
 
-def test_damage_in_the_part_that_was_compared_is_a_fault(step: Path) -> None:
+def test_damage_in_the_part_that_was_compared_is_a_fault(step):
     for file in step.glob("*.distcp"):
         data = bytearray(file.read_bytes())
         for at in range(700, len(data), 1500):
@@ -317,7 +312,7 @@ def test_damage_in_the_part_that_was_compared_is_a_fault(step: Path) -> None:
     assert verify(step, subset="2/7").verdict is Verdict.CORRUPT
 
 
-def test_a_look_that_was_stopped_tells_what_it_has(checkpoints: Path) -> None:
+def test_a_look_that_was_stopped_tells_what_it_has(checkpoints):
     stop = Stop()
     stop.ask()
     report = verify(checkpoints / "run_fsdp4" / "step_500", stop=stop)
@@ -325,7 +320,7 @@ def test_a_look_that_was_stopped_tells_what_it_has(checkpoints: Path) -> None:
     assert faults(report) == ["content.unfinished"]
 
 
-def test_scan_compares_the_bytes_of_the_newest_steps_only(step: Path) -> None:
+def test_scan_compares_the_bytes_of_the_newest_steps_only(step):
     path, start, _ = elements_of(step, large_tensor(step))
     change(path, start + 8, b"\0\0\xc0\x7f")
     older = step.with_name("step_200")
@@ -348,7 +343,7 @@ def test_scan_compares_the_bytes_of_the_newest_steps_only(step: Path) -> None:
 # The command
 
 
-def test_the_command_tells_how_much_is_proven(checkpoints: Path) -> None:
+def test_the_command_tells_how_much_is_proven(checkpoints):
     one = checkpoints / "run_fsdp4" / "step_500"
     done = run_ckptctl("verify", one, "--level", "content", "--jobs", 2)
     assert done.returncode == 0
@@ -362,7 +357,7 @@ def test_the_command_tells_how_much_is_proven(checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["soon", "5 parsecs", "-3s", "1.2.3"])
-def test_a_deadline_that_is_no_time_is_refused(checkpoints: Path, given: str) -> None:
+def test_a_deadline_that_is_no_time_is_refused(checkpoints, given):
     one = checkpoints / "run_fsdp4" / "step_500"
     done = run_ckptctl("verify", one, "--level", "content", f"--deadline={given}")
     assert done.returncode == 2
@@ -370,7 +365,7 @@ def test_a_deadline_that_is_no_time_is_refused(checkpoints: Path, given: str) ->
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_proven_in_the_report(step: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_proven_in_the_report(step, tmp_path):
     make_huge(step)
     report_file = tmp_path / "report.json"
     process = subprocess.Popen(
@@ -404,9 +399,7 @@ def test_ctrl_c_keeps_what_is_proven_in_the_report(step: Path, tmp_path: Path) -
 
 @pytest.mark.server
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_the_bytes_of_objects_are_compared_like_those_of_files(
-    s3_moto: S3Server, step: Path, client: str
-) -> None:
+def test_the_bytes_of_objects_are_compared_like_those_of_files(s3_moto, step, client):
     def upload(folder: Path) -> str:
         prefix = uuid.uuid4().hex
         for path in sorted(folder.iterdir()):

@@ -283,7 +283,7 @@ def shards_of_two_ranks_swapped(step: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LISTING)
-def test_the_listing_shows_it(root: Path, name: str) -> None:
+def test_the_listing_shows_it(root, name):
     breaks, codes, exit_code = LISTING[name]
     breaks(root / "step_500")
     report = ckptctl.verify(f"{root}@500")
@@ -293,7 +293,7 @@ def test_the_listing_shows_it(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRUCTURE)
-def test_the_structure_shows_it_and_the_listing_does_not(root: Path, name: str) -> None:
+def test_the_structure_shows_it_and_the_listing_does_not(root, name):
     breaks, codes, exit_code = STRUCTURE[name]
     breaks(root / "step_500")
     assert faults(ckptctl.verify(f"{root}@500", level=Level.LISTING)) == []
@@ -305,7 +305,7 @@ def test_the_structure_shows_it_and_the_listing_does_not(root: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", [*LISTING, *STRUCTURE])
-def test_pick_falls_back_to_the_step_before_it(root: Path, name: str) -> None:
+def test_pick_falls_back_to_the_step_before_it(root, name):
     breaks, _, _ = (LISTING | STRUCTURE)[name]
     breaks(root / "step_500")
     chosen = ckptctl.pick(str(root))
@@ -313,27 +313,27 @@ def test_pick_falls_back_to_the_step_before_it(root: Path, name: str) -> None:
     assert chosen.exit_code == 0
 
 
-def test_the_run_itself_is_sound(root: Path) -> None:
+def test_the_run_itself_is_sound(root):
     for number in (100, 200, 300, 400, 500):
         report = ckptctl.verify(f"{root}@{number}", level=Level.STRUCTURE)
         assert (report.verdict, report.exit_code) == (Verdict.COMPLETE, 0)
         assert report.with_severity(Severity.WARNING) == ()
 
 
-def test_a_shard_of_another_step_is_told_by_the_optimizers_counts(root: Path) -> None:
+def test_a_shard_of_another_step_is_told_by_the_optimizers_counts(root):
     shutil.copy2(root / "step_400" / "__1_0.distcp", root / "step_500" / "__1_0.distcp")
     report = ckptctl.verify(f"{root}@500", level=Level.STRUCTURE)
     assert faults(report) == ["state.mixed"]
     assert report.exit_code == 21
 
 
-def test_metadata_of_another_step_is_suspected_by_its_name(root: Path) -> None:
+def test_metadata_of_another_step_is_suspected_by_its_name(root):
     shutil.copy2(root / "step_400" / ".metadata", root / "step_500" / ".metadata")
     report = ckptctl.verify(f"{root}@500")
     assert "metadata.foreign" in [f.code for f in report.with_severity(Severity.WARNING)]
 
 
-def test_an_extra_shard_is_a_remark_and_nothing_more(root: Path) -> None:
+def test_an_extra_shard_is_a_remark_and_nothing_more(root):
     shutil.copy2(root / "step_500" / "__1_0.distcp", root / "step_500" / "__9_0.distcp")
     report = ckptctl.verify(f"{root}@500", level=Level.STRUCTURE)
     assert (report.verdict, report.exit_code) == (Verdict.COMPLETE, 0)
@@ -341,7 +341,7 @@ def test_an_extra_shard_is_a_remark_and_nothing_more(root: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_step_that_holds_nothing_is_nothing_to_resume_from(root: Path) -> None:
+def test_a_step_that_holds_nothing_is_nothing_to_resume_from(root):
     import torch.distributed.checkpoint as dcp
 
     dcp.save({}, checkpoint_id=str(root / "step_600"), no_dist=True)
@@ -352,7 +352,7 @@ def test_a_step_that_holds_nothing_is_nothing_to_resume_from(root: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_part_that_is_empty_beside_others_is_no_fault(root: Path) -> None:
+def test_a_part_that_is_empty_beside_others_is_no_fault(root):
     import torch.distributed.checkpoint as dcp
 
     model = root / "step_600" / "model"
@@ -361,7 +361,7 @@ def test_a_part_that_is_empty_beside_others_is_no_fault(root: Path) -> None:
     assert faults(ckptctl.verify(f"{root}@600", level=Level.LISTING)) == []
 
 
-def test_a_save_without_metadata_is_in_progress_while_it_is_young(root: Path) -> None:
+def test_a_save_without_metadata_is_in_progress_while_it_is_young(root):
     step = root / "step_500"
     (step / ".metadata").unlink()
     os.utime(step / "__0_0.distcp", (time.time(), time.time()))
@@ -372,9 +372,7 @@ def test_a_save_without_metadata_is_in_progress_while_it_is_young(root: Path) ->
 
 
 @pytest.mark.parametrize("ahead_s", [60, 3600, 11 * 3600])
-def test_where_the_clock_of_the_storage_is_ahead_a_save_may_still_be_running(
-    root: Path, ahead_s: int
-) -> None:
+def test_where_the_clock_of_the_storage_is_ahead_a_save_may_still_be_running(root, ahead_s):
     step = root / "step_500"
     (step / ".metadata").unlink()
     os.utime(step / "__0_0.distcp", (time.time() + ahead_s, time.time() + ahead_s))
@@ -384,14 +382,14 @@ def test_where_the_clock_of_the_storage_is_ahead_a_save_may_still_be_running(
     assert ckptctl.verify(str(step), grace_s=0).exit_code == 20
 
 
-def test_a_write_in_the_future_is_a_wrong_clock_and_not_a_save(root: Path) -> None:
+def test_a_write_in_the_future_is_a_wrong_clock_and_not_a_save(root):
     step = root / "step_500"
     (step / ".metadata").unlink()
     os.utime(step / "__0_0.distcp", (time.time() + 86_400, time.time() + 86_400))
     assert ckptctl.verify(str(step)).exit_code == 20
 
 
-def test_two_damaged_steps_make_the_storage_path_suspect(root: Path) -> None:
+def test_two_damaged_steps_make_the_storage_path_suspect(root):
     shard_deleted(root / "step_500")
     local_header_damaged(root / "step_400")
     chosen = ckptctl.pick(str(root))
@@ -399,7 +397,7 @@ def test_two_damaged_steps_make_the_storage_path_suspect(root: Path) -> None:
     assert "root.suspect" in [finding.code for finding in chosen.findings]
 
 
-def test_three_damaged_steps_end_the_search(root: Path) -> None:
+def test_three_damaged_steps_end_the_search(root):
     for number in (500, 400, 300):
         shard_deleted(root / f"step_{number}")
     chosen = ckptctl.pick(str(root))
@@ -407,13 +405,13 @@ def test_three_damaged_steps_end_the_search(root: Path) -> None:
     assert ckptctl.pick(str(root), max_fallback=3).step == 200
 
 
-def test_an_equal_temporary_metadata_is_what_a_store_without_rename_left(root: Path) -> None:
+def test_an_equal_temporary_metadata_is_what_a_store_without_rename_left(root):
     step = root / "step_500"
     write(step / ".metadata.tmp", (step / ".metadata").read_bytes())
     assert ckptctl.verify(str(step)).exit_code == 0
 
 
-def test_a_save_over_an_older_step_that_was_killed_is_a_suspicion_by_its_times(root: Path) -> None:
+def test_a_save_over_an_older_step_that_was_killed_is_a_suspicion_by_its_times(root):
     step = root / "step_500"
     assert ckptctl.verify(str(step)).with_severity(Severity.WARNING) == ()
     os.utime(

@@ -19,7 +19,7 @@ def put(root: Path, name: str) -> None:
     (fence / name).write_text("{}")
 
 
-def test_the_attempt_that_takes_the_next_number_holds_the_root(tmp_path: Path) -> None:
+def test_the_attempt_that_takes_the_next_number_holds_the_root(tmp_path):
     with open_store(str(tmp_path)) as store:
         first, second = (take_token(store, lambda _, name=name: name) for name in ("one", "two"))
         assert (first, second) == (Token(1, "one"), Token(2, "two"))
@@ -31,8 +31,8 @@ def test_the_attempt_that_takes_the_next_number_holds_the_root(tmp_path: Path) -
 
 @pytest.mark.parametrize("n_before", [0, 3])
 def test_a_later_attempt_holds_the_root_although_the_token_of_the_holder_was_deleted(
-    tmp_path: Path, n_before: int
-) -> None:
+    tmp_path, n_before
+):
     with open_store(str(tmp_path)) as store:
         for _ in range(n_before):
             take_token(store, new_attempt)
@@ -46,7 +46,7 @@ def test_a_later_attempt_holds_the_root_although_the_token_of_the_holder_was_del
             check_token(store, orphan)
 
 
-def test_a_deleted_token_does_not_end_the_attempt_that_holds_the_root(tmp_path: Path) -> None:
+def test_a_deleted_token_does_not_end_the_attempt_that_holds_the_root(tmp_path):
     with open_store(str(tmp_path)) as store:
         take_token(store, new_attempt)
         held = take_token(store, new_attempt)
@@ -55,7 +55,7 @@ def test_a_deleted_token_does_not_end_the_attempt_that_holds_the_root(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [41, 999_999_998])
-def test_a_stray_token_is_followed_by_higher_ones(tmp_path: Path, number: int) -> None:
+def test_a_stray_token_is_followed_by_higher_ones(tmp_path, number):
     put(tmp_path, f"{number:010}.json")
     with open_store(str(tmp_path)) as store:
         first, second = (take_token(store, lambda _, name=name: name) for name in ("one", "two"))
@@ -64,7 +64,7 @@ def test_a_stray_token_is_followed_by_higher_ones(tmp_path: Path, number: int) -
             check_token(store, first)
 
 
-def test_where_no_higher_number_is_left_no_attempt_takes_the_root(tmp_path: Path) -> None:
+def test_where_no_higher_number_is_left_no_attempt_takes_the_root(tmp_path):
     put(tmp_path, "9999999999.json")
     with open_store(str(tmp_path)) as store:
         for _ in range(2):
@@ -77,7 +77,7 @@ def test_where_no_higher_number_is_left_no_attempt_takes_the_root(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["99999999999.json", "12.json", "9999999999.json.tmp", "x.json"])
-def test_a_name_that_no_attempt_writes_is_no_token(tmp_path: Path, name: str) -> None:
+def test_a_name_that_no_attempt_writes_is_no_token(tmp_path, name):
     put(tmp_path, name)
     with open_store(str(tmp_path)) as store:
         assert holder(store) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("name", ROOTS)
-def test_every_step_is_sound_at_every_level(framework_roots: Path, name: str) -> None:
+def test_every_step_is_sound_at_every_level(framework_roots, name):
     scanned = ckptctl.scan(str(framework_roots / name / ROOTS[name]), level=Level.STRUCTURE)
     assert scanned.reports
     for report in scanned.reports:
@@ -42,9 +41,7 @@ def test_every_step_is_sound_at_every_level(framework_roots: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ROOTS)
-def test_the_counts_of_entries_and_the_writers_are_as_its_framework_says(
-    framework_roots: Path, name: str
-) -> None:
+def test_the_counts_of_entries_and_the_writers_are_as_its_framework_says(framework_roots, name):
     folder = framework_roots / name
     about = json.loads((folder / "about.json").read_text())
     (told,) = (r for r in about["roots"].values() if r["root"] == ROOTS[name])
@@ -67,7 +64,7 @@ def test_the_counts_of_entries_and_the_writers_are_as_its_framework_says(
 
 
 @pytest.mark.parametrize("name", ROOTS)
-def test_pick_says_what_a_resume_restores(framework_roots: Path, name: str) -> None:
+def test_pick_says_what_a_resume_restores(framework_roots, name):
     chosen = ckptctl.pick(str(framework_roots / name / ROOTS[name])).chosen
     assert chosen is not None
     assert set(STATE_KINDS) - set(chosen.state.held) == MISSING[name]
@@ -76,7 +73,7 @@ def test_pick_says_what_a_resume_restores(framework_roots: Path, name: str) -> N
         assert chosen.state.step.value == chosen.number
 
 
-def test_torchtitans_last_step_is_weights_only_and_passed_over(framework_roots: Path) -> None:
+def test_torchtitans_last_step_is_weights_only_and_passed_over(framework_roots):
     root = str(framework_roots / "torchtitan" / ROOTS["torchtitan"])
     chosen = ckptctl.pick(root)
     assert (chosen.step, chosen.answer) == (20, Answer.FELL_BACK)
@@ -92,12 +89,12 @@ def test_the_tokens_that_torchtitan_counts_on_each_rank_are_those_of_all(framewo
     assert (tokens.value, tokens.of_each_rank) == (2 * 5120, 5120)
 
 
-def test_a_pointer_that_names_the_chosen_step_is_no_remark(framework_roots: Path) -> None:
+def test_a_pointer_that_names_the_chosen_step_is_no_remark(framework_roots):
     for name in ("kempnerforge", "megatron-core", "lightning"):
         assert ckptctl.pick(str(framework_roots / name / ROOTS[name])).findings == ()
 
 
-def test_a_pointer_that_names_another_step_is_a_remark(framework_roots: Path, copy_of) -> None:
+def test_a_pointer_that_names_another_step_is_a_remark(framework_roots, copy_of):
     root = copy_of(framework_roots / "megatron-core" / ROOTS["megatron-core"])
     (root / "latest_checkpointed_iteration.txt").write_text("20\n")
     chosen = ckptctl.pick(str(root))
@@ -115,8 +112,8 @@ def test_a_pointer_that_names_another_step_is_a_remark(framework_roots: Path, co
     ],
 )
 def test_a_step_without_the_file_that_is_written_last_is_incomplete(
-    framework_roots: Path, copy_of, name: str, last: str
-) -> None:
+    framework_roots, copy_of, name, last
+):
     root = copy_of(framework_roots / name / ROOTS[name])
     (root / last).unlink()
     report = ckptctl.verify(f"{root}@30", grace_s=0)
@@ -125,9 +122,7 @@ def test_a_step_without_the_file_that_is_written_last_is_incomplete(
     assert ckptctl.pick(str(root), grace_s=0).step == 20
 
 
-def test_a_part_that_is_gone_is_state_that_the_predecessor_holds(
-    framework_roots: Path, copy_of
-) -> None:
+def test_a_part_that_is_gone_is_state_that_the_predecessor_holds(framework_roots, copy_of):
     root = copy_of(framework_roots / "transformers" / ROOTS["transformers"])
     shutil.rmtree(root / "checkpoint-30" / "optimizer_0")
     chosen = ckptctl.pick(str(root))
@@ -144,9 +139,7 @@ def test_a_part_that_is_gone_is_state_that_the_predecessor_holds(
     ],
 )
 @pytest.mark.parametrize("keep", [0, 30])
-def test_a_train_state_that_was_cut_short_is_damage(
-    framework_roots: Path, copy_of, name: str, file: str, keep: int
-) -> None:
+def test_a_train_state_that_was_cut_short_is_damage(framework_roots, copy_of, name, file, keep):
     root = copy_of(framework_roots / name / ROOTS[name])
     path = root / file
     path.write_bytes(path.read_bytes()[:keep])
@@ -163,8 +156,8 @@ def test_a_train_state_that_was_cut_short_is_damage(
     ],
 )
 def test_the_train_state_of_a_later_rank_that_was_cut_short_is_damage_too(
-    framework_roots: Path, copy_of, name: str, file: str
-) -> None:
+    framework_roots, copy_of, name, file
+):
     root = copy_of(framework_roots / name / ROOTS[name])
     path = root / file
     path.write_bytes(path.read_bytes()[:-100])
@@ -185,8 +178,8 @@ def test_the_train_state_of_a_later_rank_that_was_cut_short_is_damage_too(
     ],
 )
 def test_a_document_that_was_cut_short_is_told_and_counts_where_a_load_needs_it(
-    framework_roots: Path, copy_of, name: str, file: str, code: str, exit_code: int
-) -> None:
+    framework_roots, copy_of, name, file, code, exit_code
+):
     root = copy_of(framework_roots / name / ROOTS[name])
     path = root / file
     path.write_bytes(path.read_bytes().rstrip()[:-1])
@@ -197,18 +190,14 @@ def test_a_document_that_was_cut_short_is_told_and_counts_where_a_load_needs_it(
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', "{a: 1}", "no: json", '{"a": NaN}\n'])
-def test_a_document_in_another_form_is_nobody_s_business(
-    framework_roots: Path, copy_of, text: str
-) -> None:
+def test_a_document_in_another_form_is_nobody_s_business(framework_roots, copy_of, text):
     root = copy_of(framework_roots / "torchtitan" / ROOTS["torchtitan"])
     (root / "step-20" / "notes.json").write_text(text)
     report = ckptctl.verify(f"{root}@20", grace_s=0)
     assert report.with_severity(Severity.FAULT) == report.with_severity(Severity.WARNING) == ()
 
 
-def test_a_step_that_lacks_its_train_state_file_is_passed_over(
-    framework_roots: Path, copy_of
-) -> None:
+def test_a_step_that_lacks_its_train_state_file_is_passed_over(framework_roots, copy_of):
     root = copy_of(framework_roots / "kempnerforge" / ROOTS["kempnerforge"])
     (root / "step_30" / "train_state.pt").unlink()
     chosen = ckptctl.pick(str(root))

@@ -81,9 +81,7 @@ SAVED = {"event": "saved", "attempt": ATTEMPT, "step": 50}
 
 
 @pytest.mark.parametrize("place", ["run", "2026/run", "user/project"])
-def test_a_run_in_the_last_of_many_folders_makes_the_path_wrong(
-    root: Path, step: Path, place: str
-) -> None:
+def test_a_run_in_the_last_of_many_folders_makes_the_path_wrong(root, step, place):
     for n in range(100):
         (root / f"logs-{n:03}").mkdir()
     shutil.copytree(step, root / "zz" / place / "step_20")
@@ -92,9 +90,7 @@ def test_a_run_in_the_last_of_many_folders_makes_the_path_wrong(
             ask(str(root))
 
 
-def test_more_folders_than_are_looked_at_are_no_proof(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_folders_than_are_looked_at_are_no_proof(root, monkeypatch):
     monkeypatch.setattr(empty_roots, "MAX_FOLDERS", 10)
     for n in range(11):
         (root / f"logs-{n}").mkdir()
@@ -105,9 +101,7 @@ def test_more_folders_than_are_looked_at_are_no_proof(
 
 
 @pytest.mark.parametrize("kind", list(StoreKind))
-def test_a_folder_that_does_not_answer_is_unknown_and_no_fresh_run(
-    root: Path, monkeypatch: pytest.MonkeyPatch, kind: StoreKind
-) -> None:
+def test_a_folder_that_does_not_answer_is_unknown_and_no_fresh_run(root, monkeypatch, kind):
     (root / "logs").mkdir()
     (root / "shared").mkdir()
 
@@ -121,9 +115,7 @@ def test_a_folder_that_does_not_answer_is_unknown_and_no_fresh_run(
         ckptctl.pick(str(root))
 
 
-def test_the_folder_of_the_file_system_itself_may_be_closed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_the_file_system_itself_may_be_closed(root, monkeypatch):
     (root / "lost+found").mkdir()
 
     def opened(url: str, *args: object, **about: object) -> FaultyStore:
@@ -171,7 +163,7 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
         ("final/default/_CHECKPOINT_METADATA", "an Orbax checkpoint"),
     ],
 )
-def test_saved_weights_are_named_and_the_run_is_not_fresh(root: Path, name: str, kind: str) -> None:
+def test_saved_weights_are_named_and_the_run_is_not_fresh(root, name, kind):
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_bytes(b"PK")
     for ask in (ckptctl.pick, ckptctl.scan, ckptctl.preflight):
@@ -180,7 +172,7 @@ def test_saved_weights_are_named_and_the_run_is_not_fresh(root: Path, name: str,
         assert f"{name} looks like a checkpoint ({kind})" in caught.value.message
 
 
-def test_a_file_that_is_named_as_a_step_without_a_suffix_is_no_fresh_run(root: Path) -> None:
+def test_a_file_that_is_named_as_a_step_without_a_suffix_is_no_fresh_run(root):
     (root / "checkpoint_100").write_bytes(b"PK")
     for ask in (ckptctl.pick, ckptctl.scan, ckptctl.preflight):
         with pytest.raises(UsageError, match="checkpoint_100 looks like a checkpoint, but a step"):
@@ -195,13 +187,13 @@ def test_a_file_that_is_named_as_a_step_without_a_suffix_is_no_fresh_run(root: P
         *("000123.npz", "last.pt.tmp", "epoch.json", "checkpointing.py", "stats.pickle"),
     ],
 )
-def test_what_is_no_checkpoint_leaves_a_run_fresh(root: Path, name: str) -> None:
+def test_what_is_no_checkpoint_leaves_a_run_fresh(root, name):
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_text("x")
     assert ckptctl.pick(str(root), allow_fresh=True).exit_code == 0
 
 
-def test_a_run_behind_a_link_makes_the_path_wrong(root: Path, step: Path, tmp_path: Path) -> None:
+def test_a_run_behind_a_link_makes_the_path_wrong(root, step, tmp_path):
     shutil.copytree(step, tmp_path / "elsewhere" / "step_20")
     (root / "checkpoints").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="but checkpoints in it does"):
@@ -211,7 +203,7 @@ def test_a_run_behind_a_link_makes_the_path_wrong(root: Path, step: Path, tmp_pa
 # A root that does not exist
 
 
-def test_a_root_that_does_not_exist_is_0_only_with_create_which_makes_it(tmp_path: Path) -> None:
+def test_a_root_that_does_not_exist_is_0_only_with_create_which_makes_it(tmp_path):
     run = tmp_path / "run"
     (tmp_path / "other").mkdir()
     for found in (ckptctl.pick(str(run)), ckptctl.pick(str(run), allow_fresh=True)):
@@ -226,7 +218,7 @@ def test_a_root_that_does_not_exist_is_0_only_with_create_which_makes_it(tmp_pat
     assert ckptctl.pick(str(run), allow_fresh=True).exit_code == 0
 
 
-def test_preflight_answers_as_pick_does(tmp_path: Path) -> None:
+def test_preflight_answers_as_pick_does(tmp_path):
     run = tmp_path / "run"
     found = ckptctl.preflight(str(run), allow_fresh=True)
     assert (found.exit_code, found.path) == (10, None)
@@ -235,7 +227,7 @@ def test_preflight_answers_as_pick_does(tmp_path: Path) -> None:
     assert (run / ".ckptctl" / "root.json").exists()
 
 
-def test_create_is_read_from_the_command_line_and_from_no_variable(tmp_path: Path) -> None:
+def test_create_is_read_from_the_command_line_and_from_no_variable(tmp_path):
     run = tmp_path / "run"
     done = run_ckptctl("pick", "--allow-fresh", run, env={"CKPTCTL_CREATE": "1"})
     assert (done.returncode, run.exists()) == (10, False)
@@ -246,7 +238,7 @@ def test_create_is_read_from_the_command_line_and_from_no_variable(tmp_path: Pat
     assert (made.returncode, made.stdout, run.exists()) == (0, "", True)
 
 
-def test_a_root_that_does_not_exist_names_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_root_that_does_not_exist_names_what_lies_beside_it(tmp_path):
     for name in ("run-1", "run-2", "other"):
         (tmp_path / name).mkdir()
     found = ckptctl.pick(str(tmp_path / "run"))
@@ -256,8 +248,8 @@ def test_a_root_that_does_not_exist_names_what_lies_beside_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize("counter", RESTART_COUNTERS)
 def test_nothing_is_made_for_a_restarted_job_or_where_nothing_is_mounted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counter: str
-) -> None:
+    tmp_path, monkeypatch, counter
+):
     with pytest.raises(StorageUnavailable, match="mounted"):
         ckptctl.pick(str(tmp_path / "mount" / "run"), allow_fresh=True, create=True)
     monkeypatch.setenv(counter, "1")
@@ -268,9 +260,7 @@ def test_nothing_is_made_for_a_restarted_job_or_where_nothing_is_mounted(
 
 @pytest.mark.server
 @pytest.mark.parametrize("server", ["s3_moto", "s3_ceph"])
-def test_on_an_object_store_the_sentinel_decides(
-    request: pytest.FixtureRequest, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_an_object_store_the_sentinel_decides(request, server, monkeypatch):
     s3: S3Server = request.getfixturevalue(server)
     above = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     key = above.split("/", 3)[3]
@@ -290,9 +280,7 @@ def test_on_an_object_store_the_sentinel_decides(
 # The record
 
 
-def test_steps_that_were_usable_once_and_are_gone_are_never_a_fresh_run(
-    root: Path, step: Path
-) -> None:
+def test_steps_that_were_usable_once_and_are_gone_are_never_a_fresh_run(root, step):
     shutil.copytree(step, root / "step-20")
     assert ckptctl.pick(str(root), allow_fresh=True, create=True).step == 20
     shutil.rmtree(root / "step-20")
@@ -303,9 +291,7 @@ def test_steps_that_were_usable_once_and_are_gone_are_never_a_fresh_run(
     assert (scanned.exit_code, scanned.message) == (11, found.message)
 
 
-def test_a_root_that_held_steps_when_it_was_first_used_is_no_fresh_run(
-    root: Path, step: Path
-) -> None:
+def test_a_root_that_held_steps_when_it_was_first_used_is_no_fresh_run(root, step):
     shutil.copytree(step, root / "step-20")
     used(root)
     shutil.rmtree(root / "step-20")
@@ -327,9 +313,7 @@ def test_a_root_that_held_steps_when_it_was_first_used_is_no_fresh_run(
         (["\x00" * 300], "truncated"),
     ],
 )
-def test_a_ledger_that_tells_of_a_step_or_cannot_be_read_is_no_fresh_run(
-    root: Path, lines: list, says: str, save: bool
-) -> None:
+def test_a_ledger_that_tells_of_a_step_or_cannot_be_read_is_no_fresh_run(root, lines, says, save):
     used(root)
     if save:
         interrupted(root)
@@ -339,9 +323,7 @@ def test_a_ledger_that_tells_of_a_step_or_cannot_be_read_is_no_fresh_run(
     assert says in found.message
 
 
-def test_a_ledger_that_does_not_answer_is_unknown(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_that_does_not_answer_is_unknown(root, monkeypatch):
     used(root)
     path = ledger(root, STARTED, FRESH)
     assert ckptctl.pick(str(root)).answer is Answer.FRESH
@@ -357,7 +339,7 @@ def test_a_ledger_that_does_not_answer_is_unknown(
         ckptctl.pick(str(root))
 
 
-def test_a_report_without_its_ledger_proves_nothing(root: Path) -> None:
+def test_a_report_without_its_ledger_proves_nothing(root):
     used(root)
     ledger(root, STARTED, FRESH).rename(root / f".ckptctl/attempts/{ATTEMPT}.resume.json")
     assert "is missing" in ckptctl.pick(str(root)).message
@@ -365,7 +347,7 @@ def test_a_report_without_its_ledger_proves_nothing(root: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "x", "[" * 50_000])
-def test_a_sentinel_that_cannot_be_read_proves_nothing(root: Path, content: str) -> None:
+def test_a_sentinel_that_cannot_be_read_proves_nothing(root, content):
     (root / ".ckptctl").mkdir()
     (root / ".ckptctl" / "root.json").write_text(content)
     found = ckptctl.pick(str(root), allow_fresh=True)
@@ -374,9 +356,7 @@ def test_a_sentinel_that_cannot_be_read_proves_nothing(root: Path, content: str)
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "link"])
 @pytest.mark.parametrize("path", ["root.json", "attempts", f"attempts/{ATTEMPT}.jsonl", ""])
-def test_what_lies_in_the_place_of_a_record_proves_nothing(
-    root: Path, path: str, what: str
-) -> None:
+def test_what_lies_in_the_place_of_a_record_proves_nothing(root, path, what):
     used(root)
     place = root / ".ckptctl" / path
     if place.is_dir():
@@ -397,7 +377,7 @@ def test_what_lies_in_the_place_of_a_record_proves_nothing(
 
 
 @pytest.mark.parametrize("left", ["attempts", "fence"])
-def test_a_record_that_has_lost_its_sentinel_proves_nothing(root: Path, left: str) -> None:
+def test_a_record_that_has_lost_its_sentinel_proves_nothing(root, left):
     used(root)
     ledger(root, STARTED, FRESH)
     with open_store(str(root)) as store:
@@ -413,8 +393,8 @@ def test_a_record_that_has_lost_its_sentinel_proves_nothing(root: Path, left: st
 @pytest.mark.parametrize("save", [False, True], ids=["no step", "interrupted save"])
 @pytest.mark.parametrize("optional", [False, True], ids=["mandatory", "optional"])
 def test_a_restarted_job_finds_its_sentinel_in_every_mandatory_root(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool, optional: bool
-) -> None:
+    root, tmp_path, monkeypatch, save, optional
+):
     """The other root is the empty folder over which nothing is mounted now."""
     used(root)
     if save:
@@ -429,9 +409,7 @@ def test_a_restarted_job_finds_its_sentinel_in_every_mandatory_root(
     assert ckptctl.pick(*roots, **tiers, allow_fresh=True).exit_code == 0
 
 
-def test_a_step_of_an_optional_root_is_recorded_in_the_mandatory_ones(
-    root: Path, tmp_path: Path, step: Path
-) -> None:
+def test_a_step_of_an_optional_root_is_recorded_in_the_mandatory_ones(root, tmp_path, step):
     local = tmp_path / "local"
     shutil.copytree(step, local / "step-20")
     about = {"optional_roots": [str(local)], "allow_fresh": True, "create": True}
@@ -442,7 +420,7 @@ def test_a_step_of_an_optional_root_is_recorded_in_the_mandatory_ones(
     assert not local.exists()
 
 
-def test_the_record_keeps_the_first_usable_step_and_heals_a_damaged_sentinel(root: Path) -> None:
+def test_the_record_keeps_the_first_usable_step_and_heals_a_damaged_sentinel(root):
     with open_store(str(root)) as store:
         put_sentinel(store)
         assert read_history(store).never_held
@@ -457,7 +435,7 @@ def test_the_record_keeps_the_first_usable_step_and_heals_a_damaged_sentinel(roo
 # Interrupted saves
 
 
-def test_a_first_save_that_was_interrupted_is_fresh_by_the_record_alone(root: Path) -> None:
+def test_a_first_save_that_was_interrupted_is_fresh_by_the_record_alone(root):
     interrupted(root)
     for _ in range(2):
         assert ckptctl.pick(str(root), allow_fresh=True).exit_code == 11
@@ -471,7 +449,7 @@ def test_a_first_save_that_was_interrupted_is_fresh_by_the_record_alone(root: Pa
     assert ckptctl.preflight(str(root), allow_fresh=True).exit_code == 0
 
 
-def test_interrupted_saves_beside_weights_or_below_a_pointer_are_no_fresh_run(root: Path) -> None:
+def test_interrupted_saves_beside_weights_or_below_a_pointer_are_no_fresh_run(root):
     used(root)
     interrupted(root)
     (root / "latest").write_text("step_3")  # written when a save has ended
@@ -481,9 +459,7 @@ def test_interrupted_saves_beside_weights_or_below_a_pointer_are_no_fresh_run(ro
     assert ckptctl.pick(str(root), allow_fresh=True).exit_code == 11
 
 
-def test_a_first_save_that_may_still_run_is_waited_for_unless_its_job_has_ended(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_save_that_may_still_run_is_waited_for_unless_its_job_has_ended(root, monkeypatch):
     used(root)
     interrupted(root, age_s=5)
     found = ckptctl.pick(str(root), allow_fresh=True)
@@ -496,7 +472,7 @@ def test_a_first_save_that_may_still_run_is_waited_for_unless_its_job_has_ended(
 # Whole steps that are ruled out
 
 
-def test_whole_steps_that_a_person_superseded_are_no_fresh_run(root: Path, step: Path) -> None:
+def test_whole_steps_that_a_person_superseded_are_no_fresh_run(root, step):
     used(root)
     for number in (10, 20):
         shutil.copytree(step, root / f"step-{number}")
@@ -506,9 +482,7 @@ def test_whole_steps_that_a_person_superseded_are_no_fresh_run(root: Path, step:
     assert ckptctl.scan(str(root)).exit_code == 11
 
 
-def test_a_whole_step_that_was_superseded_unfinished_is_no_trace_of_a_usable_step(
-    root: Path, step: Path
-) -> None:
+def test_a_whole_step_that_was_superseded_unfinished_is_no_trace_of_a_usable_step(root, step):
     """Its metadata was on the way to the object store when the run began again."""
     used(root)
     name = root / "step_20.attempt-1"

@@ -334,27 +334,23 @@ def outcomes(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Map
     return found
 
 
-def test_the_payload_would_run_in_python_s_own_unpickler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_payload_would_run_in_python_s_own_unpickler(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pickle.loads(PAYLOAD)
     assert (tmp_path / CANARY).exists()
 
 
-def test_the_sound_step_is_sound_where_it_is_watched(outcomes: Mapping[str, Outcome]) -> None:
+def test_the_sound_step_is_sound_where_it_is_watched(outcomes):
     assert outcomes["sound"] == Outcome((0, 0, 0, 0), frozenset(), ())
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_is_told_for_what_it_is(outcomes: Mapping[str, Outcome], name: str) -> None:
+def test_it_is_told_for_what_it_is(outcomes, name):
     _, code, findings = HOSTILE[name]
     assert outcomes[name].codes[0] == code, outcomes[name]
     assert findings <= outcomes[name].findings
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_looking_runs_starts_and_opens_nothing_outside(
-    outcomes: Mapping[str, Outcome], name: str
-) -> None:
+def test_looking_runs_starts_and_opens_nothing_outside(outcomes, name):
     assert outcomes[name].events == ()

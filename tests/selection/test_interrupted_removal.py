@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from command_line import COMMAND, REPOSITORY, clean_environment, run_ckptctl, validated
 from made_roots import make_templates, put_step
 from next_commands import next_command
-from services.counting_proxy import CountingProxy, Fault
+from services.counting_proxy import Fault
 from services.plugin import S3Server
 from services.processes import started, wait_until
 
@@ -81,11 +81,7 @@ def command(*words: str, env: Mapping[str, str]) -> AbstractContextManager[subpr
     ],
 )
 def test_a_prune_that_a_signal_ends_reports_what_it_removed(
-    sealed: Path,
-    s3_moto: S3Server,
-    counting_proxy: Callable[[str], CountingProxy],
-    number: signal.Signals,
-    as_json: bool,
+    sealed, s3_moto, counting_proxy, number, as_json
 ):
     url, proxy = in_bucket(sealed, s3_moto), counting_proxy(s3_moto.endpoint)
     n_files = sum(path.is_file() for path in (sealed / "step_100").rglob("*"))
@@ -128,7 +124,7 @@ def test_a_prune_that_a_signal_ends_reports_what_it_removed(
 @SIGNALS
 @pytest.mark.parametrize("n_gone", [1, 2])
 def test_whenever_the_signal_comes_exactly_the_steps_that_are_gone_are_named(
-    sealed: Path, tmp_path: Path, number: signal.Signals, n_gone: int
+    sealed, tmp_path, number, n_gone
 ):
     root = shutil.copytree(sealed, tmp_path / "run")
     for step in (200, 300):  # large enough for the signal to fall into its removal
@@ -156,7 +152,7 @@ def test_whenever_the_signal_comes_exactly_the_steps_that_are_gone_are_named(
 
 
 def test_a_python_caller_that_is_interrupted_is_told_and_gets_the_exception(
-    sealed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealed, tmp_path, monkeypatch
 ):
     from ckptctl.selection import pruning
 
@@ -178,9 +174,7 @@ def test_a_python_caller_that_is_interrupted_is_told_and_gets_the_exception(
     assert found.next_command == f"ckptctl prune {root} --keep 1"
 
 
-def test_an_interruption_behind_the_last_removal_loses_no_name(
-    sealed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interruption_behind_the_last_removal_loses_no_name(sealed, tmp_path, monkeypatch):
     from ckptctl.selection import pruning
 
     def aborted(store: object, uploads: object) -> None:
@@ -195,7 +189,7 @@ def test_an_interruption_behind_the_last_removal_loses_no_name(
     assert [one.number for one in found.decisions if one.removed] == [200, 100]
 
 
-def test_a_program_that_calls_the_command_keeps_its_signal_handlers(sealed: Path, tmp_path: Path):
+def test_a_program_that_calls_the_command_keeps_its_signal_handlers(sealed, tmp_path):
     root = shutil.copytree(sealed, tmp_path / "run")
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert run(["prune", str(root), "--keep", "2", "--apply"]) == 0
@@ -219,9 +213,7 @@ job.train(1, 10_000, save_every=1)
         *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM)),
     ],
 )
-def test_the_ledger_names_every_step_that_keep_removed_however_the_job_ends(
-    tmp_path: Path, number: signal.Signals
-):
+def test_the_ledger_names_every_step_that_keep_removed_however_the_job_ends(tmp_path, number):
     root = tmp_path / "run"
     tests = REPOSITORY / "tests"
     paths = ":".join(map(str, (REPOSITORY, tests, tests / "train")))

@@ -61,7 +61,7 @@ def saved_anew(step: Path, other: Path) -> None:
     (step / ".metadata").write_bytes(metadata.replace(other.name.encode(), step.name.encode()))
 
 
-def test_pick_passes_over_a_rejected_step_and_says_who_and_why(root: Path, where: dict) -> None:
+def test_pick_passes_over_a_rejected_step_and_says_who_and_why(root, where):
     marked = ckptctl.mark(
         f"{root}@500", "rejected", reason="loss spike", evidence=["run 7"], by="ann", **where
     )
@@ -75,14 +75,14 @@ def test_pick_passes_over_a_rejected_step_and_says_who_and_why(root: Path, where
     assert ckptctl.scan(str(root), **where).chosen == str(root / "step_400")
 
 
-def test_a_rejection_is_not_damage(root: Path, where: dict) -> None:
+def test_a_rejection_is_not_damage(root, where):
     for number in (500, 400, 300):
         ckptctl.mark(f"{root}@{number}", "rejected", reason="spike", **where)
     chosen = ckptctl.pick(str(root), **where)
     assert (chosen.step, chosen.findings) == (200, ())
 
 
-def test_an_acceptance_lifts_what_stood_and_keeps_it_on_record(root: Path, where: dict) -> None:
+def test_an_acceptance_lifts_what_stood_and_keeps_it_on_record(root, where):
     for word in ("rejected", "superseded"):
         ckptctl.mark(f"{root}@500", word, reason="spike", **where)
     marked = ckptctl.mark(f"{root}@500", "accepted", reason="the data", by="bob", **where)
@@ -93,27 +93,27 @@ def test_an_acceptance_lifts_what_stood_and_keeps_it_on_record(root: Path, where
     assert ckptctl.pick(str(root), **where).step == 500
 
 
-def test_a_step_can_be_rejected_again(root: Path, where: dict) -> None:
+def test_a_step_can_be_rejected_again(root, where):
     for word in ("rejected", "accepted", "rejected"):
         ckptctl.mark(f"{root}@500", word, reason="spike", **where)
     assert ckptctl.pick(str(root), **where).step == 400
 
 
-def test_accepting_what_was_never_rejected_writes_nothing(root: Path, where: dict) -> None:
+def test_accepting_what_was_never_rejected_writes_nothing(root, where):
     marked = ckptctl.mark(f"{root}@500", "accepted", **where)
     assert (marked.mark, marked.path, marked.exit_code) == (None, None, 0)
     assert not (root / "step_500" / ".ckptctl").exists()
     assert not any(Path(file).exists() for file in where.values())
 
 
-def test_a_superseded_step_has_a_verdict_of_its_own(root: Path, where: dict) -> None:
+def test_a_superseded_step_has_a_verdict_of_its_own(root, where):
     ckptctl.mark(f"{root}@500", MarkKind.SUPERSEDED, reason="resumed from step 400", **where)
     report = ckptctl.verify(f"{root}@500", **where)
     assert (report.verdict, report.exit_code) == (Verdict.SUPERSEDED, 27)
     assert ckptctl.pick(str(root), **where).step == 400
 
 
-def test_a_pin_is_a_remark_until_it_is_taken_off(root: Path, where: dict) -> None:
+def test_a_pin_is_a_remark_until_it_is_taken_off(root, where):
     ckptctl.mark(f"{root}@500", "pinned", reason="published", **where)
     report = ckptctl.verify(f"{root}@500", **where)
     assert (report.exit_code, codes(report)) == (0, ["step.pinned"])
@@ -121,7 +121,7 @@ def test_a_pin_is_a_remark_until_it_is_taken_off(root: Path, where: dict) -> Non
     assert ckptctl.verify(f"{root}@500", **where).findings == ()
 
 
-def test_a_mark_lapses_when_the_step_is_saved_anew(root: Path, where: dict) -> None:
+def test_a_mark_lapses_when_the_step_is_saved_anew(root, where):
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", by="ann", **where)
     saved_anew(root / "step_500", root / "step_400")
     report = ckptctl.verify(f"{root}@500", **where)
@@ -130,19 +130,19 @@ def test_a_mark_lapses_when_the_step_is_saved_anew(root: Path, where: dict) -> N
     assert ckptctl.pick(str(root), **where).step == 500
 
 
-def test_a_mark_that_was_copied_with_other_files_does_not_count(root: Path) -> None:
+def test_a_mark_that_was_copied_with_other_files_does_not_count(root):
     ckptctl.mark(f"{root}@400", "rejected", reason="spike")
     shutil.copytree(root / "step_400" / ".ckptctl", root / "step_500" / ".ckptctl")
     assert ckptctl.pick(str(root)).step == 500
 
 
-def test_marks_move_with_the_root(root: Path, where: dict) -> None:
+def test_marks_move_with_the_root(root, where):
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", **where)
     moved = root.rename(root.parent / "elsewhere")
     assert ckptctl.pick(str(moved), **where).step == 400
 
 
-def test_marks_of_other_steps_in_the_same_file_are_not_heard(root: Path, tmp_path: Path) -> None:
+def test_marks_of_other_steps_in_the_same_file_are_not_heard(root, tmp_path):
     marks = str(tmp_path / "marks.jsonl")
     ckptctl.mark(f"{root}@300", "rejected", reason="spike", marks=marks)
     assert ckptctl.verify(f"{root}@500", marks=marks).findings == ()
@@ -150,7 +150,7 @@ def test_marks_of_other_steps_in_the_same_file_are_not_heard(root: Path, tmp_pat
     assert ckptctl.verify(f"{root}@300").exit_code == 0
 
 
-def test_a_step_without_metadata_can_be_marked(root: Path, where: dict) -> None:
+def test_a_step_without_metadata_can_be_marked(root, where):
     (root / "step_500" / ".metadata").unlink()
     ckptctl.mark(f"{root}@500", "rejected", reason="cut off", **where)
     report = ckptctl.verify(f"{root}@500", **where)
@@ -160,13 +160,13 @@ def test_a_step_without_metadata_can_be_marked(root: Path, where: dict) -> None:
     assert "mark.outdated" in codes(ckptctl.verify(f"{root}@500", **where))
 
 
-def test_a_mark_makes_no_old_save_look_young(root: Path) -> None:
+def test_a_mark_makes_no_old_save_look_young(root):
     (root / "step_500" / ".metadata").unlink()
     ckptctl.mark(f"{root}@500", "rejected", reason="cut off")
     assert ckptctl.verify(f"{root}@500").verdict is Verdict.INCOMPLETE
 
 
-def test_nothing_else_in_the_step_is_touched(root: Path) -> None:
+def test_nothing_else_in_the_step_is_touched(root):
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
     marked = ckptctl.mark(f"{root}@500", "rejected", reason="spike")
     after = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
@@ -174,7 +174,7 @@ def test_nothing_else_in_the_step_is_touched(root: Path) -> None:
     assert {path: after[path] for path in before} == before
 
 
-def test_auto_heeds_the_file_of_marks(root: Path, tmp_path: Path) -> None:
+def test_auto_heeds_the_file_of_marks(root, tmp_path):
     marks = str(tmp_path / "marks.jsonl")
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", marks=marks)
     assert ckptctl.verify(f"{root}@auto", marks=marks).number == 400
@@ -191,7 +191,7 @@ for n in range(10):
 """
 
 
-def test_two_processes_that_mark_at_once_lose_nothing(root: Path, where: dict) -> None:
+def test_two_processes_that_mark_at_once_lose_nothing(root, where):
     names = ("ann", "bob")
     writers = [
         subprocess.Popen(
@@ -207,7 +207,7 @@ def test_two_processes_that_mark_at_once_lose_nothing(root: Path, where: dict) -
     assert set(codes(report)) == {"step.rejected"}
 
 
-def test_a_rejection_that_an_acceptance_did_not_see_stands(root: Path, where: dict) -> None:
+def test_a_rejection_that_an_acceptance_did_not_see_stands(root, where):
     first = ckptctl.mark(f"{root}@500", "rejected", reason="spike", **where)
     accepted = ckptctl.mark(f"{root}@500", "accepted", reason="the data", **where)
     # Written by somebody whose clock is a day behind.
@@ -244,7 +244,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_mark_is_a_warning_and_the_others_count(root: Path, name: str) -> None:
+def test_a_damaged_mark_is_a_warning_and_the_others_count(root, name):
     for step in (500, 400):
         damaged = ckptctl.mark(f"{root}@{step}", "pinned", reason="spike")
         DAMAGED[name](Path(damaged.path))
@@ -256,9 +256,7 @@ def test_a_damaged_mark_is_a_warning_and_the_others_count(root: Path, name: str)
 
 @pytest.mark.parametrize("word", ["rejected", "superseded"])
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_rejection_that_is_damaged_still_counts_and_can_be_lifted(
-    root: Path, name: str, word: str
-) -> None:
+def test_a_rejection_that_is_damaged_still_counts_and_can_be_lifted(root, name, word):
     damaged = ckptctl.mark(f"{root}@500", word, reason="spike")
     DAMAGED[name](Path(damaged.path))
     report = ckptctl.verify(f"{root}@500")
@@ -269,7 +267,7 @@ def test_a_rejection_that_is_damaged_still_counts_and_can_be_lifted(
     assert ckptctl.pick(str(root)).step == 500
 
 
-def test_marks_beyond_the_bound_are_reported_and_not_read(root: Path) -> None:
+def test_marks_beyond_the_bound_are_reported_and_not_read(root):
     folder = root / "step_500" / MARKS_FOLDER
     ckptctl.mark(f"{root}@500", "pinned", reason="release")
     for number in range(MAX_MARKS):
@@ -279,7 +277,7 @@ def test_marks_beyond_the_bound_are_reported_and_not_read(root: Path) -> None:
 
 
 @pytest.mark.parametrize("later", ["pinned", "accepted", "superseded"])
-def test_a_rejection_is_not_forgotten_behind_later_marks(root: Path, later: str) -> None:
+def test_a_rejection_is_not_forgotten_behind_later_marks(root, later):
     folder = root / "step_500" / MARKS_FOLDER
     rejected = ckptctl.mark(f"{root}@500", "rejected", reason="spike")
     kept = Path(rejected.path).read_bytes()
@@ -290,9 +288,7 @@ def test_a_rejection_is_not_forgotten_behind_later_marks(root: Path, later: str)
 
 
 @pytest.mark.parametrize("line", [b"{", b"\x00" * 50, b"[]", b'{"schema":"ckptctl.mark/2"}'])
-def test_a_damaged_line_of_a_file_of_marks_is_an_error_for_every_step(
-    root: Path, tmp_path: Path, line: bytes
-) -> None:
+def test_a_damaged_line_of_a_file_of_marks_is_an_error_for_every_step(root, tmp_path, line):
     marks = tmp_path / "marks.jsonl"
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", marks=str(marks))
     marks.write_bytes(marks.read_bytes() + line + b"\n\n")
@@ -302,7 +298,7 @@ def test_a_damaged_line_of_a_file_of_marks_is_an_error_for_every_step(
         assert raised.value.next_command == f"sed -n 2p {marks}"
 
 
-def test_a_rejection_that_a_crash_cut_short_is_not_passed_over(root: Path, tmp_path: Path) -> None:
+def test_a_rejection_that_a_crash_cut_short_is_not_passed_over(root, tmp_path):
     marks = tmp_path / "marks.jsonl"
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", marks=str(marks))
     os.truncate(marks, marks.stat().st_size - 7)
@@ -310,14 +306,14 @@ def test_a_rejection_that_a_crash_cut_short_is_not_passed_over(root: Path, tmp_p
         ckptctl.pick(str(root), marks=str(marks))
 
 
-def test_a_mark_begins_a_line_of_its_own_behind_one_that_was_cut_short(tmp_path: Path) -> None:
+def test_a_mark_begins_a_line_of_its_own_behind_one_that_was_cut_short(tmp_path):
     marks = tmp_path / "marks.jsonl"
     marks.write_bytes(b"{")
     append_line(str(marks), b"{}\n")
     assert marks.read_bytes() == b"{\n{}\n"
 
 
-def test_a_file_of_marks_that_cannot_be_read_is_an_error(root: Path, tmp_path: Path) -> None:
+def test_a_file_of_marks_that_cannot_be_read_is_an_error(root, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(UsageError, match="cannot be read"):
@@ -330,7 +326,7 @@ def test_a_file_of_marks_that_cannot_be_read_is_an_error(root: Path, tmp_path: P
 # Arguments, and storages.
 
 
-def test_what_no_mark_can_say_is_refused(root: Path) -> None:
+def test_what_no_mark_can_say_is_refused(root):
     for word, how in (
         ("doubted", {}),
         ("rejected", {}),
@@ -343,9 +339,7 @@ def test_what_no_mark_can_say_is_refused(root: Path) -> None:
     assert not (root / "step_500" / ".ckptctl").exists()
 
 
-def test_no_mark_is_put_on_what_could_not_be_looked_at(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_mark_is_put_on_what_could_not_be_looked_at(root, monkeypatch):
     class Silent(LocalStore):
         def read(self, path: str, *, limit: int) -> bytes:
             raise StorageUnavailable("no answer")
@@ -356,7 +350,7 @@ def test_no_mark_is_put_on_what_could_not_be_looked_at(
     assert not (root / "step_500" / ".ckptctl").exists()
 
 
-def test_a_step_that_is_one_file_is_marked_beside_it(root: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_one_file_is_marked_beside_it(root, tmp_path):
     (root / "step_600.pt").write_bytes(b"of no format" * 9)
     made = ckptctl.mark(f"{root}/step_600.pt", "rejected", reason="spike")
     assert str(made.path).startswith(f"{root}/.ckptctl/steps/step_600.pt/marks/")
@@ -366,7 +360,7 @@ def test_a_step_that_is_one_file_is_marked_beside_it(root: Path, tmp_path: Path)
     assert "step.rejected" not in codes(ckptctl.verify(f"{root}@600", **where))
 
 
-def test_no_marks_cost_no_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_marks_cost_no_request(root, monkeypatch):
     reads: list[str] = []
 
     class Counting(LocalStore):
@@ -381,9 +375,7 @@ def test_no_marks_cost_no_request(root: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.server
 @pytest.mark.parametrize("server_name", ["s3_moto", "s3_ceph"])
-def test_a_step_in_an_object_store_is_rejected_and_accepted(
-    request: pytest.FixtureRequest, root: Path, server_name: str
-) -> None:
+def test_a_step_in_an_object_store_is_rejected_and_accepted(request, root, server_name):
     server: S3Server = request.getfixturevalue(server_name)
     url = f"s3://{server.bucket}/{uuid.uuid4().hex}"
     how = {"storage_options": server.options}
@@ -405,9 +397,7 @@ class ReadOnly(LocalStore):
         raise AccessDenied(f"{self.url}/{path}: Read-only file system")
 
 
-def test_a_read_only_root_says_where_marks_can_go_and_obeys_them_there(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_root_says_where_marks_can_go_and_obeys_them_there(root, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptctl.storage.local.LocalStore", ReadOnly)
     with pytest.raises(AccessDenied) as refused:
         ckptctl.mark(f"{root}@500", "rejected", reason="spike")
@@ -419,7 +409,7 @@ def test_a_read_only_root_says_where_marks_can_go_and_obeys_them_there(
     assert ckptctl.pick(str(root), marks=marks).step == 400
 
 
-def test_marks_and_seals_go_together(root: Path) -> None:
+def test_marks_and_seals_go_together(root):
     ckptctl.mark(f"{root}@500", "pinned", reason="published")
     assert ckptctl.seal(f"{root}@500").exit_code == 0
     ckptctl.mark(f"{root}@500", "rejected", reason="spike")

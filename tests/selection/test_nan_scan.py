@@ -64,8 +64,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("pieces", ["whole", "in pieces", "cut into blocks"])
 def test_each_tensor_is_told_with_its_counts_and_the_step_stays_complete(
-    tmp_path: Path, state: dict[str, object], pieces: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, state, pieces, monkeypatch
+):
     if pieces != "whole":
         monkeypatch.setattr(byte_pass, "PIECE_BYTES", 1301)
     if pieces == "cut into blocks":
@@ -77,15 +77,13 @@ def test_each_tensor_is_told_with_its_counts_and_the_step_stays_complete(
     assert report.values_scanned == 300 * 40 + 5 + 2000 + 1
 
 
-def test_nothing_is_looked_at_unless_it_is_asked_for(
-    tmp_path: Path, state: dict[str, object]
-) -> None:
+def test_nothing_is_looked_at_unless_it_is_asked_for(tmp_path, state):
     report = ckptctl.verify(str(saved(tmp_path, state)), level=Level.CONTENT)
     assert report.with_severity(Severity.WARNING) == ()
     assert report.values_scanned == 0
 
 
-def test_values_of_damaged_records_are_not_told(tmp_path: Path, state: dict[str, object]) -> None:
+def test_values_of_damaged_records_are_not_told(tmp_path, state):
     step = saved(tmp_path, state)
     file = step / "__0_0.distcp"
     data = file.read_bytes()
@@ -97,7 +95,7 @@ def test_values_of_damaged_records_are_not_told(tmp_path: Path, state: dict[str,
     assert "small" in said(report)
 
 
-def test_parts_of_a_step_tell_of_each_tensor_once(tmp_path: Path, state: dict[str, object]) -> None:
+def test_parts_of_a_step_tell_of_each_tensor_once(tmp_path, state):
     step = saved(tmp_path, state)
     reports = [scan(step, subset=f"{number}/3") for number in (1, 2, 3)]
     told = [pair for report in reports for pair in said(report).items()]
@@ -105,21 +103,19 @@ def test_parts_of_a_step_tell_of_each_tensor_once(tmp_path: Path, state: dict[st
     assert sum(report.values_scanned for report in reports) == 300 * 40 + 5 + 2000 + 1
 
 
-def test_the_chunks_of_a_tensor_are_counted_together(checkpoints: Path) -> None:
+def test_the_chunks_of_a_tensor_are_counted_together(checkpoints):
     report = scan(checkpoints / "uneven_4" / "step_100")
     assert said(report) == {}
     assert report.values_scanned > 0
 
 
-def test_compressed_records_are_looked_through(checkpoints: Path) -> None:
+def test_compressed_records_are_looked_through(checkpoints):
     report = scan(checkpoints / "zstd_2" / "step_100")
     assert report.exit_code == 0
     assert report.values_scanned > 0
 
 
-def test_the_command_says_it_and_asks_for_a_person(
-    tmp_path: Path, state: dict[str, object]
-) -> None:
+def test_the_command_says_it_and_asks_for_a_person(tmp_path, state):
     step = saved(tmp_path, state)
     done = run_ckptctl("verify", step, "--level", "content", "--nan-scan")
     assert done.returncode == 0
@@ -134,13 +130,13 @@ def test_the_command_says_it_and_asks_for_a_person(
 @pytest.mark.parametrize(
     "asked", [["--subset", "1/7"], ["--deadline", "90s"], ["--jobs", "2"], ["--nan-scan"]]
 )
-def test_what_only_reads_bytes_names_the_command_that_does(asked: list[str]) -> None:
+def test_what_only_reads_bytes_names_the_command_that_does(asked):
     done = run_ckptctl("verify", "a run/step_7", *asked)
     assert done.returncode == 2
     words = " ".join(asked)
     assert f"next:  ckptctl verify 'a run/step_7' --level content {words}\n" in done.stderr
 
 
-def test_the_scan_reads_no_byte_more(tmp_path: Path, state: dict[str, object]) -> None:
+def test_the_scan_reads_no_byte_more(tmp_path, state):
     step = saved(tmp_path, state)
     assert scan(step).bytes_read == ckptctl.verify(str(step), level=Level.CONTENT).bytes_read

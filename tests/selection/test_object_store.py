@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,9 +58,7 @@ def through(proxy: CountingProxy, s3: S3Server) -> dict[str, object]:
     return {**s3.options, "endpoint_url": proxy.url}
 
 
-def test_the_answer_is_the_one_that_the_same_files_on_disk_get(
-    s3: S3Server, run: str, checkpoints: Path
-) -> None:
+def test_the_answer_is_the_one_that_the_same_files_on_disk_get(s3, run, checkpoints):
     on_disk = ckptctl.scan(str(checkpoints / "run_fsdp4"), level=Level.STRUCTURE)
     remote = ckptctl.scan(run, level=Level.STRUCTURE, storage_options=s3.options)
     assert [r.number for r in remote.reports] == [r.number for r in on_disk.reports]
@@ -73,8 +70,8 @@ def test_the_answer_is_the_one_that_the_same_files_on_disk_get(
 
 
 def test_scan_lists_the_root_and_all_files_once_and_reads_each_metadata_once(
-    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
-) -> None:
+    s3, run, counting_proxy
+):
     proxy = counting_proxy(s3.endpoint)
     scanned = ckptctl.scan(run, storage_options=through(proxy, s3))
     assert len(scanned.reports) == 5
@@ -82,7 +79,7 @@ def test_scan_lists_the_root_and_all_files_once_and_reads_each_metadata_once(
     assert dict(proxy.counts) == {"LIST": 2, "GET": 5}
 
 
-def test_pick_looks_at_the_listing_and_says_what_more_would_cost(s3: S3Server, run: str) -> None:
+def test_pick_looks_at_the_listing_and_says_what_more_would_cost(s3, run):
     chosen = ckptctl.pick(run, storage_options=s3.options)
     assert (chosen.path, chosen.level) == (f"{run}/step_500", Level.LISTING)
     assert chosen.level_reason is not None
@@ -91,11 +88,8 @@ def test_pick_looks_at_the_listing_and_says_what_more_would_cost(s3: S3Server, r
 
 @pytest.mark.parametrize("n_steps", [10, pytest.param(200, marks=pytest.mark.long)])
 def test_a_root_of_many_steps_of_64_shards_takes_few_requests(
-    n_steps: int,
-    s3_moto: S3Server,
-    checkpoints: Path,
-    counting_proxy: Callable[[str], CountingProxy],
-) -> None:
+    n_steps, s3_moto, checkpoints, counting_proxy
+):
     prefix = uuid.uuid4().hex
     newest = f"{prefix}/step_{n_steps}"
     root = upload(s3_moto, checkpoints / "run_fsdp4" / "step_500", newest)
@@ -121,9 +115,7 @@ def test_a_root_of_many_steps_of_64_shards_takes_few_requests(
     assert proxy.counts["HEAD"] == 0
 
 
-def test_a_storage_that_stutters_once_is_asked_again(
-    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
-) -> None:
+def test_a_storage_that_stutters_once_is_asked_again(s3, run, counting_proxy):
     for verb in ("LIST", "GET"):
         for fault in (Fault.UNAVAILABLE, Fault.RESET, Fault.SHORT):
             proxy = counting_proxy(s3.endpoint)
@@ -131,18 +123,14 @@ def test_a_storage_that_stutters_once_is_asked_again(
             assert ckptctl.pick(run, storage_options=through(proxy, s3)).step == 500
 
 
-def test_a_listing_that_fails_for_good_is_an_error_and_never_an_empty_root(
-    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
-) -> None:
+def test_a_listing_that_fails_for_good_is_an_error_and_never_an_empty_root(s3, run, counting_proxy):
     proxy = counting_proxy(s3.endpoint)
     proxy.break_request("LIST", Fault.UNAVAILABLE, lasts=True)
     error = asked(s3, "pick", run, storage_options=through(proxy, s3), timeout_s=2, retries=1)
     assert isinstance(error, StorageUnavailable)
 
 
-def test_metadata_that_cannot_be_read_stops_the_search(
-    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
-) -> None:
+def test_metadata_that_cannot_be_read_stops_the_search(s3, run, counting_proxy):
     proxy = counting_proxy(s3.endpoint)
     proxy.break_request("GET", Fault.UNAVAILABLE, lasts=True)
     about = {"storage_options": through(proxy, s3), "timeout_s": 2, "retries": 1}
@@ -151,16 +139,14 @@ def test_metadata_that_cannot_be_read_stops_the_search(
     assert asked(s3, "verify", f"{run}/step_500", **about).exit_code == 75
 
 
-def test_a_wrong_key_is_denied_access(s3_ceph: S3Server) -> None:
+def test_a_wrong_key_is_denied_access(s3_ceph):
     options = {**s3_ceph.options, "secret": "wrong"}
     error = asked(s3_ceph, "pick", f"s3://{s3_ceph.bucket}/run", storage_options=options)
     assert isinstance(error, AccessDenied)
     assert error.exit_code == 77
 
 
-def test_a_prefix_without_objects_is_a_fresh_run_and_a_missing_bucket_is_none(
-    s3: S3Server,
-) -> None:
+def test_a_prefix_without_objects_is_a_fresh_run_and_a_missing_bucket_is_none(s3):
     fresh = asked(s3, "pick", f"s3://{s3.bucket}/nothing-here")
     assert (fresh.answer, fresh.exit_code) == (Answer.FRESH, 10)
     error = asked(s3, "pick", "s3://no-such-bucket-anywhere/x")
@@ -168,13 +154,13 @@ def test_a_prefix_without_objects_is_a_fresh_run_and_a_missing_bucket_is_none(
     assert "bucket" in error.message
 
 
-def test_a_path_given_too_high_up_is_a_wrong_path(s3: S3Server, run: str) -> None:
+def test_a_path_given_too_high_up_is_a_wrong_path(s3, run):
     error = asked(s3, "pick", run.rsplit("/", 1)[0])
     assert isinstance(error, UsageError)
     assert "holds no steps itself" in error.message
 
 
-def test_a_step_that_does_not_exist_is_a_usage_error(s3: S3Server, run: str) -> None:
+def test_a_step_that_does_not_exist_is_a_usage_error(s3, run):
     for name in ("verify", "seal"):
         error = asked(s3, name, f"{run}@7")
         assert isinstance(error, UsageError)
@@ -182,7 +168,7 @@ def test_a_step_that_does_not_exist_is_a_usage_error(s3: S3Server, run: str) -> 
         assert isinstance(asked(s3, name, f"{run}/step_7"), ckptctl.PathNotFound)
 
 
-def test_a_save_in_flight_is_told_by_the_stores_own_times(s3: S3Server, checkpoints: Path) -> None:
+def test_a_save_in_flight_is_told_by_the_stores_own_times(s3, checkpoints):
     prefix = uuid.uuid4().hex
     root = upload(s3, checkpoints / "run_bare4", prefix)
     s3.client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/step_20/.metadata")
@@ -192,7 +178,7 @@ def test_a_save_in_flight_is_told_by_the_stores_own_times(s3: S3Server, checkpoi
     assert asked(s3, "verify", f"{root}@20", grace_s=1).exit_code == 20
 
 
-def test_a_step_that_is_damaged_rejected_or_sealed_leads_on(s3: S3Server, run: str) -> None:
+def test_a_step_that_is_damaged_rejected_or_sealed_leads_on(s3, run):
     key = f"{run.removeprefix(f's3://{s3.bucket}/')}/step_500/__0_0.distcp"
     whole = s3.client.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
     s3.client.put_object(Bucket=s3.bucket, Key=key, Body=whole[: len(whole) // 2])

@@ -70,7 +70,7 @@ SOUND = (
 
 
 @pytest.mark.parametrize("words", SOUND, ids=lambda words: " ".join(map(str, words[:-1])))
-def test_a_refusal_over_sound_steps_leads_on(bucket: Bucket, words: tuple[object, ...]):
+def test_a_refusal_over_sound_steps_leads_on(bucket, words):
     *command, exit_code = words
     named = {
         "RUNS": f"s3://{bucket.name}/other",
@@ -103,9 +103,7 @@ DAMAGES = (("cut", 1), ("cut", 3), ("lose", 1), ("lose", 3))
     [DAMAGES[0], DAMAGES[3], *(pytest.param(d, marks=pytest.mark.slow) for d in DAMAGES[1:3])],
 )
 @pytest.mark.parametrize("words", DAMAGED, ids=lambda words: " ".join(map(str, words[:-1])))
-def test_a_refusal_over_damaged_steps_leads_on(
-    bucket: Bucket, words: tuple[object, ...], damage: tuple[str, int]
-):
+def test_a_refusal_over_damaged_steps_leads_on(bucket, words, damage):
     *command, exit_codes = words
     how, n_damaged = damage
     for number in (30, 20, 10)[:n_damaged]:
@@ -114,7 +112,7 @@ def test_a_refusal_over_damaged_steps_leads_on(
     assert done.returncode == exit_codes[DAMAGES.index(damage)], done.stderr
 
 
-def test_a_rejected_step_leads_on(bucket: Bucket):
+def test_a_rejected_step_leads_on(bucket):
     assert bucket.run("reject", f"{bucket.url}@30", "--reason", "a spike").returncode == 0
     assert bucket.run("verify", f"{bucket.url}@30").returncode == 27
     document = validated(bucket.run("pick", bucket.url, "--json").stdout)
@@ -122,9 +120,7 @@ def test_a_rejected_step_leads_on(bucket: Bucket):
 
 
 @pytest.mark.parametrize("command", ["pick", "scan", "preflight", "prune"])
-def test_keys_and_endpoints_that_are_wrong_lead_on(
-    s3_ceph: S3Server, framework_roots: Path, command: str
-):
+def test_keys_and_endpoints_that_are_wrong_lead_on(s3_ceph, framework_roots, command):
     bucket = Bucket(s3_ceph, framework_roots / "kempnerforge" / "checkpoints" / "step_30")
     words = [command, bucket.url, *(["--keep", 1] if command == "prune" else [])]
     assert bucket.run(*words, AWS_SECRET_ACCESS_KEY="wrong").returncode == 77

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from command_line import COMMAND, clean_environment, validated
 from next_commands import run_and_follow as run_ckptctl
-from services.counting_proxy import CountingProxy, Fault
-from services.plugin import S3Server
+from services.counting_proxy import Fault
 from services.processes import started, wait_until
 from storage.faulty import FaultyStore
 
@@ -70,7 +69,7 @@ def unfinished(root: Path, number: int) -> None:
         os.utime(file, (1_600_000_000, 1_600_000_000))
 
 
-def test_a_plan_removes_nothing_and_names_the_command_that_does(root: Path):
+def test_a_plan_removes_nothing_and_names_the_command_that_does(root):
     found = ckptctl.prune(str(root), 2)
     assert gone(found) == {100, 200, 300}
     assert there(root) == {100, 200, 300, 400, 500}
@@ -78,7 +77,7 @@ def test_a_plan_removes_nothing_and_names_the_command_that_does(root: Path):
     assert found.n_bytes == sum(one.n_bytes for one in found.decisions if one.removed) > 0
 
 
-def test_applied_the_old_steps_are_gone_and_what_is_no_step_is_not(root: Path):
+def test_applied_the_old_steps_are_gone_and_what_is_no_step_is_not(root):
     found = ckptctl.prune(str(root), 2, apply=True)
     assert gone(found) == {100, 200, 300}
     assert there(root) == {400, 500}
@@ -87,7 +86,7 @@ def test_applied_the_old_steps_are_gone_and_what_is_no_step_is_not(root: Path):
     assert gone(ckptctl.prune(str(root), 2, apply=True)) == set()
 
 
-def test_steps_without_a_seal_count_only_when_asked_for(root: Path):
+def test_steps_without_a_seal_count_only_when_asked_for(root):
     for number in (300, 400, 500):
         unseal(root, number)
     assert gone(ckptctl.prune(str(root), 1)) == {100}
@@ -98,7 +97,7 @@ def test_steps_without_a_seal_count_only_when_asked_for(root: Path):
     assert found.next_command == f"ckptctl prune {root} --keep 3 --unsealed"
 
 
-def test_pinned_steps_and_the_one_resumed_from_stay(root: Path):
+def test_pinned_steps_and_the_one_resumed_from_stay(root):
     ckptctl.mark(f"{root}@100", "pinned", reason="published")
     attempts = root / ".ckptctl" / "attempts"
     attempts.mkdir(parents=True)
@@ -111,7 +110,7 @@ def test_pinned_steps_and_the_one_resumed_from_stay(root: Path):
     assert reasons[200] == "the newest attempt resumed from it"
 
 
-def test_rejected_steps_and_interrupted_saves_do_not_count_and_go_when_they_are_old(root: Path):
+def test_rejected_steps_and_interrupted_saves_do_not_count_and_go_when_they_are_old(root):
     ckptctl.mark(f"{root}@500", "rejected", reason="loss spike")
     ckptctl.mark(f"{root}@100", "rejected", reason="loss spike")
     unfinished(root, 200)
@@ -119,7 +118,7 @@ def test_rejected_steps_and_interrupted_saves_do_not_count_and_go_when_they_are_
     assert there(root) == {300, 400, 500}
 
 
-def test_what_a_removal_that_was_cut_short_left_goes_with_the_next(root: Path):
+def test_what_a_removal_that_was_cut_short_left_goes_with_the_next(root):
     for number in (100, 200):
         shutil.rmtree(root / f"step_{number}")
         (root / f"step_{number}").mkdir()
@@ -129,7 +128,7 @@ def test_what_a_removal_that_was_cut_short_left_goes_with_the_next(root: Path):
     assert there(root) == {400, 500}
 
 
-def test_a_damaged_step_is_left_to_a_person(root: Path):
+def test_a_damaged_step_is_left_to_a_person(root):
     os.truncate(root / "step_100" / "__0_0.distcp", 100)
     found = ckptctl.prune(str(root), 2, apply=True)
     assert there(root) == {100, 400, 500}
@@ -138,7 +137,7 @@ def test_a_damaged_step_is_left_to_a_person(root: Path):
 
 
 def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_from(
-    checkpoints: Path, tmp_path: Path
+    checkpoints, tmp_path
 ):
     whole = checkpoints / "run_fsdp4" / "step_500"
     weights = checkpoints / "dtypes_1" / "step_100"
@@ -151,9 +150,7 @@ def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_
 
 
 @pytest.mark.parametrize("broken", list(itertools.combinations((100, 200, 300, 400, 500), 3)))
-def test_whatever_three_are_damaged_the_newest_good_one_is_left_and_picked(
-    root: Path, broken: tuple[int, ...]
-):
+def test_whatever_three_are_damaged_the_newest_good_one_is_left_and_picked(root, broken):
     for number in broken:
         os.truncate(root / f"step_{number}" / "__1_0.distcp", 50)
     ckptctl.prune(str(root), 1, apply=True)
@@ -162,7 +159,7 @@ def test_whatever_three_are_damaged_the_newest_good_one_is_left_and_picked(
     assert ckptctl.pick(str(root), max_fallback=5).step == best
 
 
-def test_what_is_interrupted_while_it_goes_is_never_taken(root: Path):
+def test_what_is_interrupted_while_it_goes_is_never_taken(root):
     # The step is large enough for the signal to fall into its removal, or before or after it.
     for number in range(2000):
         (root / "step_100" / f"extra_{number}").write_bytes(b"x")
@@ -194,7 +191,7 @@ def trainer_step(root: Path, number: int) -> Path:
     return step
 
 
-def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path: Path):
+def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path):
     root = tmp_path / "run"
     for number in (10, 20, 30):
         trainer_step(root, number)
@@ -225,7 +222,7 @@ def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path: Pat
 @pytest.mark.parametrize("has_seal", [False, True])
 @pytest.mark.parametrize("n_removed", range(1, 8))
 def test_a_step_without_dcp_metadata_that_is_half_removed_is_never_taken_and_goes(
-    tmp_path: Path, sealed: Path, n_removed: int, has_seal: bool
+    tmp_path, sealed, n_removed, has_seal
 ):
     """The process dies after some of the files, in the order in which an object store lists."""
     root = tmp_path / "run"
@@ -260,7 +257,7 @@ def test_a_step_without_dcp_metadata_that_is_half_removed_is_never_taken_and_goe
     assert not (root / "checkpoint-10").exists()
 
 
-def test_a_step_that_was_saved_again_into_what_a_removal_left_is_whole(tmp_path: Path):
+def test_a_step_that_was_saved_again_into_what_a_removal_left_is_whole(tmp_path):
     root = tmp_path / "run"
     step = trainer_step(root, 10)
     (step / ".ckptctl").mkdir()
@@ -273,12 +270,12 @@ def test_a_step_that_was_saved_again_into_what_a_removal_left_is_whole(tmp_path:
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_to_keep_nothing_is_refused(root: Path, keep: int):
+def test_to_keep_nothing_is_refused(root, keep):
     with pytest.raises(UsageError, match="at least 1 good step"):
         ckptctl.prune(str(root), keep)
 
 
-def test_on_a_root_that_is_read_only_access_is_denied(root: Path):
+def test_on_a_root_that_is_read_only_access_is_denied(root):
     mounts = (["mount", "--bind", root, root], ["mount", "-o", "remount,ro,bind", root])
     if os.geteuid() != 0 or subprocess.run(mounts[0], capture_output=True).returncode:
         pytest.skip("this machine mounts nothing")
@@ -293,9 +290,7 @@ def test_on_a_root_that_is_read_only_access_is_denied(root: Path):
 
 @pytest.mark.server
 def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_the_next(
-    root: Path,
-    s3_moto: S3Server,
-    counting_proxy: Callable[[str], CountingProxy],
+    root, s3_moto, counting_proxy
 ):
     for file in (path for path in root.rglob("*") if path.is_file()):
         key = f"prune/{file.relative_to(root)}"
@@ -320,7 +315,7 @@ def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_
 # The command
 
 
-def test_the_command_plans_then_does_what_it_said(root: Path):
+def test_the_command_plans_then_does_what_it_said(root):
     plan = run_ckptctl("prune", root, "--keep", 4)
     assert plan.returncode == 0
     assert plan.stdout.startswith("1 step, ")
@@ -332,13 +327,13 @@ def test_the_command_plans_then_does_what_it_said(root: Path):
     assert there(root) == {200, 300, 400, 500}
 
 
-def test_the_document_holds_to_its_schema(root: Path):
+def test_the_document_holds_to_its_schema(root):
     document = validated(run_ckptctl("prune", root, "--keep", 3, "--json").stdout)
     assert [one["number"] for one in document["decisions"] if one["removed"]] == [200, 100]
     assert document["applied"] is False
 
 
-def test_without_a_number_nothing_is_planned(root: Path):
+def test_without_a_number_nothing_is_planned(root):
     assert run_ckptctl("prune", root).returncode == 2
 
 
@@ -363,9 +358,7 @@ def in_its_place(monkeypatch: pytest.MonkeyPatch, step: Path, act: Callable[[], 
     monkeypatch.setattr(removing, "list_step", then_act)
 
 
-def test_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_step_replaced_by_a_link_loses_nothing_behind_the_link(root, monkeypatch):
     other = another_run(root)
     before = sorted(path.name for path in other.rglob("*"))
     step = root / "step_100"
@@ -382,9 +375,7 @@ def test_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
     assert step.is_symlink()
 
 
-def test_a_folder_of_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_of_a_step_replaced_by_a_link_loses_nothing_behind_the_link(root, monkeypatch):
     other = another_run(root)
     before = sorted(path.name for path in other.rglob("*"))
     notes = root / "step_100" / ".ckptctl"
@@ -399,7 +390,7 @@ def test_a_folder_of_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
     assert sorted(path.name for path in other.rglob("*")) == before
 
 
-def test_links_in_a_step_are_removed_and_not_followed(root: Path):
+def test_links_in_a_step_are_removed_and_not_followed(root):
     other = another_run(root)
     before = sorted(path.name for path in other.rglob("*"))
     (root / "step_100" / "elsewhere").symlink_to(other)
@@ -410,7 +401,7 @@ def test_links_in_a_step_are_removed_and_not_followed(root: Path):
     assert sorted(path.name for path in other.rglob("*")) == before
 
 
-def test_a_step_that_is_not_as_it_was_seen_stays(root: Path):
+def test_a_step_that_is_not_as_it_was_seen_stays(root):
     with open_store(str(root)) as store:
         seen = list_step(store, "step_100")
         ckptctl.mark(f"{root}@100", "pinned")

@@ -61,7 +61,7 @@ def prune(root: Path, keep: int = 1, **options: object) -> ckptctl.Pruned:
 
 @pytest.mark.parametrize("unsealed", [False, True])
 def test_a_step_that_lacks_the_scheduler_does_not_push_out_the_one_that_pick_takes(
-    templates: Path, root: Path, unsealed: bool
+    templates, root, unsealed
 ):
     for number, variant in ((100, "whole"), (200, "whole"), (300, "no-scheduler")):
         step = put_step(templates, root, number, variant)
@@ -75,7 +75,7 @@ def test_a_step_that_lacks_the_scheduler_does_not_push_out_the_one_that_pick_tak
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_copy_under_a_further_number_does_not_count(templates: Path, root: Path, sealed: bool):
+def test_a_copy_under_a_further_number_does_not_count(templates, root, sealed):
     for number in (100, 200):
         step = put_step(templates, root, number)
         if not sealed:
@@ -87,9 +87,7 @@ def test_a_copy_under_a_further_number_does_not_count(templates: Path, root: Pat
     assert taken(root) == 200
 
 
-def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(
-    templates: Path, root: Path
-):
+def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(templates, root):
     for number in (100, 200, 300, 400):
         unseal(put_step(templates, root, number))
     flip_tensor(root / "step_400")
@@ -102,9 +100,7 @@ def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(
     assert taken(root, level=Level.CONTENT) == 300
 
 
-def test_a_proof_is_made_once_and_lapses_when_the_step_is_written_to(
-    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_proof_is_made_once_and_lapses_when_the_step_is_written_to(templates, root, monkeypatch):
     for number in (100, 200):
         unseal(put_step(templates, root, number))
     first = prune(root, unsealed=True)
@@ -120,9 +116,7 @@ def test_a_proof_is_made_once_and_lapses_when_the_step_is_written_to(
     assert there(root) == {"step_100", "step_200"}
 
 
-def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(
-    templates: Path, root: Path
-):
+def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(templates, root):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     flip_tensor(root / "step_300")
@@ -131,9 +125,7 @@ def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(
     assert taken(root, level=Level.CONTENT) == 200
 
 
-def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(
-    templates: Path, root: Path
-):
+def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(templates, root):
     for number in (100, 200):
         put_step(templates, root, number)
         for file in (root / f"step_{number}").glob("*.distcp"):
@@ -145,7 +137,7 @@ def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(
     assert there(root) == {"step_200"}
 
 
-def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(templates: Path, root: Path):
+def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(templates, root):
     for number, variant in (
         *((100, "whole"), (200, "no-scheduler")),
         *((300, "no-scheduler"), (400, "no-scheduler")),
@@ -161,9 +153,7 @@ def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(templates:
 
 
 @pytest.mark.parametrize("attempt", ["step_300", "step_300.attempt-2"])
-def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(
-    templates: Path, root: Path, attempt: str
-):
+def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(templates, root, attempt):
     for number in (100, 200):
         put_step(templates, root, number)
     put_step(templates, root, 300, name="step_300" if attempt != "step_300" else "step-300")
@@ -178,7 +168,7 @@ def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(
 # Pins
 
 
-def test_a_pin_that_cannot_be_read_protects(templates: Path, root: Path):
+def test_a_pin_that_cannot_be_read_protects(templates, root):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     ckptctl.mark(f"{root}@100", "pinned")
@@ -189,7 +179,7 @@ def test_a_pin_that_cannot_be_read_protects(templates: Path, root: Path):
 
 
 @pytest.mark.parametrize("folder", [".ckptctl", ".ckptctl/marks"])
-def test_a_pin_behind_a_link_protects(templates: Path, root: Path, tmp_path: Path, folder: str):
+def test_a_pin_behind_a_link_protects(templates, root, tmp_path, folder):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     ckptctl.mark(f"{root}@100", "pinned")
@@ -205,9 +195,7 @@ def test_a_pin_behind_a_link_protects(templates: Path, root: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("lost", ["lost", "changed"])
-def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(
-    templates: Path, root: Path, lost: str
-):
+def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(templates, root, lost):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     ckptctl.mark(f"{root}@100", "pinned")
@@ -222,7 +210,7 @@ def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(
     assert there(root) == {"step_100", "step_300"}
 
 
-def test_a_pin_on_an_earlier_save_can_be_taken_off(templates: Path, root: Path):
+def test_a_pin_on_an_earlier_save_can_be_taken_off(templates, root):
     for number in (100, 200):
         put_step(templates, root, number)
     ckptctl.mark(f"{root}@100", "pinned")
@@ -233,7 +221,7 @@ def test_a_pin_on_an_earlier_save_can_be_taken_off(templates: Path, root: Path):
     assert "pinned" not in found.decisions[-1].reason
 
 
-def test_a_pin_in_a_file_of_marks_protects(templates: Path, root: Path, tmp_path: Path):
+def test_a_pin_in_a_file_of_marks_protects(templates, root, tmp_path):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     marks = str(tmp_path / "marks.jsonl")
@@ -249,7 +237,7 @@ def test_a_pin_in_a_file_of_marks_protects(templates: Path, root: Path, tmp_path
 
 
 @pytest.mark.parametrize("word", ["pinned", "damaged", "none"])
-def test_what_was_moved_aside_goes_unless_it_is_pinned(templates: Path, root: Path, word: str):
+def test_what_was_moved_aside_goes_unless_it_is_pinned(templates, root, word):
     for number in (200, 300):
         put_step(templates, root, number)
     aside = put_step(templates, root, 100)
@@ -267,9 +255,7 @@ def test_what_was_moved_aside_goes_unless_it_is_pinned(templates: Path, root: Pa
 # What goes wrong
 
 
-def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
-    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_one_step_that_cannot_be_removed_does_not_keep_the_others(templates, root, monkeypatch):
     for number in (100, 200, 300, 400):
         put_step(templates, root, number)
     real = targets.open_store
@@ -300,11 +286,7 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
     ids=len,
 )
 def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
-    templates: Path,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    unknown: tuple[str, ...],
-    left: set[str],
+    templates, root, monkeypatch, unknown, left
 ):
     for number in (100, 200, 300, 400):
         put_step(templates, root, number)
@@ -322,9 +304,7 @@ def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
     assert whole == left
 
 
-def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(
-    templates: Path, root: Path
-):
+def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(templates, root):
     from ckptctl.selection.fencing import take_token
     from ckptctl.storage.opening import open_store
 
@@ -341,9 +321,7 @@ def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(
     assert there(root) == {"step_100", "step_200", "step_300"}
 
 
-def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(
-    templates: Path, root: Path
-):
+def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(templates, root):
     put_step(templates, root, 100)
     attempts = root / ".ckptctl" / "attempts"
     attempts.mkdir(parents=True)
@@ -351,9 +329,7 @@ def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(
     assert ckptctl.prune(str(root), 1).exit_code == 0
 
 
-def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(
-    templates: Path, root: Path, tmp_path: Path
-):
+def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(templates, root, tmp_path):
     other = tmp_path / "other"
     for number in (100, 200, 300):
         put_step(templates, root, number)
@@ -369,9 +345,7 @@ def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(
     assert there(other) == {"step_300"}
 
 
-def test_a_step_that_another_root_has_gone_on_without_does_not_count(
-    templates: Path, root: Path, tmp_path: Path
-):
+def test_a_step_that_another_root_has_gone_on_without_does_not_count(templates, root, tmp_path):
     """The other root recorded a resume from step 100; this root was not there to be marked."""
     other = tmp_path / "other"
     for number in (100, 200, 300):
@@ -387,7 +361,7 @@ def test_a_step_that_another_root_has_gone_on_without_does_not_count(
 
 
 def test_a_step_that_only_the_record_of_another_root_rules_out_is_accepted_by_two_commands(
-    templates: Path, root: Path, tmp_path: Path
+    templates, root, tmp_path
 ):
     other = tmp_path / "other"
     for number in (100, 200):
@@ -408,7 +382,7 @@ def test_a_step_that_only_the_record_of_another_root_rules_out_is_accepted_by_tw
     assert ckptctl.pick(str(root), str(other)).step == 200
 
 
-def test_another_root_that_does_not_exist_stops_before_anything_goes(templates: Path, root: Path):
+def test_another_root_that_does_not_exist_stops_before_anything_goes(templates, root):
     for number in (100, 200):
         put_step(templates, root, number)
     with pytest.raises(StorageUnavailable, match="does not exist"):
@@ -416,7 +390,7 @@ def test_another_root_that_does_not_exist_stops_before_anything_goes(templates: 
     assert there(root) == {"step_100", "step_200"}
 
 
-def test_a_step_that_lacks_what_is_required_does_not_count(templates: Path, root: Path):
+def test_a_step_that_lacks_what_is_required_does_not_count(templates, root):
     put_step(templates, root, 100)
     for number in (200, 300):
         put_step(templates, root, number, "no-scheduler")
@@ -444,9 +418,7 @@ def resumed(root: Path, attempt: str, step: int, *, ledger: bool = True) -> Path
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"step": "100"}', "[" * 100_000, None])
-def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(
-    templates: Path, root: Path, content: str | None
-):
+def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(templates, root, content):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     resumed(root, "20260101T000000.000000Z-00000001", 200)
@@ -459,9 +431,7 @@ def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(
     assert found.decisions[-1].reason == "the newest attempt resumed from it"
 
 
-def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(
-    templates: Path, root: Path
-):
+def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(templates, root):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     resumed(root, "20260101T000000.000000Z-00000001", 200)
@@ -479,7 +449,7 @@ def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(
 # What is printed
 
 
-def test_the_next_command_bears_every_option_of_the_plan(templates: Path, root: Path):
+def test_the_next_command_bears_every_option_of_the_plan(templates, root):
     for number in (100, 200):
         shutil.copytree(templates / "whole" / f"step_{number}", root / f"save-{number}")
     options = {"unsealed": True, "level": Level.LISTING, "pattern": "save-(?P<step>[0-9]+)"}
@@ -490,7 +460,7 @@ def test_the_next_command_bears_every_option_of_the_plan(templates: Path, root: 
     )
 
 
-def test_how_many_steps_have_been_looked_at_is_told(templates: Path, root: Path):
+def test_how_many_steps_have_been_looked_at_is_told(templates, root):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     told: list[tuple[int, int]] = []
@@ -498,9 +468,7 @@ def test_how_many_steps_have_been_looked_at_is_told(templates: Path, root: Path)
     assert told == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_only_the_steps_that_decide_are_looked_at_deeply(
-    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_only_the_steps_that_decide_are_looked_at_deeply(templates, root, monkeypatch):
     from ckptctl.selection import searching
 
     for number in range(100, 900, 100):
@@ -549,7 +517,7 @@ def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_a
 
 @pytest.mark.parametrize("change", ["rejected", "superseded", "removed", "rejected in a file"])
 def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
-    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    templates, root, monkeypatch, change
 ):
     steps = [put_step(templates, root, number) for number in (100, 200, 300)]
     for step in steps:
@@ -577,9 +545,7 @@ def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
 # What cannot be removed
 
 
-def test_a_link_in_place_of_what_was_moved_aside_stops_before_anything_goes(
-    templates: Path, root: Path
-):
+def test_a_link_in_place_of_what_was_moved_aside_stops_before_anything_goes(templates, root):
     for number in (100, 200, 300):
         put_step(templates, root, number)
     (root.parent / "elsewhere").mkdir()
@@ -594,9 +560,7 @@ def test_a_link_in_place_of_what_was_moved_aside_stops_before_anything_goes(
     assert there(root) == {"step_300"}
 
 
-def test_an_error_between_two_removals_stops_there_and_what_went_is_told(
-    templates: Path, root: Path
-):
+def test_an_error_between_two_removals_stops_there_and_what_went_is_told(templates, root):
     """The file of marks is damaged while steps are removed."""
     for number in (100, 200, 300, 400):
         put_step(templates, root, number)

@@ -143,9 +143,7 @@ def where(root: Path, number: int) -> bool:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(made=st.lists(steps(), min_size=1, max_size=7), done=actions(), seed=st.integers(0, 2**16))
-def test_no_retention_takes_away_what_pick_would_take(
-    templates: Path, made: list[Made], done: Sequence[Action], seed: int
-):
+def test_no_retention_takes_away_what_pick_would_take(templates, made, done, seed):
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"

@@ -24,7 +24,7 @@ def step(framework_roots: Path) -> Path:
 @pytest.mark.parametrize(
     "name", ["last.ckpt", "hpc_ckpt_3.ckpt", "ckpt.pt", "model_final.pth", "optimizer.pt"]
 )
-def test_a_checkpoint_file_that_names_no_step_is_no_fresh_run(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_file_that_names_no_step_is_no_fresh_run(tmp_path, name):
     (tmp_path / name).write_bytes(b"PK")
     with pytest.raises(UsageError, match="gives a step number") as caught:
         ckptctl.pick(str(tmp_path))
@@ -34,16 +34,14 @@ def test_a_checkpoint_file_that_names_no_step_is_no_fresh_run(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "release", "save-100-final", "best"])
-def test_a_checkpoint_folder_that_names_no_step_is_no_fresh_run(
-    tmp_path: Path, step: Path, name: str
-) -> None:
+def test_a_checkpoint_folder_that_names_no_step_is_no_fresh_run(tmp_path, step, name):
     shutil.copytree(step, tmp_path / name)
     with pytest.raises(UsageError, match=f"{name} looks like a checkpoint"):
         ckptctl.pick(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["step_99999999999999999999", "iter_10000000000000000000000"])
-def test_a_number_that_no_step_has_is_reported(tmp_path: Path, step: Path, name: str) -> None:
+def test_a_number_that_no_step_has_is_reported(tmp_path, step, name):
     shutil.copytree(step, tmp_path / name)
     with pytest.raises(UsageError, match=name):
         ckptctl.pick(str(tmp_path))
@@ -54,9 +52,7 @@ def test_a_number_that_no_step_has_is_reported(tmp_path: Path, step: Path, name:
     assert ckptctl.pick(str(tmp_path)).step == 20
 
 
-def test_of_lightning_s_versions_of_a_step_the_highest_is_taken(
-    tmp_path: Path, framework_roots: Path
-) -> None:
+def test_of_lightning_s_versions_of_a_step_the_highest_is_taken(tmp_path, framework_roots):
     (saved,) = framework_roots.glob("lightning/**/*step=30.ckpt")
     # The oldest file is the newest version: times prove nothing.
     for age, name in enumerate(("step=30-v2.ckpt", "step=30-v1.ckpt", "step=30.ckpt")):
@@ -69,13 +65,13 @@ def test_of_lightning_s_versions_of_a_step_the_highest_is_taken(
 
 
 @pytest.mark.parametrize("name", ["train.log", "config.yaml", "tokenizer.bin", "dataset.pt"])
-def test_other_files_do_not_keep_a_run_from_being_fresh(tmp_path: Path, name: str) -> None:
+def test_other_files_do_not_keep_a_run_from_being_fresh(tmp_path, name):
     (tmp_path / name).write_text("x")
     assert ckptctl.pick(str(tmp_path)).exit_code == 10
     assert ckptctl.scan(str(tmp_path)).exit_code == 10
 
 
-def test_a_step_that_is_given_as_a_root_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_step_that_is_given_as_a_root_is_a_usage_error(tmp_path):
     for name in ("actor/model_world_size_2_rank_0.pt", "data.pt"):
         file = tmp_path / "global_step_20" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +80,7 @@ def test_a_step_that_is_given_as_a_root_is_a_usage_error(tmp_path: Path) -> None
         ckptctl.pick(str(tmp_path / "global_step_20"))
 
 
-def test_a_folder_above_the_root_is_a_usage_error(step: Path) -> None:
+def test_a_folder_above_the_root_is_a_usage_error(step):
     above = step.parent.parent
     with pytest.raises(UsageError, match="holds no steps itself, but checkpoint in it does"):
         ckptctl.scan(str(above))
@@ -94,9 +90,7 @@ def test_a_folder_above_the_root_is_a_usage_error(step: Path) -> None:
     ("name", "content"),
     [("latest_checkpointed_iteration.txt", "20\n"), ("latest", "global_step20"), ("LATEST", "20")],
 )
-def test_a_pointer_without_any_step_says_that_steps_are_gone(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_a_pointer_without_any_step_says_that_steps_are_gone(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     found = ckptctl.pick(str(tmp_path), allow_fresh=True)
     assert (found.exit_code, found.answer.value) == (11, "none-usable")
@@ -104,13 +98,13 @@ def test_a_pointer_without_any_step_says_that_steps_are_gone(
     assert ckptctl.scan(str(tmp_path)).exit_code == 11
 
 
-def test_a_link_to_a_step_that_is_gone_says_so_too(tmp_path: Path) -> None:
+def test_a_link_to_a_step_that_is_gone_says_so_too(tmp_path):
     (tmp_path / "latest").symlink_to("step_30")
     assert ckptctl.pick(str(tmp_path)).exit_code == 11
 
 
 @pytest.mark.parametrize("which", ["latest", "auto", "20"])
-def test_a_step_of_a_root_is_no_root(step: Path, which: str) -> None:
+def test_a_step_of_a_root_is_no_root(step, which):
     root = step.parent
     for function in (ckptctl.pick, ckptctl.scan):
         with pytest.raises(UsageError, match="a root is required") as caught:
@@ -118,9 +112,7 @@ def test_a_step_of_a_root_is_no_root(step: Path, which: str) -> None:
         assert caught.value.next_command == f"ckptctl scan {root}"
 
 
-def test_a_folder_whose_name_looks_like_a_selected_step_is_itself(
-    tmp_path: Path, step: Path
-) -> None:
+def test_a_folder_whose_name_looks_like_a_selected_step_is_itself(tmp_path, step):
     root = tmp_path / "run@1200"
     shutil.copytree(step, root / "step-20")
     assert ckptctl.pick(str(root)).step == 20
@@ -129,24 +121,24 @@ def test_a_folder_whose_name_looks_like_a_selected_step_is_itself(
     assert ckptctl.pick(str(tmp_path / "other")).exit_code == 10
 
 
-def test_a_file_that_is_given_as_a_root_is_a_usage_error(step: Path) -> None:
+def test_a_file_that_is_given_as_a_root_is_a_usage_error(step):
     with pytest.raises(UsageError, match="is a file"):
         ckptctl.pick(str(step / ".metadata"))
 
 
-def test_a_root_that_is_a_link_to_nowhere_is_not_fresh(tmp_path: Path) -> None:
+def test_a_root_that_is_a_link_to_nowhere_is_not_fresh(tmp_path):
     (tmp_path / "root").symlink_to(tmp_path / "gone")
     with pytest.raises(StorageUnavailable, match="is a link to"):
         ckptctl.pick(str(tmp_path / "root"))
 
 
-def test_a_root_that_is_given_as_a_step_is_a_usage_error(step: Path) -> None:
+def test_a_root_that_is_given_as_a_step_is_a_usage_error(step):
     for function in (ckptctl.verify, ckptctl.show):
         with pytest.raises(UsageError, match="is a root that holds steps"):
             function(str(step.parent))
 
 
-def test_a_marker_beside_a_step_says_that_its_save_did_not_end(tmp_path: Path, step: Path) -> None:
+def test_a_marker_beside_a_step_says_that_its_save_did_not_end(tmp_path, step):
     for number in (10, 20):
         shutil.copytree(step, tmp_path / f"run--step={number}-last")
     (tmp_path / "run--step=20-last-unfinished").touch()
@@ -155,9 +147,7 @@ def test_a_marker_beside_a_step_says_that_its_save_did_not_end(tmp_path: Path, s
     assert "interrupted save" in found.passed_over[0].reason
 
 
-def test_a_root_that_another_process_makes_after_the_listing_is_missing_and_no_file(
-    tmp_path: Path,
-) -> None:
+def test_a_root_that_another_process_makes_after_the_listing_is_missing_and_no_file(tmp_path):
     root = tmp_path / "new"
     with open_store(str(root)) as store:
         listing = list_root(store)

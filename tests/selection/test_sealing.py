@@ -90,7 +90,7 @@ def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_a_sealed_step_is_proven_at_every_level(root: Path, key: bytes | None) -> None:
+def test_a_sealed_step_is_proven_at_every_level(root, key):
     sealed = ckptctl.seal(f"{root}@500", key=key)
     assert (sealed.exit_code, sealed.path) == (0, str(root / "step_500" / SEAL))
     assert (sealed.n_files, sealed.n_bytes) == (5, sealed.report.n_bytes)
@@ -102,7 +102,7 @@ def test_a_sealed_step_is_proven_at_every_level(root: Path, key: bytes | None) -
     assert report.bytes_read > report.n_bytes
 
 
-def test_nothing_is_written_but_the_seal(root: Path) -> None:
+def test_nothing_is_written_but_the_seal(root):
     before = tree(root)
     ckptctl.seal(f"{root}@500")
     after = tree(root)
@@ -110,7 +110,7 @@ def test_nothing_is_written_but_the_seal(root: Path) -> None:
     assert {name: after[name] for name in before} == before
 
 
-def test_a_seal_says_which_step_it_is_of(root: Path) -> None:
+def test_a_seal_says_which_step_it_is_of(root):
     ckptctl.seal(f"{root}@500")
     metadata = pickle.loads((root / "step_500" / ".metadata").read_bytes())
     step = json.loads((root / "step_500" / SEAL).read_text())["step"]
@@ -120,7 +120,7 @@ def test_a_seal_says_which_step_it_is_of(root: Path) -> None:
     assert "optimizer" in step["state"]
 
 
-def test_the_seal_is_counted_as_no_file_of_the_step(root: Path) -> None:
+def test_the_seal_is_counted_as_no_file_of_the_step(root):
     before = ckptctl.verify(f"{root}@500")
     ckptctl.seal(f"{root}@500")
     after = ckptctl.verify(f"{root}@500")
@@ -131,7 +131,7 @@ def test_the_seal_is_counted_as_no_file_of_the_step(root: Path) -> None:
     )
 
 
-def test_a_step_that_is_not_whole_is_refused_with_its_exit_code(root: Path) -> None:
+def test_a_step_that_is_not_whole_is_refused_with_its_exit_code(root):
     (root / "step_500" / "__1_0.distcp").unlink()
     before = tree(root)
     refused = ckptctl.seal(f"{root}@500")
@@ -140,7 +140,7 @@ def test_a_step_that_is_not_whole_is_refused_with_its_exit_code(root: Path) -> N
     assert tree(root) == before
 
 
-def test_a_step_that_changes_while_it_is_digested_is_refused(root: Path) -> None:
+def test_a_step_that_changes_while_it_is_digested_is_refused(root):
     def touch(done: int, total: int) -> None:
         os.utime(root / "step_500" / "__1_0.distcp", (1.8e9, 1.8e9))
 
@@ -149,7 +149,7 @@ def test_a_step_that_changes_while_it_is_digested_is_refused(root: Path) -> None
     assert not (root / "step_500" / SEAL).exists()
 
 
-def test_progress_comes_to_all_bytes(root: Path) -> None:
+def test_progress_comes_to_all_bytes(root):
     told: list[tuple[int, int]] = []
     sealed = ckptctl.seal(f"{root}@500", jobs=3, on_progress=lambda *far: told.append(far))
     # Read twice: once to see that it is whole, once to digest it.
@@ -157,7 +157,7 @@ def test_progress_comes_to_all_bytes(root: Path) -> None:
     assert told == sorted(told)
 
 
-def test_a_seal_is_replaced_only_where_that_is_asked_for(root: Path) -> None:
+def test_a_seal_is_replaced_only_where_that_is_asked_for(root):
     ckptctl.seal(f"{root}@500")
     before = (root / "step_500" / SEAL).read_bytes()
     with pytest.raises(UsageError, match="already sealed"):
@@ -167,7 +167,7 @@ def test_a_seal_is_replaced_only_where_that_is_asked_for(root: Path) -> None:
     assert ckptctl.verify(f"{root}@500", require_seal=True, key=KEY).exit_code == 0
 
 
-def test_replacing_a_seal_does_not_launder_a_step_that_changed(root: Path) -> None:
+def test_replacing_a_seal_does_not_launder_a_step_that_changed(root):
     ckptctl.seal(f"{root}@500")
     with (root / "step_500" / "notes.txt").open("w") as file:
         file.write("x")
@@ -177,9 +177,7 @@ def test_replacing_a_seal_does_not_launder_a_step_that_changed(root: Path) -> No
     assert (refused.path, refused.exit_code) == (None, 21)
 
 
-def test_another_sealer_in_the_same_moment_is_not_overwritten(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_sealer_in_the_same_moment_is_not_overwritten(root, monkeypatch):
     def other_first(*args):
         files = digested(*args)
         other = root / "step_500" / SEAL
@@ -194,9 +192,7 @@ def test_another_sealer_in_the_same_moment_is_not_overwritten(
     assert (root / "step_500" / SEAL).read_text() == "of the other"
 
 
-def test_a_format_that_nothing_can_prove_is_sealed_on_request(
-    checkpoints: Path, copy_of: Copy
-) -> None:
+def test_a_format_that_nothing_can_prove_is_sealed_on_request(checkpoints, copy_of):
     root = copy_of(checkpoints / "run_fsdp4")
     step = root / "step_600"
     step.mkdir()
@@ -207,9 +203,7 @@ def test_a_format_that_nothing_can_prove_is_sealed_on_request(
     assert ("seal.digest", "metadata.pkl") in faults(every_byte(step))
 
 
-def test_records_without_checksums_are_proven_by_a_seal_alone(
-    checkpoints: Path, copy_of: Copy
-) -> None:
+def test_records_without_checksums_are_proven_by_a_seal_alone(checkpoints, copy_of):
     step = copy_of(checkpoints / "no_crc_2") / "step_100"
     assert ckptctl.verify(str(step), level=Level.CONTENT).exit_code == 22
     refused = ckptctl.seal(str(step))
@@ -225,7 +219,7 @@ def test_records_without_checksums_are_proven_by_a_seal_alone(
 
 
 @pytest.mark.parametrize("key", [b"", b"short"])
-def test_a_key_that_is_too_short_is_refused(root: Path, key: bytes) -> None:
+def test_a_key_that_is_too_short_is_refused(root, key):
     with pytest.raises(UsageError, match="16 or more"):
         ckptctl.seal(f"{root}@500", key=key)
 
@@ -233,7 +227,7 @@ def test_a_key_that_is_too_short_is_refused(root: Path, key: bytes) -> None:
 # Damage that only a seal detects.
 
 
-def test_a_shard_of_another_step_is_seen(weights: Path) -> None:
+def test_a_shard_of_another_step_is_seen(weights):
     ckptctl.seal(f"{weights}@20")
     shutil.copy2(weights / "step_10" / "__0_1.distcp", weights / "step_20" / "__0_1.distcp")
     assert ckptctl.verify(f"{weights}@20", level=Level.STRUCTURE).exit_code == 0
@@ -242,16 +236,14 @@ def test_a_shard_of_another_step_is_seen(weights: Path) -> None:
     assert (report.verdict, report.exit_code) == (Verdict.CORRUPT, 21)
 
 
-def test_a_shard_of_another_step_is_not_seen_without_a_seal_and_the_report_says_so(
-    weights: Path,
-) -> None:
+def test_a_shard_of_another_step_is_not_seen_without_a_seal_and_the_report_says_so(weights):
     shutil.copy2(weights / "step_10" / "__0_1.distcp", weights / "step_20" / "__0_1.distcp")
     report = every_byte(weights / "step_20")
     assert faults(report) == []
     assert "seal.missing" in codes(report)
 
 
-def test_two_swapped_shards_of_one_size_are_seen(weights: Path) -> None:
+def test_two_swapped_shards_of_one_size_are_seen(weights):
     step = weights / "step_20"
     ckptctl.seal(str(step))
     (step / "__0_0.distcp").rename(step / "aside")
@@ -264,7 +256,7 @@ def test_two_swapped_shards_of_one_size_are_seen(weights: Path) -> None:
     assert report.exit_code == 21
 
 
-def test_a_shard_of_another_step_of_four_ranks_is_seen(bare: Path) -> None:
+def test_a_shard_of_another_step_of_four_ranks_is_seen(bare):
     ckptctl.seal(f"{bare}@20")
     shutil.copy2(bare / "step_10" / "__1_0.distcp", bare / "step_20" / "__1_0.distcp")
     report = every_byte(bare / "step_20")
@@ -273,7 +265,7 @@ def test_a_shard_of_another_step_of_four_ranks_is_seen(bare: Path) -> None:
     assert report.exit_code == 21
 
 
-def test_metadata_of_another_step_is_seen_by_the_listing_alone(bare: Path) -> None:
+def test_metadata_of_another_step_is_seen_by_the_listing_alone(bare):
     ckptctl.seal(f"{bare}@20")
     shutil.copy2(bare / "step_10" / ".metadata", bare / "step_20" / ".metadata")
     report = ckptctl.verify(f"{bare}@20")
@@ -281,7 +273,7 @@ def test_metadata_of_another_step_is_seen_by_the_listing_alone(bare: Path) -> No
     assert report.exit_code == 21
 
 
-def test_a_tensor_that_the_metadata_lost_is_seen_by_the_listing_alone(bare: Path) -> None:
+def test_a_tensor_that_the_metadata_lost_is_seen_by_the_listing_alone(bare):
     ckptctl.seal(f"{bare}@20")
     path = bare / "step_20" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -295,7 +287,7 @@ def test_a_tensor_that_the_metadata_lost_is_seen_by_the_listing_alone(bare: Path
     assert report.exit_code == 21
 
 
-def test_a_save_over_the_step_that_was_cut_off_is_seen(weights: Path) -> None:
+def test_a_save_over_the_step_that_was_cut_off_is_seen(weights):
     ckptctl.seal(f"{weights}@20")
     # The new save got so far: one shard of its own, and the old metadata.
     shutil.copyfile(weights / "step_10" / "__0_0.distcp", weights / "step_20" / "__0_0.distcp")
@@ -305,7 +297,7 @@ def test_a_save_over_the_step_that_was_cut_off_is_seen(weights: Path) -> None:
     assert report.exit_code == 21
 
 
-def test_a_save_over_the_step_that_came_to_its_end_lapses_the_seal(weights: Path) -> None:
+def test_a_save_over_the_step_that_came_to_its_end_lapses_the_seal(weights):
     import torch
 
     step = weights / "step_20"
@@ -320,7 +312,7 @@ def test_a_save_over_the_step_that_came_to_its_end_lapses_the_seal(weights: Path
     assert ckptctl.verify(str(step), require_seal=True).exit_code == 0
 
 
-def test_a_train_state_of_another_step_is_seen(framework_roots: Path, copy_of: Copy) -> None:
+def test_a_train_state_of_another_step_is_seen(framework_roots, copy_of):
     root = copy_of(framework_roots / "kempnerforge" / "checkpoints")
     ckptctl.seal(f"{root}@30")
     shutil.copy2(root / "step_20" / "train_state.pt", root / "step_30" / "train_state.pt")
@@ -329,14 +321,14 @@ def test_a_train_state_of_another_step_is_seen(framework_roots: Path, copy_of: C
     assert sorted(faults(report)) == of_the_file
 
 
-def test_a_sealed_file_that_is_gone_is_told_once(root: Path) -> None:
+def test_a_sealed_file_that_is_gone_is_told_once(root):
     ckptctl.seal(f"{root}@500")
     (root / "step_500" / "__1_0.distcp").unlink()
     report = every_byte(root / "step_500")
     assert faults(report) == [("shard.missing", "__1_0.distcp")]
 
 
-def test_a_rename_of_a_sealed_step_is_seen(root: Path) -> None:
+def test_a_rename_of_a_sealed_step_is_seen(root):
     ckptctl.seal(f"{root}@500")
     (root / "step_500").rename(root / "step_900")
     report = ckptctl.verify(f"{root}@900")
@@ -389,7 +381,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_seal_is_told_and_proves_nothing(root: Path, name: str) -> None:
+def test_a_wrong_seal_is_told_and_proves_nothing(root, name):
     spoil, code = WRONG[name]
     ckptctl.seal(f"{root}@400")
     ckptctl.seal(f"{root}@500")
@@ -402,7 +394,7 @@ def test_a_wrong_seal_is_told_and_proves_nothing(root: Path, name: str) -> None:
     assert ckptctl.pick(str(root)).step == 500
 
 
-def test_a_seal_that_was_forged_for_changed_shards_fails_its_key(weights: Path) -> None:
+def test_a_seal_that_was_forged_for_changed_shards_fails_its_key(weights):
     ckptctl.seal(f"{weights}@20", key=KEY)
     shutil.copy2(weights / "step_10" / "__0_1.distcp", weights / "step_20" / "__0_1.distcp")
     (weights / "step_20" / SEAL).unlink()
@@ -411,7 +403,7 @@ def test_a_seal_that_was_forged_for_changed_shards_fails_its_key(weights: Path) 
     assert (report.exit_code, faults(report)) == (22, [("seal.bad-signature", SEAL)])
 
 
-def test_a_signed_seal_without_the_key_is_no_fault_and_shows_damage(weights: Path) -> None:
+def test_a_signed_seal_without_the_key_is_no_fault_and_shows_damage(weights):
     ckptctl.seal(f"{weights}@20", key=KEY)
     report = ckptctl.verify(f"{weights}@20")
     assert (report.exit_code, codes(report)) == (0, {"seal.no-key"})
@@ -420,14 +412,14 @@ def test_a_signed_seal_without_the_key_is_no_fault_and_shows_damage(weights: Pat
     assert faults(every_byte(weights / "step_20")) == [("seal.digest", "__0_1.distcp")]
 
 
-def test_a_seal_without_a_key_does_where_none_was_demanded(root: Path) -> None:
+def test_a_seal_without_a_key_does_where_none_was_demanded(root):
     ckptctl.seal(f"{root}@500")
     report = ckptctl.verify(f"{root}@500", key=KEY)
     assert (report.exit_code, codes(report)) == (0, {"seal.unkeyed"})
     assert ckptctl.verify(f"{root}@500", key=KEY, require_seal=True).exit_code == 22
 
 
-def test_a_seal_knows_the_world_size_that_files_can_only_bound(root: Path) -> None:
+def test_a_seal_knows_the_world_size_that_files_can_only_bound(root):
     ckptctl.seal(f"{root}@500", saved_world_size=4)
     (root / "step_500" / "__9_0.distcp").write_bytes(b"left over")
     os.utime(root / "step_500" / "__9_0.distcp", (1.7e9, 1.7e9))
@@ -437,9 +429,7 @@ def test_a_seal_knows_the_world_size_that_files_can_only_bound(root: Path) -> No
 
 @pytest.mark.server
 @pytest.mark.parametrize("server_name", ["s3_moto", "s3_ceph"])
-def test_a_step_in_an_object_store_is_sealed_and_proven(
-    request: pytest.FixtureRequest, weights: Path, server_name: str
-) -> None:
+def test_a_step_in_an_object_store_is_sealed_and_proven(request, weights, server_name):
     server: S3Server = request.getfixturevalue(server_name)
     url = f"s3://{server.bucket}/{uuid.uuid4().hex}"
     how = {"storage_options": server.options}
@@ -459,9 +449,7 @@ def test_a_step_in_an_object_store_is_sealed_and_proven(
     assert faults(report) == [("seal.digest", "__0_1.distcp")]
 
 
-def test_a_storage_that_fails_while_it_is_digested_leaves_no_seal(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_that_fails_while_it_is_digested_leaves_no_seal(root, monkeypatch):
     class Failing(LocalStore):
         n_opened = 0
 

@@ -91,7 +91,7 @@ def warned(step: Path, level: Level = Level.STRUCTURE) -> list[tuple[str, str]]:
 TOLD = [("shard.stale", "__1_0.distcp")]
 
 
-def test_a_shard_of_the_step_before_is_suspected(tmp_path: Path) -> None:
+def test_a_shard_of_the_step_before_is_suspected(tmp_path):
     save(tmp_path, 10, moving)
     step = save(tmp_path, 20, moving)
     assert warned(step) == []
@@ -106,7 +106,7 @@ def test_a_shard_of_the_step_before_is_suspected(tmp_path: Path) -> None:
     assert finding.next_command == f"ckptctl diff {tmp_path}/step_10 {step}"
 
 
-def test_pick_and_scan_tell_it_and_take_the_step_all_the_same(tmp_path: Path) -> None:
+def test_pick_and_scan_tell_it_and_take_the_step_all_the_same(tmp_path):
     save(tmp_path, 10, moving)
     stale(save(tmp_path, 20, moving))
     chosen = ckptctl.pick(str(tmp_path))
@@ -117,7 +117,7 @@ def test_pick_and_scan_tell_it_and_take_the_step_all_the_same(tmp_path: Path) ->
     assert [finding.code for finding in scanned.with_severity(Severity.WARNING)] == told
 
 
-def test_most_shards_of_the_step_before_are_suspected_too(tmp_path: Path) -> None:
+def test_most_shards_of_the_step_before_are_suspected_too(tmp_path):
     save(tmp_path, 10, moving)
     step = save(tmp_path, 20, moving)
     for rank in (0, 2, 3):
@@ -125,9 +125,7 @@ def test_most_shards_of_the_step_before_are_suspected_too(tmp_path: Path) -> Non
     assert warned(step) == [("shard.stale", f"__{rank}_0.distcp") for rank in (0, 2, 3)]
 
 
-def test_weights_alone_are_suspected_where_a_third_step_shows_that_they_moved(
-    tmp_path: Path,
-) -> None:
+def test_weights_alone_are_suspected_where_a_third_step_shows_that_they_moved(tmp_path):
     save(tmp_path, 10, moving, WEIGHTS)
     step = stale(save(tmp_path, 20, moving, WEIGHTS))
     assert warned(step) == []  # rank 1 may hold what is never trained
@@ -193,12 +191,12 @@ def saved_twice(fqn: str, rank: int, number: int) -> object:
         (moving, ADAM[:2]),
     ],
 )
-def test_training_draws_nothing(version: Version, fqns: Sequence[str], tmp_path: Path) -> None:
+def test_training_draws_nothing(version, fqns, tmp_path):
     steps = [save(tmp_path, number, version, fqns) for number in (0, 10, 20)]
     assert [warned(step) for step in steps] == [[], [], []]
 
 
-def test_a_stage_of_a_pipeline_that_is_frozen_draws_nothing(tmp_path: Path) -> None:
+def test_a_stage_of_a_pipeline_that_is_frozen_draws_nothing(tmp_path):
     stage = ("model.stage.0.weight", "model.stage.1.weight", "model.stage.2.weight")
 
     def version(fqn: str, rank: int, number: int) -> object:
@@ -208,15 +206,13 @@ def test_a_stage_of_a_pipeline_that_is_frozen_draws_nothing(tmp_path: Path) -> N
     assert [warned(step) for step in steps] == [[], [], []]
 
 
-def test_a_step_that_is_cut_in_another_way_is_not_compared(tmp_path: Path) -> None:
+def test_a_step_that_is_cut_in_another_way_is_not_compared(tmp_path):
     save(tmp_path, 10, moving, [fqn.replace("layers", "blocks") for fqn in ADAM])
     assert warned(save(tmp_path, 20, moving)) == []
 
 
 @pytest.mark.parametrize("damage", ["metadata", "records", "gone", "a file"])
-def test_a_step_before_that_is_damaged_says_nothing_and_the_one_before_it_may(
-    damage: str, tmp_path: Path
-) -> None:
+def test_a_step_before_that_is_damaged_says_nothing_and_the_one_before_it_may(damage, tmp_path):
     save(tmp_path, 0, moving)
     older = save(tmp_path, 10, moving)
     step = stale(save(tmp_path, 20, moving))
@@ -232,7 +228,7 @@ def test_a_step_before_that_is_damaged_says_nothing_and_the_one_before_it_may(
     assert warned(step) == []
 
 
-def test_on_an_object_store_it_costs_a_few_short_reads_for_each_shard_file(tmp_path: Path) -> None:
+def test_on_an_object_store_it_costs_a_few_short_reads_for_each_shard_file(tmp_path):
     save(tmp_path, 10, moving)
     save(tmp_path, 20, moving)
     named = step_name("step_20")
@@ -250,7 +246,7 @@ def test_on_an_object_store_it_costs_a_few_short_reads_for_each_shard_file(tmp_p
     assert compared["span"] - alone["span"] <= FEW * RANKS
 
 
-def test_a_storage_that_fails_at_the_older_step_says_nothing_of_this_one(tmp_path: Path) -> None:
+def test_a_storage_that_fails_at_the_older_step_says_nothing_of_this_one(tmp_path):
     save(tmp_path, 10, moving)
     stale(save(tmp_path, 20, moving))
     named, older = step_name("step_20"), step_name("step_10")
@@ -270,9 +266,7 @@ def test_a_storage_that_fails_at_the_older_step_says_nothing_of_this_one(tmp_pat
 
 
 @pytest.mark.torch
-def test_each_shard_of_a_real_run_is_told_when_it_is_of_the_step_before(
-    checkpoints: Path, copy_of: Callable[[Path], Path]
-) -> None:
+def test_each_shard_of_a_real_run_is_told_when_it_is_of_the_step_before(checkpoints, copy_of):
     root = copy_of(checkpoints / "run_fsdp4")
     told = []
     for rank in range(4):

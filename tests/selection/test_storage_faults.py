@@ -65,9 +65,7 @@ def outcome(root: Path) -> object:
 
 @pytest.mark.parametrize("error", [NO_ANSWER, AccessDenied("denied")])
 @pytest.mark.parametrize("lasts", [False, True])
-def test_pick_is_right_or_says_that_it_does_not_know(
-    root: Path, broken: Callable[..., None], error: StorageError, lasts: bool
-) -> None:
+def test_pick_is_right_or_says_that_it_does_not_know(root, broken, error, lasts):
     calls = n_calls(broken, lambda: ckptctl.pick(str(root)))
     assert sum(calls.values()) > 5
     for verb, n in calls.items():
@@ -76,9 +74,7 @@ def test_pick_is_right_or_says_that_it_does_not_know(
             assert outcome(root) in (20, (Answer.UNKNOWN, error.exit_code))
 
 
-def test_scan_and_verify_never_call_a_step_damaged_that_they_could_not_look_at(
-    root: Path, broken: Callable[..., None]
-) -> None:
+def test_scan_and_verify_never_call_a_step_damaged_that_they_could_not_look_at(root, broken):
     def ask() -> list[ckptctl.Report]:
         scanned = ckptctl.scan(str(root), level=Level.STRUCTURE)
         return [*scanned.reports, ckptctl.verify(f"{root}@20", level=Level.STRUCTURE)]
@@ -93,9 +89,7 @@ def test_scan_and_verify_never_call_a_step_damaged_that_they_could_not_look_at(
             assert {r.verdict for r in reports} <= {Verdict.COMPLETE, Verdict.UNKNOWN}
 
 
-def test_a_file_that_a_read_misses_and_every_listing_shows_is_no_change_and_no_damage(
-    root: Path, broken: Callable[..., None]
-) -> None:
+def test_a_file_that_a_read_misses_and_every_listing_shows_is_no_change_and_no_damage(root, broken):
     for error in (PathNotFound("gone"), ShortRead("shorter")):
         for verb in ("read", "span"):
             broken(lambda store, v=verb, e=error: store.fail(v, e))
@@ -106,9 +100,7 @@ def test_a_file_that_a_read_misses_and_every_listing_shows_is_no_change_and_no_d
             assert ckptctl.pick(str(root), level=Level.STRUCTURE).answer is Answer.UNKNOWN
 
 
-def test_a_file_that_is_deleted_since_the_listing_is_a_change(
-    copy_of: Callable[[Path], Path], root: Path, broken: Callable[..., None]
-) -> None:
+def test_a_file_that_is_deleted_since_the_listing_is_a_change(copy_of, root, broken):
     copy = copy_of(root)
 
     def order(store: FaultyStore) -> None:
@@ -125,8 +117,8 @@ def test_a_file_that_is_deleted_since_the_listing_is_a_change(
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
 def test_a_listing_that_leaves_out_a_file_is_not_believed_where_storage_is_far_away(
-    root: Path, broken: Callable[..., None], name: str
-) -> None:
+    root, broken, name
+):
     def order(store: FaultyStore) -> None:
         store.show(lambda listed: [file for file in listed if not file.path.endswith(name)])
 
@@ -136,9 +128,7 @@ def test_a_listing_that_leaves_out_a_file_is_not_believed_where_storage_is_far_a
     assert ckptctl.pick(str(root)).answer is Answer.UNKNOWN
 
 
-def test_a_root_that_lists_empty_once_is_no_fresh_run(
-    root: Path, broken: Callable[..., None]
-) -> None:
+def test_a_root_that_lists_empty_once_is_no_fresh_run(root, broken):
     def order(store: FaultyStore) -> None:
         listings = iter([[]])
         store.show(lambda listed: next(listings, listed))
@@ -149,7 +139,7 @@ def test_a_root_that_lists_empty_once_is_no_fresh_run(
             ask()
 
 
-def test_a_run_that_another_launcher_begins_between_two_listings_begins(tmp_path: Path) -> None:
+def test_a_run_that_another_launcher_begins_between_two_listings_begins(tmp_path):
     def begin(listed):
         if not listed:
             (tmp_path / ".ckptctl").mkdir()
@@ -163,9 +153,7 @@ def test_a_run_that_another_launcher_begins_between_two_listings_begins(tmp_path
     assert read_history(store).never_held
 
 
-def test_a_step_that_is_saved_over_while_we_look_is_a_change(
-    root: Path, copy_of: Callable[[Path], Path], broken: Callable[..., None]
-) -> None:
+def test_a_step_that_is_saved_over_while_we_look_is_a_change(root, copy_of, broken):
     copy = copy_of(root)
     listings = 0
 
@@ -185,9 +173,7 @@ def test_a_step_that_is_saved_over_while_we_look_is_a_change(
     assert report.exit_code == 26
 
 
-def test_a_step_that_is_deleted_while_we_look_is_a_change(
-    root: Path, copy_of: Callable[[Path], Path], broken: Callable[..., None]
-) -> None:
+def test_a_step_that_is_deleted_while_we_look_is_a_change(root, copy_of, broken):
     copy = copy_of(root)
 
     def order(store: FaultyStore) -> None:
@@ -203,9 +189,7 @@ def test_a_step_that_is_deleted_while_we_look_is_a_change(
     assert found.step == 10
 
 
-def test_a_root_that_does_not_exist_is_fresh_and_a_mount_that_is_gone_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_root_that_does_not_exist_is_fresh_and_a_mount_that_is_gone_is_not(tmp_path):
     assert ckptctl.pick(str(tmp_path / "run")).exit_code == 10
     assert ckptctl.pick(str(tmp_path / "run"), allow_fresh=True).exit_code == 10
     with pytest.raises(StorageUnavailable, match="mounted"):
@@ -213,9 +197,7 @@ def test_a_root_that_does_not_exist_is_fresh_and_a_mount_that_is_gone_is_not(
 
 
 @pytest.mark.parametrize("counter", RESTART_COUNTERS)
-def test_a_restarted_job_that_finds_nothing_is_not_fresh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counter: str
-) -> None:
+def test_a_restarted_job_that_finds_nothing_is_not_fresh(tmp_path, monkeypatch, counter):
     monkeypatch.setenv(counter, "0")
     assert ckptctl.pick(str(tmp_path)).exit_code == 10
     monkeypatch.setenv(counter, "1")
@@ -229,7 +211,7 @@ def test_a_restarted_job_that_finds_nothing_is_not_fresh(
     assert ckptctl.pick(str(tmp_path)).exit_code == 10
 
 
-def test_many_reads_keep_pick_at_the_listing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_reads_keep_pick_at_the_listing(root, monkeypatch):
     from ckptctl.inspection import stages
 
     monkeypatch.setattr(stages, "MAX_QUICK_READS", 1)
@@ -239,7 +221,7 @@ def test_many_reads_keep_pick_at_the_listing(root: Path, monkeypatch: pytest.Mon
     assert "reads" in chosen.level_reason
 
 
-def test_the_next_command_can_be_copied_whatever_the_root_is_called(tmp_path: Path) -> None:
+def test_the_next_command_can_be_copied_whatever_the_root_is_called(tmp_path):
     root = tmp_path / "a run; with $(spaces)"
     (root / "step_1").mkdir(parents=True)
     found = ckptctl.pick(str(root))
@@ -247,9 +229,7 @@ def test_the_next_command_can_be_copied_whatever_the_root_is_called(tmp_path: Pa
     assert shlex.split(found.next_command)[-1] == str(root)
 
 
-def test_an_error_names_a_root_of_any_name_as_the_shell_takes_it(
-    tmp_path: Path, root: Path, broken: Callable[..., None]
-) -> None:
+def test_an_error_names_a_root_of_any_name_as_the_shell_takes_it(tmp_path, root, broken):
     run = Path(shutil.copytree(root, tmp_path / "a run; with $(spaces)"))
     with pytest.raises(PathNotFound) as caught:
         ckptctl.verify(f"{run}/step_7")
@@ -264,9 +244,7 @@ def test_an_error_names_a_root_of_any_name_as_the_shell_takes_it(
 
 
 @pytest.mark.parametrize("verb", ["read", "span"])
-def test_a_lack_of_memory_is_nothing_against_a_step(
-    broken: Callable[..., None], root: Path, verb: str
-):
+def test_a_lack_of_memory_is_nothing_against_a_step(broken, root, verb):
     broken(lambda store: store.fail(verb, MemoryError()))
     report = ckptctl.verify(f"{root}@20", level=Level.CONTENT)
     assert [f.code for f in report.findings if f.verdict] == ["step.no-memory"]

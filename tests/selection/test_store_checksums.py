@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from services.counting_proxy import CountingProxy
 from services.plugin import S3Server
 
 import ckptctl
@@ -98,9 +97,7 @@ def flipped(data: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_a_sealed_step_is_proven_by_the_store_and_none_of_its_shards_is_read(
-    step: Bucket, counting_proxy: Callable[[str], CountingProxy]
-) -> None:
+def test_a_sealed_step_is_proven_by_the_store_and_none_of_its_shards_is_read(step, counting_proxy):
     seal = step.seal(key=KEY)
     kept = [file.stored for file in seal.files]
     assert {(one.algorithm, one.compared) for one in kept if one} == {("crc32", True)}
@@ -116,7 +113,7 @@ def test_a_sealed_step_is_proven_by_the_store_and_none_of_its_shards_is_read(
     assert found.n_bytes + report.bytes_read == report.n_bytes
 
 
-def test_an_object_that_was_replaced_has_another_checksum(step: Bucket) -> None:
+def test_an_object_that_was_replaced_has_another_checksum(step):
     step.seal()
     step.put(SHARD, step.get(SHARD))
     assert step.verify().exit_code == 0  # written again, with the same bytes
@@ -132,9 +129,7 @@ def test_an_object_that_was_replaced_has_another_checksum(step: Bucket) -> None:
     ]
 
 
-def test_an_object_that_was_replaced_without_a_checksum_is_rewritten_and_not_proven(
-    step: Bucket,
-) -> None:
+def test_an_object_that_was_replaced_without_a_checksum_is_rewritten_and_not_proven(step):
     step.seal()
     step.put_without_checksum(SHARD, flipped(step.get(SHARD)))
     report = step.verify()
@@ -142,13 +137,13 @@ def test_an_object_that_was_replaced_without_a_checksum_is_rewritten_and_not_pro
     assert report.findings[0].next_command == f"ckptctl verify {step.url} --level content"
 
 
-def test_without_a_seal_there_is_nothing_to_compare_with(step: Bucket) -> None:
+def test_without_a_seal_there_is_nothing_to_compare_with(step):
     report = step.verify()
     assert (report.exit_code, faults(report)) == (22, [("store.unverifiable", SEAL)])
     assert report.findings[0].next_command == f"ckptctl seal {step.url}"
 
 
-def test_a_seal_of_before_checksums_were_sealed_is_still_one_and_says_so(step: Bucket) -> None:
+def test_a_seal_of_before_checksums_were_sealed_is_still_one_and_says_so(step):
     seal = step.seal()
     older = replace(seal, files=tuple(replace(file, stored=None) for file in seal.files))
     step.put(SEAL, seal_bytes(older, None))
@@ -160,7 +155,7 @@ def test_a_seal_of_before_checksums_were_sealed_is_still_one_and_says_so(step: B
     assert step.verify().exit_code == 0
 
 
-def test_a_sealed_checksum_cannot_be_changed_by_who_has_no_key(step: Bucket) -> None:
+def test_a_sealed_checksum_cannot_be_changed_by_who_has_no_key(step):
     seal = step.seal(key=KEY)
     other = flipped(step.get(SHARD))
     step.put(SHARD, other)
@@ -178,7 +173,7 @@ def test_a_sealed_checksum_cannot_be_changed_by_who_has_no_key(step: Bucket) -> 
     assert faults(report) == [("seal.bad-signature", SEAL), ("store.unverifiable", SEAL)]
 
 
-def test_a_client_that_is_told_no_checksums_says_which_one_is(step: Bucket) -> None:
+def test_a_client_that_is_told_no_checksums_says_which_one_is(step):
     step.seal()
     through = {**step.server.options, "client": "obstore"}
     report = step.verify(storage_options=through)
@@ -187,9 +182,7 @@ def test_a_client_that_is_told_no_checksums_says_which_one_is(step: Bucket) -> N
     assert "their ETags are unchanged" in report.findings[0].message
 
 
-def test_a_store_that_keeps_no_checksums_still_knows_what_was_written_again(
-    s3_ceph: S3Server, checkpoints: Path
-) -> None:
+def test_a_store_that_keeps_no_checksums_still_knows_what_was_written_again(s3_ceph, checkpoints):
     step = uploaded(s3_ceph, checkpoints / "async_2" / "step_200")
     assert {file.stored.checksum for file in step.seal().files if file.stored} == {""}
     report = step.verify()
@@ -199,7 +192,7 @@ def test_a_store_that_keeps_no_checksums_still_knows_what_was_written_again(
     assert ("store.rewritten", SHARD) in faults(step.verify())
 
 
-def test_a_file_system_keeps_none(checkpoints: Path, copy_of: Callable[[Path], Path]) -> None:
+def test_a_file_system_keeps_none(checkpoints, copy_of):
     root = copy_of(checkpoints / "async_2")
     ckptctl.seal(f"{root}@200")
     assert '"stored"' not in (root / "step_200" / SEAL).read_text()
@@ -233,9 +226,7 @@ class Saying:
     ],
     ids=str,
 )
-def test_a_checksum_is_sealed_where_the_bytes_come_to_it(
-    step: Bucket, checksum: Checksum, exit_code: int, sealed: tuple[str, str, bool] | None
-) -> None:
+def test_a_checksum_is_sealed_where_the_bytes_come_to_it(step, checksum, exit_code, sealed):
     root = step.url.removesuffix("/step_200")
     with open_store(root, storage_options=step.server.options) as store:
         saying = Saying(store, SHARD, checksum)

@@ -158,7 +158,7 @@ def test_resolve_takes_the_newest_step_of_several_roots(shared, local, tmp_path)
         resolve("auto", [str(shared), gone])
 
 
-def test_a_missing_root_that_is_mandatory_is_not_called_optional(tmp_path: Path) -> None:
+def test_a_missing_root_that_is_mandatory_is_not_called_optional(tmp_path):
     picked = ckptctl.pick(str(tmp_path / "run"))
     assert picked.exit_code == 10
     assert "root.unavailable" not in {finding.code for finding in picked.findings}

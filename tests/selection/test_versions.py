@@ -19,7 +19,7 @@ def steps_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("step_*") if path.is_dir())
 
 
-def test_steps_of_older_versions_are_sound(dcp_versions: Path) -> None:
+def test_steps_of_older_versions_are_sound(dcp_versions):
     steps = steps_below(dcp_versions)
     assert len(steps) > 60
     for step in steps:
@@ -28,7 +28,7 @@ def test_steps_of_older_versions_are_sound(dcp_versions: Path) -> None:
         assert report.with_severity(Severity.WARNING) == ()
 
 
-def test_what_older_versions_saved_is_shown_as_it_was(dcp_versions: Path) -> None:
+def test_what_older_versions_saved_is_shown_as_it_was(dcp_versions):
     for step in steps_below(dcp_versions):
         told = json.loads(step.with_name(f"{step.name}.expected.json").read_text())
         shown = ckptctl.show(str(step))
@@ -42,7 +42,7 @@ def test_what_older_versions_saved_is_shown_as_it_was(dcp_versions: Path) -> Non
 
 
 @pytest.mark.torch
-def test_every_way_to_save_today_is_sound(checkpoints: Path) -> None:
+def test_every_way_to_save_today_is_sound(checkpoints):
     steps = [
         step for step in steps_below(checkpoints) if step.parent.name not in UNSUPPORTED | FLAT
     ]
@@ -56,7 +56,7 @@ def test_every_way_to_save_today_is_sound(checkpoints: Path) -> None:
 
 
 @pytest.mark.torch
-def test_files_without_shards_can_be_loaded_at_any_world_size(checkpoints: Path) -> None:
+def test_files_without_shards_can_be_loaded_at_any_world_size(checkpoints):
     report = ckptctl.verify(str(checkpoints / "flat_1" / "step_100"), world_size=7)
     assert report.exit_code == 0
     assert "world-size.fixed" not in [finding.code for finding in report.findings]
@@ -64,7 +64,7 @@ def test_files_without_shards_can_be_loaded_at_any_world_size(checkpoints: Path)
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-def test_what_is_no_sharded_checkpoint_is_said_to_be_none(checkpoints: Path, name: str) -> None:
+def test_what_is_no_sharded_checkpoint_is_said_to_be_none(checkpoints, name):
     (step, *_) = sorted(
         path for path in (checkpoints / name).iterdir() if path.name != "expected.json"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 from storage.faulty import FaultyStore
@@ -25,7 +24,7 @@ def told(report: Report) -> list[str]:
     return [finding.code for finding in report.findings if finding.code in about]
 
 
-def test_a_copy_under_a_further_number_is_passed_over(root: Path) -> None:
+def test_a_copy_under_a_further_number_is_passed_over(root):
     shutil.copytree(root / "step_300", root / "step_700")
     report = ckptctl.verify(f"{root}@700")
     assert (report.verdict, report.exit_code) == (Verdict.CORRUPT, 21)
@@ -37,7 +36,7 @@ def test_a_copy_under_a_further_number_is_passed_over(root: Path) -> None:
     assert (chosen.step, [over.report.number for over in chosen.passed_over]) == (500, [700])
 
 
-def test_who_accepts_it_has_it(root: Path) -> None:
+def test_who_accepts_it_has_it(root):
     shutil.copytree(root / "step_300", root / "step_700")
     said = ckptctl.mark(f"{root}@700", "accepted", reason="back to 300 on purpose")
     assert said.path is not None
@@ -50,7 +49,7 @@ def test_who_accepts_it_has_it(root: Path) -> None:
     assert told(ckptctl.verify(f"{root}@800")) == ["step.wrong-step"]
 
 
-def test_a_folder_that_was_renamed_and_left_nothing_is_suspected_and_taken(root: Path) -> None:
+def test_a_folder_that_was_renamed_and_left_nothing_is_suspected_and_taken(root):
     (root / "step_500").rename(root / "step_700")
     report = ckptctl.verify(f"{root}@700")
     assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
@@ -58,13 +57,13 @@ def test_a_folder_that_was_renamed_and_left_nothing_is_suspected_and_taken(root:
 
 
 @pytest.mark.parametrize("number", [1, 250, 499, 501])
-def test_an_earlier_or_a_neighbouring_number_is_no_contradiction(number: int, root: Path) -> None:
+def test_an_earlier_or_a_neighbouring_number_is_no_contradiction(number, root):
     shutil.copytree(root / "step_500", root / f"step_{number}")
     report = ckptctl.verify(f"{root}@{number}")
     assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
 
 
-def test_a_count_of_something_else_is_no_witness(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_count_of_something_else_is_no_witness(checkpoints, tmp_path):
     # This run counts 100 at its step 200.
     for source, number in ((200, 200), (200, 700)):
         step = checkpoints / "async_2" / f"step_{source}"
@@ -73,15 +72,13 @@ def test_a_count_of_something_else_is_no_witness(checkpoints: Path, tmp_path: Pa
     assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
 
 
-def test_copies_of_nothing_that_is_there_contradict_nothing(
-    checkpoints: Path, tmp_path: Path
-) -> None:
+def test_copies_of_nothing_that_is_there_contradict_nothing(checkpoints, tmp_path):
     for number in (600, 700):
         shutil.copytree(checkpoints / "run_fsdp4" / "step_500", tmp_path / f"step_{number}")
     assert told(ckptctl.verify(f"{tmp_path}@700")) == ["metadata.foreign"]
 
 
-def test_every_step_of_a_run_is_what_it_is_called(framework_roots: Path) -> None:
+def test_every_step_of_a_run_is_what_it_is_called(framework_roots):
     roots = [path.parent for path in framework_roots.rglob("*") if step_name(path.name)]
     reports = [
         report
@@ -93,7 +90,7 @@ def test_every_step_of_a_run_is_what_it_is_called(framework_roots: Path) -> None
     assert [told(report) for report in reports] == [[]] * len(reports)
 
 
-def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root: Path) -> None:
+def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root):
     shutil.copytree(root / "step_300", root / "step_700")
 
     def inspected(name: str) -> tuple[list[str], int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from command_line import clean_environment
@@ -15,16 +14,14 @@ from ckptctl.storage import files
 from ckptctl.storage.files import append_line
 
 
-def test_lines_come_one_after_the_other_in_a_file_that_is_made(tmp_path: Path) -> None:
+def test_lines_come_one_after_the_other_in_a_file_that_is_made(tmp_path):
     path = tmp_path / "lines"
     for line in (b"one\n", b"two\n"):
         append_line(str(path), line)
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def test_the_file_appears_with_its_first_line_and_is_never_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_appears_with_its_first_line_and_is_never_empty(tmp_path, monkeypatch):
     path = tmp_path / "lines"
     real = os.write
     seen: list[bool] = []
@@ -40,7 +37,7 @@ def test_the_file_appears_with_its_first_line_and_is_never_empty(
     assert os.listdir(tmp_path) == ["lines"]
 
 
-def test_a_line_that_was_cut_short_is_closed_off(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_short_is_closed_off(tmp_path):
     path = tmp_path / "lines"
     path.write_bytes(b"one\ntw")
     append_line(str(path), b"three\n")
@@ -56,7 +53,7 @@ for n in range(50):
 """
 
 
-def test_processes_that_add_at_once_lose_nothing_and_mix_nothing(tmp_path: Path) -> None:
+def test_processes_that_add_at_once_lose_nothing_and_mix_nothing(tmp_path):
     path = tmp_path / "lines"
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, path, name], env=clean_environment())
@@ -68,16 +65,14 @@ def test_processes_that_add_at_once_lose_nothing_and_mix_nothing(tmp_path: Path)
     assert (len(lines), set(lines)) == (150, expected)
 
 
-def test_a_folder_that_is_not_there_is_told_from_one_that_denies(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_told_from_one_that_denies(tmp_path):
     with pytest.raises(PathNotFound, match="folder"):
         append_line(str(tmp_path / "missing" / "lines"), b"x\n")
     with pytest.raises(AccessDenied):
         append_line(str(tmp_path), b"x\n")
 
 
-def test_a_disk_that_takes_half_a_line_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_takes_half_a_line_is_an_error(tmp_path, monkeypatch):
     def half(fd: int, data: bytes) -> int:
         return write(fd, data[: len(data) // 2])
 

@@ -19,7 +19,6 @@ from ckptctl.errors import (
     AlreadyExists,
     PathEscape,
     PathNotFound,
-    StorageError,
     StorageUnavailable,
 )
 from ckptctl.storage import files, local, waiting
@@ -55,7 +54,7 @@ def uses(store: LocalStore, path: str) -> tuple[Callable[[], object], ...]:
 
 
 @pytest.mark.parametrize("target", ["../outside", "step_1/.metadata", "/etc/passwd", "nowhere"])
-def test_a_link_is_shown_with_its_target_and_not_read(root: Path, target: str):
+def test_a_link_is_shown_with_its_target_and_not_read(root, target):
     (root / "link").symlink_to(target)
     store = LocalStore(str(root))
     (shown,) = (info for info in store.list_dir() if info.path == "link")
@@ -66,7 +65,7 @@ def test_a_link_is_shown_with_its_target_and_not_read(root: Path, target: str):
 
 
 @pytest.mark.parametrize("target", ["step_1", "..", "/etc"])
-def test_a_link_in_the_middle_of_a_path_is_not_followed(root: Path, target: str):
+def test_a_link_in_the_middle_of_a_path_is_not_followed(root, target):
     (root / "step_2").symlink_to(target)
     store = LocalStore(str(root))
     for use in (
@@ -81,7 +80,7 @@ def test_a_link_in_the_middle_of_a_path_is_not_followed(root: Path, target: str)
     assert sorted(os.listdir(root.parent)) == ["outside", "run"]
 
 
-def test_a_tree_does_not_go_through_links_to_folders(root: Path):
+def test_a_tree_does_not_go_through_links_to_folders(root):
     (root / "loop").symlink_to(".")
     (root / "step_1/up").symlink_to("../..")
     assert [(i.path, i.kind) for i in LocalStore(str(root)).list_tree()] == [
@@ -91,7 +90,7 @@ def test_a_tree_does_not_go_through_links_to_folders(root: Path):
     ]
 
 
-def test_the_root_itself_may_be_a_link_or_lie_behind_one(root: Path):
+def test_the_root_itself_may_be_a_link_or_lie_behind_one(root):
     (root.parent / "to-run").symlink_to("run")
     (root.parent / "to-parent").symlink_to(".")
     for way in ("to-run", "to-parent/run"):
@@ -100,7 +99,7 @@ def test_the_root_itself_may_be_a_link_or_lie_behind_one(root: Path):
         assert store.read("step_1/.metadata", limit=100) == b"metadata"
 
 
-def test_replacing_a_link_replaces_the_link_and_not_what_it_points_to(root: Path):
+def test_replacing_a_link_replaces_the_link_and_not_what_it_points_to(root):
     (root / "latest").symlink_to("../outside")
     LocalStore(str(root)).put("latest", b"step_1", replace=True)
     assert (root.parent / "outside").read_bytes() == b"not yours"
@@ -110,7 +109,7 @@ def test_replacing_a_link_replaces_the_link_and_not_what_it_points_to(root: Path
 # Things that are no files
 
 
-def test_pipes_and_sockets_are_shown_and_reading_them_does_not_block(root: Path):
+def test_pipes_and_sockets_are_shown_and_reading_them_does_not_block(root):
     os.mkfifo(root / "pipe")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(root / "socket"))
@@ -123,12 +122,12 @@ def test_pipes_and_sockets_are_shown_and_reading_them_does_not_block(root: Path)
                     use()
 
 
-def test_what_nfs_keeps_of_removed_files_is_not_shown(root: Path):
+def test_what_nfs_keeps_of_removed_files_is_not_shown(root):
     (root / "step_1/.nfs00000000012345670000abcd").write_bytes(b"")
     assert [i.path for i in LocalStore(str(root)).list_tree()] == ["step_1/.metadata"]
 
 
-def test_names_that_are_no_utf_8_are_listed_and_read(root: Path):
+def test_names_that_are_no_utf_8_are_listed_and_read(root):
     name = os.fsdecode(b"caf\xe9")
     (root / name).write_bytes(b"x")
     store = LocalStore(str(root))
@@ -136,7 +135,7 @@ def test_names_that_are_no_utf_8_are_listed_and_read(root: Path):
     assert store.read(name, limit=1) == b"x"
 
 
-def test_folders_nested_without_end_are_refused(tmp_path: Path):
+def test_folders_nested_without_end_are_refused(tmp_path):
     deep = tmp_path
     for _ in range(102):
         deep = deep / "d"
@@ -148,12 +147,12 @@ def test_folders_nested_without_end_are_refused(tmp_path: Path):
 # A root that is not there
 
 
-def test_a_missing_root_below_a_folder_that_is_there_is_not_found(tmp_path: Path):
+def test_a_missing_root_below_a_folder_that_is_there_is_not_found(tmp_path):
     with pytest.raises(PathNotFound, match=r"run does not exist$"):
         LocalStore(str(tmp_path / "run")).list_dir()
 
 
-def test_a_missing_root_below_a_missing_folder_is_a_storage_that_is_not_there(tmp_path: Path):
+def test_a_missing_root_below_a_missing_folder_is_a_storage_that_is_not_there(tmp_path):
     store = LocalStore(str(tmp_path / "mnt/run"))
     for use in (store.list_dir, store.list_tree, lambda: store.put("a", b"")):
         with pytest.raises(
@@ -165,7 +164,7 @@ def test_a_missing_root_below_a_missing_folder_is_a_storage_that_is_not_there(tm
     assert os.listdir(tmp_path) == []
 
 
-def test_a_root_that_is_a_dangling_link_is_judged_by_where_it_points(tmp_path: Path):
+def test_a_root_that_is_a_dangling_link_is_judged_by_where_it_points(tmp_path):
     (tmp_path / "unmounted").symlink_to("mnt/run")
     (tmp_path / "empty").symlink_to("run")
     with pytest.raises(StorageUnavailable, match="check that its file system is mounted"):
@@ -177,7 +176,7 @@ def test_a_root_that_is_a_dangling_link_is_judged_by_where_it_points(tmp_path: P
     assert (tmp_path / "run/a").read_bytes() == b"1"
 
 
-def test_a_root_that_is_a_file_is_not_found(tmp_path: Path):
+def test_a_root_that_is_a_file_is_not_found(tmp_path):
     (tmp_path / "run").write_bytes(b"")
     with pytest.raises(PathNotFound, match="Not a directory"):
         LocalStore(str(tmp_path / "run")).list_dir()
@@ -186,7 +185,7 @@ def test_a_root_that_is_a_file_is_not_found(tmp_path: Path):
 # Errors of the system
 
 
-def test_a_read_error_is_unavailable_and_tried_twice(monkeypatch: pytest.MonkeyPatch):
+def test_a_read_error_is_unavailable_and_tried_twice(monkeypatch):
     # Address 0 of a process's memory: a regular file whose first byte gives EIO.
     n_reads = 0
     real = os.pread
@@ -219,9 +218,7 @@ def test_a_read_error_is_unavailable_and_tried_twice(monkeypatch: pytest.MonkeyP
         (errno.EINVAL, StorageUnavailable),
     ],
 )
-def test_every_error_number_is_one_of_three_answers(
-    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StorageError]
-):
+def test_every_error_number_is_one_of_three_answers(root, monkeypatch, number, kind):
     def fails(*arguments: object) -> bytes:
         raise OSError(number, os.strerror(number))
 
@@ -231,7 +228,7 @@ def test_every_error_number_is_one_of_three_answers(
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EAGAIN, errno.EIO])
-def test_an_error_that_passes_is_not_seen(root: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+def test_an_error_that_passes_is_not_seen(root, monkeypatch, number):
     real, failures = os.pread, [number]
 
     def fails_once(fd: int, length: int, offset: int) -> bytes:
@@ -247,9 +244,7 @@ def test_an_error_that_passes_is_not_seen(root: Path, monkeypatch: pytest.Monkey
     assert read[1] == b"meta"
 
 
-def test_a_stale_handle_that_stays_stale_is_given_up_after_four_tries(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_stale_handle_that_stays_stale_is_given_up_after_four_tries(root, monkeypatch):
     def fails(*arguments: object) -> bytes:
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -277,7 +272,7 @@ for path, use in (
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_what_another_user_may_not_do_is_access_denied(root: Path):
+def test_what_another_user_may_not_do_is_access_denied(root):
     for parent in root.parents:
         if parent.stat().st_mode & 0o001 == 0:
             parent.chmod(parent.stat().st_mode | 0o001)
@@ -289,7 +284,7 @@ def test_what_another_user_may_not_do_is_access_denied(root: Path):
     assert all("Permission denied (as user 65534)" in line for line in denied)
 
 
-def test_running_out_of_descriptors_is_unavailable(root: Path):
+def test_running_out_of_descriptors_is_unavailable(root):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
     try:
@@ -302,9 +297,7 @@ def test_running_out_of_descriptors_is_unavailable(root: Path):
 # Folders that change meanwhile
 
 
-def test_a_listing_starts_again_when_a_name_vanishes_under_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_listing_starts_again_when_a_name_vanishes_under_it(root, monkeypatch):
     (root / "a.tmp").write_bytes(b"")
     real, renamed = files._info, []
 
@@ -317,9 +310,7 @@ def test_a_listing_starts_again_when_a_name_vanishes_under_it(
     assert [i.path for i in LocalStore(str(root)).list_tree()] == ["a", "step_1/.metadata"]
 
 
-def test_a_tree_starts_again_when_a_folder_vanishes_under_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_tree_starts_again_when_a_folder_vanishes_under_it(root, monkeypatch):
     real, renamed = local.scan, []
 
     def rename_first(folder: object, parts: tuple[str, ...]) -> object:
@@ -331,7 +322,7 @@ def test_a_tree_starts_again_when_a_folder_vanishes_under_it(
     assert [i.path for i in LocalStore(str(root)).list_tree()] == ["step_2/.metadata"]
 
 
-def test_no_descriptor_is_left_open(root: Path):
+def test_no_descriptor_is_left_open(root):
     os.mkfifo(root / "pipe")
     store = LocalStore(str(root))
     before = len(os.listdir("/proc/self/fd"))
@@ -349,9 +340,7 @@ def test_no_descriptor_is_left_open(root: Path):
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_a_write_that_fails_leaves_things_as_they_were(
-    root: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
-):
+def test_a_write_that_fails_leaves_things_as_they_were(root, monkeypatch, replace):
     (root / "seal").write_bytes(b"old")
 
     def full(fd: int) -> None:
@@ -364,7 +353,7 @@ def test_a_write_that_fails_leaves_things_as_they_were(
     assert sorted(os.listdir(root)) == ["seal", "step_1"]
 
 
-def test_a_file_system_that_is_full_is_unavailable_and_nothing_is_left(root: Path):
+def test_a_file_system_that_is_full_is_unavailable_and_nothing_is_left(root):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -375,7 +364,7 @@ def test_a_file_system_that_is_full_is_unavailable_and_nothing_is_left(root: Pat
     assert os.listdir(root) == ["step_1"]
 
 
-def test_of_many_writers_of_one_name_exactly_one_succeeds(root: Path):
+def test_of_many_writers_of_one_name_exactly_one_succeeds(root):
     store, won, lost = LocalStore(str(root)), [], []
     together = threading.Barrier(8)
 
@@ -397,9 +386,7 @@ def test_of_many_writers_of_one_name_exactly_one_succeeds(root: Path):
     assert sorted(os.listdir(root)) == ["step_1", "token"]
 
 
-def test_a_file_system_without_hard_links_still_keeps_what_is_there(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_system_without_hard_links_still_keeps_what_is_there(root, monkeypatch):
     def unsupported(*arguments: object, **options: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -411,9 +398,7 @@ def test_a_file_system_without_hard_links_still_keeps_what_is_there(
     assert (root / "seal").read_bytes() == b"first"
 
 
-def test_a_link_whose_answer_was_lost_is_known_as_our_own(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_link_whose_answer_was_lost_is_known_as_our_own(root, monkeypatch):
     real = os.link
 
     def twice(*arguments: object, **options: object) -> None:
@@ -444,9 +429,7 @@ def test_a_link_whose_answer_was_lost_is_known_as_our_own(
         ("/auto/run", StoreKind.NETWORK),
     ],
 )
-def test_the_innermost_mount_says_whether_a_server_answers(
-    folder: str, kind: StoreKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_innermost_mount_says_whether_a_server_answers(folder, kind, tmp_path, monkeypatch):
     table = tmp_path / "mounts"
     table.write_text("""\
 /dev/sda1 / ext4 rw 0 0
@@ -462,7 +445,7 @@ server:/auto /auto nfs rw 0 0
     assert LocalStore(folder).kind is kind
 
 
-def test_spans_on_a_network_are_the_same_and_in_order(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_spans_on_a_network_are_the_same_and_in_order(root, monkeypatch):
     monkeypatch.setattr(local, "kind_of", lambda folder: StoreKind.NETWORK)
     store = LocalStore(str(root))
     assert store.kind is StoreKind.NETWORK
@@ -486,7 +469,7 @@ def test_a_folder_is_opened_without_what_servers_need():
     assert done.stdout.strip() == ""
 
 
-def test_open_store_gives_a_local_store_for_a_path(root: Path):
+def test_open_store_gives_a_local_store_for_a_path(root):
     assert isinstance(open_store(str(root)), LocalStore)
 
 

@@ -46,7 +46,7 @@ from ckptctl.storage.opening import (
         ("not:a/scheme", "not:a", "scheme"),
     ],
 )
-def test_an_address_comes_apart_into_folder_and_name(url: str, parent: str, name: str):
+def test_an_address_comes_apart_into_folder_and_name(url, parent, name):
     assert parent_url(url) == parent
     assert base_name(url) == name
 
@@ -63,12 +63,12 @@ def test_an_address_comes_apart_into_folder_and_name(url: str, parent: str, name
         ("memory://", "b", "memory://b"),
     ],
 )
-def test_a_name_is_put_behind_an_address(base: str, name: str, joined: str):
+def test_a_name_is_put_behind_an_address(base, name, joined):
     assert join_url(base, name) == joined
 
 
 @pytest.mark.parametrize("url", ["/a/b", "a", ".", "~/a", "/", "s3://bucket/a/b", "file:///a/b"])
-def test_taking_apart_and_putting_together_is_no_change(url: str):
+def test_taking_apart_and_putting_together_is_no_change(url):
     name = base_name(url)
     assert not name or join_url(parent_url(url), name) in (url, f"./{url}")
 
@@ -85,13 +85,11 @@ def test_taking_apart_and_putting_together_is_no_change(url: str):
         ("abfss://c@account/x", False),
     ],
 )
-def test_a_scheme_tells_what_is_not_on_this_machine(url: str, local: bool):
+def test_a_scheme_tells_what_is_not_on_this_machine(url, local):
     assert is_local(url) is local
 
 
-def test_a_path_keeps_its_name_and_loses_its_last_slash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_path_keeps_its_name_and_loses_its_last_slash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run").mkdir()
@@ -118,7 +116,7 @@ def test_the_root_of_the_file_system_is_an_address():
     ["", "a\0b", "s3://", "s3:///key", "s3://a bucket/run", "s3://../run", "s3://./run", "gs:///run",
      "az:///run", "memory://", "memory:///", "s3:////"],
 )  # fmt: skip
-def test_an_address_that_names_nothing_is_a_usage_error(url: str):
+def test_an_address_that_names_nothing_is_a_usage_error(url):
     with pytest.raises(UsageError):
         open_store(url)
 
@@ -145,7 +143,7 @@ def test_an_address_that_names_nothing_is_a_usage_error(url: str):
 )
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_an_address_that_clients_read_in_different_ways_is_a_usage_error(
-    scheme: str, path: str, says: str, client: str
+    scheme, path, says, client
 ):
     options = {"client": client} if scheme.lower().startswith("s3") else {}
     with pytest.raises(UsageError, match=says):
@@ -169,14 +167,12 @@ def test_an_address_that_clients_read_in_different_ways_is_a_usage_error(
         ("\ts3://bucket/run", "white space"),
     ],
 )
-def test_an_address_that_looks_local_and_is_meant_otherwise_is_a_usage_error(url: str, says: str):
+def test_an_address_that_looks_local_and_is_meant_otherwise_is_a_usage_error(url, says):
     with pytest.raises(UsageError, match=says):
         open_store(url)
 
 
-def test_a_local_folder_may_bear_a_name_that_an_address_may_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_local_folder_may_bear_a_name_that_an_address_may_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("s3:", "a b ", "per%20cent", "new\nline", "tab\t"):
         (tmp_path / name / "run").mkdir(parents=True)
@@ -290,7 +286,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.server
-def test_a_web_server_is_listed_and_read_and_never_written(web: str):
+def test_a_web_server_is_listed_and_read_and_never_written(web):
     with open_store(web, retries=0) as store:
         assert [i.path for i in store.list_dir()] == ["step_1"]
         assert [(i.path, i.size) for i in store.list_tree()] == [("step_1/meta", 8)]
@@ -300,7 +296,7 @@ def test_a_web_server_is_listed_and_read_and_never_written(web: str):
 
 
 @pytest.mark.server
-def test_a_server_that_ignores_byte_ranges_is_an_error_and_not_wrong_bytes(web: str):
+def test_a_server_that_ignores_byte_ranges_is_an_error_and_not_wrong_bytes(web):
     with (
         open_store(web, retries=0) as store,
         pytest.raises(StorageUnavailable, match="sent 8 bytes instead"),
@@ -308,7 +304,7 @@ def test_a_server_that_ignores_byte_ranges_is_an_error_and_not_wrong_bytes(web: 
         list(store.read_spans([Span("step_1/meta", 2, 3)]))
 
 
-def test_what_an_implementation_raises_is_one_of_our_errors(monkeypatch: pytest.MonkeyPatch):
+def test_what_an_implementation_raises_is_one_of_our_errors(monkeypatch):
     from fsspec.implementations.memory import MemoryFileSystem
 
     monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.001)
@@ -339,9 +335,7 @@ def test_an_empty_range_of_an_implementation_is_a_short_read():
         list(store.read_spans([Span("a", 5, 1)]))
 
 
-def test_shared_stores_retry_each_in_their_own_way_over_the_same_connections(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_shared_stores_retry_each_in_their_own_way_over_the_same_connections(monkeypatch):
     from fsspec.implementations.memory import MemoryFileSystem
 
     def fails(*_: object, **__: object) -> None:

@@ -27,16 +27,14 @@ def failing(error: Exception) -> Callable[[], None]:
     return once
 
 
-def test_a_count_alone_bounds_the_tries(clock: list[float]):
+def test_a_count_alone_bounds_the_tries(clock):
     with pytest.raises(StorageUnavailable, match=r"^it: no answer after 3 tries in \d+ s \(503\)$"):
         retried(failing(Transient("503")), what="it", retries=Retries(2))
     assert len(clock) == 2
 
 
 @pytest.mark.parametrize("error", [Transient("500"), Throttled("503 SlowDown")])
-def test_the_requests_of_a_save_are_repeated_for_at_least_two_minutes(
-    clock: list[float], error: Transient
-):
+def test_the_requests_of_a_save_are_repeated_for_at_least_two_minutes(clock, error):
     assert waiting.SAVE_RETRY_S >= 120
     with pytest.raises(StorageUnavailable):
         retried(failing(error), what="it", retries=Retries(0, waiting.SAVE_RETRY_S))
@@ -44,9 +42,7 @@ def test_the_requests_of_a_save_are_repeated_for_at_least_two_minutes(
     assert sum(clock[:-1]) < waiting.SAVE_RETRY_S
 
 
-def test_pauses_double_up_to_a_bound_and_are_longer_where_the_rate_is_the_fault(
-    clock: list[float],
-):
+def test_pauses_double_up_to_a_bound_and_are_longer_where_the_rate_is_the_fault(clock):
     for error, factor in ((Transient("500"), 1), (Throttled("503"), waiting.THROTTLED)):
         clock.clear()
         with pytest.raises(StorageUnavailable):
@@ -56,7 +52,7 @@ def test_pauses_double_up_to_a_bound_and_are_longer_where_the_rate_is_the_fault(
             assert longest / 2 <= pause <= longest
 
 
-def test_what_is_no_passing_failure_is_raised_at_once(clock: list[float]):
+def test_what_is_no_passing_failure_is_raised_at_once(clock):
     with pytest.raises(StorageUnavailable, match=r"^refused$"):
         retried(failing(StorageUnavailable("refused")), what="it", retries=Retries(4, 100))
     assert clock == []

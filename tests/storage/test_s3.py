@@ -14,7 +14,6 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from command_line import clean_environment, forked_python
@@ -89,35 +88,31 @@ def put_many(server: S3Server, prefix: str, names: list[str]) -> None:
 
 
 def test_a_tree_costs_one_listing_request_for_each_page_of_keys_and_obstore_one_to_be_sure(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, client: str
+    store, s3_moto, proxy, prefix, client
 ):
     put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(PAGE + 10)])
     assert len(store.list_tree()) == PAGE + 14
     assert proxy.counts == {"LIST": 2 if client == "s3fs" else 3}
 
 
-def test_one_level_costs_one_listing_request_however_much_lies_below(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
-):
+def test_one_level_costs_one_listing_request_however_much_lies_below(store, s3_moto, proxy, prefix):
     put_many(s3_moto, prefix, [f"step_{n}/{m}" for n in range(2, 12) for m in range(PAGE // 10)])
     assert len(store.list_dir()) == 11
     assert proxy.counts == {"LIST": 1}
 
 
-def test_a_read_costs_one_request_and_no_look_before(store: Store, proxy: CountingProxy):
+def test_a_read_costs_one_request_and_no_look_before(store, proxy):
     store.read("step_1/.metadata", limit=100)
     assert proxy.counts == {"GET": 1}
 
 
-def test_spans_cost_one_request_each(store: Store, proxy: CountingProxy):
+def test_spans_cost_one_request_each(store, proxy):
     spans = [Span("step_1/__0_0.distcp", n * 10, 10) for n in range(40)]
     assert all(data == b"0123456789" for _, data in store.read_spans(spans))
     assert proxy.counts == {"GET": 40}
 
 
-def test_a_write_costs_one_request_and_one_look_where_it_must_not_replace(
-    store: Store, proxy: CountingProxy
-):
+def test_a_write_costs_one_request_and_one_look_where_it_must_not_replace(store, proxy):
     store.put("a", b"1", replace=True)
     assert proxy.counts == {"PUT": 1}
     proxy.reset()
@@ -125,14 +120,12 @@ def test_a_write_costs_one_request_and_one_look_where_it_must_not_replace(
     assert proxy.counts == {"HEAD": 1, "PUT": 1}
 
 
-def test_what_is_kept_costs_one_look_for_each_file_and_no_read(store: Store, proxy: CountingProxy):
+def test_what_is_kept_costs_one_look_for_each_file_and_no_read(store, proxy):
     assert len([*store.kept(f"step_1/__{n}_0.distcp" for n in range(3))]) == 3
     assert proxy.counts == {"HEAD": 3}
 
 
-def test_a_look_at_what_is_kept_is_asked_again_and_ends_after_bounded_tries(
-    store: Store, proxy: CountingProxy
-):
+def test_a_look_at_what_is_kept_is_asked_again_and_ends_after_bounded_tries(store, proxy):
     proxy.break_request("HEAD", Fault.UNAVAILABLE)
     (kept,) = store.kept(["step_1/.metadata"])
     assert kept.etag
@@ -141,9 +134,7 @@ def test_a_look_at_what_is_kept_is_asked_again_and_ends_after_bounded_tries(
         [*store.kept(["step_1/.metadata"])]
 
 
-def test_a_server_that_keeps_no_checksum_of_a_whole_gets_the_parts_without(
-    store: Store, proxy: CountingProxy, client: str
-):
+def test_a_server_that_keeps_no_checksum_of_a_whole_gets_the_parts_without(store, proxy, client):
     data = os.urandom(9 << 20)
     proxy.break_request("POST", Fault.NOT_IMPLEMENTED, lasts=True)
     store.put_pieces("big", lambda: iter([memoryview(data)]), len(data))
@@ -157,9 +148,7 @@ def test_a_server_that_keeps_no_checksum_of_a_whole_gets_the_parts_without(
 
 @pytest.mark.parametrize("fault", PASSING, ids=str)
 @pytest.mark.parametrize("verb", ["LIST", "GET"])
-def test_what_fails_once_is_asked_again(
-    store: Store, proxy: CountingProxy, verb: str, fault: Fault
-):
+def test_what_fails_once_is_asked_again(store, proxy, verb, fault):
     proxy.break_request(verb, fault)
     if verb == "LIST":
         assert len(store.list_tree()) == 4
@@ -169,9 +158,7 @@ def test_what_fails_once_is_asked_again(
     assert proxy.counts == {verb: 2}
 
 
-def test_a_server_that_is_silent_once_is_asked_again(
-    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
-):
+def test_a_server_that_is_silent_once_is_asked_again(s3_moto, proxy, store, client):
     proxy.break_request("GET", Fault.SILENT)
     with open_store(
         store.url,
@@ -182,9 +169,7 @@ def test_a_server_that_is_silent_once_is_asked_again(
     assert proxy.counts == {"GET": 2}
 
 
-def test_the_second_page_is_asked_again_and_the_first_is_not(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, client: str
-):
+def test_the_second_page_is_asked_again_and_the_first_is_not(store, s3_moto, proxy, prefix, client):
     put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(PAGE + 10)])
     proxy.break_request("LIST", Fault.UNAVAILABLE, nth=2)
     assert len(store.list_tree()) == PAGE + 14
@@ -201,7 +186,7 @@ PARTS = 6
     ids=str,
 )
 def test_a_part_that_fails_is_sent_again_and_the_others_are_not(
-    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str, fault: Fault
+    s3_moto, proxy, store, client, fault
 ):
     data = os.urandom(PART_BYTES * (PARTS - 1) + 1)
     asked: list[int] = []
@@ -221,7 +206,7 @@ def test_a_part_that_fails_is_sent_again_and_the_others_are_not(
 
 
 def test_an_upload_whose_part_never_passes_ends_after_bounded_tries_and_is_aborted(
-    s3_moto: S3Server, proxy: CountingProxy, store: Store, prefix: str
+    s3_moto, proxy, store, prefix
 ):
     data = bytes(PART_BYTES * 2)
     proxy.break_request("PUT", Fault.BROKEN, nth=2, lasts=True)
@@ -232,7 +217,7 @@ def test_an_upload_whose_part_never_passes_ends_after_bounded_tries_and_is_abort
 
 
 def test_a_part_that_fails_more_often_than_the_count_is_sent_again_while_there_is_time(
-    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
+    s3_moto, proxy, store, client
 ):
     data = os.urandom(PART_BYTES + 1)
     for nth in range(1, 2 * RETRIES + 4):
@@ -251,7 +236,7 @@ def test_a_part_that_fails_more_often_than_the_count_is_sent_again_while_there_i
 
 @pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.LOST], ids=str)
 def test_an_upload_whose_end_is_not_answered_is_whole_all_the_same(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, fault: Fault
+    store, s3_moto, proxy, prefix, fault
 ):
     data = os.urandom(PART_BYTES + 1)
     for nth in (1, 3):  # to begin, and to complete
@@ -286,7 +271,7 @@ def server(request: pytest.FixtureRequest) -> S3Server:
 
 
 def test_uploads_that_a_killed_save_left_are_listed_and_aborted(
-    server: S3Server, counting_proxy: Callable[[str], CountingProxy], prefix: str, client: str
+    server, counting_proxy, prefix, client
 ):
     proxy = counting_proxy(server.endpoint)
     url = f"s3://{server.bucket}/{prefix}"
@@ -309,7 +294,7 @@ def test_uploads_that_a_killed_save_left_are_listed_and_aborted(
         assert [*store.list_uploads()] == []
 
 
-def test_unfinished_uploads_are_listed_over_more_than_one_page(s3_ceph: S3Server, prefix: str):
+def test_unfinished_uploads_are_listed_over_more_than_one_page(s3_ceph, prefix):
     keys = [f"step_1/{n:04}" for n in range(1003)]
 
     def begin(key: str) -> None:
@@ -335,7 +320,7 @@ def test_unfinished_uploads_are_listed_over_more_than_one_page(s3_ceph: S3Server
     ids=str,
 )
 def test_a_storage_that_does_not_heal_is_unavailable_after_bounded_tries(
-    store: Store, proxy: CountingProxy, verb: str, fault: Fault, client: str
+    store, proxy, verb, fault, client
 ):
     proxy.break_request(verb, fault, lasts=True)
     use = {
@@ -352,7 +337,7 @@ def test_a_storage_that_does_not_heal_is_unavailable_after_bounded_tries(
 
 
 def test_a_storage_that_is_away_for_more_tries_than_the_count_is_waited_for_while_there_is_time(
-    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
+    s3_moto, proxy, store, client
 ):
     for verb in ("LIST", "GET", "PUT"):
         for nth in range(1, 8):
@@ -371,7 +356,7 @@ def test_a_storage_that_is_away_for_more_tries_than_the_count_is_waited_for_whil
 
 
 def test_a_listing_whose_second_page_fails_is_an_error_and_not_half_a_listing(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+    store, s3_moto, proxy, prefix
 ):
     put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(PAGE + 10)])
     proxy.break_request("LIST", Fault.UNAVAILABLE, nth=2, lasts=True)
@@ -379,7 +364,7 @@ def test_a_listing_whose_second_page_fails_is_an_error_and_not_half_a_listing(
         store.list_tree()
 
 
-def test_a_page_in_html_is_no_empty_listing(store: Store, proxy: CountingProxy):
+def test_a_page_in_html_is_no_empty_listing(store, proxy):
     for verb in ("LIST", "HEAD", "GET"):
         proxy.break_request(verb, Fault.NO_LISTING, lasts=True)
     with pytest.raises(StorageUnavailable):
@@ -388,9 +373,7 @@ def test_a_page_in_html_is_no_empty_listing(store: Store, proxy: CountingProxy):
         store.list_tree()
 
 
-def test_a_server_that_never_answers_is_unavailable(
-    s3_moto: S3Server, proxy: CountingProxy, client: str
-):
+def test_a_server_that_never_answers_is_unavailable(s3_moto, proxy, client):
     proxy.break_request("LIST", Fault.SILENT, lasts=True)
     with (
         open_store(
@@ -405,7 +388,7 @@ def test_a_server_that_never_answers_is_unavailable(
         store.list_dir()
 
 
-def test_a_port_where_nobody_listens_is_unavailable(s3_moto: S3Server, client: str):
+def test_a_port_where_nobody_listens_is_unavailable(s3_moto, client):
     with (
         open_store(
             "s3://bucket/run",
@@ -418,7 +401,7 @@ def test_a_port_where_nobody_listens_is_unavailable(s3_moto: S3Server, client: s
         store.list_dir()
 
 
-def test_a_bucket_that_does_not_exist_is_not_found_and_says_so(s3_moto: S3Server, client: str):
+def test_a_bucket_that_does_not_exist_is_not_found_and_says_so(s3_moto, client):
     options = {**s3_moto.options, "client": client}
     with open_store("s3://no-such-bucket/run", storage_options=options) as store:
         for use in (
@@ -432,11 +415,7 @@ def test_a_bucket_that_does_not_exist_is_not_found_and_says_so(s3_moto: S3Server
 
 @pytest.mark.parametrize("size", [1000, PART_BYTES + 1])
 def test_what_arrives_changed_is_refused_by_a_real_server_and_sent_again(
-    s3_ceph: S3Server,
-    counting_proxy: Callable[[str], CountingProxy],
-    prefix: str,
-    client: str,
-    size: int,
+    s3_ceph, counting_proxy, prefix, client, size
 ):
     proxy, data = counting_proxy(s3_ceph.endpoint), os.urandom(size)
     options = {**s3_ceph.options, "client": client}
@@ -449,7 +428,7 @@ def test_what_arrives_changed_is_refused_by_a_real_server_and_sent_again(
 
 
 @pytest.mark.parametrize("wrong", ["key", "secret"])
-def test_wrong_keys_are_access_denied_and_never_shown(s3_ceph: S3Server, client: str, wrong: str):
+def test_wrong_keys_are_access_denied_and_never_shown(s3_ceph, client, wrong):
     options = {**s3_ceph.options, wrong: "a-wrong-and-secret-one", "client": client}
     with open_store(f"s3://{s3_ceph.bucket}/run", storage_options=options) as store:
         for use in (
@@ -462,7 +441,7 @@ def test_wrong_keys_are_access_denied_and_never_shown(s3_ceph: S3Server, client:
             assert "a-wrong-and-secret-one" not in caught.value.message
 
 
-def test_a_public_bucket_needs_no_keys_when_told_so(s3_ceph: S3Server, url: str, client: str):
+def test_a_public_bucket_needs_no_keys_when_told_so(s3_ceph, url, client):
     bucket = s3_ceph.bucket
     s3_ceph.client.put_bucket_acl(Bucket=bucket, ACL="public-read")
     endpoint = {"AWS_ENDPOINT_URL": s3_ceph.endpoint, "AWS_DEFAULT_REGION": "us-east-1"}
@@ -474,7 +453,7 @@ def test_a_public_bucket_needs_no_keys_when_told_so(s3_ceph: S3Server, url: str,
 
 
 def test_no_keys_at_all_is_access_denied_and_says_what_to_set(
-    s3_moto: S3Server, client: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3_moto, client, monkeypatch, tmp_path
 ):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -493,7 +472,7 @@ def test_no_keys_at_all_is_access_denied_and_says_what_to_set(
         store.list_dir()
 
 
-def test_an_endpoint_that_is_no_url_is_a_usage_error(client: str):
+def test_an_endpoint_that_is_no_url_is_a_usage_error(client):
     options = {"key": "a", "secret": "b", "client": client}
     with (
         pytest.raises(UsageError, match="nowhere"),
@@ -514,9 +493,7 @@ store.list_dir() if verb == "LIST" else list(store.read_spans([Span("a", 0, 1)])
 
 
 @pytest.mark.parametrize("verb", ["LIST", "GET"])
-def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(
-    s3_moto: S3Server, proxy: CountingProxy, client: str, verb: str
-):
+def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(s3_moto, proxy, client, verb):
     proxy.break_request(verb, Fault.SILENT, lasts=True)
     command = [sys.executable, "-c", _WAIT, f"s3://{s3_moto.bucket}", proxy.url, client, verb]
     with started(command, stderr=subprocess.DEVNULL) as process:
@@ -525,9 +502,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(
         assert process.wait() == -signal.SIGINT
 
 
-def test_an_answer_that_comes_slowly_is_waited_for(
-    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
-):
+def test_an_answer_that_comes_slowly_is_waited_for(s3_moto, proxy, store, client):
     proxy.break_request("GET", Fault.DRIBBLE)
     with open_store(
         store.url,
@@ -541,9 +516,7 @@ def test_an_answer_that_comes_slowly_is_waited_for(
 
 
 @pytest.mark.parametrize("option", ["nonsense", "username"])
-def test_an_option_that_the_client_does_not_know_is_a_usage_error(
-    s3_moto: S3Server, client: str, option: str
-):
+def test_an_option_that_the_client_does_not_know_is_a_usage_error(s3_moto, client, option):
     options = {**s3_moto.options, "client": client, option: "1"}
     with (
         pytest.raises(UsageError),
@@ -552,26 +525,20 @@ def test_an_option_that_the_client_does_not_know_is_a_usage_error(
         store.list_dir()
 
 
-def test_a_listing_that_lost_its_next_page_is_asked_for_again(
-    store: Store, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_listing_that_lost_its_next_page_is_asked_for_again(store, proxy, monkeypatch):
     monkeypatch.setattr(obstore_client, "PAGE_KEYS", 1)
     proxy.break_request("LIST", Fault.NO_TOKEN)
     assert len(store.list_tree()) == 4
 
 
-def test_half_an_object_that_is_sent_as_all_of_it_is_asked_for_again(
-    store: Store, proxy: CountingProxy
-):
+def test_half_an_object_that_is_sent_as_all_of_it_is_asked_for_again(store, proxy):
     proxy.break_request("GET", Fault.CUT)
     assert store.read("step_1/.metadata", limit=100) == b"metadata"
     assert proxy.counts["GET"] == 2
 
 
 @pytest.mark.parametrize("verb", ["LIST", "PUT"])
-def test_a_404_is_no_answer_to_a_request_that_needs_no_object(
-    store: Store, proxy: CountingProxy, verb: str
-):
+def test_a_404_is_no_answer_to_a_request_that_needs_no_object(store, proxy, verb):
     proxy.break_request(verb, Fault.NOT_THERE, lasts=True)
     with pytest.raises(StorageUnavailable):
         store.list_dir() if verb == "LIST" else store.put("seal", b"ours")
@@ -580,15 +547,13 @@ def test_a_404_is_no_answer_to_a_request_that_needs_no_object(
 # Writes that must not replace
 
 
-def test_a_write_that_is_refused_as_there_already_and_is_not_is_tried_again(
-    store: Store, proxy: CountingProxy
-):
+def test_a_write_that_is_refused_as_there_already_and_is_not_is_tried_again(store, proxy):
     proxy.break_request("PUT", Fault.THERE)
     store.put("seal", b"ours")
     assert store.read("seal", limit=10) == b"ours"
 
 
-def test_a_write_whose_answer_was_lost_is_known_as_our_own(store: Store, proxy: CountingProxy):
+def test_a_write_whose_answer_was_lost_is_known_as_our_own(store, proxy):
     proxy.break_request("PUT", Fault.LOST)
     store.put("seal", b"ours")
     assert store.read("seal", limit=10) == b"ours"
@@ -597,9 +562,7 @@ def test_a_write_whose_answer_was_lost_is_known_as_our_own(store: Store, proxy: 
         store.put("seal", b"ours")
 
 
-def test_a_write_that_lost_the_race_finds_the_other_one(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
-):
+def test_a_write_that_lost_the_race_finds_the_other_one(store, s3_moto, proxy, prefix):
     proxy.break_request("PUT", Fault.RESET)
     s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/seal", Body=b"theirs")
     with pytest.raises(AlreadyExists):
@@ -608,7 +571,7 @@ def test_a_write_that_lost_the_race_finds_the_other_one(
 
 
 def test_the_store_itself_refuses_to_replace_what_appears_after_the_look(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+    store, s3_moto, proxy, prefix
 ):
     s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/seal", Body=b"theirs")
     proxy.break_request("HEAD", Fault.NOT_THERE)
@@ -618,9 +581,7 @@ def test_the_store_itself_refuses_to_replace_what_appears_after_the_look(
     assert store.read("seal", limit=10) == b"theirs"
 
 
-def test_a_store_without_conditional_writes_is_written_and_read_back(
-    store: Store, proxy: CountingProxy
-):
+def test_a_store_without_conditional_writes_is_written_and_read_back(store, proxy):
     proxy.break_request("PUT", Fault.NOT_IMPLEMENTED, lasts=True)
     store.put("seal", b"ours")
     assert store.read("seal", limit=10) == b"ours"
@@ -631,7 +592,7 @@ def test_a_store_without_conditional_writes_is_written_and_read_back(
 # Keys that other tools make
 
 
-def test_folder_markers_are_not_files(store: Store, s3_moto: S3Server, prefix: str):
+def test_folder_markers_are_not_files(store, s3_moto, prefix):
     for key in (f"{prefix}/", f"{prefix}/step_1/", f"{prefix}/step_9/"):
         s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=key, Body=b"")
     s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_9/a", Body=b"")
@@ -642,9 +603,7 @@ def test_folder_markers_are_not_files(store: Store, s3_moto: S3Server, prefix: s
     assert [i.path for i in store.list_dir("step_9")] == ["step_9/a"]
 
 
-def test_a_marker_alone_is_an_empty_folder(
-    store: Store, s3_moto: S3Server, prefix: str, client: str
-):
+def test_a_marker_alone_is_an_empty_folder(store, s3_moto, prefix, client):
     s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_9/", Body=b"")
     assert [(i.path, i.kind) for i in store.list_dir()] == [("step_1", "dir"), ("step_9", "dir")]
     assert list(store.list_tree("step_9")) == []
@@ -652,9 +611,7 @@ def test_a_marker_alone_is_an_empty_folder(
     assert shown == ([] if client == "s3fs" else ["step_9"])
 
 
-def test_keys_with_empty_names_are_listed_and_read_or_refused_whole(
-    store: Store, s3_moto: S3Server, prefix: str, client: str
-):
+def test_keys_with_empty_names_are_listed_and_read_or_refused_whole(store, s3_moto, prefix, client):
     s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_1//x", Body=b"1")
     if client == "s3fs":
         assert "step_1//x" in [i.path for i in store.list_tree()]
@@ -664,9 +621,7 @@ def test_keys_with_empty_names_are_listed_and_read_or_refused_whole(
             store.list_tree()
 
 
-def test_an_object_beside_a_folder_of_its_name_is_shown_as_both(
-    store: Store, s3_moto: S3Server, prefix: str
-):
+def test_an_object_beside_a_folder_of_its_name_is_shown_as_both(store, s3_moto, prefix):
     s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_1", Body=b"1")
     found = [(info.path, info.kind) for info in store.list_dir()]
     assert sorted(found) == [("step_1", "dir"), ("step_1", "file")]
@@ -680,7 +635,7 @@ def replaced(server: S3Server, prefix: str) -> Callable[[], object]:
 
 
 def test_a_shard_that_is_replaced_between_two_reads_is_never_read_as_one(
-    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+    store, s3_moto, proxy, prefix
 ):
     proxy.break_request("GET", replaced(s3_moto, prefix), nth=20)
     spans = [Span("step_1/__0_0.distcp", n * 10, 10) for n in range(40)]
@@ -690,9 +645,7 @@ def test_a_shard_that_is_replaced_between_two_reads_is_never_read_as_one(
     assert {data for _, data in store.read_spans(spans)} == {b"9876543210"}
 
 
-def test_an_open_shard_that_is_replaced_is_not_read_on(
-    store: Store, s3_moto: S3Server, prefix: str
-):
+def test_an_open_shard_that_is_replaced_is_not_read_on(store, s3_moto, prefix):
     buffer = memoryview(bytearray(10))
     with store.open_file("step_1/__0_0.distcp") as file:
         file.read_into(0, buffer)
@@ -701,7 +654,7 @@ def test_an_open_shard_that_is_replaced_is_not_read_on(
             file.read_into(10, buffer)
 
 
-def test_a_range_that_outgrew_its_object_says_how_large_it_is(store: Store):
+def test_a_range_that_outgrew_its_object_says_how_large_it_is(store):
     with pytest.raises(ShortRead) as caught:
         list(store.read_spans([Span("step_1/.metadata", 4, 100)]))
     assert caught.value.size == 8
@@ -737,11 +690,11 @@ def url(s3_ceph: S3Server, prefix: str) -> str:
     return f"s3://{s3_ceph.bucket}/{prefix}"
 
 
-def test_the_aws_environment_is_enough(s3_ceph: S3Server, url: str, client: str):
+def test_the_aws_environment_is_enough(s3_ceph, url, client):
     assert listed(url, client, **s3_ceph.environment) == "a"
 
 
-def test_an_option_wins_over_the_environment(s3_ceph: S3Server, url: str, client: str):
+def test_an_option_wins_over_the_environment(s3_ceph, url, client):
     wrong = {**s3_ceph.environment, "AWS_SECRET_ACCESS_KEY": "wrong"}
     assert "AccessDenied" in listed(url, client, **wrong)
     right = (f"key={s3_ceph.access_key}", f"secret={s3_ceph.secret_key}")
@@ -749,10 +702,7 @@ def test_an_option_wins_over_the_environment(s3_ceph: S3Server, url: str, client
 
 
 def test_requests_go_through_the_http_proxy_of_the_environment(
-    s3_ceph: S3Server,
-    counting_proxy: Callable[[str], CountingProxy],
-    url: str,
-    client: str,
+    s3_ceph, counting_proxy, url, client
 ):
     proxy = counting_proxy(s3_ceph.endpoint)
     assert listed(url, client, **s3_ceph.environment, http_proxy=proxy.url) == "a"
@@ -772,7 +722,7 @@ def _has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
-def test_an_endpoint_of_ipv6_is_listed_read_and_written(tmp_path: Path, client: str):
+def test_an_endpoint_of_ipv6_is_listed_read_and_written(tmp_path, client):
     data = os.urandom(PART_BYTES + 1)
     with moto_server(tmp_path, "::1") as endpoint:
         server = S3Server(endpoint, "test", "test")
@@ -785,7 +735,7 @@ def test_an_endpoint_of_ipv6_is_listed_read_and_written(tmp_path: Path, client: 
 
 
 def test_a_bucket_with_object_lock_is_written_replaced_and_removed_and_keeps_every_version(
-    s3_ceph: S3Server, client: str
+    s3_ceph, client
 ):
     bucket = f"locked-{uuid.uuid4().hex[:12]}"
     s3_ceph.client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
@@ -807,13 +757,11 @@ def test_a_bucket_with_object_lock_is_written_replaced_and_removed_and_keeps_eve
     assert len(versions) == 4
 
 
-def test_an_s3a_url_is_the_same_storage(s3_ceph: S3Server, url: str, client: str):
+def test_an_s3a_url_is_the_same_storage(s3_ceph, url, client):
     assert listed(url.replace("s3://", "s3a://"), client, **s3_ceph.environment) == "a"
 
 
-def test_a_profile_is_found_by_s3fs_and_refused_by_obstore(
-    s3_ceph: S3Server, url: str, tmp_path: Path
-):
+def test_a_profile_is_found_by_s3fs_and_refused_by_obstore(s3_ceph, url, tmp_path):
     config = tmp_path / "config"
     config.write_text(
         f"[profile lab]\nregion = us-east-1\nendpoint_url = {s3_ceph.endpoint}\n"
@@ -826,7 +774,7 @@ def test_a_profile_is_found_by_s3fs_and_refused_by_obstore(
     assert "obstore reads no profiles" in listed(url, "obstore", "profile=lab")
 
 
-def test_the_configuration_of_fsspec_is_found_by_s3fs(s3_ceph: S3Server, url: str, tmp_path: Path):
+def test_the_configuration_of_fsspec_is_found_by_s3fs(s3_ceph, url, tmp_path):
     (tmp_path / "s3.json").write_text(
         '{"s3": {"client_kwargs": {"region_name": "us-east-1"}, "config_kwargs": {"s3": {}}}}'
     )

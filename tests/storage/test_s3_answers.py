@@ -146,7 +146,7 @@ def use(store: Store, verb: str) -> None:
 @pytest.mark.parametrize("verb", ["GET", "LIST", "PUT", "DELETE"])
 @pytest.mark.parametrize("name", PERMANENT)
 def test_an_answer_that_does_not_pass_is_named_and_not_asked_for_again(
-    store: Store, proxy: CountingProxy, client: str, name: str, verb: str
+    store, proxy, client, name, verb
 ):
     answer, error, exit_code, says, next_command = PERMANENT[name]
     for other in ("GET", "LIST", "PUT", "POST", "DELETE", "HEAD"):
@@ -169,7 +169,7 @@ def test_an_answer_that_does_not_pass_is_named_and_not_asked_for_again(
     [("AccessDenied", AccessDenied), ("InternalError", StorageUnavailable), ("NoSuchKey", None)],
 )
 def test_a_deletion_of_one_key_that_is_refused_in_an_answer_of_200_is_not_done(
-    store: Store, proxy: CountingProxy, client: str, code: str, error: type[StorageError] | None
+    store, proxy, client, code, error
 ):
     if client == "s3fs":
         pytest.skip("s3fs deletes one key with a request of its own")
@@ -184,7 +184,7 @@ def test_a_deletion_of_one_key_that_is_refused_in_an_answer_of_200_is_not_done(
 
 
 @pytest.mark.server
-def test_an_archived_object_is_no_matter_of_credentials(store: Store, proxy: CountingProxy):
+def test_an_archived_object_is_no_matter_of_credentials(store, proxy):
     proxy.break_request("GET", PERMANENT["archived"][0], lasts=True)
     with pytest.raises(ObjectArchived) as caught:
         store.read("a file", limit=100)
@@ -197,14 +197,14 @@ def test_an_archived_object_is_no_matter_of_credentials(store: Store, proxy: Cou
 @pytest.mark.parametrize(
     "code", [code for code in MEANINGS if issubclass(MEANINGS[code].error, Transient)]
 )
-def test_an_answer_that_passes_is_asked_for_again(store: Store, proxy: CountingProxy, code: str):
+def test_an_answer_that_passes_is_asked_for_again(store, proxy, code):
     proxy.break_request("GET", Answer(503 if MEANINGS[code].error is Throttled else 400, code))
     assert store.read("a file", limit=100) == b"data"
     assert proxy.counts["GET"] == 2
 
 
 @pytest.mark.parametrize("code", MEANINGS)
-def test_every_meaning_has_a_message_with_all_its_words(code: str):
+def test_every_meaning_has_a_message_with_all_its_words(code):
     error = error_of(400, code, bucket="b", key="k", text=f"{KEY} <Region>eu-west-1</Region>")
     assert type(error) is MEANINGS[code].error
     assert "{" not in f"{error.message}{error.next_command}"
@@ -219,7 +219,7 @@ def test_a_region_that_is_not_named_is_asked_for():
 @pytest.mark.parametrize(
     "text", ["<Region>$(rm -rf ~)</Region>", "expecting 'eu;id'", "arn:aws:kms:x"]
 )
-def test_nothing_of_an_answer_is_quoted_but_a_region_and_a_key(text: str):
+def test_nothing_of_an_answer_is_quoted_but_a_region_and_a_key(text):
     error = error_of(301, "PermanentRedirect", bucket="b", key="k", text=text)
     assert "another region" in error.message
     assert not {*"$;()"} & {*f"{error.next_command}"}

@@ -32,14 +32,12 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("endpoint", MALFORMED)
-def test_a_malformed_endpoint_is_a_usage_error_of_both_clients_and_no_panic(
-    client: str, endpoint: str
-):
+def test_a_malformed_endpoint_is_a_usage_error_of_both_clients_and_no_panic(client, endpoint):
     with pytest.raises(UsageError, match="the endpoint"):
         open_store("s3://b/run", storage_options={**KEYS, "client": client}, endpoint_url=endpoint)
 
 
-def test_an_endpoint_is_checked_wherever_it_is_set(client: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_endpoint_is_checked_wherever_it_is_set(client, monkeypatch):
     nested = {"client_kwargs": {"endpoint_url": "nowhere"}}
     with pytest.raises(UsageError, match="client_kwargs' endpoint_url is 'nowhere'"):
         open_store("s3://b/run", storage_options={**KEYS, **nested, "client": client})
@@ -56,7 +54,7 @@ def test_an_endpoint_is_checked_wherever_it_is_set(client: str, monkeypatch: pyt
         *("https://s3.eu-west-1.amazonaws.com", "https://host/base/path", "https://host."),
     ],
 )
-def test_a_sound_endpoint_is_taken(client: str, endpoint: str):
+def test_a_sound_endpoint_is_taken(client, endpoint):
     if client == "s3fs" or not endpoint.endswith("."):
         open_store(
             "s3://b/run", storage_options={**KEYS, "client": client}, endpoint_url=endpoint
@@ -65,17 +63,13 @@ def test_a_sound_endpoint_is_taken(client: str, endpoint: str):
 
 @pytest.mark.parametrize("name", ["key", "secret", "token"])
 @pytest.mark.parametrize("value", ["", "very-secret\r", "very-secret\n", "very secret", 5, True])
-def test_credentials_that_none_can_be_are_named_and_not_shown(
-    client: str, name: str, value: object
-):
+def test_credentials_that_none_can_be_are_named_and_not_shown(client, name, value):
     with pytest.raises(UsageError, match=f"--storage-option {name}") as caught:
         open_store("s3://b/run", storage_options={**KEYS, name: value, "client": client})
     assert "very" not in caught.value.message
 
 
-def test_a_line_end_of_windows_in_the_environment_is_named(
-    client: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_line_end_of_windows_in_the_environment_is_named(client, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret\r")
     with pytest.raises(UsageError, match=r"^AWS_SECRET_ACCESS_KEY .*Windows") as caught:
         open_store("s3://b/run", storage_options={"client": client})
@@ -83,14 +77,14 @@ def test_a_line_end_of_windows_in_the_environment_is_named(
 
 
 @pytest.mark.parametrize("region", ["", "us east", "../x", "ü", 5])
-def test_a_region_that_is_none_is_a_usage_error(client: str, region: object):
+def test_a_region_that_is_none_is_a_usage_error(client, region):
     options = {**KEYS, "client_kwargs": {"region_name": region}, "client": client}
     with pytest.raises(UsageError, match="not a region name"):
         open_store("s3://b/run", storage_options=options)
 
 
 @pytest.mark.parametrize("name", ["client_kwargs", "config_kwargs"])
-def test_nested_options_that_are_none_are_a_usage_error(client: str, name: str):
+def test_nested_options_that_are_none_are_a_usage_error(client, name):
     with pytest.raises(UsageError, match="a JSON object is expected"):
         open_store("s3://b/run", storage_options={**KEYS, name: "x", "client": client})
 

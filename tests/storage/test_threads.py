@@ -37,7 +37,7 @@ except OutOfMemory as error:
 @pytest.mark.parametrize(
     ("room", "said"), [("3.5", "780\n"), ("0.5", "75 no thread can be started")]
 )
-def test_fewer_threads_than_wanted_do_and_none_is_not_damage(room: str, said: str):
+def test_fewer_threads_than_wanted_do_and_none_is_not_damage(room, said):
     done = subprocess.run(
         [sys.executable, "-c", _FEW_THREADS, room],
         capture_output=True,

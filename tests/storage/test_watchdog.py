@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from services.counting_proxy import CountingProxy, Fault
-from services.plugin import S3Server
+from services.counting_proxy import Fault
 from services.processes import wait_until
 
 from ckptctl.storage.waiting import beat, busy
@@ -53,7 +51,7 @@ with Watchdog(0.4, say):
     ["pass", "raise ValueError('in the callback')", "import time; time.sleep(1000)"],
     ids=["returns", "raises", "hangs"],
 )
-def test_a_read_stuck_in_the_kernel_ends_the_process_with_75(tmp_path: Path, callback: str):
+def test_a_read_stuck_in_the_kernel_ends_the_process_with_75(tmp_path, callback):
     os.mkfifo(tmp_path / "pipe")
     code = _STUCK.replace("CALLBACK", callback)
     if "sleep" in callback:
@@ -69,7 +67,7 @@ def test_a_read_stuck_in_the_kernel_ends_the_process_with_75(tmp_path: Path, cal
 @pytest.mark.server
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_a_server_that_never_answers_ends_the_process_before_its_timeouts_do(
-    s3_moto: S3Server, counting_proxy: Callable[[str], CountingProxy], client: str
+    s3_moto, counting_proxy, client
 ):
     proxy = counting_proxy(s3_moto.endpoint)
     proxy.break_request("LIST", Fault.SILENT, lasts=True)
