@@ -277,14 +277,14 @@ LOADS: list[tuple[str, Callable[[Script, Path], None]]] = [
 def _stages(script: Script, root: Path) -> dict[str, float]:
     """Seconds of the processor in each stage of a resume on this rank, by the profiler."""
     from ckptctl.selection.fencing import take_token
-    from ckptctl.train import reader, resolving, restoring, resuming, state
+    from ckptctl.train import optimizers, reader, resolving, restoring, resuming, state
 
     run = resuming.Resume
     stages = {
         "resume": run.run,
         "choosing the step: metadata, structure, predecessor": run._decide,
         "proving that every rank sees it": resolving.open_on_all,
-        "building the state: allocation": restoring.allocate_state,
+        "building the state: allocation": optimizers.allocate_state,
         "building the state: state dicts": state.template,
         "loading": restoring.load_into,
         "reading and comparing bytes, a part of loading": reader.Reader.read_data,

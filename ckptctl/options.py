@@ -237,8 +237,8 @@ class TrainOptions:
     ranks. `dp_rank` and `dp_size` are this rank's position among the data-parallel ranks, by
     default among all. `rng` at another number of ranks: `reseed` (from seed, step and rank)
     or `refuse`. `accept_repetition` continues although samples would be repeated or skipped.
-    `accept_lost` are kinds of state that the step may lack, or hold without a place in the
-    job. `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
+    `accept_lost` are kinds of state that the step or the job alone may have, wholly or in part.
+    `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
     it waits for the slowest rank.
     """
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import errno
 import shlex
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ckptctl.data_classes import dataclass, field
@@ -26,20 +27,16 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.formats.pickles.reading import collector_paused
-from ckptctl.formatting import counted
+from ckptctl.formatting import some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
 from ckptctl.train.agreement import ResumeDecision, check_one_metadata
-from ckptctl.train.state import (
-    GLOBAL_DATA,
-    Parts,
-    RankPosition,
-    loader_generator,
-    reseed,
-    restore_rng,
-)
+from ckptctl.train.differences import Differences, Wanted, refuse_lost
+from ckptctl.train.optimizers import forget_unsaved, same_groups
+from ckptctl.train.random_states import reseed, restore_rng
+from ckptctl.train.state import GLOBAL_DATA, Parts, RankPosition, joined, loader_generator
 
 
 @dataclass(slots=True)
@@ -81,20 +78,32 @@ def progress_of(loaded: Mapping[str, Any], step: int) -> SavedProgress:
     return SavedProgress(step=int(numbers.get("step", step)), **known)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The state of a step as this rank loaded it, and what all ranks lose.
+
+    `groups` are the groups of parameters of this job's optimizers, as they are before a load.
+    """
+
+    state: dict[str, Any]
+    differences: Differences
+    groups: tuple[dict[str, Any], ...] = ()
+
+
 def restore(
-    loaded: Mapping[str, Any],
+    loaded: Loaded,
     parts: Parts,
     position: RankPosition,
     saved: SavedProgress,
     options: TrainOptions,
-    unused: str = "",
+    path: str | None,
 ) -> Inventory:
     """Restore everything on this rank; returns the result for each kind of state.
 
-    `unused` names the state of the step's optimizer that is not in `loaded`; empty for none.
-    Raises `StateRefused` if state would be lost that the options do not allow.
+    Raises `StateRefused` if state would be lost that the options do not allow, and `ModelDiffers`
+    if an object does not accept its state.
     """
-    return _Restore(loaded, parts, position, saved, options, unused).run()
+    return _Restore(loaded, parts, position, saved, options).run(path)
 
 
 class _Restore:
@@ -102,30 +111,31 @@ class _Restore:
 
     def __init__(
         self,
-        loaded: Mapping[str, Any],
+        loaded: Loaded,
         parts: Parts,
         position: RankPosition,
         saved: SavedProgress,
         options: TrainOptions,
-        unused: str,
     ) -> None:
-        self._loaded = loaded
+        self._loaded = loaded.state
+        self._differences = loaded.differences
+        self._groups = loaded.groups
         self._parts = parts
         self._position = position
         self._saved = saved
         self._options = options
-        self._unused = unused
-        self._inventory = Inventory()
+        lost, notes = loaded.differences.lost, loaded.differences.notes
+        self._inventory = Inventory(lost=list(lost), notes=list(notes))
 
-    def run(self) -> Inventory:
-        """Restore every kind of state."""
+    def run(self, path: str | None) -> Inventory:
+        """Restore every kind of state of the step at `path`."""
         self._restore_sharded()
         self._restore_values()
         self._restore_data()
         self._restore_rng()  # last: the objects above may draw random numbers as they load
         held = self._loaded.get("train_state", {})
         self._inventory.restored += [one for one in ("step", "tokens", "samples") if one in held]
-        self._refuse_lost()
+        refuse_lost(self._inventory.lost, self._saved.step, path, self._options)
         return self._inventory
 
     def _note(self, name: str, *, restored: bool) -> None:
@@ -138,45 +148,53 @@ class _Restore:
         )
 
         loaded, parts = self._loaded, self._parts
-        if parts.model is not None:
-            if "model" in loaded:
+        if parts.model is not None and "model" in loaded:
+            with _accepting("model"):
                 set_model_state_dict(parts.model, loaded["model"])
-            self._note("model", restored="model" in loaded)
-        if parts.optimizer is not None:
-            if "optimizer" in loaded:
-                set_optimizer_state_dict(parts.model, parts.optimizer, loaded["optimizer"])
-                self._forget_unsaved(loaded["optimizer"]["state"])
-                self._note("optimizer", restored=True)
-            if self._unused or "optimizer" not in loaded:
-                self._note(f"optimizer{self._unused}", restored=False)
-
-    def _forget_unsaved(self, state: Mapping[str, Any]) -> None:
-        """Leave parameters without the state that the step does not have; see `state.template`."""
-        unsaved = [fqn for fqn, held in state.items() if not held]
-        if not unsaved or len(unsaved) == len(state):
-            return
-        for optimizer in self._parts.optimizers:
-            for parameter in [one for one, held in optimizer.state.items() if not held]:
-                del optimizer.state[parameter]
-        self._inventory.notes.append(
-            f"the step has no optimizer state of {counted(len(unsaved), 'parameter')}, such as "
-            f"{unsaved[0]}: they had no gradient before it was saved, and begin without state"
-        )
+            self._note("model", restored=True)
+        if parts.optimizer is not None and "optimizer" in loaded:
+            optimizer = loaded["optimizer"]
+            if self._differences.keeps_options and not same_groups(
+                self._groups, optimizer["param_groups"]
+            ):
+                optimizer["param_groups"] = list(self._groups)
+                self._inventory.lost.append(
+                    "optimizer options (the step divides the parameters into other groups)"
+                )
+            with _accepting("optimizer"):
+                set_optimizer_state_dict(parts.model, parts.optimizer, optimizer)
+            note = forget_unsaved(parts.optimizers, optimizer["state"])
+            self._inventory.notes += [] if note is None else [note]
+            self._note("optimizer", restored=True)
 
     def _restore_values(self) -> None:
         for name in ("scheduler", "grad_scaler"):
             part = getattr(self._parts, name)
-            if part is None:
-                continue
-            if name in self._loaded:
-                part.load_state_dict(self._loaded[name][0])
-            self._note(name, restored=name in self._loaded)
-        held = self._loaded.get("extra", {})
+            if part is not None and name in self._loaded:
+                self._restore_value(name, part, self._loaded[name][0])
+        held, tensors = self._loaded.get("extra", {}), self._loaded.get("extra_tensors", {})
         for name, part in self._parts.extra.items():
             if name in held:
-                value = held[name]
-                part.load_state_dict(value[0] if isinstance(value, tuple) else value)
-            self._note(f"extra {name}", restored=name in held)
+                with _accepting(f"extra {name}"):
+                    part.load_state_dict(joined(held[name][0], tensors[name]))
+                self._note(f"extra {name}", restored=True)
+
+    def _restore_value(self, name: str, part: Any, saved: dict[str, Any]) -> None:
+        """Restore a scheduler or scaler, unless its state is that of another class."""
+        there, here = set(_settings(saved)), set(_settings(part.state_dict()))
+        only_there, only_here = sorted(there - here), sorted(here - there)
+        if (only_there and only_here) or bool(there) != bool(here):
+            self._inventory.lost.append(
+                f"{name} (the step's has {only_there[0] if only_there else 'no state'}, and this "
+                f"job's {only_here[0] if only_here else 'no state'}: it was saved by another class)"
+            )
+            return
+        with _accepting(name):
+            part.load_state_dict(saved)
+        for only, whose in ((only_there, "the step's"), (only_here, "this job's")):
+            if only:
+                self._inventory.notes.append(f"{name}: only {whose} has {some_of(only)}")
+        self._note(name, restored=True)
 
     def _restore_data(self) -> None:
         parts, position, saved = self._parts, self._position, self._saved
@@ -187,24 +205,38 @@ class _Restore:
             self._restore_position(held[GLOBAL_DATA][0])
             return
         same = saved.dp_size in (None, position.dp_size)
-        if parts.keeps_data and position.data_key in held and same:
-            parts.dataloader.load_state_dict(held[position.data_key][0])
+        if parts.keeps_data and not parts.has_global_loader and position.data_key in held and same:
+            with _accepting("dataloader"):
+                parts.dataloader.load_state_dict(held[position.data_key][0])
             self._note("dataloader", restored=True)
             return
         self._note("dataloader", restored=False)
         if not held:
             return
+        if parts.has_global_loader != (GLOBAL_DATA in held):
+            saver = "a" if GLOBAL_DATA in held else "another loader than"
+            why = (
+                f"was saved by {saver} GlobalLoader, and this job has a {_class(parts.dataloader)}"
+            )
+            instead = "Resume with the same kind of loader"
+        elif not parts.keeps_data:
+            why = f"was saved, and this job's {_class(parts.dataloader)} cannot restore one"
+            instead = "Use a loader with load_state_dict"
+        else:
+            why = (
+                f"was saved for {saved.dp_size} data-parallel ranks, but there are "
+                f"{position.dp_size} now"
+            )
+            instead = (
+                f"Resume on {saved.dp_size} ranks, use ckptctl.train.GlobalLoader, whose position "
+                "is valid for any number of ranks"
+            )
         consumed = "an unknown number of" if saved.samples is None else f"up to {saved.samples:,}"
         why = (
-            f"the position in the data was saved for {saved.dp_size} data-parallel ranks, but "
-            f"there are {position.dp_size} now: the data would restart, repeating {consumed} "
-            "samples"
+            f"the position in the data {why}: the data would restart, repeating {consumed} samples"
         )
         if not self._options.accept_repetition:
-            raise StateRefused(
-                f"{why}. Resume on {saved.dp_size} ranks, use ckptctl.train.GlobalLoader, whose "
-                "position is valid for any number of ranks, or pass accept_repetition=True"
-            )
+            raise StateRefused(f"{why}. {instead}, or pass accept_repetition=True")
         self._inventory.notes.append(why)
 
     def _restore_position(self, state: Mapping[str, Any]) -> None:
@@ -251,27 +283,45 @@ class _Restore:
         inventory.derived.append("rng")
         inventory.notes.append(f"{why} now: derived from seed {saved.seed or 0}, step and rank")
 
-    def _refuse_lost(self) -> None:
-        options = self._options
-        lost = self._inventory.lost
-        refused = [name for name in lost if name.split()[0] not in options.accept_lost]
-        if options.accept_repetition and "dataloader" in refused:
-            refused.remove("dataloader")
-        if refused:
-            kinds = tuple(sorted({name.split()[0] for name in refused}))
-            raise StateRefused(
-                f"step {self._saved.step} cannot restore {', '.join(refused)}: a resume would "
-                f"silently reset it. accept_lost={kinds} allows this"
-            )
+
+def _class(value: Any) -> str:
+    return type(value).__name__
+
+
+_OF_SOME_VERSIONS = frozenset({"verbose", "_is_initial", "_get_lr_called_within_step"})
+"""What a scheduler's state holds in some versions of torch only."""
+
+
+def _settings(state: Any, name: str = "") -> Iterator[str]:
+    """The names of all values in the state of a scheduler, also of those that it consists of."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key not in _OF_SOME_VERSIONS:
+                yield f"{name}{key}"
+                if isinstance(value, list):
+                    for number, one in enumerate(value):
+                        yield from _settings(one, f"{name}{key}.{number}.")
+
+
+@contextmanager
+def _accepting(what: str) -> Iterator[None]:
+    """Raise `ModelDiffers` if an object of the script does not accept its state."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        if "gloo" in str(error).lower() or type(error).__name__.startswith("Dist"):
+            raise  # a rank was lost
+        first = (str(error).splitlines() or [""])[0][:300]
+        raise ModelDiffers(
+            f"{what} does not accept its state in the step ({type(error).__name__}: {first}): it "
+            "was saved by another class or version"
+        ) from error
 
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EHOSTDOWN}
     | {errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
 )
-
-_OTHER_MODEL = ("Missing key in checkpoint", "Size mismatch between saved")
-"""Messages of torch's planner for a step that does not match the state."""
 
 
 def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
@@ -280,49 +330,14 @@ def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
     return opened.metadata
 
 
-def allocate_state(optimizer: Any) -> Callable[[], None]:
-    """Give an Adam or AdamW without state the tensors to load into.
-
-    Returns how to remove the state of an optimizer that had none, whoever made it.
-
-    Their content is undefined until the load has filled them. torch (2.13, `_init_optim_state`)
-    makes them by a step with gradients of 0, which takes more time than the load, and the memory
-    of the gradients. Here the optimizer makes the state of one element for each dtype and device;
-    that of a parameter differs only in its shape. Of other optimizers that is not known: they are
-    left to torch.
-    """
-    import torch
-
-    if optimizer.state:
-        return lambda: None
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return optimizer.state.clear  # type: ignore[no-any-return]
-    for group in optimizer.param_groups:
-        options = {name: group[name] for name in optimizer.defaults if name in group}
-        alike: dict[object, Mapping[str, Any]] = {}
-        for parameter in group["params"]:
-            kind = parameter.dtype, parameter.device
-            if not parameter.requires_grad:
-                continue
-            if kind not in alike:
-                element = torch.zeros(1, dtype=kind[0], device=kind[1], requires_grad=True)
-                element.grad = torch.zeros_like(element)
-                small = type(optimizer)([{**options, "params": [element]}])
-                small.step()
-                alike[kind] = small.state[element]
-            optimizer.state[parameter] = {
-                name: torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-                if value.dim()
-                else value.clone()
-                for name, value in alike[kind].items()
-            }
-    return optimizer.state.clear  # type: ignore[no-any-return]
-
-
 def load_into(
-    state: dict[str, Any], decision: ResumeDecision, group: ProcessGroup, opened: OpenStep
+    wanted: Wanted,
+    differences: Differences,
+    decision: ResumeDecision,
+    group: ProcessGroup,
+    opened: OpenStep,
 ) -> None:
-    """Read the step into `state`; every rank calls it, with what it holds itself.
+    """Read the step into the state that is wanted; every rank calls it, with what it holds itself.
 
     Raises `LoadFailed` where the bytes do not load on this rank or another, and another
     `CkptctlError` for what no older step would mend. Every rank raises, not all the same.
@@ -332,6 +347,7 @@ def load_into(
 
     from ckptctl.train.reader import Reader
 
+    state = wanted.request(differences)
     reader = Reader.of(opened)
     try:
         # The cyclic collector takes as long as reading a gigabyte each time torch's plan starts it.
@@ -346,6 +362,7 @@ def load_into(
         raise ranks_lost(error) from error
     finally:
         reader.close()
+    wanted.put(state)
 
 
 def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:
@@ -365,8 +382,6 @@ def _meaning_of_one(rank: int, cause: BaseException, decision: ResumeDecision) -
         return cause
     if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
         return ModelDiffers(f"{words}; there is not enough memory to load it")
-    if any(mark in words for mark in _OTHER_MODEL):
-        return ModelDiffers(f"{words}; it was saved by a different model or optimizer")
     if isinstance(cause, OSError) and cause.errno in _STORAGE_ERRNOS:
         return StorageUnavailable(f"{words}; the state of the step is unknown", next_command=verify)
     if isinstance(cause, (TimeoutError, ConnectionError)):

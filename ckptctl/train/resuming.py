@@ -23,6 +23,7 @@ from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUna
 from ckptctl.findings import Report
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.model import Metadata
 from ckptctl.selection.fencing import check_token, take_token
 from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.storage.opening import join_url
@@ -36,6 +37,7 @@ from ckptctl.train.agreement import (
     wanted_step,
 )
 from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
+from ckptctl.train.differences import RankEntries, Wanted, compare, kinds_in, refuse_lost
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
@@ -45,17 +47,18 @@ from ckptctl.train.ledger import (
     resume_document,
     resume_lines,
 )
+from ckptctl.train.optimizers import allocate_extra_state, allocate_state
 from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
+    Loaded,
     SavedProgress,
-    allocate_state,
     load_into,
     progress_of,
     restore,
     saved_metadata,
 )
-from ckptctl.train.state import Unused, describe_unused, kinds_in, template, unused_state
+from ckptctl.train.state import template
 
 
 class Resume:
@@ -131,7 +134,7 @@ class Resume:
             if error is None:
                 loaded = self._load(decision, opened)
                 if not isinstance(loaded, LoadFailed):
-                    saved, inventory = self._restore(decision.step, *loaded)
+                    saved, inventory = self._restore(decision, loaded)
                     rejected = (*failed.values(), *decision.rejected)
                     return Restored(decision, rejected, saved, inventory, opened)
                 error = loaded
@@ -147,18 +150,19 @@ class Resume:
             self._branches = abandoned_branches(self._job, decision)
         return decision
 
-    def _load(
-        self, decision: ResumeDecision, opened: OpenStep
-    ) -> tuple[dict[str, Any], str] | LoadFailed:
+    def _load(self, decision: ResumeDecision, opened: OpenStep) -> Loaded | LoadFailed:
         """The state loaded on this rank, or the failure that all ranks agree on.
 
-        Beside the state is which of the step's optimizer is not used, the same on all ranks.
+        Raises `StateRefused` before anything is loaded if the step and the job do not hold the
+        same state, and the options do not accept that.
         """
         job = self._job
-        loaded: dict[str, Any] = {}
         undo = ExitStack()
+        wanted: Wanted
+        saved: Metadata
 
-        def prepare() -> Unused:
+        def prepare() -> RankEntries:
+            nonlocal wanted, saved
             try:
                 saved = saved_metadata(decision, opened)
             except PathNotFound as error:  # removed since rank 0 inspected it
@@ -167,29 +171,35 @@ class Resume:
             if "optimizer" in kinds:
                 for optimizer in job.parts.optimizers:
                     undo.callback(allocate_state(optimizer))
-            loaded.update(template(job.parts, job.position, saved, kinds))
-            return unused_state(loaded, saved)
+            for name, part in job.parts.extra.items():
+                if f"extra.{name}" in saved.bytes_entries:
+                    undo.callback(allocate_extra_state(part))
+            wanted = Wanted(template(job.parts, job.position, saved, kinds), saved)
+            return wanted.entries(job.parts)
 
         try:
             with undo:
                 # A different model must fail on every rank before any tensor is written to.
-                found = job.group.from_all(prepare)
-                if not all(one.fits for one in found):
-                    loaded.pop("optimizer", None)
-                job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
-                if "optimizer" in loaded:
+                differences = compare(job.group.from_all(prepare), saved)
+                refuse_lost(differences.lost, decision.step or 0, decision.path, job.options)
+                if not differences.keeps_optimizer:
+                    del wanted.state["optimizer"]
+                groups = wanted.state.get("optimizer", {}).get("param_groups", ())
+                groups = tuple(dict(group) for group in groups)
+                job.group.from_all(
+                    lambda: load_into(wanted, differences, decision, job.group, opened)
+                )
+                if differences.keeps_optimizer:
                     undo.pop_all()
         except LoadFailed as error:
             return error
-        return loaded, describe_unused(found)
+        return Loaded(wanted.state, differences, groups)
 
-    def _restore(
-        self, step: int, loaded: Mapping[str, Any], unused: str
-    ) -> tuple[SavedProgress, Inventory]:
+    def _restore(self, decision: ResumeDecision, loaded: Loaded) -> tuple[SavedProgress, Inventory]:
         job = self._job
-        saved = progress_of(loaded, step)
+        saved = progress_of(loaded.state, decision.step or 0)
         inventory, *others = job.group.from_all(
-            lambda: restore(loaded, job.parts, job.position, saved, job.options, unused)
+            lambda: restore(loaded, job.parts, job.position, saved, job.options, decision.path)
         )
         for other in others:
             for mine, theirs in zip(inventory.lists, other.lists, strict=True):

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state  # noqa: E
 
 from ckptctl.errors import ModelDiffers, StateRefused  # noqa: E402
 from ckptctl.train import Checkpointer  # noqa: E402
-from ckptctl.train.restoring import allocate_state  # noqa: E402
+from ckptctl.train.optimizers import allocate_state  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -223,7 +223,7 @@ def test_a_step_of_an_optimizer_without_state_is_of_another_one(tmp_path: Path):
     with Checkpointer(str(tmp_path / "run"), model=model, optimizer=plain) as ckpt:
         ckpt.resume()
         ckpt.save(1)
-    with pytest.raises(ModelDiffers, match="different model or optimizer"):
+    with pytest.raises(StateRefused, match=r"the step's has no bias\.exp_avg"):
         Script(tmp_path / "run").ckpt.resume()
 
 

@@ -69,8 +69,10 @@ def test_a_replay_proves_a_resume_that_is_right_and_shows_one_that_is_not(
 ):
     root, canary = on_two_ranks / "run", tmp_path / "canary.jsonl"
     before = everything(root)
+    lost = json.dumps({"accept_lost": [forgotten] * bool(forgotten)})
     done = run_job(
         *(on_two_ranks, "--ranks", 2, "--replay", 5, "--forget", forgotten, "--out", canary),
+        *("--options", lost),
     )
     assert codes_of(done) == [0]
     assert everything(root) == before
