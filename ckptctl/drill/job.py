@@ -46,6 +46,8 @@ from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 CKPTCTL = (sys.executable, "-m", "ckptctl")
 ROOT_WORD, STEP_WORD = "{root}", "{step}"
 _POLL_S = 0.2
+_REST = 4.0
+"""How many times as long as a poll took the next one is waited for."""
 _FOUND = TypeVar("_FOUND")
 
 
@@ -239,12 +241,18 @@ class DrillJob:
         return [row.step for row in rows if row.has_loss]
 
     def await_(self, what: str, found: Callable[[], _FOUND | None]) -> _FOUND:
-        """What `found` returns as soon as it is something; raises `TrialFailed` in vain."""
-        until_s = time.monotonic() + self.options.patience_s
+        """What `found` returns as soon as it is something; raises `TrialFailed` in vain.
+
+        The time between two calls grows with that of a call, which may read a whole log.
+        """
+        asked_s = time.monotonic()
+        until_s = asked_s + self.options.patience_s
         while (one := found()) is None:
-            if time.monotonic() > until_s:
+            now_s = time.monotonic()
+            if now_s > until_s:
                 raise TrialFailed(f"no {what} within {self.options.patience_s:.0f} s")
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, _REST * (now_s - asked_s)))
+            asked_s = time.monotonic()
         return one
 
     def is_over(self) -> bool:

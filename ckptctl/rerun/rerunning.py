@@ -274,12 +274,14 @@ def _replay(plan: _Plan, job: DrillJob, nodes: ReplayNodes) -> tuple[Replay, Rec
 
 def _wait(plan: _Plan, job: DrillJob) -> int | None:
     """Wait until the last step is logged and another follows, or the job ends; its exit code."""
+    reached = -1
 
-    def latest() -> int:
-        return max(map(max, _logged(plan, job).values()), default=-1)
+    def further() -> int | None:
+        latest = max(map(max, _logged(plan, job).values()), default=-1)
+        return latest if latest > reached or job.is_over() else None
 
-    while not job.is_over() and (reached := latest()) <= plan.last:
-        job.await_(f"step after {reached}", lambda: job.is_over() or latest() > reached or None)
+    while not job.is_over() and reached <= plan.last:
+        reached = job.await_(f"step after {reached}", further)
     attempts = job.attempts()
     return attempts[-1]["exit_code"] if job.is_over() and attempts else None
 

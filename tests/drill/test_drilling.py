@@ -14,7 +14,9 @@ from command_line import COMMAND, clean_environment, run_ckptctl, validated
 from services.plugin import S3Server
 from supervisor.supervised_root import processes_with
 
+from ckptctl.drill import job as job_module
 from ckptctl.drill.copying import copy_step, fingerprint
+from ckptctl.drill.job import DrillJob, JobOptions
 from ckptctl.drill.results import Drilled, Trial, as_html, as_markdown
 from ckptctl.drill.trial import FAULTS
 from ckptctl.errors import StorageFull
@@ -79,6 +81,17 @@ def test_a_job_that_saves_nothing_is_refused_with_its_log(root: Path, tmp_path: 
 
 
 # Copies
+
+
+def test_a_poll_that_takes_long_is_repeated_less_often(tmp_path: Path, monkeypatch):
+    job = DrillJob(JobOptions(command=("true",)), tmp_path, tmp_path, lambda: None)
+    pauses: list[float] = []
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(job_module.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(job_module.time, "sleep", pauses.append)
+    answers = iter([None, None, "a row"])
+    assert job.await_("row", lambda: next(answers)) == "a row"
+    assert pauses == [12.0, 12.0]
 
 
 def test_a_copy_shares_no_file_with_the_step(root: Path, tmp_path: Path):
