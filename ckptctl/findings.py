@@ -236,6 +236,7 @@ CODES: Mapping[str, Code] = {
     "loss.unmarked": _note("equal rows, and nothing shows that another attempt trained them"),
     "loss.duplicates": _note("rows were written to the log twice"),
     "loss.several": _note("the logs hold several resumes"),
+    "loss.counter": _note("the logs count no training steps"),
     "loss.throughput": _note("the throughput has changed"),
     "loss.clock": _note("the clock of the log goes back"),
     "loss.damaged": _note("a log is damaged in the middle, and later ones continue"),

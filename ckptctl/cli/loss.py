@@ -17,6 +17,7 @@ from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.reading import LogFormat
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.speed import Pace
+from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (
@@ -188,12 +189,13 @@ def loss(
             "the verdict on standard error; --follow waits for the speed.",
         ),
     ] = False,
-    print_suspect_from: Annotated[
+    print_suspect: Annotated[
         bool,
         option(
-            "--print-suspect-from",
-            help="Print only the oldest step whose weights may be lost, because no loss behind it "
-            "is finite, and nothing where the last loss is; then the exit code is 0.",
+            "--print-suspect",
+            help="Print only the range of steps whose weights may be lost, because no loss behind "
+            "the first of them is finite, and nothing where the last loss is; then the exit code "
+            "is 0. It is 31 where the logs count no training steps.",
         ),
     ] = False,
     *,
@@ -260,18 +262,24 @@ def loss(
     worst = report.worst
     pace = Pace.UNKNOWN if worst is None else worst.throughput.pace
     bare: tuple[str, ...] = (pace.value if print_throughput else report.verdict.value,)
-    if print_suspect_from:
-        bare = () if report.suspect_from is None else (str(report.suspect_from),)
+    if print_suspect:
+        found = report.suspect
+        bare = () if found is None else (f"{found.first} {found.last}",)
     out.answer(
         document_of("loss", report),
         lambda: loss_lines(report, width=out.out.picture_width, unicode=out.out.unicode),
         bare=bare,
-        bare_only=print_throughput or print_suspect_from,
+        bare_only=print_throughput or print_suspect,
     )
-    is_mixed = any(finding.code == "loss.interleaved" for finding in report.findings)
-    if print_suspect_from and report.n_rows and not is_mixed:
-        return 0  # the question has an answer, whatever the verdict about a resume is
+    if print_suspect:
+        # Otherwise the question has an answer, whatever the verdict about a resume is.
+        unknown = any(finding.code in _WITHOUT_STEPS for finding in report.findings)
+        return LossVerdict.INCONCLUSIVE.exit_code() if unknown else 0
     return report.exit_code
+
+
+_WITHOUT_STEPS = ("loss.none", "loss.interleaved", "loss.counter")
+"""Findings about logs that have nothing to compare with the step of a checkpoint."""
 
 
 def _check(paths: list[str], resume: str, *, canary: bool, follow: bool) -> None:

@@ -32,7 +32,7 @@ from ckptctl.loss.resumes import (
     resumes,
 )
 from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.segments import Segment, Split, split
+from ckptctl.loss.segments import Segment, Split, log_interval, split
 from ckptctl.loss.speed import check_cadence, check_clock
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
 from ckptctl.model import ExitCode
@@ -75,9 +75,9 @@ class LossReport:
     """The commands to run next, in this order."""
     recomputed: Recomputed | None = None
     """The work that is repeated because of the resume; null where the log does not show it."""
-    suspect_from: int | None = None
-    """The oldest step whose weights may be lost, because no loss behind it is finite; null where
-    the last loss of the logs is finite, or the last one is not known."""
+    suspect: SuspectSteps | None = None
+    """The steps whose weights may be lost, because no loss behind them is finite; null where the
+    last loss of the logs is finite, or the steps of a checkpoint are not those of the logs."""
 
     @property
     def next_command(self) -> str | None:
@@ -88,6 +88,16 @@ class LossReport:
     def worst(self) -> Assessment | None:
         """The assessment that `verdict` is from."""
         return min(self.assessments, key=lambda each: each.verdict.rank, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectSteps:
+    """A range of steps."""
+
+    first: int
+    """The oldest one."""
+    last: int
+    """The last one that can have been saved before the logs end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +207,9 @@ def check_split(
     damage: DamageLog | None = None,
 ) -> LossReport:
     """Check a log that was split already; `may_divide` as in `resume_at`."""
+    point = options.resume_point
+    if point is not None and parts.counts is not None and point.step > _last_step(parts):
+        options = replace(options, resume_point=None)
     # Of several logs the last one is that of the resumed job, if it has rows.
     waits_for = None if len(logs) < 2 or _has_rows(parts, logs[-1]) else logs[-1]
     may_divide = may_divide and len(logs) < 2
@@ -216,8 +229,20 @@ def check_split(
     findings = in_order([*of_logs, *_damage(damage)])
     answer = _answer(parts, assessments, findings, logs, options)
     recomputed = recomputed_by(assessments[-1].resume) if assessments else None
-    suspect = None if parts.interleaved else suspect_from(parts.segments)
-    return replace(answer, recomputed=recomputed, suspect_from=suspect)
+    if not parts.segments or parts.interleaved or parts.counts is not None:
+        return replace(answer, recomputed=recomputed)
+    first = suspect_from(parts.segments)
+    suspect = None if first is None else SuspectSteps(first, _last_step(parts))
+    return replace(answer, recomputed=recomputed, suspect=suspect)
+
+
+_RECENT = 100
+
+
+def _last_step(parts: Split) -> int:
+    """The last step that can have been trained before the logs end, or before a row of them."""
+    lasts = (each.last_step + log_interval(each.rows[-_RECENT:]) for each in parts.segments)
+    return max(lasts, default=0)
 
 
 def suspect_from(segments: Sequence[Segment]) -> int | None:
@@ -380,6 +405,15 @@ def _of_logs(
             f"{copies} {verb(parts.n_copies, 'repeats', 'repeat')} earlier rows together with "
             "their time; they are copies, and are left out",
             found=copies,
+        )
+    if parts.counts is not None:
+        yield Finding(
+            "loss.counter",
+            "",
+            f"the logs count {parts.counts} and no training steps: their numbers are not those of "
+            "checkpoints",
+            expected="training steps",
+            found=parts.counts,
         )
     if parts.n_segments > 2 and len(assessments) == 1 and resume_point is None:
         n_resumes, number = parts.n_segments - 1, assessments[0].resume.number

@@ -74,6 +74,8 @@ class Row(_Unparsed):
     """A digest of the samples that the step consumed."""
     attempt: str | None = None
     """The process that wrote the row."""
+    counts: str | None = None
+    """What `step` counts if not training steps, such as epochs."""
 
     @property
     def has_loss(self) -> bool:

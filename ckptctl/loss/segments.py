@@ -110,6 +110,11 @@ class Split:
     files: tuple[str, ...] = ()
 
     @property
+    def counts(self) -> str | None:
+        """What the steps of the logs count; None where that is training steps."""
+        return next((each.rows[0].counts for each in self.segments if each.rows[0].counts), None)
+
+    @property
     def n_dropped(self) -> int:
         """How many of the oldest segments were not kept."""
         return self.n_segments - len(self.segments)

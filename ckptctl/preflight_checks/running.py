@@ -17,6 +17,7 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
+from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formats.frameworks.parts import parts_of
 from ckptctl.goodput.measuring import Measured, measured_in
 from ckptctl.inspection.open_step import OpenStep
@@ -346,22 +347,29 @@ def _check_recomputed(
     logs: Sequence[str], chosen: Report | None, storage: StorageOptions
 ) -> Check | None:
     """The work that is done again from the chosen step, by the logs of the job that died."""
-    if chosen is None or chosen.number is None:
+    if chosen is None:
         return None
+    step = train_step_of(chosen.layout, chosen.number, chosen.state.step.value)
+    if step is None:
+        words = "the training step of the chosen step is not known: nothing can be counted"
+        return Check("recompute", CheckOutcome.WARNING, words)
     from ckptctl.loss.reading import read_logs
     from ckptctl.loss.resumes import recomputed_from
     from ckptctl.loss.segments import split
 
     try:
-        parts = split(read_logs(logs, storage=storage), around=chosen.number)
+        parts = split(read_logs(logs, storage=storage), around=step)
     except LogWithoutLoss as error:
         return Check("recompute", CheckOutcome.WARNING, error.message)
-    again = recomputed_from(chosen.number, parts.segments[-1].rows) if parts.segments else None
+    if parts.counts is not None:
+        words = f"the logs count {parts.counts} and no training steps: nothing can be counted"
+        return Check("recompute", CheckOutcome.WARNING, words)
+    again = recomputed_from(step, parts.segments[-1].rows) if parts.segments else None
     if again is None:
         return Check(
             "recompute", CheckOutcome.WARNING, "the logs hold no step: nothing can be counted"
         )
-    if not again.steps and again.to_step < chosen.number:
+    if not again.steps and again.to_step < step:
         words = f"the logs end at step {again.to_step:,}, before the step that is loaded"
         return Check("recompute", CheckOutcome.WARNING, words)
     return Check("recompute", CheckOutcome.OK, f"computed again: {again.message}")

@@ -16,7 +16,7 @@ from made_losses import DIED, SAVED, TOKENS, loss_at, resumed, rows, times
 from next_commands import next_command
 from next_commands import run_and_follow as run_ckptctl
 
-from ckptctl.loss.checking import check_loss
+from ckptctl.loss.checking import SuspectSteps, check_loss
 from ckptctl.loss.rows import Row
 
 
@@ -392,9 +392,9 @@ def test_a_pattern_that_fits_nothing_does_not_lead_to_a_pattern(tmp_path):
 @pytest.mark.parametrize(
     ("losses", "printed"),
     [
-        ({1: 2.0, 2: 1.9, 3: math.nan, 4: math.nan}, "2\n"),
-        ({10: 2.0, 20: 1.9, 30: math.inf, 40: math.nan}, "20\n"),
-        ({1: math.nan, 2: math.nan}, "0\n"),
+        ({1: 2.0, 2: 1.9, 3: math.nan, 4: math.nan}, "2 5\n"),
+        ({10: 2.0, 20: 1.9, 30: math.inf, 40: math.nan}, "20 50\n"),
+        ({1: math.nan, 2: math.nan}, "0 3\n"),
         ({1: 2.0, 2: math.nan, 3: 1.9}, ""),
         ({1: 2.0, 2: 1.9}, ""),
     ],
@@ -405,7 +405,7 @@ def test_the_first_suspect_step_is_the_last_before_the_losses_are_not_finite(
 ):
     path = tmp_path / "train.log"
     path.write_text("".join(f"step: {step} loss: {loss}\n" for step, loss in losses.items()))
-    done = run_ckptctl("loss", path, "--print-suspect-from")
+    done = run_ckptctl("loss", path, "--print-suspect")
     assert (done.stdout, done.returncode) == (printed, 0)
 
 
@@ -413,21 +413,51 @@ def test_a_resume_from_lost_weights_makes_the_step_that_it_loaded_suspect(tmp_pa
     rows = [(step, 2.0) for step in range(1, 51)] + [(step, math.nan) for step in range(31, 41)]
     path = tmp_path / "train.log"
     path.write_text("".join(f"step: {step} loss: {loss}\n" for step, loss in rows))
-    assert check_loss(str(path)).suspect_from == 30
+    assert check_loss(str(path)).suspect == SuspectSteps(30, 51)
 
 
 def test_the_first_suspect_step_is_found_behind_more_rows_than_are_kept(tmp_path):
     path = tmp_path / "train.log"
     losses = (math.nan if step > 3_000 else 2.0 for step in range(1, 26_001))
     path.write_text("".join(f"step: {n} loss: {loss}\n" for n, loss in enumerate(losses, 1)))
-    suspect = check_loss(str(path)).suspect_from
+    suspect = check_loss(str(path)).suspect
     assert suspect is not None
-    assert 2_900 <= suspect <= 3_000
+    assert 2_900 <= suspect.first <= 3_000
+    assert suspect.last == 26_001
 
 
 def test_the_last_loss_of_several_runs_in_one_log_is_not_known(tmp_path):
     path = tmp_path / "train.log"
     steps = (step for n in range(60) for step in (n, n + 500))
     path.write_text("".join(f"step: {step} loss: nan\n" for step in steps))
-    done = run_ckptctl("loss", path, "--print-suspect-from")
+    done = run_ckptctl("loss", path, "--print-suspect")
     assert (done.stdout, done.returncode) == ("", 31)
+
+
+OTHER_COUNTERS = {
+    "a table of timm": ("epoch,train_loss,eval_top1\n", "{n},{loss},0.5\n", "epochs"),
+    "log.txt of DETR": (
+        "",
+        '{{"train_lr": 0.1, "train_loss": "{loss}", "epoch": {n}}}\n',
+        "epochs",
+    ),
+    "environment steps": ("", '{{"total_timesteps": {n}, "loss": "{loss}"}}\n', "steps of the"),
+    "Ultralytics": ("", "  {n}/99   2.1G   {loss}   1.2   3   640: 100%|██| 9/9\n", "epochs"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_COUNTERS)
+def test_a_counter_that_counts_no_steps_is_compared_with_no_checkpoint(tmp_path, name):
+    head, row, counts = OTHER_COUNTERS[name]
+    path = tmp_path / "train.log"
+    rows = [row.format(n=n, loss="nan" if n > 20 else 3 - n / 20) for n in range(1, 25)]
+    path.write_text(head + "".join(rows))
+    done = run_ckptctl("loss", path, "--print-suspect")
+    assert (done.stdout, done.returncode) == ("", 31)
+    assert f"count {counts}" in done.stderr
+    resumed = tmp_path / "resumed.log"
+    resumed.write_text(head + "".join(row.format(n=n, loss=3 - n / 20) for n in range(15, 25)))
+    report = check_loss([str(path), str(resumed)], resume_step=8_000)
+    assert "loss.counter" in {each.code for each in report.findings}
+    assert "loss.step" not in {each.code for one in report.assessments for each in one.findings}
+    assert report.n_resumes == 1

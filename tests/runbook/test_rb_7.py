@@ -255,7 +255,7 @@ def test_steps_that_were_saved_after_the_loss_became_nan_are_rejected_before_one
     root, train_log = diverged(tmp_path)
     assert "step_25" in run_ckptctl("pick", root, "--allow-missing-state", "-q").stdout
     exit_code, ended, _ = run(root, LOG=train_log, MENDED="the learning rate is lower")
-    assert ended["suspect-from"]["printed"] == ["12"]
+    assert ended["suspect-steps"]["printed"] == ["12 26"]
     assert resumed(root) == "step_10", (exit_code, ended)
     codes = [run_ckptctl("verify", root / f"step_{n}").returncode for n in (5, 10, 15, 20, 25)]
     assert codes == [0, 0, 27, 27, 27]
@@ -277,6 +277,24 @@ def test_a_step_whose_training_step_is_not_known_is_left_to_a_person(tmp_path):
     assert (block["exit_code"], block["then"]) == (22, "stop")
     assert "run@2" in block["lines"][-1]
     assert "preflight" not in ended
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "then"),
+    [
+        ("epoch,loss\n" + "".join(f"{n},nan\n" for n in range(1, 25)), 31, "next"),
+        ("".join(f"step: {n} loss: nan\n" for n in range(1, 25)), 0, "next"),
+    ],
+    ids=["epochs", "another counter"],
+)
+def test_a_log_of_another_counter_rejects_no_step(root, tmp_path, text, exit_code, then):
+    _, ended, _ = run(root, LOG=log(tmp_path, "train.csv", text), MENDED="the learning rate")
+    assert (ended["suspect-steps"]["exit_code"], ended["suspect-steps"]["then"]) == (
+        exit_code,
+        then,
+    )
+    assert ended["reject-suspect"]["exit_code"] == (None if exit_code else 22)
+    assert run_ckptctl("verify", root / "step_500").returncode == 0
 
 
 def test_a_log_that_ends_with_a_finite_loss_rejects_no_step(root, tmp_path):

@@ -62,7 +62,7 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
         ended("Classify", "suspects", "next", **not_run),
         ended("Classify", "classify", "next", **not_run),
         ended("Classify", "hardware", "Locate", **not_run),
-        ended("Locate", "suspect-from", "next", **not_run),
+        ended("Locate", "suspect-steps", "next", **not_run),
         ended("Locate", "reject-suspect", "next", **not_run),
         ended("Locate", "scan", "next"),
         ended("Locate", "preflight", "next", printed=[str(step)]),

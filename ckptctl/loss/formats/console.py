@@ -163,7 +163,8 @@ class LineReader:
         pairs = [(name, value) for name, value in groups.items() if value and name in FIELDS]
         if self._pairs is not None:
             pairs += self._pairs.findall(text, head.start())
-        row = self._maker.row(pairs, position, step=step, at=clock_in(text))
+        counts = self.format.counts
+        row = self._maker.row(pairs, position, step=step, at=clock_in(text), counts=counts)
         if row is None:
             return
         if not self.format.redrawn:

@@ -81,6 +81,15 @@ _FIELD_AND_RANK = {
     for rank, name in enumerate(names.split())
 }
 
+# What these counters count; all others count training steps.
+_OTHER_COUNTS = {
+    "metadataepochnum": "epochs",
+    "metadatasamplescount": "samples",
+    "totaltimesteps": "steps of the environment",
+    "timetotaltimesteps": "steps of the environment",
+    "progresskimgmean": "images",
+}
+
 # The last record of a Hugging Face trainer summarises the run; its loss is not of a step.
 _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
 _SUMMARY_FIELD = "summary"
@@ -198,8 +207,12 @@ class RowMaker:
         *,
         step: int | None = None,
         at: float | None = None,
+        counts: str | None = None,
     ) -> Row | None:
-        """The row with the values of a record; None where it has no step."""
+        """The row with the values of a record; None where it has no step.
+
+        `counts` is what the step counts, if no training steps.
+        """
         best = self.best(pairs)
         if _SUMMARY_FIELD in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
@@ -212,6 +225,8 @@ class RowMaker:
             step = self._step(best)
             if step is None:
                 return None
+            name = plain_name(best["step" if "step" in best else "step_k"][2])
+            counts = counts or _OTHER_COUNTS.get(name)
         values = self._values({field: text for field, (_, text, _) in best.items()})
         clock = parse_clock(best["at"][1]) if "at" in best else None
         interval = best.get("interval")
@@ -224,6 +239,7 @@ class RowMaker:
             interval=parse_step(interval[1]) if interval else None,
             samples_digest=digest[1] if digest else None,
             attempt=attempt[1] if attempt else None,
+            counts=counts,
             **values,
         )
 

@@ -30,7 +30,7 @@ class LineFormat:
     `averages`: the loss is the mean since the row before. `trimmed`: trailing zeros are
     left out. `fallback`: other formats are preferred. `rounds`: steps may start again in
     each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
-    and the last one counts.
+    and the last one counts. `counts`: what the step counts, if no training steps.
     """
 
     name: str
@@ -44,6 +44,7 @@ class LineFormat:
     fallback: bool = False
     rounds: bool = False
     redrawn: bool = False
+    counts: str | None = None
 
 
 LINE_FORMATS = (
@@ -275,6 +276,7 @@ LINE_FORMATS = (
         r"^\s{0,20}(?P<step>\d{1,9})/\d{1,9}\s{1,20}[\d.]{1,9}G\s{1,20}(?P<loss>[\d.einfa+-]{1,20})\s"
         r"(?=[^|]{0,200}: {0,4}100%)",
         redrawn=True,
+        counts="epochs",
     ),
     LineFormat(
         "trlx",
@@ -288,6 +290,7 @@ LINE_FORMATS = (
         "rwkv",
         "-",
         r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",
+        counts="epochs",
     ),
     LineFormat(
         "mlflow-metric",

@@ -154,13 +154,13 @@ class JsonLinesReader:
         if not is_training(record):
             return
         pairs = [*flat_pairs(record), *_one_metric(record)]
-        step = None
+        step = counts = None
         if record.keys() >= _OF_EPOCHS and not any(
             self._maker.field(name) == "step" for name, _ in pairs
         ):
             epoch = record["epoch"]
-            step = parse_step(epoch) if isinstance(epoch, str) else None
-        row = self._maker.row(pairs, position, step=step)
+            step, counts = parse_step(epoch) if isinstance(epoch, str) else None, "epochs"
+        row = self._maker.row(pairs, position, step=step, counts=counts)
         if row is not None:
             yield from self._merger.add(row)
 
@@ -180,6 +180,7 @@ class TableReader:
         self._merger = StepMerger()
         self._names: tuple[str, ...] = ()
         self._delimiter: str | None = None
+        self._counts: str | None = None
 
     open = False
 
@@ -194,7 +195,7 @@ class TableReader:
             return
         cells = _cells(text, self._delimiter)
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
-        row = self._maker.row(pairs, position)
+        row = self._maker.row(pairs, position, counts=self._counts)
         if row is not None:
             yield from self._merger.add(row)
 
@@ -214,13 +215,15 @@ class TableReader:
         for delimiter in _DELIMITERS:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
-            if not any(self._maker.field(name) == "step" for name in cells):
+            of_steps = any(self._maker.field(name) == "step" for name in cells)
+            if not of_steps:
                 cells = [_FOR_EPOCHS.get(name.lower(), name) for name in cells]
             fields = [self._maker.field(name) for name in cells]
             # A sentence is not a header: between blanks, every cell must be a known name.
             named = all(fields) if delimiter is None else all(map(plain_name, cells[1:]))
             if {"step", "loss"} <= {*fields} and named:
                 self._names, self._delimiter = tuple(cells), delimiter
+                self._counts = None if of_steps else "epochs"
                 return True
         return False
 
