@@ -28,10 +28,10 @@ def verb(number: int, one: str, many: str) -> str:
     return one if number == 1 else many
 
 
-def some_of(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(names[:_EXAMPLES])
-    more = len(names) - _EXAMPLES
+def some_of(names: Sequence[object], most: int = _EXAMPLES) -> str:
+    """The first few names or numbers, and how many more there are."""
+    shown = ", ".join(map(str, names[:most]))
+    more = len(names) - most
     return f"{shown} and {more:,} more" if more > 0 else shown
 
 

@@ -26,7 +26,7 @@ from ckptctl.formats.frameworks.grids import (
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formats.pickles.values import Opaque
-from ckptctl.formatting import at_most_few, command_line, counted, some_of
+from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
 from ckptctl.model import FileInfo, Grid, Part, Step
 
 
@@ -118,7 +118,7 @@ def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> 
             step,
             missing[0],
             f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing)}",
+            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
             "the files of each parameter",
             f"none of {some_of(missing)}",
         )
@@ -219,7 +219,7 @@ def _missing(step: Step, grid: Grid) -> Finding:
         step,
         grid.missing[0],
         f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
-        f"{'is' if n_missing == 1 else 'are'} missing: {some_of(grid.missing)}",
+        f"{verb(n_missing, 'is', 'are')} missing: {some_of(grid.missing)}",
         counted(grid.n_files, "file"),
         counted(grid.n_present, "file"),
     )

@@ -36,7 +36,7 @@ from ckptctl.formats.frameworks.state_keys import (
     optimizer_is_hollow,
 )
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import command_line, inside
+from ckptctl.formatting import command_line, inside, listed, some_of, verb
 from ckptctl.model import (
     SHARDED,
     STATE_KINDS,
@@ -187,23 +187,17 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
     if not missing:
         return
     required = [kind for kind in require if kind in missing]
-    message = f"a resume from here does not restore {_listed(missing)}"
+    message = f"a resume from here does not restore {listed(missing)}"
     if required:
-        message += f"; {_listed(required)} is required"
+        message += f"; {listed(required)} is required"
     yield Finding(
         "state.missing",
         ", ".join(missing),
         message,
-        expected=_listed(list(require)) if required else _listed(STATE_KINDS),
-        found=_listed(state.held) or "nothing",
+        expected=listed(list(require)) if required else listed(STATE_KINDS),
+        found=listed(state.held) or "nothing",
         next_command=command_line("show", url),
     )
-
-
-def _listed(words: Sequence[str]) -> str:
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def check_optimizer_steps(
@@ -336,9 +330,7 @@ def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> It
         there = ranks_in(part)
         missing = [rank for rank in range(expected) if rank not in there]
         if missing and (there or part.format is not PartFormat.SAFETENSORS):
-            shown = ", ".join(str(rank) for rank in missing[:8])
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            what = f"no shard file of rank {shown}{more}"
+            what = f"no shard file of rank {some_of(missing, 8)}"
             yield _too_few(part.path or "the step", what, expected, part.path, url)
 
 
@@ -378,7 +370,7 @@ def check_world_size(
         yield Finding(
             "state.lost",
             ", ".join(lost),
-            f"{' and '.join(lost)} exist{'s' * (len(lost) == 1)} once per rank ({counts}) and "
+            f"{listed(lost)} {verb(len(lost), 'exists', 'exist')} once per rank ({counts}) and "
             f"cannot be restored on {wanted} ranks: data would be repeated or skipped",
             expected=f"one copy for each of {wanted} ranks",
             found=counts,

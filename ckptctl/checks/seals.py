@@ -17,7 +17,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.marks import Mark, MarkKind, in_force
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic
-from ckptctl.formatting import at_most_few, command_line, counted, some_of
+from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
 from ckptctl.model import FileInfo, Step
 
 PROVES_NOTHING = frozenset(
@@ -208,7 +208,7 @@ def _replaced_metadata(seal: Seal, seen: Seen, path: str) -> Finding:
         path,
         f"{path} is not the metadata that was sealed, while "
         f"{counted(len(still), 'shard file')} that it names ({some_of(still)}) "
-        f"{('is' if len(still) == 1 else 'are')} unchanged since the seal: the metadata "
+        f"{verb(len(still), 'is', 'are')} unchanged since the seal: the metadata "
         "belongs to another save, or was changed",
         expected=f"SHA-256 {seal.step.metadata.get(path, 'of no file')}",
         found=f"SHA-256 {seen.metadata[path]}",

@@ -21,7 +21,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
-from ckptctl.formatting import command_line, counted, duration, inside, some_of
+from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 
 _WHAT_IT_IS = {
@@ -140,7 +140,7 @@ def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
 
 def _no_tensors(step: Step) -> Finding:
     n_files = len(step.files)
-    found = f"{n_files} other file{'s' if n_files != 1 else ''}" if n_files else "nothing"
+    found = counted(n_files, "other file") if n_files else "nothing"
     return Finding(
         "metadata.missing",
         layouts.METADATA,
@@ -181,11 +181,11 @@ def check_unchanged(
     if not differing:
         return
     name = differing[0]
-    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     yield Finding(
         "step.changed",
         name,
-        f"{name}{more} changed while it was read: another process writes or deletes files here",
+        f"{some_of(differing, 1)} changed while it was read: another process writes or deletes "
+        "files here",
         expected=_described(before.get(name)),
         found=_described(after.get(name)),
         next_command=command_line("verify", url),
@@ -227,7 +227,7 @@ def check_times(step: Step, part: Part, named: Collection[str]) -> Iterator[Find
     yield Finding(
         "shard.newer",
         where[0],
-        f"{some_of(where)} {('was' if len(newer) == 1 else 'were')} written {after} "
+        f"{some_of(where)} {verb(len(newer), 'was', 'were')} written {after} "
         "or more after the metadata, "
         f"{counted(len(later) - len(newer), 'other shard file')} before it: a later save over "
         "this step was interrupted, or a copy lost the modification times",

@@ -31,7 +31,7 @@ from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.formats.frameworks.parts import in_parts, is_archive
 from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
-from ckptctl.formatting import command_line, inside
+from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.sidecars import scalar, steps_inside
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
 from ckptctl.records.opening import Need
@@ -172,8 +172,7 @@ def _missing_ranks(at: OpenPart, ranks: list[int]) -> Iterator[Finding]:
 
 
 def _missing(at: OpenPart, *, tmp: bool) -> Finding:
-    n_shards = len(at.part.files) - tmp
-    found = f"{n_shards} shard file{'s' if n_shards != 1 else ''}"
+    found = counted(len(at.part.files) - tmp, "shard file")
     found += f" and {METADATA_TMP}" if tmp else ""
     where = at.in_step(METADATA)
     return Finding(

@@ -23,7 +23,7 @@ from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, CheckOutcome, NodeFacts
 from ckptctl.storage.contract import Store, list_if_there, read_range
@@ -158,8 +158,7 @@ def _mounts(first: NodeFacts, other: NodeFacts) -> str:
 
 
 def _hosts(nodes: Sequence[NodeFacts]) -> str:
-    hosts = sorted({one.host for one in nodes})
-    return ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")
+    return some_of(sorted({one.host for one in nodes}), 5)
 
 
 def _free(node: NodeFacts) -> int:
@@ -367,5 +366,5 @@ def check_probe(written: Sequence[Written], compared: Sequence[Compared]) -> Che
         CheckOutcome.OK,
         f"{n_bytes / 1e6:,.0f} MB written, read back and compared: written at "
         f"{min(wrote):,.0f} MB/s, read at {min(read):,.0f} MB/s, the slowest of "
-        f"{len(written)} process{'' if len(written) == 1 else 'es'}",
+        f"{counted(len(written), 'process', 'processes')}",
     )

@@ -20,7 +20,7 @@ from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
-from ckptctl.formatting import command_line, duration, percent, size
+from ckptctl.formatting import command_line, counted, duration, percent, size, some_of
 from ckptctl.goodput.estimating import Cadence, cadence_of, daly_interval
 from ckptctl.goodput.measuring import Measured
 from ckptctl.model import Part
@@ -127,14 +127,16 @@ def check_capacity(
         return None
     saved = chosen.world_size
     if saved is None or world_size is None:
-        by = "the number of ranks is unknown" if saved is None else _ranks(saved.size)
+        by = "the number of ranks is unknown" if saved is None else counted(saved.size, "rank")
         return Check("capacity", CheckOutcome.OK, f"saved by {by}; compare with --world-size N")
     if world_size == saved.size:
-        return Check("capacity", CheckOutcome.OK, f"{_ranks(world_size)}{source}, as saved")
+        return Check(
+            "capacity", CheckOutcome.OK, f"{counted(world_size, 'rank')}{source}, as saved"
+        )
     if saved.at_least and world_size > saved.size:
-        words = f"{_ranks(world_size)}{source}, saved by {saved.size} or more"
+        words = f"{counted(world_size, 'rank')}{source}, saved by {saved.size} or more"
         return Check("capacity", CheckOutcome.OK, words)
-    words = f"{_ranks(world_size)}{source}, saved by {saved.size}: reshard on load"
+    words = f"{counted(world_size, 'rank')}{source}, saved by {saved.size}: reshard on load"
     lost = [one for one in chosen.findings if one.code == "state.lost"]
     if lost:
         words += f", lose {', '.join(sorted({one.where or one.message for one in lost}))}"
@@ -180,10 +182,6 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     if cadence is Cadence.LONGER_THAN_BEST:
         return Check("cadence", CheckOutcome.WARNING, words + advice, next_command=command)
     return Check("cadence", CheckOutcome.OK, words)
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 _ATTEMPTS = f"{OWN_FOLDER}/attempts"
@@ -243,13 +241,11 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
             return Check(
                 "writers", CheckOutcome.OK, f"shard files of all {wrote} ranks that wrote it"
             )
-        shown = ", ".join(map(str, missing[:8]))
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         return Check(
             "writers",
             CheckOutcome.FAILED,
             f"step {chosen.number}: {wrote} ranks wrote it by the record of the resume before it, "
-            f"but there is no shard file of rank {shown}{more}; --saved-world-size "
+            f"but there is no shard file of rank {some_of(missing, 8)}; --saved-world-size "
             f"{len(there)} states that this is right",
             EXIT_NONE_USABLE,
             command_line("show", chosen.url),

@@ -24,7 +24,7 @@ from ckptctl.formats.frameworks.layouts import (
     saved_weights,
     step_name,
 )
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, some_of, verb
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
@@ -135,16 +135,16 @@ def decide_beginning(
     missing = [root.store for root in opened_roots if not root.listing.exists]
     if missing:
         return _not_there(missing, open_other)
-    holds = "holds" if len(opened_roots) == 1 else "hold"
+    holds = verb(len(opened_roots), "holds", "hold")
     return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
 
 
 def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> Beginning:
     """What roots mean that do not exist: a new run, or a wrong path."""
     similar = [name for store in missing for name in _neighbours(store, open_other)]
-    beside = f" (beside it: {_some([base_name(url) for url in similar])})" if similar else ""
+    beside = f" (beside it: {some_of([base_name(url) for url in similar])})" if similar else ""
     names = tuple(store.url for store in missing)
-    absent = f"{', '.join(names)} {'does' if len(missing) == 1 else 'do'} not exist"
+    absent = f"{', '.join(names)} {verb(len(missing), 'does', 'do')} not exist"
     return Beginning(
         Answer.FRESH,
         f"{absent}: check the path{beside}",
@@ -200,10 +200,8 @@ def _after_interrupted(
 
 
 def _saves(interrupted: Sequence[Report]) -> str:
-    steps = ", ".join(str(one.number) for one in interrupted[:3])
-    more = f" and {len(interrupted) - 3} more" if len(interrupted) > 3 else ""
-    many = "s" if len(interrupted) > 1 else ""
-    return f"the unfinished save{many} of step{many} {steps}{more}"
+    many = verb(len(interrupted), "", "s")
+    return f"the unfinished save{many} of step{many} {some_of([one.number for one in interrupted])}"
 
 
 def _neighbours(store: Store, open_other: OpenStore | None) -> list[str]:
@@ -270,8 +268,8 @@ def check_empty(
     roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
     if roots:
         raise UsageError(
-            f"{store.url} holds no steps itself, but {_some(roots)} in it "
-            f"do{'es' if len(roots) == 1 else ''}",
+            f"{store.url} holds no steps itself, but {some_of(roots)} in it "
+            f"{verb(len(roots), 'does', 'do')}",
             next_command=command_line("scan", join_url(store.url, roots[0])),
         )
     weights = list(listing.unnumbered)
@@ -286,7 +284,7 @@ def check_empty(
         )
     if weights:
         weights.sort(key=_not_of_a_resume)
-        seem = "looks like a checkpoint" if len(weights) == 1 else "look like checkpoints"
+        seem = verb(len(weights), "looks like a checkpoint", "look like checkpoints")
         name = base_name(f"/{weights[0]}")
         kind = saved_weights(FileInfo(name, 0))
         if _is_step(name):
@@ -297,7 +295,7 @@ def check_empty(
         else:
             why = "but no name in it gives a step number; use --pattern to show where the number is"
         raise UsageError(
-            f"{store.url} is not empty: {_some(weights)} {seem}{f' ({kind})' if kind else ''}, "
+            f"{store.url} is not empty: {some_of(weights)} {seem}{f' ({kind})' if kind else ''}, "
             f"{why}, or give the step itself",
             next_command=command_line("verify", join_url(store.url, weights[0])),
         )
@@ -321,15 +319,15 @@ def check_unnumbered(
     names = [*listing.unnumbered, *(name for name in folders if not is_beside(name))]
     if not names:
         return
-    seem = "looks like a checkpoint" if len(names) == 1 else "look like checkpoints"
+    seem = verb(len(names), "looks like a checkpoint", "look like checkpoints")
     numbered = any(step_name(name) is not None for name in listing.unnumbered)
     which = "beside the steps" if numbered else "without a step number"
     yield Finding(
         "root.unnumbered",
         ", ".join(names[:MAX_NAMED]),
-        f"{_some(names)} {seem} {which}: not listed, and never chosen by pick",
+        f"{some_of(names)} {seem} {which}: not listed, and never chosen by pick",
         expected="a step number in the name, or --pattern",
-        found=_some(names),
+        found=some_of(names),
         next_command=command_line("verify", join_url(store.url, names[0])),
     )
 
@@ -430,8 +428,3 @@ def _behind_link(
         return None
     with open_other(join_url(store.url, name)) as other:
         return read_listing(other.list_dir(""), pattern)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

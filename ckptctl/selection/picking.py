@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formatting import command_line, verb
+from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
@@ -218,9 +218,8 @@ def none_usable(done: Search) -> tuple[str, str]:
     if not over:
         return _none_left(done)
     if choice.stopped == "suspect":
-        n_damaged = len(choice.damaged)
         message = (
-            f"{n_damaged} damaged step{('s' if n_damaged != 1 else '')}, more than "
+            f"{counted(len(choice.damaged), 'damaged step')}, more than "
             f"--max-fallback {done.policy.max_fallback} allows: check the storage before using an "
             f"older step; {_newest_sound(choice)}"
         )
@@ -304,6 +303,4 @@ MAX_NAMED = 5
 
 
 def _numbers(steps: Sequence[int | None]) -> str:
-    more = f" and {len(steps) - MAX_NAMED:,} more" if len(steps) > MAX_NAMED else ""
-    named = ", ".join(map(str, steps[:MAX_NAMED]))
-    return f"step{'s' if len(steps) > 1 else ''} {named}{more}"
+    return f"{verb(len(steps), 'step', 'steps')} {some_of(steps, MAX_NAMED)}"

@@ -17,7 +17,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.seal_and_marks import MarksInFile, read_marks_file
 from ckptctl.model import ExitCode, Level, Positive
@@ -181,8 +181,7 @@ def _with_uploads(
     return replace(
         pruned,
         n_uploads=n,
-        message=f"{pruned.message}; {n} unfinished upload{'' if n == 1 else 's'} of killed saves "
-        f"{done}",
+        message=f"{pruned.message}; {counted(n, 'unfinished upload')} of killed saves {done}",
         next_command=pruned.next_command if apply else f"{again} --apply",
     )
 
@@ -274,8 +273,7 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
     else:
         message = f"nothing is removed: no step older than the {_newest(keep)} may be removed"
     if retained.failures:
-        n_failed = len(retained.failures)
-        message += f"; {n_failed} step{'' if n_failed == 1 else 's'} could not be removed"
+        message += f"; {counted(len(retained.failures), 'step')} could not be removed"
         command = again
     return Pruned(
         root=root,
@@ -318,4 +316,4 @@ def _newest(keep: int) -> str:
 
 def _steps(going: list[PruneDecision]) -> str:
     n_bytes = sum(one.n_bytes for one in going)
-    return f"{len(going)} step{'' if len(going) == 1 else 's'}, {n_bytes:,} bytes"
+    return f"{counted(len(going), 'step')}, {n_bytes:,} bytes"

@@ -29,7 +29,7 @@ from ckptctl.formats.own.seals import (
     SealedFile,
     seal_bytes,
 )
-from ckptctl.formatting import command_line, inside
+from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
 from ckptctl.inspection.stages import contradicted
@@ -276,7 +276,7 @@ def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: boo
         n_files=n_files,
         n_bytes=made.n_bytes,
         report=report,
-        message=f"sealed: {n_files:,} file{'' if n_files == 1 else 's'} with "
+        message=f"sealed: {counted(n_files, 'file')} with "
         f"{made.n_bytes:,} bytes, {proof} at level {report.level.value}",
         exit_code=0,
         next_command=command_line("verify", report.url, "--require-seal"),
