@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def put(templates: Path, root: Path) -> Callable[..., list[Path]]:
+    """A function that copies steps into the root, or into another one."""
+    return lambda *numbers, variant="whole", into=root: [
+        put_step(templates, into, number, variant) for number in numbers
+    ]
+
+
 def there(root: Path) -> set[str]:
     return {path.name for path in root.glob("step_*")}
 
@@ -61,10 +70,10 @@ def prune(root: Path, keep: int = 1, **options: object) -> ckptctl.Pruned:
 
 @pytest.mark.parametrize("unsealed", [False, True])
 def test_a_step_that_lacks_the_scheduler_does_not_push_out_the_one_that_pick_takes(
-    templates, root, unsealed
+    put, root, unsealed
 ):
     for number, variant in ((100, "whole"), (200, "whole"), (300, "no-scheduler")):
-        step = put_step(templates, root, number, variant)
+        (step,) = put(number, variant=variant)
         if unsealed:
             unseal(step)
     assert taken(root) == 200
@@ -87,9 +96,9 @@ def test_a_copy_under_a_further_number_does_not_count(templates, root, sealed):
     assert taken(root) == 200
 
 
-def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(templates, root):
-    for number in (100, 200, 300, 400):
-        unseal(put_step(templates, root, number))
+def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(put, root):
+    for step in put(100, 200, 300, 400):
+        unseal(step)
     flip_tensor(root / "step_400")
     assert taken(root, level=Level.CONTENT) == 300
     plan = ckptctl.prune(str(root), 1, unsealed=True)
@@ -100,35 +109,33 @@ def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(temp
     assert taken(root, level=Level.CONTENT) == 300
 
 
-def test_a_proof_is_made_once_and_lapses_when_the_step_is_written_to(templates, root, monkeypatch):
-    for number in (100, 200):
-        unseal(put_step(templates, root, number))
+def test_a_proof_is_made_once_and_lapses_when_the_step_is_written_to(put, root, monkeypatch):
+    for step in put(100, 200):
+        unseal(step)
     first = prune(root, unsealed=True)
     assert first.n_bytes_to_prove > 0
     validated((root / "step_200" / ".ckptctl" / "proof.json").read_text())
     assert ckptctl.verify(str(root / "step_200"), level=Level.CONTENT).usable
-    put_step(templates, root, 100)
+    put(100)
     assert prune(root, unsealed=True).n_bytes_to_prove == 0
     assert there(root) == {"step_200"}
-    put_step(templates, root, 100)
+    put(100)
     flip_tensor(root / "step_200")
     prune(root, unsealed=True)
     assert there(root) == {"step_100", "step_200"}
 
 
-def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(templates, root):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(put, root):
+    put(100, 200, 300)
     flip_tensor(root / "step_300")
     prune(root)
     assert there(root) == {"step_200", "step_300"}
     assert taken(root, level=Level.CONTENT) == 200
 
 
-def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(templates, root):
-    for number in (100, 200):
-        put_step(templates, root, number)
-        for file in (root / f"step_{number}").glob("*.distcp"):
+def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(put, root):
+    for step in put(100, 200):
+        for file in step.glob("*.distcp"):
             os.utime(file)
     plan = ckptctl.prune(str(root), 1)
     assert plan.n_bytes_to_prove > 0
@@ -137,12 +144,12 @@ def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(
     assert there(root) == {"step_200"}
 
 
-def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(templates, root):
+def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(put, root):
     for number, variant in (
         *((100, "whole"), (200, "no-scheduler")),
         *((300, "no-scheduler"), (400, "no-scheduler")),
     ):
-        put_step(templates, root, number, variant)
+        put(number, variant=variant)
     ckptctl.mark(f"{root}@100", "pinned")
     assert taken(root) == 400
     found = prune(root)
@@ -153,9 +160,8 @@ def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(templates,
 
 
 @pytest.mark.parametrize("attempt", ["step_300", "step_300.attempt-2"])
-def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(templates, root, attempt):
-    for number in (100, 200):
-        put_step(templates, root, number)
+def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(put, templates, root, attempt):
+    put(100, 200)
     put_step(templates, root, 300, name="step_300" if attempt != "step_300" else "step-300")
     put_step(templates, root, 300, name=attempt)
     os.truncate(root / attempt / "__0_0.distcp", 10)
@@ -168,9 +174,8 @@ def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(templates, root,
 # Pins
 
 
-def test_a_pin_that_cannot_be_read_protects(templates, root):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_a_pin_that_cannot_be_read_protects(put, root):
+    put(100, 200, 300)
     ckptctl.mark(f"{root}@100", "pinned")
     damage_a_mark(root / "step_100")
     found = prune(root)
@@ -179,9 +184,8 @@ def test_a_pin_that_cannot_be_read_protects(templates, root):
 
 
 @pytest.mark.parametrize("folder", [".ckptctl", ".ckptctl/marks"])
-def test_a_pin_behind_a_link_protects(templates, root, tmp_path, folder):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_a_pin_behind_a_link_protects(put, root, tmp_path, folder):
+    put(100, 200, 300)
     ckptctl.mark(f"{root}@100", "pinned")
     moved = root / "step_100" / folder
     moved.rename(tmp_path / "moved")
@@ -195,9 +199,8 @@ def test_a_pin_behind_a_link_protects(templates, root, tmp_path, folder):
 
 
 @pytest.mark.parametrize("lost", ["lost", "changed"])
-def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(templates, root, lost):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(put, root, lost):
+    put(100, 200, 300)
     ckptctl.mark(f"{root}@100", "pinned")
     metadata = root / "step_100" / ".metadata"
     if lost == "lost":
@@ -210,9 +213,8 @@ def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(templates, root
     assert there(root) == {"step_100", "step_300"}
 
 
-def test_a_pin_on_an_earlier_save_can_be_taken_off(templates, root):
-    for number in (100, 200):
-        put_step(templates, root, number)
+def test_a_pin_on_an_earlier_save_can_be_taken_off(put, root):
+    put(100, 200)
     ckptctl.mark(f"{root}@100", "pinned")
     shutil.copy(root / "step_200" / ".metadata", root / "step_100" / ".metadata")
     assert ckptctl.mark(f"{root}@100", "unpinned").lifted
@@ -221,9 +223,8 @@ def test_a_pin_on_an_earlier_save_can_be_taken_off(templates, root):
     assert "pinned" not in found.decisions[-1].reason
 
 
-def test_a_pin_in_a_file_of_marks_protects(templates, root, tmp_path):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_a_pin_in_a_file_of_marks_protects(put, root, tmp_path):
+    put(100, 200, 300)
     marks = str(tmp_path / "marks.jsonl")
     ckptctl.mark(f"{root}@100", "pinned", marks=marks)
     plan = ckptctl.prune(str(root), 1, marks=marks)
@@ -237,10 +238,9 @@ def test_a_pin_in_a_file_of_marks_protects(templates, root, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["pinned", "damaged", "none"])
-def test_what_was_moved_aside_goes_unless_it_is_pinned(templates, root, word):
-    for number in (200, 300):
-        put_step(templates, root, number)
-    aside = put_step(templates, root, 100)
+def test_what_was_moved_aside_goes_unless_it_is_pinned(put, root, word):
+    put(200, 300)
+    (aside,) = put(100)
     if word != "none":
         ckptctl.mark(str(aside), "pinned")
     if word == "damaged":
@@ -255,18 +255,22 @@ def test_what_was_moved_aside_goes_unless_it_is_pinned(templates, root, word):
 # What goes wrong
 
 
-def test_one_step_that_cannot_be_removed_does_not_keep_the_others(templates, root, monkeypatch):
-    for number in (100, 200, 300, 400):
-        put_step(templates, root, number)
+def deny(monkeypatch: pytest.MonkeyPatch, method: str, *paths: str) -> None:
+    """Have the storage deny a call for some paths."""
     real = targets.open_store
 
-    def with_a_fault(*args: object, **options: object) -> FaultyStore:
+    def opened(*args: object, **options: object) -> FaultyStore:
         store = FaultyStore(real(*args, **options))
-        denied = AccessDenied("not allowed")
-        store.fail("remove", denied, path="step_100/.metadata")
+        for path in paths:
+            store.fail(method, AccessDenied("not allowed"), path=path)
         return store
 
-    monkeypatch.setattr(targets, "open_store", with_a_fault)
+    monkeypatch.setattr(targets, "open_store", opened)
+
+
+def test_one_step_that_cannot_be_removed_does_not_keep_the_others(put, root, monkeypatch):
+    put(100, 200, 300, 400)
+    deny(monkeypatch, "remove", "step_100/.metadata")
     found = prune(root)
     assert [one.number for one in found.decisions if one.removed] == [300, 200]
     assert found.exit_code == AccessDenied.exit_code
@@ -286,30 +290,19 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(templates, roo
     ids=len,
 )
 def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
-    templates, root, monkeypatch, unknown, left
+    put, root, monkeypatch, unknown, left
 ):
-    for number in (100, 200, 300, 400):
-        put_step(templates, root, number)
-    real = targets.open_store
-
-    def with_a_fault(*args: object, **options: object) -> FaultyStore:
-        store = FaultyStore(real(*args, **options))
-        for step in unknown:
-            store.fail("list_tree", AccessDenied("not allowed"), path=step)
-        return store
-
-    monkeypatch.setattr(targets, "open_store", with_a_fault)
+    put(100, 200, 300, 400)
+    deny(monkeypatch, "list_tree", *unknown)
     prune(root)
     whole = {path.parent.name for path in root.glob("step_*/.metadata")}
     assert whole == left
 
 
-def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(templates, root):
+def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(put, root):
     from ckptctl.selection.fencing import take_token
-    from ckptctl.storage.opening import open_store
 
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+    put(100, 200, 300)
     attempts = root / ".ckptctl" / "attempts"
     attempts.mkdir(parents=True)
     with open_store(str(root)) as store:
@@ -321,19 +314,18 @@ def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(
     assert there(root) == {"step_100", "step_200", "step_300"}
 
 
-def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(templates, root):
-    put_step(templates, root, 100)
+def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(put, root):
+    put(100)
     attempts = root / ".ckptctl" / "attempts"
     attempts.mkdir(parents=True)
     (attempts / "1.resume.json").write_text("[" * 100_000)
     assert ckptctl.prune(str(root), 1).exit_code == 0
 
 
-def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(templates, root, tmp_path):
+def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(put, root, tmp_path):
     other = tmp_path / "other"
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
-    put_step(templates, other, 300)
+    put(100, 200, 300)
+    put(300, into=other)
     ckptctl.mark(f"{other}@300", "rejected", reason="the loss diverges")
     assert ckptctl.pick(str(root), str(other)).step == 200
     plan = ckptctl.prune(str(root), 1, other_roots=[str(other)])
@@ -345,12 +337,11 @@ def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(templates,
     assert there(other) == {"step_300"}
 
 
-def test_a_step_that_another_root_has_gone_on_without_does_not_count(templates, root, tmp_path):
+def test_a_step_that_another_root_has_gone_on_without_does_not_count(put, root, tmp_path):
     """The other root recorded a resume from step 100; this root was not there to be marked."""
     other = tmp_path / "other"
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
-    put_step(templates, other, 100)
+    put(100, 200, 300)
+    put(100, into=other)
     with open_store(str(other)) as store:
         left = ckptctl.scan(str(root)).reports[:2]
         put_resume(store, "20991122T031011.000000Z-0123abcd", 100, (), left)
@@ -361,12 +352,11 @@ def test_a_step_that_another_root_has_gone_on_without_does_not_count(templates, 
 
 
 def test_a_step_that_only_the_record_of_another_root_rules_out_is_accepted_by_two_commands(
-    templates, root, tmp_path
+    put, root, tmp_path
 ):
     other = tmp_path / "other"
-    for number in (100, 200):
-        put_step(templates, root, number)
-    put_step(templates, other, 100)
+    put(100, 200)
+    put(100, into=other)
     with open_store(str(other)) as store:
         put_resume(
             store, "20991122T031011.000000Z-0123abcd", 100, (), ckptctl.scan(str(root)).reports
@@ -382,18 +372,16 @@ def test_a_step_that_only_the_record_of_another_root_rules_out_is_accepted_by_tw
     assert ckptctl.pick(str(root), str(other)).step == 200
 
 
-def test_another_root_that_does_not_exist_stops_before_anything_goes(templates, root):
-    for number in (100, 200):
-        put_step(templates, root, number)
+def test_another_root_that_does_not_exist_stops_before_anything_goes(put, root):
+    put(100, 200)
     with pytest.raises(StorageUnavailable, match="does not exist"):
         prune(root, other_roots=[str(root.parent / "gone")])
     assert there(root) == {"step_100", "step_200"}
 
 
-def test_a_step_that_lacks_what_is_required_does_not_count(templates, root):
-    put_step(templates, root, 100)
-    for number in (200, 300):
-        put_step(templates, root, number, "no-scheduler")
+def test_a_step_that_lacks_what_is_required_does_not_count(put, root):
+    put(100)
+    put(200, 300, variant="no-scheduler")
     assert taken(root) == 300
     assert taken(root, require=["scheduler"]) == 100
     plan = ckptctl.prune(str(root), 1, require=["scheduler"])
@@ -418,9 +406,8 @@ def resumed(root: Path, attempt: str, step: int, *, ledger: bool = True) -> Path
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"step": "100"}', "[" * 100_000, None])
-def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(templates, root, content):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(put, root, content):
+    put(100, 200, 300)
     resumed(root, "20260101T000000.000000Z-00000001", 200)
     report = resumed(root, "20260102T000000.000000Z-00000002", 100)
     report.unlink()
@@ -431,9 +418,8 @@ def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(templates
     assert found.decisions[-1].reason == "the newest attempt resumed from it"
 
 
-def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(templates, root):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(put, root):
+    put(100, 200, 300)
     resumed(root, "20260101T000000.000000Z-00000001", 200)
     report = resumed(root, "20260102T000000.000000Z-00000002", 100, ledger=False)
     report.write_text("{")
@@ -460,9 +446,8 @@ def test_the_next_command_bears_every_option_of_the_plan(templates, root):
     )
 
 
-def test_how_many_steps_have_been_looked_at_is_told(templates, root):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_how_many_steps_have_been_looked_at_is_told(put, root):
+    put(100, 200, 300)
     told: list[tuple[int, int]] = []
     ckptctl.prune(str(root), 1, on_inspected=lambda done, total: told.append((done, total)))
     assert told == [(1, 3), (2, 3), (3, 3)]
@@ -517,9 +502,9 @@ def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_a
 
 @pytest.mark.parametrize("change", ["rejected", "superseded", "removed", "rejected in a file"])
 def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
-    templates, root, monkeypatch, change
+    put, root, monkeypatch, change
 ):
-    steps = [put_step(templates, root, number) for number in (100, 200, 300)]
+    steps = put(100, 200, 300)
     for step in steps:
         unseal(step)
     marks = str(root.parent / "marks.jsonl")
@@ -545,9 +530,8 @@ def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
 # What cannot be removed
 
 
-def test_a_link_in_place_of_what_was_moved_aside_stops_before_anything_goes(templates, root):
-    for number in (100, 200, 300):
-        put_step(templates, root, number)
+def test_a_link_in_place_of_what_was_moved_aside_stops_before_anything_goes(put, root):
+    put(100, 200, 300)
     (root.parent / "elsewhere").mkdir()
     (root / ".ckptctl").mkdir()
     (root / ".ckptctl" / "aside").symlink_to(root.parent / "elsewhere")
@@ -560,10 +544,9 @@ def test_a_link_in_place_of_what_was_moved_aside_stops_before_anything_goes(temp
     assert there(root) == {"step_300"}
 
 
-def test_an_error_between_two_removals_stops_there_and_what_went_is_told(templates, root):
+def test_an_error_between_two_removals_stops_there_and_what_went_is_told(put, root):
     """The file of marks is damaged while steps are removed."""
-    for number in (100, 200, 300, 400):
-        put_step(templates, root, number)
+    put(100, 200, 300, 400)
     marks = root.parent / "marks.jsonl"
     ckptctl.mark(f"{root}@400", "pinned", marks=str(marks))
     real = pruning.remove_step
