@@ -61,6 +61,19 @@ def run_ckptctl(
     )
 
 
+def run_program(
+    *words: object, cwd: object = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a clean environment with `variables`; what it writes is kept."""
+    return subprocess.run(
+        [*map(str, words)],
+        cwd=cwd,
+        env=clean_environment(**variables),
+        capture_output=True,
+        text=True,
+    )
+
+
 def forked_python() -> str:
     """A program in the place of `python` for commands of ckptctl, which are forked."""
     return _server().python
@@ -127,4 +140,4 @@ def run_on_full_disk(n_bytes: int, *words: object) -> subprocess.CompletedProces
     It writes no byte code: Python would leave that truncated beside the modules.
     """
     command = [sys.executable, "-B", "-c", _FULL, str(n_bytes), *map(str, words)]
-    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
+    return run_program(*command)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import power_cuts
 import pytest
-from command_line import clean_environment
+from command_line import run_program
 from cut_disk import System, why_not
 from watched_calls import Call, Unflushed
 
@@ -21,11 +21,8 @@ needs_a_disk = pytest.mark.skipif(
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, power_cuts.__file__, "--jobs", "1", *map(str, options)],
-        env=clean_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
+    return run_program(
+        sys.executable, power_cuts.__file__, "--jobs", "1", *map(str, options), OMP_NUM_THREADS="1"
     )
 
 

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, validated
+from command_line import COMMAND, clean_environment, run_program, validated
 
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, index_lines, page
@@ -83,11 +83,9 @@ def test_an_address_leads_to_a_page_of_the_site_that_the_package_states_and_a_he
 
 def test_without_an_address_of_the_site_only_that_of_the_option_is_printed():
     command = [*COMMAND, "explain", "shard.truncated"]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
+    done = run_program(*command)
     assert "page of the documentation" not in done.stdout
-    done = subprocess.run(
-        [*command, "--json"], env=clean_environment(), capture_output=True, text=True
-    )
+    done = run_program(*command, "--json")
     assert validated(done.stdout)["explained"][0]["address"] is None
     environment = clean_environment(CKPTCTL_SITE="https://docs.cluster/ckptctl")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -12,7 +12,7 @@ import termios
 import time
 
 import pytest
-from command_line import COMMAND, clean_environment
+from command_line import COMMAND, clean_environment, run_program
 
 import ckptctl as package
 
@@ -101,13 +101,7 @@ def test_an_ascii_locale_gets_ascii(ckptctl, broken_root):
 
 def test_a_reader_that_leaves_ends_it_quietly(ckptctl, sound_root, tmp_path):
     script = f"{shlex.join(COMMAND)} scan run | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program("bash", "-c", script, cwd=tmp_path)
     assert done.stderr == ""
     assert done.stdout in ("141\n", "0\n")  # 0 where the reader was slower to leave
 
@@ -159,13 +153,7 @@ def test_talk_that_cannot_be_written_changes_no_answer(ckptctl, broken_root):
 
 
 def test_a_closed_standard_output_is_a_failure_not_a_crash(sound_root, tmp_path):
-    done = subprocess.run(
-        ["bash", "-c", f"{shlex.join(COMMAND)} pick run >&-"],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program("bash", "-c", f"{shlex.join(COMMAND)} pick run >&-", cwd=tmp_path)
     assert done.returncode == 2
     assert "standard output is closed" in done.stderr
 

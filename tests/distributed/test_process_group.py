@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, validated
+from command_line import COMMAND, clean_environment, run_program, validated
 from damage import flip
 from huge_step import bytes_read, make_huge
 
@@ -107,9 +107,7 @@ def test_what_a_training_process_starts_stays_out_of_its_job():
         "said += 'print(launched_rank(os.environ))'\n"
         "subprocess.run([sys.executable, '-c', said], check=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment(**told), capture_output=True, text=True
-    )
+    done = run_program(sys.executable, "-c", code, **told)
     assert done.stdout == "None\n"
 
 
@@ -120,11 +118,16 @@ def test_what_a_training_process_starts_stays_out_of_its_job():
 @pytest.mark.slow
 def test_torchrun_gives_one_report_in_which_every_byte_is_proven(step, tmp_path):
     report_file = tmp_path / "report.json"
-    done = subprocess.run(
-        [*TORCHRUN, "verify", step, "--level", "content", "--json", "--report", report_file],
-        env=clean_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
+    done = run_program(
+        *TORCHRUN,
+        "verify",
+        step,
+        "--level",
+        "content",
+        "--json",
+        "--report",
+        report_file,
+        OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stderr
     report = validated(done.stdout)["report"]
@@ -207,12 +210,7 @@ with joined(launched_rank(os.environ)) as group:
 @pytest.mark.slow
 def test_the_error_of_one_process_ends_the_work_of_all_and_names_its_rank(tmp_path):
     (tmp_path / "sharing.py").write_text(SHARING)
-    done = subprocess.run(
-        [*TORCHRUN[:-2], tmp_path / "sharing.py"],
-        env=clean_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(*TORCHRUN[:-2], tmp_path / "sharing.py", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     line = f"StorageUnavailable 75 rank 2 on {socket.gethostname()}: the mount is stale"
     assert done.stdout.count(line) == SIZE
@@ -253,11 +251,8 @@ UNSEEN_SOURCE = (
 def test_a_process_that_does_not_find_the_step_ends_all_with_its_error(step, tmp_path, code, blind):
     (tmp_path / "unseen.py").write_text(code)
     missing = tmp_path / "step_5"
-    done = subprocess.run(
-        [*TORCHRUN[:-2], tmp_path / "unseen.py", step, missing],
-        env=clean_environment(OMP_NUM_THREADS="1", BLIND=str(blind)),
-        capture_output=True,
-        text=True,
+    done = run_program(
+        *TORCHRUN[:-2], tmp_path / "unseen.py", step, missing, OMP_NUM_THREADS="1", BLIND=str(blind)
     )
     assert done.returncode == 0, done.stderr
     line = f"PathNotFound 2 rank {blind} on {socket.gethostname()}: {missing} does not exist"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_line import clean_environment
+from command_line import run_program
 
 ANSWERS = Path(__file__).resolve().parent / "answers.tsv"
 TABLE = Path(__file__).resolve().parent / "table.py"
@@ -24,10 +23,5 @@ def test_every_refusal_names_the_next_command() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("checkpoints", "dcp_versions", "framework_roots")
 def test_every_answer_is_as_frozen() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TABLE), "--check"],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(sys.executable, str(TABLE), "--check")
     assert done.returncode == 0, f"{done.stdout[-8000:]}{done.stderr[-2000:]}"

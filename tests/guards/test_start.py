@@ -1,11 +1,10 @@
 """What the commands import: `ckptctl pick` runs before every training job."""
 
 import shutil
-import subprocess
 import sys
 
 import pytest
-from command_line import clean_environment
+from command_line import run_program
 
 TOO_HEAVY = [
     *("torch", "numpy", "pydantic", "rich", "typer", "asyncio", "ssl", "zstandard"),
@@ -41,12 +40,7 @@ main()
 
 def modules_of(*command):
     """The names of the modules that a command has imported at its end."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *command],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(sys.executable, "-c", SCRIPT, *command)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout, set(done.stderr.splitlines()[-1].split())
 
@@ -86,12 +80,7 @@ def test_commands_that_inspect_parse_their_command_line_without_typer(root, comm
 
 def test_importing_the_package_imports_no_function_of_it():
     script = "import ckptctl, sys; print(*[m for m in sys.modules if m.startswith('ckptctl')])"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(sys.executable, "-c", script)
     assert done.stdout.split() == ["ckptctl"]
 
 

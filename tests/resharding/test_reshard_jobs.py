@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment
+from command_line import COMMAND, clean_environment, run_program
 from damage import flip
 
 import ckptctl
@@ -23,12 +23,7 @@ JOB = Path(__file__).parent / "fsdp2_job.py"
 
 
 def job(*words: object) -> str:
-    done = subprocess.run(
-        [sys.executable, str(JOB), *map(str, words)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(sys.executable, str(JOB), *map(str, words))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

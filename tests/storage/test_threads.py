@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
-from command_line import clean_environment
+from command_line import run_program
 
 _FEW_THREADS = """
 import resource, sys, threading
@@ -38,10 +37,5 @@ except OutOfMemory as error:
     ("room", "said"), [("3.5", "780\n"), ("0.5", "75 no thread can be started")]
 )
 def test_fewer_threads_than_wanted_do_and_none_is_not_damage(room, said):
-    done = subprocess.run(
-        [sys.executable, "-c", _FEW_THREADS, room],
-        capture_output=True,
-        text=True,
-        env=clean_environment(MALLOC_ARENA_MAX="1"),
-    )
+    done = run_program(sys.executable, "-c", _FEW_THREADS, room, MALLOC_ARENA_MAX="1")
     assert done.stdout.startswith(said), done.stderr
