@@ -121,6 +121,11 @@ class LogReader:
         return 0 if self._log is None else self._log.n_without_step
 
     @property
+    def mention(self) -> str | None:
+        """The first line of text that mentions a loss, where no format was found."""
+        return self._log.mention if isinstance(self._log, TextLog) else None
+
+    @property
     def damage(self) -> str | None:
         """Why reading stopped before the end; None where it did not."""
         return None if self._log is None else self._log.damage
@@ -299,7 +304,15 @@ def _why_nothing(readers: Sequence[LogReader]) -> str:
         )
     if found:
         return f"{names}: the rows in {found[0]} format have no loss ({n_bytes:,} bytes)"
-    return f"{names}: no step with a loss in {n_bytes:,} bytes; none of {len(FORMATS)} formats fits"
+    mention = next((reader.mention for reader in readers if reader.mention is not None), None)
+    return (
+        f"{names}: no step with a loss in {n_bytes:,} bytes; none of {len(FORMATS)} formats fits"
+        + (
+            f"; the first mention of a loss is {mention}"
+            if mention
+            else "; no line mentions a loss"
+        )
+    )
 
 
 def _pattern_command(readers: Sequence[LogReader]) -> str | None:

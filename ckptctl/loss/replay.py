@@ -363,16 +363,18 @@ def _agreement(
     sizes = [abs(each) for each in d]
     if max(sizes) <= max(_EXACT, 2 * rounding):
         return Agreement.IDENTICAL
-    if sizes[0] <= max(_EXACT, rounding) and _rms(d[1:_DRIFT_ROWS]) > max(_DRIFT, 3 * rounding):
+    same_batches = _same_batches(d, shapes, noise)
+    # With coarse printing or similar batches, other batches may begin equal by chance.
+    by_chance = _BY_CHANCE * math.sqrt(2) * noise
+    equal = max(_EXACT, rounding)
+    begins_equal = sizes[0] <= equal and (equal < by_chance or same_batches)
+    if begins_equal and _rms(d[1:_DRIFT_ROWS]) > max(_DRIFT, 3 * rounding):
         return Agreement.DRIFT
     same_median = _same_median(rounding, interval)
     same_most = max(_SAME_MOST / math.sqrt(min(interval, _MOST_AVERAGED)), 5 * rounding)
     if median(sizes) <= same_median and max(sizes) <= same_most:
         return Agreement.WITHIN_NUMERICS
-    same_batches = _same_batches(d, shapes, noise)
-    # With coarse printing or similar batches, other batches may begin equal by chance.
-    is_evidence = same_median < _BY_CHANCE * math.sqrt(2) * noise
-    if sizes[0] <= same_median and (is_evidence or same_batches):
+    if sizes[0] <= same_median and (same_median < by_chance or same_batches):
         return Agreement.DRIFT
     if not same_batches:
         return Agreement.OTHER_DATA

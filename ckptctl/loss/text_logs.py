@@ -28,6 +28,7 @@ _UNDECIDED_ROWS = 8
 _MAX_READERS = 4096
 _SILENT_STEPS = 3
 _MAX_HELD = 64
+_MAX_MENTION = 160
 
 Keys = Mapping[str, str] | None
 
@@ -79,7 +80,10 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
         averages=True,
     ),
     TextFormat(KerasReader.name, (KerasReader.hint, KerasReader.epoch_hint), KerasReader),
-    *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in BLOCK_FORMATS),
+    *(
+        TextFormat(form.name, (form.hint,), partial(BlockReader, form), fallback=form.fallback)
+        for form in BLOCK_FORMATS
+    ),
     *(
         TextFormat(
             form.name,
@@ -161,6 +165,8 @@ class TextLog:
         self._hints: tuple[bytes, ...] = ()
         self._shapes: LineShapes | None = None
         self._incomplete: set[tuple[str, int | None]] = set()
+        self.mention: str | None = None
+        """The first line that mentions a loss, while no format is found."""
         if len(self._candidates) == 1:
             self._choose(self._candidates[0])
 
@@ -274,6 +280,8 @@ class TextLog:
         self._incomplete.clear()
 
     def _rows(self, text: str, number: int) -> Iterator[Row | Marker]:
+        if self._chosen is None and self.mention is None and "loss" in text.lower():
+            self.mention = f"line {number:,}: {text.strip()[:_MAX_MENTION]}"
         rank, text = split_prefix(text)
         position = LogPosition(self._name, number)
         if self._incomplete and rank is None:

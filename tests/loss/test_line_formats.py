@@ -129,6 +129,7 @@ BLOCKS = {
     "nemo-rl": "12",
     "printed-dictionary": "100",
     "composer": "3140",
+    "block": "71",
 }
 
 
@@ -239,6 +240,9 @@ BESIDE_TRAINING = (
     "\rValidation DataLoader 0:  10%|█ | {}/3000 [00:10<10:00, 1.0it/s, loss={:.4f}]",
     # A mean since the epoch or the process began follows a resume only slowly.
     "\rsteps:  10%|█ | {}/3000 [00:10<10:00, 1.0it/s, avr_loss={:.4f}]",
+    "Validation epoch {}: loss {:.5f}",
+    "Epoch {} validation loss: {:.5f}",
+    "Epoch {}\nvalidation loss: {:.5f}",
     # Parts of a loss whose sum is not printed.
     "\r  1/100  2.19G  {1:.3f}  {1:.3f}  15  640:  10%|█ | {0}/3000 [00:10<10:00, 1.0it/s]",
 )
@@ -298,6 +302,53 @@ def test_bars_of_the_next_process_do_not_begin_where_the_last_one_stopped():
 def test_a_loop_of_ones_own_is_read_however_it_is_put(line):
     (row,) = rows(line + "\n")
     assert (row.step, row.loss.value) == (7, 2.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Epoch 7/90, Loss: 2.5000",
+        "Epoch: 007, Loss: 2.5000, Train: 0.91, Val: 0.77, Test: 0.78",
+        "[Epoch 7] loss=2.5000 val_loss=2.6000",
+        "2026-11-20 03:12:44,201 - INFO - Epoch 7 | train_loss: 2.5000 | valid_loss: 2.6",
+        "====> Epoch: 7 Average loss: 2.5000",
+        "epoch: 7, lr: 1.00e+00 - train loss: 2.5000 - valid loss: 2.60, valid CER: 5.3",
+        "Epoch 7\tTraining Loss: 2.500000 \tValidation Loss: 2.600000",
+        "Epoch 7/90\n----------\ntrain Loss: 2.5000 Acc: 0.51\nval Loss: 2.6000 Acc: 0.50",
+        "\nepoch:  7\n2026-11-20 03:12:44.201934: train loss : 2.5000\n"
+        "2026-11-20 03:12:44.201934: validation loss: 2.6000",
+        "=== Iteration 7 of 90 ===\n  policy entropy: 0.1\n  loss = 2.5000",
+        "   --> TIME: 2026-11-20 03:12:44 -- STEP: 7/40 -- GLOBAL_STEP: 7\n"
+        "     | > loss: 2.5  (2.51)\n     | > step_time: 0.59370  (0.59370)\n\n"
+        " > EVALUATION \n\n   --> STEP: 0\n     | > loss: 2.6  (2.6)",
+    ],
+)
+def test_a_loop_with_a_row_for_each_epoch_or_block_is_read_however_it_is_put(text):
+    (row,) = rows(text + "\n")
+    assert (row.step, row.loss.value) == (7, 2.5)
+
+
+def test_a_batch_is_a_step_although_the_epoch_has_a_row_of_its_own():
+    lines = [
+        line
+        for epoch in (1, 2)
+        for line in (
+            *(f"epoch {epoch} batch {n}/4 loss {3 - epoch / 9:.4f}" for n in (1, 2, 3, 4)),
+            f"Epoch {epoch} train loss: 2.5000",
+        )
+    ]
+    assert [row.step for row in rows("\n".join(lines) + "\n")] == [*range(1, 9)]
+
+
+def test_a_setting_far_above_a_metric_is_no_counter_of_it():
+    settings = "epoch: 90\nlr: 0.1\n" + "a line\n" * 200
+    assert rows(settings + "final loss: 2.5000\n") == []
+
+
+def test_a_log_that_is_not_read_is_answered_with_its_first_mention_of_a_loss(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("starting\nsteps: 7/90 avr_loss=0.0725\n")
+    assert "line 2: steps: 7/90 avr_loss=0.0725" in check_loss([str(log)]).message
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_losses import (
     DIED,
+    END,
     SAVED,
     TOKENS,
     printed,
@@ -64,6 +65,16 @@ def test_what_the_order_of_additions_does_is_continuous():
     report = assess(lambda each: times(1 + 1e-4 * math.sin(each.step))(wobbly(each)))
     assert found(report) == ("continuous", [])
     assert report.assessments[0].replay.agreement is Agreement.WITHIN_NUMERICS
+
+
+def test_other_batches_that_begin_equal_by_chance_show_no_other_update():
+    before, after = (with_decimals(rows(1, END, seed=n, attempt=n), 2) for n in (1, 2))
+    first = next(n for n in range(SAVED, END) if before[n].loss == after[n].loss)
+    report = check_rows([*before[: first + 12], *after[first:]])
+    (assessment,) = report.assessments
+    assert assessment.replay.rows[0].difference == 0
+    assert assessment.replay.agreement is Agreement.OTHER_DATA
+    assert report.verdict.value == "inconclusive"
 
 
 def test_without_a_step_logged_twice_there_is_no_continuous():

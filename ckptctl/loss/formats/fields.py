@@ -53,7 +53,7 @@ _NAMES = {
     "step_k": "progresskimgmean",
     "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
         lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
-        traininnerlr trainsampleslr""",
+        traininnerlr trainsampleslr currentlr currentlearningrate""",
     "grad_norm": """gradnorm gradientnorm gnorm traingradnorm optimtotalgradnorm
         l2normgradglobal trainl2normgradglobal totalgradnorm traininnergnorm""",
     "tokens": """consumedtokens totaltokens tokens tokensseen numtokens numinputtokensseen

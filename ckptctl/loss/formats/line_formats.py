@@ -28,7 +28,7 @@ class LineFormat:
     lines only.
 
     `averages`: the loss is the mean since the row before. `trimmed`: trailing zeros are
-    left out. `fallback`: other formats are preferred. `rounds`: steps may start again in
+    left out. `fallback`: formats of one program are preferred. `rounds`: steps may start again in
     each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
     and the last one counts. `counts`: what the step counts, if no training steps.
     """
@@ -360,6 +360,21 @@ LINE_FORMATS = (
         r"(?<![\w/])([A-Za-z][\w/]{0,99})(?: ?[=:] {0,4}| {1,4}|\t)"
         r"([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
         rounds=True,
+        fallback=True,
+    ),
+    LineFormat(
+        "epochs",
+        "oss",
+        # A custom loop with a row for each epoch: no other counter, and a loss of training first.
+        r"(?i)^(?!.{0,300}?(?:[%\u2500-\u25ff] {0,4}[|\u2022\u2500-\u25ff]|\bbatch(?:es)?\b|"
+        r"(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update)s?\b[ :=#\[('\"]{1,9}\d|"
+        r"(?<!epoch)(?<!epoch )(?<!epoch: )\[ *\d{1,12} ?/ *\d{1,12}))"
+        rf"(?:(?=.*\btrain\w{{0,20}}[ _/]loss)|(?!(?:(?!loss).){{0,300}}(?:\b|_){_NOT_TRAINING}))"
+        r".{0,100}?\bepoch\b[ :=#\[(]{0,4}(?P<step>\d{1,9})(?![\d.]|\s?%)"
+        r"(?=\D.{0,300}?(?:\b|_)loss)",
+        r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test|average|avg|mean|total) )?"
+        r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
+        r"([-+]?(?:[\d.][\w.+-]{0,60}|nan|inf\w{0,9}))",
         fallback=True,
     ),
 )

@@ -20,15 +20,21 @@ class BlockFormat:
     """How one program prints a block: `head` matches the heading, `metric` a name and a value.
 
     A heading without the group `step` begins a block in which a metric is the step. With
-    `gaps`, other lines lie between the metrics.
+    `gaps`, at most so many other lines lie between the metrics. `fallback`: formats of one
+    program are preferred. `aside` matches a line after which blocks are not of the training,
+    until one names it or an epoch.
     """
 
     name: str
     hint: str
     head: re.Pattern[str]
     metric: re.Pattern[str]
-    gaps: bool = False
+    gaps: int = 0
+    fallback: bool = False
+    aside: re.Pattern[str] | None = None
 
+
+_CLOCK = r"(?:\d{4}-\d\d-\d\d[ T][\d:.,]{5,20}[^\w]{1,9})?"
 
 BLOCK_FORMATS = (
     BlockFormat(
@@ -55,7 +61,7 @@ BLOCK_FORMATS = (
         "==== Step ",
         re.compile(r"={5,99} Step (?P<step>\d{1,12})/\d{1,12} ={5,99}"),
         re.compile(r"^\s{0,9}\u2022 ((?:Policy )?Loss|Total step time): (\S{1,99})"),
-        gaps=True,
+        gaps=100,
     ),
     BlockFormat(
         "printed-dictionary",
@@ -64,7 +70,32 @@ BLOCK_FORMATS = (
         re.compile(r"^\{(?='\w{1,99}': [^{},']{1,99},$)"),
         re.compile(r"^[{ ]?'(\w{1,99})': ([^{},']{1,99})[,}]"),
     ),
+    BlockFormat(
+        "block",
+        "",
+        # nnU-Net, Coqui and custom loops: a line of a counter, and a metric on each line below.
+        re.compile(
+            rf"^[^\w]{{0,99}}{_CLOCK}(?:\[?(?:INFO|DEBUG)\]?[^\w]{{1,9}})?"
+            r"(?:TIME: [\d: -]{10,30})?(?:STEP: \d{1,12}/\d{1,12}[^\w]{1,9})?"
+            r"(?:(?:global|learning|train|training)[ _])?(?:epoch|step|iteration|iter|round)"
+            r"[^\w]{1,9}(?P<step>\d{1,12})(?:\s?(?:/|of)\s?\d{1,12})?[^\w]{0,99}$",
+            re.IGNORECASE,
+        ),
+        re.compile(
+            rf"^[^\w]{{0,99}}{_CLOCK}([A-Za-z][\w /.()-]{{0,60}}?)[ :=]{{1,20}}"
+            r"([-+]?(?:\d[\d.]{0,40}(?:e[-+]?\d{1,4})?|nan|inf))(?=[\s,;%)]|s\b|$)",
+            re.IGNORECASE,
+        ),
+        gaps=100,
+        fallback=True,
+        aside=re.compile(
+            r"^[^\w]{0,99}(?:eval|valid|test)[a-z]{0,12}\b[^\d]{0,40}$", re.IGNORECASE
+        ),
+    ),
 )
+
+
+_TRAINS = re.compile(r"train|epoch", re.IGNORECASE)
 
 
 class BlockReader:
@@ -78,6 +109,8 @@ class BlockReader:
         """Of the heading of the current block; None outside blocks."""
         self._at: float | None = None
         self._pairs: list[tuple[str, str]] = []
+        self._n_others = 0
+        self._is_aside = False
 
     @property
     def open(self) -> bool:
@@ -86,21 +119,28 @@ class BlockReader:
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The row of the block that this line ends."""
+        if self.format.aside is not None and self.format.aside.match(text):
+            self._is_aside = True
+            yield from self.end()
+        if self._is_aside and not _TRAINS.search(text):
+            return
+        self._is_aside = False
         head = self.format.head.search(text) if self.format.hint in text else None
         is_inside = head is None and self._position is not None
-        if is_inside and (self._add(text) or self.format.gaps):
+        if is_inside and (self._add(text) or self._n_others < self.format.gaps):
             return
         yield from self.end()
         step = head.groupdict().get("step") if head is not None else None
         self._step = None if step is None else parse_step(step)
         if head is not None and (step is None or self._step is not None):
-            self._position, self._at = position, clock_in(text)
+            self._position, self._at, self._n_others = position, clock_in(text), 0
             self._add(text)
 
     def _add(self, text: str) -> bool:
         """Take the metric of a line into the block; False for any other line."""
         metric = self.format.metric.match(text)
         if metric is None:
+            self._n_others += 1
             return False
         self._pairs.append((metric[1], metric[2]))
         return True
