@@ -8,6 +8,7 @@ are only opened when they are small and known to hold train state.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -230,23 +231,49 @@ def steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
     At most `MAX_NUMBERS`; none of a file that is damaged or no archive. Cost: three short reads,
     and one for each count that is a tensor.
     """
+    return tuple(sorted(_numbers_inside(store, path, size, _is_of_steps).values()))
+
+
+def counts_inside(store: Store, path: str, size: int) -> Mapping[str, int | float]:
+    """The steps, epochs and updates that a file of `torch.save` counts, by key.
+
+    As `steps_inside`, but wherever the file counts them.
+    """
+    return _numbers_inside(store, path, size, _is_a_count)
+
+
+def _numbers_inside(
+    store: Store, path: str, size: int, is_wanted: Callable[[tuple[str, ...]], bool]
+) -> Mapping[str, int | float]:
     reads = FileReads(store, path)
     try:
         directory = _directory(reads, size)
         pickle = None if directory is None else read_member(directory, "data.pkl", reads)
         if directory is None or pickle is None:
-            return ()
-        steps = (
-            _number_of(one, directory, reads) if isinstance(one, TensorStub) else one
-            for one in islice(_counts(decode_value(pickle), ()), MAX_NUMBERS)
-        )
-        return tuple(sorted(one for one in steps if one is not None))
+            return {}
+        found = {
+            keys: _number_of(one, directory, reads) if isinstance(one, TensorStub) else one
+            for keys, one in islice(_numbers(decode_value(pickle), is_wanted), MAX_NUMBERS)
+        }
+        return {".".join(keys): number for keys, number in found.items() if number is not None}
     except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
-        return ()
+        return {}
 
 
-def _counts(value: object, keys: tuple[str, ...]) -> Iterator[int | float | TensorStub]:
-    """The numbers under names of step counts: at the top, and in the state of an optimizer."""
+def _is_of_steps(path: tuple[str, ...]) -> bool:
+    """Whether a number counts steps: at the top, and in the state of an optimizer."""
+    of_parameter = path[-1] == "step" and "state" in path[:-1]
+    return of_parameter or (len(path) == 1 and kind_of_entry(path).names == ("step",))
+
+
+def _is_a_count(path: tuple[str, ...]) -> bool:
+    return re.search("step|epoch|iter|update", path[-1]) is not None
+
+
+def _numbers(
+    value: object, is_wanted: Callable[[tuple[str, ...]], bool], keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int | float | TensorStub]]:
+    """The numbers under the keys that are wanted, with those keys."""
     if isinstance(value, Mapping):
         items: Iterable[tuple[object, object]] = value.items()
     else:
@@ -254,11 +281,10 @@ def _counts(value: object, keys: tuple[str, ...]) -> Iterator[int | float | Tens
     for key, item in items:
         path = (*keys, str(key))
         if isinstance(item, (int, float, TensorStub)) and not isinstance(item, bool):
-            of_parameter = path[-1] == "step" and "state" in keys
-            if of_parameter or (not keys and kind_of_entry(path).names == ("step",)):
-                yield item
+            if is_wanted(path):
+                yield path, item
         elif len(path) < MAX_KEYS:
-            yield from _counts(item, path)
+            yield from _numbers(item, is_wanted, path)
 
 
 def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import (
     NO_RUN_BELOW,
     STEP_SUFFIXES,
@@ -26,6 +27,7 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formatting import command_line, some_of, verb
 from ckptctl.model import FileInfo
+from ckptctl.selection.doubtful_names import Doubt
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
 from ckptctl.selection.roots import RootListing, check_listed_again, read_listing
@@ -266,6 +268,17 @@ def check_empty(
         )
     inside, n_left_out = _listed_below(store, listing, pattern, open_other)
     roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
+    # A folder of digits that holds weights is a step.
+    above = (re.match(r"(.+?)/[0-9]+(?:/|$)", path) for path, _ in inside)
+    roots = roots or list(dict.fromkeys(match[1] for match in above if match))
+    of_ranks = [path for path in roots if _FOLDER_OF_RANK.fullmatch(base_name(f"/{path}"))]
+    if of_ranks:
+        raise UsageError(
+            f"{store.url} holds no steps itself, but {some_of(of_ranks)} in it, which "
+            f"{verb(len(of_ranks), 'is the folder of a rank', 'are the folders of ranks')}: "
+            "a step is in several folders, in a form that ckptctl does not read",
+            next_command="ckptctl explain format.unsupported",
+        )
     if roots:
         raise UsageError(
             f"{store.url} holds no steps itself, but {some_of(roots)} in it "
@@ -274,7 +287,8 @@ def check_empty(
         )
     weights = list(listing.unnumbered)
     for path, one in inside:
-        weights += [path] if one.is_step else [f"{path}/{name}" for name in one.unnumbered]
+        is_step = one.is_step or _is_one_save(one.unnumbered)
+        weights += [path] if is_step else [f"{path}/{name}" for name in one.unnumbered]
     if n_left_out and not weights and not is_root:
         raise UsageError(
             f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders, of which "
@@ -287,24 +301,49 @@ def check_empty(
         seem = verb(len(weights), "looks like a checkpoint", "look like checkpoints")
         name = base_name(f"/{weights[0]}")
         kind = saved_weights(FileInfo(name, 0))
-        if _is_step(name):
+        doubt = listing.doubt or Doubt({})
+        if doubt.why:
+            why = f"but {doubt.why}"
+        elif _is_step(name):
             why = f"but a step in one file has a name that ends in {', '.join(STEP_SUFFIXES)}"
             why += "; rename it"
         elif "." in name and not any(one.endswith(STEP_SUFFIXES) for one in weights):
             why = "but not in a form that ckptctl reads; convert it with the program that wrote it"
+        elif not any(re.search("[0-9]", base_name(f"/{one}")) for one in weights):
+            why = "but no name in it gives a step number"
         else:
             why = "but no name in it gives a step number; use --pattern to show where the number is"
         raise UsageError(
             f"{store.url} is not empty: {some_of(weights)} {seem}{f' ({kind})' if kind else ''}, "
             f"{why}, or give the step itself",
-            next_command=command_line("verify", join_url(store.url, weights[0])),
+            next_command=command_line("scan", store.url, "--pattern", doubt.pattern)
+            if doubt.pattern
+            else command_line("verify", join_url(store.url, weights[0])),
         )
 
 
-def _not_of_a_resume(name: str) -> tuple[bool, bool]:
+_FOLDER_OF_RANK = re.compile(r"(?:[mt]p_)?rank_?[0-9]+(?:_.*)?")
+"""Folders of NeMo 1, `mp_rank_00`, `tp_rank_00_pp_rank_000`, and of loops of one's own."""
+
+_SORTED = (
+    r"(?:last|latest|checkpoint|ckpt)(?:\.[a-z]+)*",
+    r"(?:.*[-_.])?(?:last|latest)(?![a-z0-9]).*",
+    r"(?!.*best)(?:checkpoint|ckpt)(?![a-z0-9]).*",
+    r"(?!.*best).*(?<!\.py)",
+)
+
+
+def _not_of_a_resume(name: str) -> int:
     """Sorts files that a job replaces with each save, and resumes from, before weights alone."""
-    is_newest = re.match(r"(?:.*/)?(?:last|latest|checkpoint|ckpt)(?![a-z0-9])", name) is not None
-    return name.endswith(".py"), not is_newest
+    file = base_name(f"/{name}")
+    matching = (at for at, form in enumerate(_SORTED) if re.fullmatch(form, file))
+    return next(matching, len(_SORTED))
+
+
+def _is_one_save(names: Collection[str]) -> bool:
+    """Whether files of one folder are one save: the optimizer is in a file of its own."""
+    kinds = (kind_of_file("", name) for name in names)
+    return len(names) > 1 and any(kind and kind.names == ("optimizer",) for kind in kinds)
 
 
 def check_unnumbered(

@@ -228,6 +228,9 @@ def none_usable(done: Search) -> tuple[str, str]:
             f"no usable step ({len(over)} inspected): do not start fresh over them; "
             f"{_newest_sound(choice)}"
         )
+        faults = [one.report.with_severity(Severity.FAULT) for one in over]
+        if all(found and found[0].code == "format.unsupported" for found in faults):
+            return message, "ckptctl explain format.unsupported"
     return message, storage_corruption(roots)
 
 

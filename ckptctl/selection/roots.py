@@ -16,17 +16,15 @@ from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import (
     MAX_POINTER_BYTES,
     MAX_STEP,
-    METADATA,
     OWN_FOLDER,
     StepName,
     by_epochs,
     has_too_large_a_number,
     is_flat_file,
+    is_of_a_step,
     is_pointer,
     pointed_step,
-    rank_local_rank,
     saved_weights,
-    shard_rank,
     step_name,
     unfinished_beside,
 )
@@ -34,6 +32,7 @@ from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
+from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.opening import base_name
 
@@ -47,7 +46,8 @@ class RootListing:
     files, `folders` and `links` the names of the other folders and links, `unnumbered`
     those of saved weights without a step number. `exists` is false if the root does not
     exist, which on an object store is a prefix without objects. `known` is true if ckptctl
-    has written there before, and `is_step` if the folder is a step itself.
+    has written there before, and `is_step` if the folder is a step itself. `doubt` is about
+    files among the unnumbered that may be steps.
     """
 
     steps: tuple[StepName, ...]
@@ -58,6 +58,7 @@ class RootListing:
     exists: bool = True
     known: bool = False
     is_step: bool = False
+    doubt: Doubt | None = None
 
 
 def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
@@ -72,8 +73,9 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
         if store.kind is StoreKind.OBJECT:
             raise
         return RootListing((), exists=False)
-    listing = read_listing(entries, pattern)
-    if pattern is None and all(step.bare for step in listing.steps):
+    listing = _without_doubt(store, read_listing(entries, pattern))
+    is_decided = listing.doubt is None or not listing.doubt.why
+    if pattern is None and is_decided and all(step.bare for step in listing.steps):
         scattered = list_scattered(store, entries)
         listing = _with_scattered(listing, scattered)
     if entries or store.kind is not StoreKind.OBJECT:
@@ -116,8 +118,22 @@ def list_all(
             trees[name].append(replace(file, path=f"{OWN_FOLDER}/{path}"))
     trees |= {named.name: list(files) for named, files in scattered_steps(top).items()}
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
-    listing = read_listing([*top, *folders], pattern)
+    listing = _without_doubt(store, read_listing([*top, *folders], pattern))
     return replace(listing, exists=bool(trees)), trees
+
+
+def _without_doubt(store: Store, listing: RootListing) -> RootListing:
+    """The listing, with files as steps that are steps by what they count."""
+    doubt = listing.doubt
+    if doubt is None or not are_saves(store, doubt):
+        return listing
+    paths = {file.path for files in doubt.files.values() for file in files}
+    return replace(
+        listing,
+        steps=_newest_first(by_epochs([*doubt.files])),
+        unnumbered=tuple(name for name in listing.unnumbered if name not in paths),
+        doubt=None,
+    )
 
 
 def _with_scattered(listing: RootListing, steps: Iterable[StepName]) -> RootListing:
@@ -149,7 +165,7 @@ def read_listing(
     is_step = False
     for entry in entries:
         known = known or entry.path == OWN_FOLDER
-        is_step = is_step or _is_of_a_step(entry.path)
+        is_step = is_step or is_of_a_step(entry.path)
         in_flight.add(unfinished_beside(entry))
         if is_pointer(entry):
             pointers.append(entry)
@@ -174,6 +190,16 @@ def read_listing(
     if not all(step.lone or step.bare for step in steps):
         unnumbered += [step.name for step in steps if step.lone]
         steps = [step for step in steps if not step.lone]
+    doubt = None
+    if pattern is None:
+        others = {entry.path: entry for entry in entries}
+        files = {step: beside_others.get(step) or (others[step.name],) for step in steps}
+        doubt = doubt_about(files)
+        if doubt is not None:
+            unnumbered += [file.path for held in files.values() for file in held]
+            steps = []
+        elif not steps:
+            doubt = doubt_without_steps(others[name] for name in unnumbered)
     steps = by_epochs(steps)
     return RootListing(
         _newest_first(steps),
@@ -183,6 +209,7 @@ def read_listing(
         tuple(unnumbered),
         known=known,
         is_step=is_step,
+        doubt=doubt,
     )
 
 
@@ -190,12 +217,6 @@ def _lacks_suffix(file: FileInfo, named: StepName | None) -> bool:
     """Whether a file is named as a step, as `torch.save(..., "checkpoint_100")` makes one."""
     is_named = named is not None and not named.bare
     return is_named and file.kind == "file" and "." not in file.path
-
-
-def _is_of_a_step(name: str) -> bool:
-    """Whether a file of this name lies in steps, and never directly under a root."""
-    ranks = (shard_rank(name), rank_local_rank(name))
-    return name == METADATA or any(rank is not None for rank in ranks)
 
 
 def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:

@@ -64,6 +64,7 @@ COUNTED = {
     "automodel": "steps",
     "lightning": "steps",
     "nemo": "steps",
+    "nemo-samples": "samples",
     "transformers": "steps",
     "accelerate": "saves",
     "deepspeed": "steps",

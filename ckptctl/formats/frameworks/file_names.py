@@ -81,6 +81,18 @@ _SAYS_WEIGHTS = (
     r"|state|state_dict|params|ema|rank|epoch[-_]?[0-9]+|step[-_]?[0-9]+)(?:[-_.0-9].*)?"
 )
 
+OF_DATA = (
+    "tokenizer|vocab|config|args|data|dataset|cache|latents?|samples?|metrics|losses|predictions?"
+    "|preds|results?|embeddings?|logits|grads?|gradients|activations?|features?|outputs?|stats"
+    "|history"
+)
+"""Words in the names of files of `torch.save` that are no weights."""
+
+_NO_DATA = (
+    rf"(?!(?:.*[-_.])?(?:{OF_DATA}|train|valid|val|test|split|batch(?:es)?|chunk|corpus|tokens?|ids"
+    r"|labels?|targets?|inputs?|graphs?|mean|std|norm|processed)(?:[-_.0-9]|$))"
+)
+
 FILES = (
     FileName(
         rf"{_IN}model{_VERL}", "+model +step", grid="verl", what="model", weights=_TORCH_WEIGHTS
@@ -344,7 +356,7 @@ FILES = (
     FileName(rf"(?:.*/)?model/.+{_FILE}", "model"),
     FileName(rf"(?:.*/)?optim(?:izer)?/.+{_FILE}", "optimizer"),
     FileName(
-        rf".+\.ckpt|.+\.pth(?:\.tar)?|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)|[a-z]{{0,2}}[-_]?[0-9]+\.pt",
+        rf".+\.ckpt|.+\.pth(?:\.tar)?|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)|{_NO_DATA}.+\.pt",
         weights=_TORCH_WEIGHTS,
     ),
     FileName(
@@ -407,7 +419,7 @@ def matches(path: str, layout: str = "") -> tuple[tuple[FileName, re.Match[str]]
 
 
 def _matching(path: str, layout: str) -> Iterator[tuple[FileName, re.Match[str]]]:
-    names = ("", layout.removesuffix("-epochs"))
+    names = ("", re.sub("-(?:epochs|samples)$", "", layout))
     for row in FILES:
         match = full_match(row.name, path) if row.layout in names else None
         if match:

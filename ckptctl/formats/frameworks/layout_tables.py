@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptctl.formats.frameworks.file_names import OF_DATA
 from ckptctl.model import PartFormat
 
 _N = r"(?P<step>[0-9]+)"
+_OF_RUN = r"(?:(?P<run>[^/]*?)-)??"
 
-# In this order: the first that matches the whole name decides what it is.
+# In this order: the first that matches the whole name decides what it is. A group `run` is what
+# the names of one run share; Lightning puts there what each of its callbacks is for.
 STEP_NAMES = (
     ("torchtitan", rf"step-{_N}"),
     ("dcp", rf"step_{_N}"),
@@ -25,13 +28,17 @@ STEP_NAMES = (
     ("automodel", rf"epoch_[0-9]+_step_{_N}"),
     ("lightning", rf"(?:[^/]*[-_])?(?:global_)?step={_N}(?:\.0)?(?:-[^/]*)?\.ckpt"),
     ("lightning-epochs", rf"(?:[^/]*[-_])?epoch={_N}(?:-(?!step=)[^/]*)?\.ckpt"),
-    ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
+    ("nemo", rf"(?:(?P<run>[^/]*?)--)?(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
+    (
+        "nemo-samples",
+        rf"(?:(?P<run>[^/]*?)--)?(?:[^/]*-)?consumed_samples={_N}(?:\.0)?(?:-last)?(?:-v[0-9]+)?",
+    ),
     ("transformers", rf"checkpoint-{_N}"),
     ("accelerate", rf"checkpoint_{_N}"),
     ("deepspeed-universal", rf"global_step{_N}_universal"),
     ("deepspeed", rf"global_step{_N}"),
     ("verl", rf"global_step_{_N}"),
-    ("composer", rf"(?:[^/]*-)?(?:ep[0-9]+-)?ba{_N}(?:-rank[0-9]+)?"),
+    ("composer", rf"{_OF_RUN}(?:ep[0-9]+-)?ba{_N}(?:-rank[0-9]+)?"),
     ("composer-epochs", rf"ep{_N}(?:-rank[0-9]+)?"),
     ("torchtune", rf"(?:dist_)?epoch_{_N}"),
     ("fairseq", rf"checkpoint_[0-9]+_{_N}"),
@@ -43,20 +50,27 @@ STEP_NAMES = (
     ("dcp", rf"step{_N}-unsharded"),
     ("dcp", rf"epoch[-_]?[0-9]+[-_](?:global_)?step[-_]?{_N}"),
     ("dcp", r"model_(?P<step>[0-9]{7})"),  # Detectron2
-    ("kohya", r".+-step(?P<step>[0-9]{8})-state"),
-    ("kohya-epochs", r".+-(?P<step>[0-9]{6})-state"),
+    ("kohya", r"(?P<run>.+)-step(?P<step>[0-9]{8})-state"),
+    ("kohya-epochs", r"(?P<run>.+)-(?P<step>[0-9]{6})-state"),
 )
 
 FLAT_NUMBER = r"(?P<step>[0-9]{7})"
 """The name of a step that is one file, without its suffix: `0050000.pt`, as DiT names it."""
 
 _NOT_WHOLE = (
-    r"(?!(?:.*[-_.])?(?:best|hpc|optimizer|optim|opt|lr|scheduler|sched|scaler|ema|tokenizer|vocab"
-    r"|config|args|data|dataset|cache|latents?|samples?|part|shard|fold|seed|layer|metrics|losses"
-    r"|predictions?|preds|results?|embeddings?|logits|grads?|gradients|activations?|features?"
-    r"|outputs?|stats|history)(?:[-_.0-9]|$)|loss[-_])"
+    r"(?!(?:.*[-_.])?(?:best|hpc|optimizer|optim|opt|lr|scheduler|sched|scaler|ema|part|shard|fold"
+    rf"|seed|layer|{OF_DATA})(?:[-_.0-9]|$)|loss[-_])"
 )
-_BEHIND = r"(?:[-_](?:ckpt|checkpoint|model|state|weights|full|rank0))?(?:[-_][a-z_]+=[-+.0-9e]+)*"
+_METRIC = (
+    r"[-_](?:[A-Za-z_@/]+=[-+]?[0-9.]+(?:e[-+]?[0-9]+)?"
+    r"|(?:[A-Za-z_]+[-_]?)?[-+]?[0-9]+\.[0-9]+(?:e[-+]?[0-9]+)?"
+    r"|(?:[a-z]+_)?(?:loss|acc|accuracy|f1|auc|map|m?iou|dice|bleu|[wc]er|ppl|psnr|ssim|fid|reward"
+    r"|score)[-_]?[0-9]+)"
+)
+"""A metric in a name: `-loss=0.25`, `_val_loss_0.25`, `-0.25`, `_acc_93`."""
+
+_BEHIND = rf"(?:[-_](?:ckpt|checkpoint|model|state|weights|full|rank0))?(?:{_METRIC})*"
+_PREFIX = r"(?P<run>(?:.+[-_.])?)"
 _STEP_WORD = "step|iter|iteration|it|update"
 
 _WHOLE = (
@@ -64,14 +78,14 @@ _WHOLE = (
 )
 
 LONE_NAMES = (
-    ("kohya", r".+-step(?P<step>[0-9]{8})\.safetensors"),
-    ("kohya-epochs", r".+-(?P<step>[0-9]{6})\.safetensors"),
-    ("ai-toolkit", r".+_(?P<step>[0-9]{9})\.safetensors"),
+    ("kohya", r"(?P<run>.+)-step(?P<step>[0-9]{8})\.safetensors"),
+    ("kohya-epochs", r"(?P<run>.+)-(?P<step>[0-9]{6})\.safetensors"),
+    ("ai-toolkit", r"(?P<run>.+)_(?P<step>[0-9]{9})\.safetensors"),
     ("timm", rf"recovery-{_N}-(?P<attempt>[0-9]{{1,9}})\.pth\.tar"),
     ("epochs", rf"rwkv-{_N}\.pth"),
-    ("dcp", rf"{_NOT_WHOLE}(?:.+[-_.])?(?:{_STEP_WORD})s?[-_=.]?{_N}{_BEHIND}\.[a-z].*"),
-    ("epochs", rf"{_NOT_WHOLE}(?:.+[-_.])?(?:epoch|ep)[-_=.]?{_N}{_BEHIND}\.[a-z].*"),
-    ("lone", rf"{_NOT_WHOLE}(?:.+[-_.])?{_WHOLE}{_N}{_BEHIND}\.[a-z].*"),
+    ("dcp", rf"{_NOT_WHOLE}{_PREFIX}(?:{_STEP_WORD})s?[-_=.]?{_N}{_BEHIND}\.[a-z].*"),
+    ("epochs", rf"{_NOT_WHOLE}{_PREFIX}(?:epoch|ep)[-_=.]?{_N}{_BEHIND}\.[a-z].*"),
+    ("lone", rf"{_NOT_WHOLE}{_PREFIX}{_WHOLE}{_N}{_BEHIND}\.[a-z].*"),
 )
 """Names of files that are steps where a root has no others; beside other steps they are exports.
 
@@ -79,6 +93,22 @@ The weights of sd-scripts and ai-toolkit, timm's recovery files (of an epoch and
 RWKV-LM, torchvision's `model_12.pth`, rsl_rl's `model_1000.pt`, EDM's `training-state-001000.pt`,
 3D Gaussian Splatting's `chkpnt7000.pth`, YOLOX's `epoch_12_ckpt.pth`, and custom loops.
 """
+
+COUNTED_NAME = (
+    r"(?!.*(?:rank|size|node|gpu|worker))"
+    rf"{_NOT_WHOLE}{_PREFIX}(?<![0-9]\.){_N}(?:{_METRIC})*\.(?:pt|pth|ckpt|pth\.tar)"
+)
+"""Names of files with a number that nothing explains, `12.pt`: steps if they count that number."""
+
+LABELLED = rf"(?i)(?:{_STEP_WORD}|epoch|ep)s?[-_=.]?[0-9]"
+"""A number that a word calls that of a step or epoch, so that it is not that of a shard."""
+
+SAME_RUN = (
+    rf"(?i)(?:^|[-_.])(?:epoch|ep)[-_=.]?[0-9]+|{_METRIC}|(?:^|[-_.])(?:last|latest|final|backup"
+    r"|emergency|preempt(?:ed)?|interrupt(?:ed)?|exit|model|checkpoint|ckpt|snapshot|weights|net"
+    r"|state|train(?:ing)?|full|saved?)(?=[-_.]|$)"
+)
+"""What differs in the names of one run, in front of the number of a step."""
 
 EPOCH_BEFORE = r"(?:^|[-_.])(?:epoch|ep)[-_=.]?(?P<epoch>[0-9]{1,6})[-_.]"
 """The epoch in a name that has a step too, which may be counted from the begin of the epoch."""
@@ -92,7 +122,8 @@ KIND_BESIDE = (
 """What names a kind of file among those of one step side by side in the root."""
 
 NAME_BESIDE = (
-    rf"(?!.*best)(?:.*[-_.])??(?:(?P<epochs>epoch|ep)|(?:{_STEP_WORD})s?)?[-_=.]?{_N}[-_.]?"
+    r"(?!.*best)(?P<run>(?:.*[-_.])??)"
+    rf"(?:(?P<epochs>epoch|ep)|(?:{_STEP_WORD})s?)?[-_=.]?{_N}[-_.]?"
 )
 """A name without what names the kind, and without the suffix."""
 
@@ -104,6 +135,7 @@ COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {
     "epochs": "epochs",
     "kohya-epochs": "epochs",
     "timm": "epochs",
+    "nemo-samples": "samples",
     "by-kind-epochs": "epochs",
     "lone": "saves",
 }
@@ -117,7 +149,7 @@ as do Lightning, Composer, fairseq and DINO where a file name has no step.
 # NVRx are the first.
 SCATTERED = (
     ("nvrx", rf"(?:[^/]+/)?r?[0-9]{{1,6}}/iter_{_N}_[0-9]{{1,6}}_local(?:\.dirty)?\.pt"),
-    ("composer-ranks", rf"(?:[^/]*-)?ba{_N}-rank[0-9]{{1,6}}\.pt"),
+    ("composer-ranks", rf"{_OF_RUN}(?:ep[0-9]+-)?ba{_N}-rank[0-9]{{1,6}}\.pt"),
     # fairseq and metaseq
     (
         "fairseq-shards",
@@ -139,7 +171,7 @@ HOLDS_SCATTERED = r"r?[0-9]{1,6}"
 BARE_NUMBER = _N
 
 LIGHTNING = ("lightning", "lightning-epochs")
-WITH_VERSIONS = (*LIGHTNING, "nemo")
+WITH_VERSIONS = (*LIGHTNING, "nemo", "nemo-samples")
 LIGHTNING_VERSION = r".*-v([1-9][0-9]{0,8})(?:\.ckpt)?"
 """Lightning's name for a further save of the same step: `step=200.ckpt`, `step=200-v1.ckpt`."""
 
@@ -204,6 +236,7 @@ file that is open, what file managers add to each folder, and second downloads (
 OTHER_FORMATS = (
     (PartFormat.PADDLE, r"(?:.*/)?[^/]+\.pd(?:params|opt|states)"),
     (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
+    (PartFormat.UNKNOWN, r"CKPT\.yaml"),  # SpeechBrain: not all of its `.ckpt` are of `torch.save`
     (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
     (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
@@ -217,6 +250,11 @@ ARCHIVE = (
 
 PERHAPS_ARCHIVE = r"(?:.*/)?[^/]+\.(?:bin|pkl|tar)"
 """Files that are those of `torch.save` where their name states that they hold train state."""
+
+OF_ONE_STEP = r"\.metadata|__[0-9]+(?:_[0-9]+\.distcp|\.metadata)|" + "|".join(
+    form for kind, form in OTHER_FORMATS if kind is PartFormat.UNKNOWN
+)
+"""Files directly in a step, and never directly in a root."""
 
 SIGNATURES = (
     # layout, layouts by name that it may refine, a file that only it writes

@@ -8,7 +8,7 @@ Patterns are anchored: `old-step-100.bak` is not step 100.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from ckptctl.data_classes import dataclass, replace
@@ -49,7 +49,8 @@ class StepName:
     is a step only if its content confirms it. `attempt` is which attempt saved it, where
     the name states it (`step_1200.attempt-7`, and Lightning's versions, `step=200-v2.ckpt`):
     of one number, the last attempt's counts. `lone` is the name of a file that is a step only
-    in a root without others, and `epoch` the epoch that is stated beside its step.
+    in a root without others, `epoch` the epoch that is stated beside its step, and `run` what
+    the name shares with those of the other steps of its run.
     """
 
     name: str
@@ -60,6 +61,7 @@ class StepName:
     attempt: int = 0
     lone: bool = False
     epoch: int | None = None
+    run: str = ""
 
 
 def counts_training_steps(layout: str) -> bool:
@@ -206,7 +208,35 @@ def named_by(
         return None
     version = full_match(tables.LIGHTNING_VERSION, name) if layout in tables.WITH_VERSIONS else None
     attempt = version[1] if version else match.groupdict().get("attempt")
-    return StepName(name, int(digits), layout, bare=bare, attempt=int(attempt or 0))
+    run = match.groupdict().get("run") or ""
+    run = re.sub(tables.SAME_RUN, "", run).strip("-_.") if run else ""
+    return StepName(name, int(digits), layout, bare=bare, attempt=int(attempt or 0), run=run)
+
+
+def counted_name(name: str) -> StepName | None:
+    """The step that a file is if it counts the number in its name: `12.pt`; None for others."""
+    match = full_match(tables.COUNTED_NAME, name)
+    named = named_by(name, "lone", match) if match else None
+    return named and replace(named, lone=True)
+
+
+def is_of_a_step(name: str) -> bool:
+    """Whether a file of this name lies in steps, and never directly under a root."""
+    return full_match(tables.OF_ONE_STEP, name) is not None
+
+
+def run_of(step: StepName) -> tuple[str, str]:
+    """What the name shares with those of its run: a text, and what the number counts."""
+    return step.run, tables.COUNTS_OF_OTHER_THINGS.get(step.layout, "steps")
+
+
+def may_be_shards(names: Iterable[str], numbers: Collection[int]) -> bool:
+    """Whether numbered files may be the shards of one save: no word explains the numbers.
+
+    Shards are numbered from 0 or 1, and few numbers are missing among them.
+    """
+    is_dense = min(numbers) <= 1 and max(numbers) < 2 * len(numbers)
+    return len(numbers) > 1 and is_dense and not any(re.search(tables.LABELLED, n) for n in names)
 
 
 def has_too_large_a_number(name: str) -> bool:

@@ -7,9 +7,10 @@ are compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.data_classes import replace
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import BY_RANK, full_match, rank_file
 from ckptctl.formats.frameworks.layouts import StepName, by_epochs, named_by, stem_of
@@ -29,6 +30,15 @@ def is_scattered(name: str) -> bool:
     return re.fullmatch(r"@[0-9]{1,19}", name) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """A file of a step that has others beside it, of other kinds or ranks."""
+
+    file: FileInfo
+    kind: str
+    named: StepName
+
+
 def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileInfo, ...]]:
     """The steps without a folder among the files below a root, and the files of each.
 
@@ -36,28 +46,17 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
     beside steps of several is what is left of such a step, or the first of it. Folders of
     NVRx's sessions are those of different jobs: where there are several, there is no step.
     """
-    found: dict[StepName, list[FileInfo]] = {}
-    others: _Beside = {}
+    found: dict[StepName, list[FileInfo]] = defaultdict(list)
+    beside: list[_Beside] = []
     for file in files:
-        for layout, expression in tables.SCATTERED:
-            match = full_match(expression, file.path)
-            named = named_by("", layout, match) if match and file.kind == "file" else None
-            if named is not None:
-                name = scattered_name(named.number)
-                found.setdefault(replace(named, name=name), []).append(file)
-                break
-        else:
-            rest, kind, named = _name_beside(file)
-            if named is not None:
-                others.setdefault((rest, named), {}).setdefault(kind, []).append(file)
-    others = _by_epochs_beside(others)
-    kinds_of: dict[str, set[str]] = {}
-    for (rest, _), kinds in others.items():
-        if len(kinds) > 1:
-            kinds_of.setdefault(_unnumbered(rest), set()).update(kinds)
-    for (rest, named), kinds in others.items():
-        if not kinds.keys().isdisjoint(kinds_of.get(_unnumbered(rest), ())):
-            found.setdefault(named, []).extend(file for held in kinds.values() for file in held)
+        named = _named_by_framework(file)
+        other = _named_by_kind(file) if named is None else None
+        if named is not None:
+            found[named].append(file)
+        elif other is not None:
+            beside.append(other)
+    for one in _with_other_kinds([*_last_of_epochs(beside)]):
+        found[one.named].append(one.file)
     sessions = {_session(file.path) for held in found.values() for file in held}
     if len(sessions) > 1:
         return {}
@@ -69,51 +68,64 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
     }
 
 
-def _unnumbered(rest: str) -> str:
-    """What the files of all steps of a run share in their names."""
-    return re.sub(r"[0-9]+", "", rest)
+def _named_by_framework(file: FileInfo) -> StepName | None:
+    for layout, expression in tables.SCATTERED:
+        match = full_match(expression, file.path)
+        named = named_by("", layout, match) if match and file.kind == "file" else None
+        if named is not None:
+            return replace(named, name=scattered_name(named.number))
+    return None
 
 
-def _name_beside(file: FileInfo) -> tuple[str, str, StepName | None]:
-    """What the files of one step share in their names, the kind of this one, and the step.
+def _named_by_kind(file: FileInfo) -> _Beside | None:
+    """A file whose name is that of a step but for its kind: `model_epoch_3.pt`.
 
-    `model_epoch_3.pt` and `optimizer_epoch_3.pt` share `epoch_3`. Those of frameworks whose
-    ranks write into a folder of the step are none.
+    Those of frameworks whose ranks write into a folder of the step are none.
     """
     stem = stem_of(file.path)
     if file.kind != "file" or "/" in stem or not file.path.endswith(BESIDE_SUFFIXES):
-        return "", "", None
-    kind = "".join(re.findall(tables.KIND_BESIDE, stem))
+        return None
     rest = re.sub(tables.KIND_BESIDE, "", stem)
     match = full_match(tables.NAME_BESIDE, rest)
     row = rank_file(file.path) if match else None
     if match is None or (row is not None and row[0].grid != BY_RANK):
-        return "", "", None
+        return None
     named = named_by("", "by-kind-epochs" if match["epochs"] else "by-kind", match)
+    if named is None:
+        return None
     epoch = None if match["epochs"] else re.search(tables.EPOCH_BEFORE, rest)
-    if named is not None:
-        name = scattered_name(named.number)
-        named = replace(named, name=name, epoch=int(epoch["epoch"]) if epoch else None)
-    return rest, kind, named
+    name = scattered_name(named.number)
+    named = replace(named, name=name, epoch=int(epoch["epoch"]) if epoch else None)
+    return _Beside(file, "".join(re.findall(tables.KIND_BESIDE, stem)), named)
 
 
-_Beside = dict[tuple[str, StepName], dict[str, list[FileInfo]]]
-
-
-def _by_epochs_beside(others: _Beside) -> _Beside:
+def _last_of_epochs(beside: Sequence[_Beside]) -> Iterator[_Beside]:
     """Files side by side, numbered as `by_epochs` does; of each epoch, those of the last step."""
-    numbered = by_epochs([named for _, named in others])
-    last: dict[int, int] = {}
+    numbered = by_epochs([one.named for one in beside])
+    last: dict[tuple[str, int], int] = defaultdict(int)
     for named in numbered:
-        last[named.number] = max(named.attempt, last.get(named.number, 0))
-    found: _Beside = {}
-    for ((rest, named), kinds), then in zip(others.items(), numbered, strict=True):
-        if then is named:
-            found[rest, named] = kinds
-        elif then.attempt == last[then.number]:
+        last[named.run, named.number] = max(named.attempt, last[named.run, named.number])
+    for one, then in zip(beside, numbered, strict=True):
+        if then is one.named:
+            yield one
+        elif then.attempt == last[then.run, then.number]:
             name = scattered_name(then.number)
-            found[rest, replace(then, name=name, layout="by-kind-epochs", attempt=0)] = kinds
-    return found
+            named = replace(then, name=name, layout="by-kind-epochs", attempt=0)
+            yield replace(one, named=named)
+
+
+def _with_other_kinds(beside: Iterable[_Beside]) -> Iterator[_Beside]:
+    """The files of a kind that its run saves beside others at a step."""
+    steps: dict[StepName, list[_Beside]] = defaultdict(list)
+    for one in beside:
+        steps[one.named].append(one)
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for named, held in steps.items():
+        if len({one.kind for one in held}) > 1:
+            kinds[named.run].update(one.kind for one in held)
+    for named, held in steps.items():
+        if any(one.kind in kinds[named.run] for one in held):
+            yield from held
 
 
 def _session(path: str) -> str:
