@@ -12,7 +12,7 @@ import getpass
 import os
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
@@ -104,8 +104,27 @@ def mark(
         )
 
 
+class Save(Protocol):
+    """One save of a step, by the digests of its metadata files; a `Report` describes one."""
+
+    @property
+    def url(self) -> str:
+        """The address of the step."""
+        ...
+
+    @property
+    def number(self) -> int | None:
+        """The training step; None where the folder's name gives none."""
+        ...
+
+    @property
+    def digests(self) -> Sequence[tuple[str, str]]:
+        """The SHA-256 of each metadata file, by path; empty for an interrupted save."""
+        ...
+
+
 def new_mark(
-    report: Report,
+    save: Save,
     word: MarkKind,
     *,
     reason: str,
@@ -113,7 +132,7 @@ def new_mark(
     evidence: Sequence[str] = (),
     lifts: Sequence[str] = (),
 ) -> Mark:
-    """A new mark on the save of the step that `report` describes."""
+    """A new mark on a save of a step."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return Mark(
         id=f"{now:%Y%m%dT%H%M%SZ}-{word.value}-{os.urandom(8).hex()}",
@@ -121,9 +140,9 @@ def new_mark(
         by=by,
         at=rfc3339(now.timestamp(), "seconds"),
         reason=reason,
-        url=absolute_url(report.url),
-        number=report.number,
-        metadata=metadata_digest(report.digests),
+        url=absolute_url(save.url),
+        number=save.number,
+        metadata=metadata_digest(save.digests),
         evidence=tuple(evidence),
         lifts=tuple(lifts),
     )

@@ -21,7 +21,7 @@ from ckptctl.model import Level
 from ckptctl.options import Requirements
 from ckptctl.selection.branches import put_resume
 from ckptctl.selection.fencing import Token, check_token
-from ckptctl.selection.marking import check_inspected, new_mark, put_mark
+from ckptctl.selection.marking import Save, check_inspected, new_mark, put_mark
 from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Folders, Store, StoreKind
 from ckptctl.storage.opening import base_name, join_url
@@ -93,19 +93,19 @@ class Held:
         self,
         store: Store,
         name: str,
-        report: Report,
+        save: Save,
         word: MarkKind,
         *,
         reason: str,
         evidence: Sequence[str] = (),
     ) -> None:
-        """Mark the save that `report` describes, in any root; raises `Fenced`.
+        """Mark a save, in any root; raises `Fenced`.
 
         The mark names the metadata, so it does not apply to a save that replaces this one
         meanwhile.
         """
         by = f"attempt {self.token.attempt}"
-        made = new_mark(report, word, reason=reason, by=by, evidence=evidence)
+        made = new_mark(save, word, reason=reason, by=by, evidence=evidence)
         self.check()
         put_mark(OpenStep(store, name), made)
 

@@ -30,13 +30,12 @@ from ckptctl.options import (
 from ckptctl.selection.targets import roots_in
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
-from ckptctl.train.abandoning import Held
 from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
-from ckptctl.train.loss_guard import reject_saved, why_lost
+from ckptctl.train.loss_guard import why_lost
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
@@ -202,7 +201,8 @@ class Checkpointer:
 
         `tokens` and `samples` count from the beginning of the run, over all ranks. If `loss`,
         or without it the last one that was noted, is not finite, and a parameter of the model
-        holds NaN or infinity, the step is marked rejected, so that no resume uses it. Returns
+        holds NaN or infinity, the step is marked rejected before it is published, so that no
+        resume uses it. Returns
         when the step is durable. Failed requests to an object store are retried for two
         minutes (storage option `retry_for_s`). Raises `SaveFailed` with the cause if the
         step could not be saved, `Fenced` if another attempt has taken the root over,
@@ -342,16 +342,18 @@ class Checkpointer:
         tokens: int | None,
         loss: float | None,
     ) -> None:
-        """Save, reject a step whose weights are lost, record it, and start to remove older ones."""
+        """Save, record it, and start to remove older steps; `lost` is why its weights are."""
         began_s = time.monotonic()
-        one.run(state)
+        one.run(state, lost)
         attempt = self._begun()
         attempt.saved = one.number
         if not self._job.group.is_first:
             return
         if lost:
-            held = Held(self._save_store, attempt.token)
-            self._job.tell(reject_saved(held, one.name, lost, self._shared))
+            self._job.tell(
+                f"{one.url} is saved and rejected: {lost}; no later step of this attempt can be "
+                "used"
+            )
         attempt.record(
             SavedLine(
                 step=one.number,

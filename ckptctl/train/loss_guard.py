@@ -16,29 +16,22 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group
-from ckptctl.errors import CkptctlError, StorageError, StorageUnavailable, UsageError
-from ckptctl.formats.frameworks.layouts import step_name
+from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formatting import counted
-from ckptctl.inspection.inspecting import inspect_step
-from ckptctl.inspection.open_step import OpenStep
-from ckptctl.model import Level
 from ckptctl.options import (
-    Requirements,
     StorageKeywords,
     StorageOptions,
     options_from,
     without_secrets,
 )
 from ckptctl.selection.fencing import check_token, held_token
-from ckptctl.selection.marking import check_inspected, mark
+from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import join_url, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ckptctl.train.abandoning import Held
 
 
 _MIN_RECENT = 10  # fewer losses do not show the usual range
@@ -315,21 +308,3 @@ def _is_finite(tensor: Any) -> bool:
     if tensor.is_floating_point() and tensor.element_size() == 1:
         tensor = tensor.float()  # torch 2.13: no `isfinite` for float8
     return bool(torch.isfinite(tensor).all())
-
-
-def reject_saved(held: Held, name: str, why: str, storage: StorageOptions) -> str:
-    """Reject a step that this attempt has just saved, so that no resume uses it; a message.
-
-    A mark that cannot be written does not end the save: the message has the command that
-    writes it. Cost: an inspection at `listing` and a write. Raises `Fenced`.
-    """
-    url = join_url(held.store.url, name)
-    try:
-        opened = OpenStep(held.store, step_name(name) or name)
-        report = inspect_step(opened, Requirements(grace_s=0.0), level=Level.LISTING).report
-        check_inspected(report)
-        held.mark(held.store, name, report, MarkKind.REJECTED, reason=why)
-    except StorageError as error:
-        again = _command_for(["reject", url, "--reason", why], storage)
-        return f"{url} could not be rejected ({error.message}): {why}\nnext: {again}"
-    return f"{url} is saved and rejected: {why}; no later step of this attempt can be used"

@@ -29,9 +29,10 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Finding, Severity, Verdict
-from ckptctl.formats.digests import Algorithm
-from ckptctl.formats.frameworks.layouts import name_of_attempt, shard_rank, step_name
+from ckptctl.formats.digests import Algorithm, sha256_of
+from ckptctl.formats.frameworks.layouts import METADATA, name_of_attempt, shard_rank, step_name
 from ckptctl.formats.own.files import time_now
+from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
@@ -45,7 +46,7 @@ from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
-from ckptctl.train.abandoning import move_aside
+from ckptctl.train.abandoning import Held, move_aside
 from ckptctl.train.writer import Writer, WrittenFile
 
 _NO_GRACE_S = 0.0
@@ -98,6 +99,8 @@ class StepSave:
         self.number = number
         self.name = target.name_of(number)
         self.moved_aside: str | None = None
+        self.digests: tuple[tuple[str, str], ...] = ()
+        self._lost = ""
         self._target = target
         self._store = target.store
         self._group = target.group
@@ -107,12 +110,15 @@ class StepSave:
         """The address of the step."""
         return join_url(self._store.url, self.name)
 
-    def run(self, state: dict[str, Any]) -> None:
+    def run(self, state: dict[str, Any], lost: str = "") -> None:
         """Write `state` as this step, durably, and seal it.
 
+        Where `lost` states why its weights are lost, the step is rejected before its metadata is
+        published: a job that is killed at any moment leaves no step that a resume would use.
         Raises `SaveFailed`, `Fenced` if another attempt holds the root, `UsageError` if a
         complete step of that number exists, `RanksLost`.
         """
+        self._lost = lost
         with self._failing("was not saved", "older steps are unchanged"):
             self.moved_aside = self._group.from_first(self._make_place)
             written = self._write(state)
@@ -176,7 +182,7 @@ class StepSave:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         writer = Writer.of(
-            self._store, self.name, algorithm=self._algorithm, before_metadata=self._check_token
+            self._store, self.name, algorithm=self._algorithm, before_metadata=self._before_metadata
         )
         try:
             with warnings.catch_warnings():
@@ -191,6 +197,14 @@ class StepSave:
             raise SaveFailed(f"step {self.number} was not saved: {first[:300]}") from error
 
         return writer.written
+
+    def _before_metadata(self, metadata: bytes) -> None:
+        """Reject a step of lost weights, and check that the root is still held; on rank 0 only."""
+        self.digests = ((METADATA, sha256_of(metadata)),)
+        if self._lost:
+            held = Held(self._store, self._target.token)
+            held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=self._lost)
+        self._check_token()
 
     def _write_failed(self, error: BaseException) -> CkptctlError:
         """The meaning of a `CheckpointException`, which is raised on every rank alike."""
@@ -298,7 +312,8 @@ class StepSave:
             level=Level.LISTING,
         )
         report = inspected.report
-        if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
+        # A rejection is the mildest fault: the step is complete.
+        if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE, Verdict.REJECTED):
             faults = report.with_severity(Severity.FAULT)
             raise SaveFailed(
                 f"step {self.number} was written but is {report.verdict.value}: "

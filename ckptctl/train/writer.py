@@ -90,7 +90,7 @@ class Writer(StorageWriter):
         self._storage = options_from(keywords, storage)
         self._within: Store | None = None
         self._algorithm = Algorithm.XXH3
-        self._before_metadata: Callable[[], None] | None = None
+        self._before_metadata: Callable[[bytes], None] | None = None
         self._rank: int | None = None
         self.written: Mapping[str, WrittenFile] = {}
         self.reset()
@@ -102,12 +102,12 @@ class Writer(StorageWriter):
         name: str,
         *,
         algorithm: Algorithm = Algorithm.XXH3,
-        before_metadata: Callable[[], None] | None = None,
+        before_metadata: Callable[[bytes], None] | None = None,
     ) -> Writer:
         """A writer of the step `name` in a store that is open, and stays open.
 
         The step's folder must exist, where the store has folders.
-        `before_metadata` is called on rank 0 right before the metadata is published.
+        `before_metadata` is called with the metadata, on rank 0, right before it is published.
         """
         folders = store.folders
         writer = cls(folders.path_of(name) if folders is not None else f"{store.url}/{name}")
@@ -195,7 +195,7 @@ class Writer(StorageWriter):
         taken = _Pass(self._algorithm, None)
         taken.take(memoryview(data))
         if self._before_metadata is not None:
-            self._before_metadata()
+            self._before_metadata(data)
         with self._opened() as (store, name):
             store.put(f"{name}/{self._metadata}", data)
             if store.folders is not None:

@@ -15,11 +15,11 @@ import pytest
 from command_line import validated
 from damage import flip, flip_tensor
 from jsonschema import Draft202012Validator, FormatChecker
-from storage.faulty import FaultyStore
 
 torch = pytest.importorskip("torch")
 
 from one_process import N_STEPS, Job, run  # noqa: E402
+from running import codes_of, run_job  # noqa: E402
 from small_job import Lines, train_one  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -36,12 +36,7 @@ from ckptctl.errors import (  # noqa: E402
 )
 from ckptctl.formats.own.files import line_bytes  # noqa: E402
 from ckptctl.formats.own.ledger import LedgerEvent, read_line  # noqa: E402
-from ckptctl.options import StorageOptions  # noqa: E402
-from ckptctl.selection.fencing import Token  # noqa: E402
-from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train import Checkpointer, GlobalLoader, resolve  # noqa: E402
-from ckptctl.train.abandoning import Held  # noqa: E402
-from ckptctl.train.loss_guard import reject_saved  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -876,12 +871,16 @@ def test_a_single_bad_loss_that_left_the_weights_alone_rejects_nothing(half):
     assert ckptctl.pick(str(half)).step == 7
 
 
-def test_a_step_that_cannot_be_inspected_is_not_reported_as_rejected(half):
-    store = FaultyStore(open_store(str(half)))
-    for verb in ("list_dir", "list_tree"):
-        store.fail(verb, StorageUnavailable("no answer"), lasts=True, path="step_6")
-    held, storage = Held(store, Token(999, "z")), StorageOptions(timeout_s=7)
-    message = reject_saved(held, "step_6", "NaN", storage)
-    assert f"{half}/step_6 could not be rejected (" in message
-    assert f"next: ckptctl reject {half}/step_6 --reason NaN --timeout 7" in message
-    assert ckptctl.pick(str(half)).step == 6
+@pytest.mark.parametrize(("moment", "then"), [("metadata", 0), ("seal", 11)])
+def test_a_job_that_is_killed_while_it_saves_lost_weights_leaves_no_step_that_is_chosen(
+    tmp_path, moment, then
+):
+    hook = tmp_path / "hook.py"
+    hook.write_text("next(model.parameters()).data.fill_(float('nan'))")
+    killed = ("--ranks", 1, "--steps", 3, "--kill", f"{moment}:1", "--hook", hook)
+    # Killed before the metadata, the job starts again; behind it, there is only the bad step.
+    assert codes_of(run_job(tmp_path, *killed)) == [-9, then]
+    report = ckptctl.verify(str(tmp_path / "run" / "step_3"))
+    assert (report.exit_code, report.seal is None) == (27, moment == "seal")
+    with pytest.raises(NothingToResume):
+        resolve("auto", str(tmp_path / "run"))

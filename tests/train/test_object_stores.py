@@ -191,6 +191,26 @@ def test_a_save_that_failed_leaves_no_metadata_and_can_be_repeated(
     job.die()
 
 
+def test_a_step_of_lost_weights_that_cannot_be_marked_is_not_published(
+    s3: S3Server, root: str, counting_proxy: Callable[[str], CountingProxy]
+):
+    proxy = counting_proxy(s3.endpoint)
+    job = Job(root, storage_options=s3.options, endpoint_url=proxy.url)
+    job.resume()
+    job.train(1, 3)
+    next(job.model.parameters()).data.fill_(math.nan)
+    proxy.break_request("PUT", Fault.DENIED, path=".json")
+    with pytest.raises(SaveFailed, match=r"step 4 was not saved: .*access denied") as failed:
+        job.ckpt.save(4, loss=math.nan)
+    assert failed.value.exit_code == 77
+    assert not [key for key in keys(s3, root) if key.startswith("step_4") and "distcp" not in key]
+    proxy.reset()
+    job.ckpt.save(4, loss=math.nan)
+    assert steps(s3, root)["step_4.attempt-1"] is Verdict.REJECTED
+    assert ckptctl.pick(root, storage_options=s3.options).step == 3
+    job.die()
+
+
 def test_an_attempt_that_was_overtaken_publishes_nothing(s3: S3Server, root: str):
     old = Job(root, storage_options=s3.options)
     old.resume()
