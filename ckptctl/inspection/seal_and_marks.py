@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.sealed_bytes import check_stored, without_seal
 from ckptctl.checks.seals import PROVES_NOTHING, Seen, applies_to_step, check_marks, check_seal
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported, UsageError
@@ -31,7 +30,7 @@ from ckptctl.formats.own.marks import (
     named_word,
     parse_mark,
 )
-from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, SealedFile, parse_seal
+from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
 from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
@@ -222,6 +221,8 @@ def ask_store(
     metadata files, which every inspection reads and compares. Storage errors pass
     through. Cost: one HEAD for each sealed file, and no byte.
     """
+    from ckptctl.checks.sealed_bytes import check_stored, comparable, without_seal
+
     step = opened.step
     if seal is None:
         if any(file.path == SEAL for file in step.files):
@@ -229,7 +230,7 @@ def ask_store(
             return None, (without_seal(step.url, why, there=True),)
         return None, (without_seal(step.url, "the step has no seal", there=False),)
     differing = {finding.where for finding in findings if finding.code == "seal.digest"}
-    asked = _as_listed(step, seal, differing)
+    asked = comparable(seal, step.files, {*seal.step.metadata, *differing})
     prefix = opened.in_store("")
     answers = opened.store.kept(prefix + file.path for file in asked)
     kept = {answer.path.removeprefix(prefix): answer for answer in answers}
@@ -238,16 +239,6 @@ def ask_store(
         why = "the seal does not list every file that the step needs"
         found = (*found, without_seal(step.url, why, there=True))
     return by_store, found
-
-
-def _as_listed(step: Step, seal: Seal, differing: Collection[str]) -> list[SealedFile]:
-    sizes = {file.path: file.size for file in step.files if file.kind == "file"}
-    left_out = {*seal.step.metadata, *differing}
-    return [
-        file
-        for file in seal.files
-        if file.path not in left_out and sizes.get(file.path) == file.size
-    ]
 
 
 MAX_FILE_BYTES = 64 << 20
