@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.requirements import (
-    check_required,
+from ckptctl.checks.train_state import check_required
+from ckptctl.checks.world_size import (
     check_saved_world_size,
     check_world_size,
     ranks_in,

@@ -26,7 +26,6 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.archive.legacy import LegacyFile
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import is_archive
@@ -34,7 +33,7 @@ from ckptctl.formats.frameworks.state_keys import StateKind, kind_of_entry
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import command_line, inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
-from ckptctl.records.opening import is_before_archives, open_before_archives
+from ckptctl.records.opening import Need, is_before_archives, open_before_archives
 from ckptctl.records.reads import open_one_record
 from ckptctl.storage.contract import Span, Store, read_range
 
@@ -313,7 +312,7 @@ def content_of(data: bytes, path: str) -> object | None:
         return _json(data)
     if is_before_archives(data[:16]):
         found = open_before_archives(View(len(data), data, data))
-        return found.value if isinstance(found, LegacyFile) else None
+        return None if isinstance(found, Need) else found.value
     if not data.startswith(b"PK"):
         return None
     directory = parse_directory(data, len(data))

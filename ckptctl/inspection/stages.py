@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ckptctl.checks.coverage import check_part_coverage
 from ckptctl.checks.presence import check_holds_anything, check_presence, check_sizes
-from ckptctl.checks.requirements import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.checks.shape import (
     check_identity,
     check_shape,
@@ -24,6 +23,7 @@ from ckptctl.checks.shape import (
     earlier_step,
     sidecars_of,
 )
+from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.requirements import check_world_size
+from ckptctl.checks.world_size import check_world_size
 from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError

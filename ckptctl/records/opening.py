@@ -38,7 +38,6 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.archive.legacy import MAX_PICKLES, LegacyFile, read_legacy
 from ckptctl.formats.pickles.values import TensorStub, decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.ranges import Owner
@@ -46,6 +45,7 @@ from ckptctl.records.ranges import Owner
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressionObj
 
+    from ckptctl.formats.archive.legacy import LegacyFile
 
 MAX_PICKLE_BYTES = 64 << 10
 """The longest pickle of a tensor or of a wanted bytes entry that is read.
@@ -206,6 +206,8 @@ def is_before_archives(head: bytes) -> bool:
 
 def open_before_archives(view: View) -> LegacyFile | Need:
     """The content of a file in the form of torch before 1.6, or how much of it to read first."""
+    from ckptctl.formats.archive.legacy import MAX_PICKLES, read_legacy
+
     found = read_legacy(view.head, view.length)
     return Need(min(4 * len(view.head), MAX_PICKLES), 1) if found is None else found
 

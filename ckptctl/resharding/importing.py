@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ckptctl.checks.requirements import NO_STATE
+from ckptctl.checks.train_state import NO_STATE
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ckptctl.checks.requirements import NO_STATE
+from ckptctl.checks.train_state import NO_STATE
 from ckptctl.findings import Finding, Report, Verdict, verdict_of
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
