@@ -26,6 +26,9 @@ Dims = tuple[int, ...]
 Span = tuple[int, int, tuple[str, ...]]
 """Where a record begins, its length, both in bytes, and its transforms."""
 
+NO_HINT = -1
+"""The index of a key that has none."""
+
 
 def packed(dims: Dims) -> bytes:
     """Integers as an array of 64-bit ones has them: those of many chunks are joined in one go."""
@@ -37,126 +40,101 @@ def unpacked(dims: bytes) -> Dims:
     return tuple(array("q", dims))
 
 
-class ChunkTable:
-    """The chunks of all tensors in columns, those of one tensor behind each other.
+class ChunkColumns:
+    """The chunks of one tensor in columns, while byte ranges are given to them.
 
-    Offsets and sizes are in elements and `packed`; the other columns are those of `RangeColumns`.
-    `numbers` are those of the files, in the order in which they are first named.
+    Offsets and sizes are in elements and `packed`, `files` as in `RangeColumns`. A span of many
+    chunks is one object.
     """
 
-    def __init__(self) -> None:
-        self.numbers: defaultdict[str, int] = defaultdict()
-        self.numbers.default_factory = self.numbers.__len__
-        self._offsets: list[bytes] = []
-        # One, where all chunks of a tensor have the same.
-        self._sizes: dict[str, Sequence[bytes]] = {}
-        self._files = array("i")
-        self._starts = array("q")
-        self._lengths = array("q")
-        self._transforms: dict[str, dict[int, tuple[str, ...]]] = {}
-        self._own: dict[str, range] = {}
+    __slots__ = ("by_offset", "files", "offsets", "sizes", "spans")
+
+    def __init__(self, offsets: list[bytes], sizes: list[bytes]) -> None:
+        n_chunks = len(offsets)
+        self.offsets = offsets
+        # One, where all chunks have the same.
+        self.sizes = sizes[:1] if sizes[:1] * n_chunks == sizes else sizes
+        self.files = [NO_FILE] * n_chunks
+        self.spans: list[Span] = [(0, 0, ())] * n_chunks
         # Made when a hint is of no help, or where several chunks begin at one offset.
-        self._by_offset: dict[str, dict[bytes, int]] = {}
+        self.by_offset: dict[bytes, int] = {}
+        if len(set(offsets)) != n_chunks:
+            self._index()
 
-    def add(self, fqn: str, offsets: list[bytes], sizes: list[bytes]) -> None:
-        """Add the chunks of a tensor, still without byte ranges."""
-        self._own[fqn] = range(len(self._offsets), len(self._offsets) + len(offsets))
-        self._offsets += offsets
-        self._sizes[fqn] = sizes[:1] if sizes[:1] * len(sizes) == sizes else sizes
-        if len(set(offsets)) != len(offsets):
-            self._index(fqn)
-        self._files += array("i", [NO_FILE]) * len(offsets)
-        self._starts += array("q", [0]) * len(offsets)
-        self._lengths += array("q", [0]) * len(offsets)
+    def _index(self) -> None:
+        """The first chunk at each offset."""
+        for position, offset in enumerate(self.offsets):
+            self.by_offset.setdefault(offset, position)
 
-    def _index(self, fqn: str) -> dict[bytes, int]:
-        """The first chunk at each offset of a tensor."""
-        positions = self._by_offset[fqn] = {}
-        for position in self._own[fqn]:
-            positions.setdefault(self._offsets[position], position)
-        return positions
-
-    def place_run(self, run: StorageRun) -> bool:
-        """Give each chunk of a run its byte range; False, and none given, where a hint is wrong."""
-        hints, offsets, _ = zip(*run.keys, strict=True)
-        if self._by_offset and not self._by_offset.keys().isdisjoint(run.fqns):
-            return False
-        try:
-            own = map(self._own.__getitem__, run.fqns)
-            positions = [chunks[hint] for chunks, hint in zip(own, hints, strict=True)]
-        except (KeyError, IndexError, TypeError):  # of another tensor, chunk, or without a hint
-            return False
-        if not (
-            [*map(self._offsets.__getitem__, positions)] == [*offsets]
-            and max(map(self._files.__getitem__, positions)) == NO_FILE
-            and len(set(positions)) == len(positions)
-        ):
-            return False
-        files, starts, lengths = self._files, self._starts, self._lengths
-        numbers = map(self.numbers.__getitem__, run.files)
-        for position, number, start, length in zip(
-            positions, numbers, run.spans[::2], run.spans[1::2], strict=True
-        ):
-            files[position] = number
-            starts[position] = start
-            lengths[position] = length
-        return True
-
-    def place(self, fqn: str, hint: int | None, offset: bytes, file: int, span: Span) -> bool:
+    def place(self, hint: int, offset: bytes, file: int, span: Span) -> bool:
         """Give the chunk that begins at `offset` its byte range: the first, where several do.
 
         False where no chunk begins there. Raises `Malformed` where the chunk has a
         range already.
         """
-        own = self._own.get(fqn)
-        if own is None:
-            return False
-        if (
-            fqn in self._by_offset
-            or hint is None
-            or not 0 <= hint < len(own)
-            or self._offsets[position := own[hint]] != offset
-        ):
-            positions = self._by_offset.get(fqn) or self._index(fqn)
-            if offset not in positions:
+        position = NO_HINT if self.by_offset else hint
+        if not 0 <= position < len(self.offsets) or self.offsets[position] != offset:
+            if not self.by_offset:
+                self._index()
+            if offset not in self.by_offset:
                 return False
-            position = positions[offset]
-        if self._files[position] != NO_FILE:
+            position = self.by_offset[offset]
+        if self.files[position] != NO_FILE:
             raise Malformed("two byte ranges for one chunk")
-        self._files[position] = file
-        self._starts[position], self._lengths[position], transforms = span
-        if transforms:
-            self._transforms.setdefault(fqn, {})[position - own.start] = transforms
+        self.files[position], self.spans[position] = file, span
         return True
 
-    def chunks(self, fqn: str, n_dims: int, file_names: Sequence[str]) -> Chunks:
-        """The chunks of a tensor, once every byte range is placed."""
-        self._share_ranges(fqn)
-        own, sizes = slice(self._own[fqn].start, self._own[fqn].stop), self._sizes[fqn]
+    def chunks(self, n_dims: int, file_names: Sequence[str]) -> Chunks:
+        """The chunks, once every byte range is placed."""
+        self._share_ranges()
+        n_chunks = len(self.offsets)
+        starts, lengths, transforms = zip(*self.spans, strict=True) if n_chunks else ((), (), ())
         return Chunks(
             n_dims,
-            array("q", b"".join(self._offsets[own])),
-            array("q", b"".join(sizes)) * (len(self._own[fqn]) // max(1, len(sizes))),
+            array("q", b"".join(self.offsets)),
+            array("q", b"".join(self.sizes)) * (n_chunks // max(1, len(self.sizes))),
             RangeColumns(
-                self._files[own],
-                self._starts[own],
-                self._lengths[own],
+                array("i", self.files),
+                array("q", starts),
+                array("q", lengths),
                 file_names,
-                self._transforms.get(fqn, {}),
+                {position: names for position, names in enumerate(transforms) if names},
             ),
         )
 
-    def _share_ranges(self, fqn: str) -> None:
+    def _share_ranges(self) -> None:
         """Chunks at one offset have one key, and so one range: each load reads it for all."""
-        own = self._own[fqn]
-        positions = self._by_offset.get(fqn, {})
-        if len(positions) in (0, len(own)):
+        if len(self.by_offset) in (0, len(self.offsets)):
             return
-        transforms = self._transforms.setdefault(fqn, {})
-        for position in own:
-            first = positions[self._offsets[position]]
-            self._files[position] = self._files[first]
-            self._starts[position] = self._starts[first]
-            self._lengths[position] = self._lengths[first]
-            if first - own.start in transforms:
-                transforms[position - own.start] = transforms[first - own.start]
+        for position, offset in enumerate(self.offsets):
+            first = self.by_offset[offset]
+            self.files[position], self.spans[position] = self.files[first], self.spans[first]
+
+
+class ChunkTable:
+    """The chunks of all tensors by FQN.
+
+    `numbers` are those of the files, in the order in which they are first named.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, ChunkColumns] = {}
+        self.numbers: defaultdict[str, int] = defaultdict()
+        self.numbers.default_factory = self.numbers.__len__
+
+    def place_run(self, run: StorageRun) -> list[int]:
+        """Give the chunks of a run their byte ranges; the rows whose hint does not lead to one."""
+        tensors, others = self.tensors, []
+        numbers = map(self.numbers.__getitem__, run.files)
+        rows = zip(run.fqns, run.keys, numbers, run.spans, strict=True)
+        for row, (fqn, (hint, offset, _), number, span) in enumerate(rows):
+            try:
+                columns = tensors[fqn]
+                fits = columns.offsets[hint] == offset
+            except (KeyError, IndexError):
+                fits = False
+            if not fits or columns.by_offset or columns.files[hint] != NO_FILE:
+                others.append(row)
+                continue
+            columns.files[hint], columns.spans[hint] = number, span
+        return others

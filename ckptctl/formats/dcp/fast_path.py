@@ -39,7 +39,7 @@ from itertools import accumulate, islice
 from typing import Generic, TypeVar
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.formats.dcp.chunk_table import packed
+from ckptctl.formats.dcp.chunk_table import NO_HINT, Span, packed
 from ckptctl.formats.pickles.machine import Machine
 from ckptctl.formats.pickles.stubs import MAX_DIMS, SIZE, Function, Malformed, Rows, checked_dims
 
@@ -286,11 +286,8 @@ Dims = tuple[int, ...]
 ChunkSlice = tuple[bytes, bytes, int]
 """Where a chunk begins, its size, both `packed`, and the memo slots that they fill."""
 
-Key = tuple[int | None, bytes | None, int]
+Key = tuple[int, bytes | None, int]
 """The hint and the `packed` offset in a key, and the memo slots that the offset fills."""
-
-Span = tuple[int, int]
-"""Where a record begins, and its length, in bytes."""
 
 Meaning = TypeVar("Meaning")
 
@@ -383,7 +380,7 @@ def _slice(split: Groups, sizes: Known[bytes], part: bytes) -> ChunkSlice:
 def _key(split: Groups, sizes: Known[bytes], part: bytes) -> Key:
     hint, offset = split(part)
     return (
-        None if hint == b"N" else _int(hint),
+        NO_HINT if hint == b"N" else _int(hint),
         sizes[offset] if offset else None,
         n_size_slots(offset),
     )
@@ -391,7 +388,7 @@ def _key(split: Groups, sizes: Known[bytes], part: bytes) -> Key:
 
 def _span(split: Groups, part: bytes) -> Span:
     start, length = split(part)
-    return _int(start), _int(length)
+    return _int(start), _int(length), ()
 
 
 def _referred(machine: Machine, reference: bytes) -> object:

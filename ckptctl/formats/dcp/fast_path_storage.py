@@ -12,13 +12,13 @@ there is checked, as it is for any other.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, compress, takewhile
-from operator import add, itemgetter, lt
+from itertools import accumulate, compress, takewhile
+from operator import lt
 
+from ckptctl.formats.dcp.chunk_table import Span
 from ckptctl.formats.dcp.fast_path import (
     INT,
     NEW,
@@ -70,8 +70,7 @@ _FQN = 2
 class StorageRun(Run):
     """Keys and byte ranges in columns, one row for each.
 
-    `spans` has the start and the length of each row in turn, in bytes; `texts` are the names
-    and files that later rows refer to, by their slots in the memo.
+    `texts` are the names and files that later rows refer to, by their slots in the memo.
     """
 
     __slots__ = ("files", "fqns", "keys", "spans", "texts")
@@ -79,7 +78,7 @@ class StorageRun(Run):
     fqns: list[str]
     keys: list[Key]
     files: list[str]
-    spans: array[int]
+    spans: list[Span]
     texts: dict[int, str]
 
     def known_at(self, slot: int) -> str | None:
@@ -119,8 +118,7 @@ def _push(parts: Parts, machine: Machine, window: Window) -> int:
         in_pairs=True,
     )
     run.fqns, run.keys, run.files = fqns[:n_rows], read.keys[:n_rows], files[:n_rows]
-    spans = map(parts.spans.__getitem__, read.span_parts[:n_rows])
-    run.spans = array("q", chain.from_iterable(spans))
+    run.spans = parts.spans.column(read.span_parts[:n_rows])
     run.texts = read.texts_to_keep(fqns, files)
     n_texts = sum(read.new_fqns[:n_rows]) + sum(read.new_files[:n_rows])
     return n_rows if machine.push_run(run, window.end, run.n_slots - n_texts) else 0
@@ -139,11 +137,10 @@ class _Rows:
             *window.rows, strict=True
         )
         self.keys = parts.keys.column(key_parts)
-        self.new_fqns = list(map(NEW_TEXT.__eq__, map(itemgetter(0), self.fqn_parts)))
-        self.new_files = list(map(NEW_TEXT.__eq__, map(itemgetter(0), self.file_parts)))
-        n_texts = map(add, self.new_fqns, self.new_files)
-        n_others = map(_OWN_SLOTS.__add__, map(itemgetter(2), self.keys))
-        n_slots = map(add, n_texts, n_others)
+        self.new_fqns = [part[0] == NEW_TEXT for part in self.fqn_parts]
+        self.new_files = [part[0] == NEW_TEXT for part in self.file_parts]
+        rows = zip(self.keys, self.new_fqns, self.new_files, strict=False)
+        n_slots = [_OWN_SLOTS + key[2] + new_fqn + new_file for key, new_fqn, new_file in rows]
         self.first_slots = list(accumulate(n_slots, initial=window.first_slot))
 
     def texts(self, parts: Sequence[bytes]) -> list[str]:

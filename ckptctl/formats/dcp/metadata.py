@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, cast
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.dcp.chunk_table import ChunkTable, Dims, Span, packed, unpacked
+from ckptctl.formats.dcp.chunk_table import (
+    NO_HINT,
+    ChunkColumns,
+    ChunkTable,
+    Dims,
+    Span,
+    packed,
+    unpacked,
+)
 from ckptctl.formats.dcp.grammar import (
     BYTES,
     CHUNK,
@@ -157,7 +164,9 @@ def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
     return Metadata(
         tensors={
             fqn: tensor.entry(
-                fqn, paths.get(fqn, (fqn,)), table.chunks(fqn, len(tensor.shape), file_names)
+                fqn,
+                paths.get(fqn, (fqn,)),
+                table.tensors.pop(fqn).chunks(len(tensor.shape), file_names),
             )
             for fqn, tensor in tensors.items()
         },
@@ -269,7 +278,7 @@ def _entries(state_dict: object, table: ChunkTable) -> tuple[dict[str, _Tensor],
         try:
             fields = _fields(value, TENSOR)
             tensors[fqn] = _tensor(fields)
-            table.add(fqn, *_slices(tensors[fqn].shape, fields))
+            table.tensors[fqn] = ChunkColumns(*_slices(tensors[fqn].shape, fields))
         except Malformed as wrong:
             raise Malformed(f"tensor {shown(fqn)}: {wrong}") from None
     return tensors, bytes_fqns
@@ -346,13 +355,14 @@ def _properties(value: object) -> tuple[str, str, bool, int, bool, Dims | None]:
     raise Malformed(f"its properties are no {PROPERTIES} of torch 2.1 to 2.15")
 
 
-def _storage_entry(key: object, value: object) -> tuple[str, int | None, bytes | None, str, Span]:
+def _storage_entry(key: object, value: object) -> tuple[str, int, bytes | None, str, Span]:
     """FQN, hint, `packed` offset of the chunk, file and place in it of one byte range."""
     index, info = _fields(key, INDEX), _fields(value, STORAGE_INFO)
     fqn = _text(_required(index, "fqn", INDEX), "the name in a key of the byte ranges")
     try:
         hint, offset = _required(index, "index", INDEX), index.get("offset")
-        if hint is not None and type(hint) is not int:
+        hint = NO_HINT if hint is None else hint
+        if type(hint) is not int:
             raise Malformed(f"its index is a {_kind_of(hint)}")
         offset = None if offset is None else packed(checked_dims(offset, "its offset"))
         return fqn, hint, offset, *_range(info)
@@ -392,22 +402,20 @@ class _Ranges:
         for key, value in _drained(storage_data):
             if not isinstance(key, Run) or key.kind != INDEX:
                 self._place(*_storage_entry(key, value))
-            elif not self._table.place_run(run := cast("StorageRun", key)):
-                spans = zip(run.spans[::2], run.spans[1::2], repeat(()), strict=False)
-                rows = zip(run.fqns, run.keys, run.files, spans, strict=True)
-                for fqn, (hint, offset, _), file, span in rows:
-                    self._place(fqn, hint, offset, file, span)
+                continue
+            run = cast("StorageRun", key)
+            for row in self._table.place_run(run):
+                hint, offset, _ = run.keys[row]
+                self._place(run.fqns[row], hint, offset, run.files[row], run.spans[row])
 
-    def _place(
-        self, fqn: str, hint: int | None, offset: bytes | None, file: str, span: Span
-    ) -> None:
-        number = self._table.numbers[file]
+    def _place(self, fqn: str, hint: int, offset: bytes | None, file: str, span: Span) -> None:
+        number, columns = self._table.numbers[file], self._table.tensors.get(fqn)
         try:
             if offset is None and fqn in self.of_bytes:
                 if self.of_bytes[fqn] is not None:
                     raise Malformed("two byte ranges for one bytes entry")
                 self.of_bytes[fqn] = ByteRange(file, *span)
-            elif offset is None or not self._table.place(fqn, hint, offset, number, span):
+            elif not (columns and offset is not None and columns.place(hint, offset, number, span)):
                 place = None if offset is None else unpacked(offset)
                 self.strays.append((fqn, place, ByteRange(file, *span)))
         except Malformed as wrong:
