@@ -297,6 +297,10 @@ class FileInfo:
     kind: str = "file"
     link: str | None = None
 
+    def at(self, path: str) -> FileInfo:
+        """The same file under another path."""
+        return FileInfo(path, self.size, self.mtime_s, self.identity, self.kind, self.link)
+
     @property
     def what(self) -> str:
         """The kind in words, for messages."""

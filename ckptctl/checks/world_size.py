@@ -47,15 +47,16 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
             for rank in one.ranks
             if all(rank in other.ranks or rank >= other.n_files for other in lacking)
         )
-    names = [file.path for file in part.files if not _is_left_over(file, named)]
-    names += named or ()  # a file that is missing was written by someone too
+    names = {file.path for file in part.files if not _is_left_over(file, named)}
+    names |= {*(named or ())}  # a file that is missing was written by someone too
     found = (read(name) for name in names for read in _RANK_READERS)
     return frozenset(rank for rank in found if rank is not None)
 
 
 def _is_left_over(file: FileInfo, named: Collection[str] | None) -> bool:
-    is_shard = shard_rank(file.path) is not None
-    return named is not None and is_shard and file.size > 0 and file.path not in named
+    if named is None or file.path in named or not file.size:
+        return False
+    return shard_rank(file.path) is not None
 
 
 def saved_world_size(

@@ -18,7 +18,6 @@ from functools import cached_property
 from itertools import islice
 
 from ckptctl.checks.shape import own_number, sidecars_of
-from ckptctl.data_classes import replace
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -356,7 +355,7 @@ class BesidePart(OpenPart):
 
     def __init__(self, opened: OpenStep, file: FileInfo, content: object | None) -> None:
         folder, _, name = file.path.rpartition("/")
-        held = replace(file, path=name)
+        held = file.at(name)
         super().__init__(opened, Part(f"../{folder}", PartFormat.RANK_FILES, (held,)))
         self.content = content
 
@@ -369,7 +368,7 @@ class BesidePart(OpenPart):
     def file(self) -> FileInfo:
         """The file, by its path from the step."""
         (file,) = self.part.files
-        return replace(file, path=self.in_step(file.path))
+        return file.at(self.in_step(file.path))
 
 
 def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
@@ -415,7 +414,7 @@ def _beside(store: Store, name: str) -> tuple[FileInfo, ...]:
 
 
 def _below(file: FileInfo, prefix: str, instead: str = "") -> FileInfo:
-    return replace(file, path=instead + file.path.removeprefix(prefix))
+    return file.at(instead + file.path.removeprefix(prefix))
 
 
 MAX_FOLDERS = 2_000

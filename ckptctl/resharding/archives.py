@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, pickled_value
 from ckptctl.formats.frameworks.layouts import step_name
@@ -45,7 +44,7 @@ def read_archives(step: Step, part: OpenPart) -> Iterator[ReadFile]:
     """
     for file in part.part.files:
         if part.metadata and file.path in part.metadata[0].bytes_entries:
-            there = replace(file, path=part.in_store(file.path))
+            there = file.at(part.in_store(file.path))
             yield ReadFile(_name(step, file), *_entries(part, there))
     for held in part.safetensors:
         read = read_safetensors(part.store, held.folder, step.url, held.part, under="")

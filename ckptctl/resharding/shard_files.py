@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.state_file import NotPlain
 from ckptctl.formats.frameworks.file_names import axes_in, kind_of_file, rank_file
@@ -91,7 +90,7 @@ def read_shards(inspected: Inspection, store: Store) -> tuple[ShardSource, ...]:
         row, match = found
         place = tuple(n for axis, n in axes_in(match).items() if not axis.startswith("of_"))
         held = folders.setdefault((row.grid, match["folder"]), {}).setdefault(row.what, {})
-        there = replace(file, path=inspected.opened.in_store(file.path))
+        there = file.at(inspected.opened.in_store(file.path))
         held[place] = open_flat(store, there, step.url, decode_shards)
     sources = []
     for (grid, folder), files in sorted(folders.items()):

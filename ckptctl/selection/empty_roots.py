@@ -447,7 +447,7 @@ def _listed(
 def _names_in(store: Store, folder: str) -> list[FileInfo]:
     # It may have been removed after the root was listed.
     entries = list_if_there(store, folder)
-    return [replace(entry, path=entry.path.rsplit("/", 1)[-1]) for entry in entries]
+    return [entry.at(entry.path.rsplit("/", 1)[-1]) for entry in entries]
 
 
 def _listed_folders(

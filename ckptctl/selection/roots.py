@@ -110,12 +110,12 @@ def list_all(
             top.append(file)
             trees[folder] = [file]
             continue
-        trees.setdefault(folder, []).append(replace(file, path=path))
+        trees.setdefault(folder, []).append(file.at(path))
     for file in trees.get(OWN_FOLDER, ()):  # about steps that are one file
         steps, _, path = file.path.partition("/")
         name, slash, path = path.partition("/")
         if slash and steps == "steps" and name in trees:
-            trees[name].append(replace(file, path=f"{OWN_FOLDER}/{path}"))
+            trees[name].append(file.at(f"{OWN_FOLDER}/{path}"))
     trees |= {named.name: list(files) for named, files in scattered_steps(top).items()}
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
     listing = _without_doubt(store, read_listing([*top, *folders], pattern))

@@ -251,7 +251,7 @@ class ObjectStore:
                 )
             token = following
         return sorted(
-            (_relative(info, self._n_root) for info in found if not _is_marker(info, prefix)),
+            (info.at(info.path[self._n_root :]) for info in found if not _is_marker(info, prefix)),
             key=attrgetter("path"),
         )
 
@@ -364,7 +364,3 @@ def _in_parts(pieces: Iterator[memoryview], n_part: int) -> Iterator[bytes]:
 def _is_marker(info: FileInfo, prefix: str) -> bool:
     # Web consoles create an empty object `step_5/` to display a folder.
     return info.path in (prefix, prefix[:-1]) or (info.path.endswith("/") and info.size == 0)
-
-
-def _relative(info: FileInfo, root: int) -> FileInfo:
-    return FileInfo(info.path[root:], info.size, info.mtime_s, info.identity, info.kind, info.link)

@@ -390,7 +390,10 @@ def full_match(pattern: str, name: str) -> re.Match[str] | None:
 
     To compile a pattern takes 0.1 ms, and a name that matches none is compared with all.
     """
-    return re.fullmatch(pattern, name) if text_in(pattern) in name else None
+    return _compiled(pattern).fullmatch(name) if text_in(pattern) in name else None
+
+
+_compiled = cache(re.compile)
 
 
 @cache

@@ -41,7 +41,7 @@ def parts_of(
     for file in files:
         folder, _, name = file.path.rpartition("/")
         if is_saved(file.path):
-            folders.setdefault(folder, []).append(_renamed(file, name))
+            folders.setdefault(folder, []).append(file.at(name))
     formats = {
         folder: _dcp_format(inside)
         for folder, inside in folders.items()
@@ -66,10 +66,6 @@ def _safetensors_beside(folder: str, files: Iterable[FileInfo]) -> PartFormat | 
         for file in files
     )
     return PartFormat.SAFETENSORS if found else None
-
-
-def _renamed(file: FileInfo, name: str) -> FileInfo:
-    return FileInfo(name, file.size, file.mtime_s, file.identity, file.kind, file.link)
 
 
 def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
@@ -116,7 +112,7 @@ def in_parts(files: Iterable[FileInfo], kind: PartFormat) -> Iterator[Part]:
         folder, _, _ = file.path.rpartition("/")
         top = folder.partition("/")[0] if folder.count("/") >= MAX_PART_DEPTH else folder
         name = file.path.removeprefix(f"{top}/") if top else file.path
-        folders.setdefault(top, []).append(_renamed(file, name))
+        folders.setdefault(top, []).append(file.at(name))
     for folder, inside in sorted(folders.items()):
         yield Part(folder, kind, tuple(inside))
 
@@ -130,7 +126,7 @@ def is_archive(path: str, layout: str = "") -> bool:
 
 def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...]:
     return tuple(
-        _renamed(file, f"{folder}/{file.path}" if folder else file.path)
+        file.at(f"{folder}/{file.path}" if folder else file.path)
         for folder in sorted(folders)
         for file in folders[folder]
     )
