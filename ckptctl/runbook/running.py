@@ -78,6 +78,8 @@ def run_runbook(
     `TakenOver`, `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
+    # A block would take the last line of a path for all of it.
+    _check_text("ROOT", root, is_command=False)
     handed_on = _handed_on(storage, talk.columns)
     with open_store(root, storage) as store:
         # Searching must not create a root that does not exist.

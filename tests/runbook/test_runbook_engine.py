@@ -244,6 +244,12 @@ def test_a_dry_run_reads_and_leaves_no_record(tmp_path):
     assert not (tmp_path / ".ckptctl").exists()
 
 
+def test_a_root_of_which_a_block_would_read_only_the_last_line_is_refused(tmp_path):
+    (tmp_path / "one\nline").mkdir()
+    with pytest.raises(UsageError, match="cannot contain a line break"):
+        go(tmp_path / "one\nline", Person())
+
+
 def test_a_root_that_is_not_there_is_not_made(tmp_path):
     with pytest.raises(PathNotFound):
         go(tmp_path / "unmounted", Person())
