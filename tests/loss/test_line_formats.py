@@ -315,12 +315,16 @@ def test_a_loop_of_ones_own_is_read_however_it_is_put(line):
         "epoch: 7, lr: 1.00e+00 - train loss: 2.5000 - valid loss: 2.60, valid CER: 5.3",
         "Epoch 7\tTraining Loss: 2.500000 \tValidation Loss: 2.600000",
         "Epoch 7/90\n----------\ntrain Loss: 2.5000 Acc: 0.51\nval Loss: 2.6000 Acc: 0.50",
-        "\nepoch:  7\n2026-11-20 03:12:44.201934: train loss : 2.5000\n"
-        "2026-11-20 03:12:44.201934: validation loss: 2.6000",
+        (
+            "\nepoch:  7\n2026-11-20 03:12:44.201934: train loss : 2.5000\n"
+            "2026-11-20 03:12:44.201934: validation loss: 2.6000"
+        ),
         "=== Iteration 7 of 90 ===\n  policy entropy: 0.1\n  loss = 2.5000",
-        "   --> TIME: 2026-11-20 03:12:44 -- STEP: 7/40 -- GLOBAL_STEP: 7\n"
-        "     | > loss: 2.5  (2.51)\n     | > step_time: 0.59370  (0.59370)\n\n"
-        " > EVALUATION \n\n   --> STEP: 0\n     | > loss: 2.6  (2.6)",
+        (
+            "   --> TIME: 2026-11-20 03:12:44 -- STEP: 7/40 -- GLOBAL_STEP: 7\n"
+            "     | > loss: 2.5  (2.51)\n     | > step_time: 0.59370  (0.59370)\n\n"
+            " > EVALUATION \n\n   --> STEP: 0\n     | > loss: 2.6  (2.6)"
+        ),
     ],
 )
 def test_a_loop_with_a_row_for_each_epoch_or_block_is_read_however_it_is_put(text):

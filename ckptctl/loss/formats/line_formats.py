@@ -372,7 +372,8 @@ LINE_FORMATS = (
         rf"(?:(?=.*\btrain\w{{0,20}}[ _/]loss)|(?!(?:(?!loss).){{0,300}}(?:\b|_){_NOT_TRAINING}))"
         r".{0,100}?\bepoch\b[ :=#\[(]{0,4}(?P<step>\d{1,9})(?![\d.]|\s?%)"
         r"(?=\D.{0,300}?(?:\b|_)loss)",
-        r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test|average|avg|mean|total) )?"
+        r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test|average|avg|mean|total)"
+        r" )?"
         r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
         r"([-+]?(?:[\d.][\w.+-]{0,60}|nan|inf\w{0,9}))",
         fallback=True,
