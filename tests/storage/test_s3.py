@@ -674,8 +674,10 @@ _LIST = (
 def listed(url: str, client: str, *options: str, **environment: str) -> str:
     """What a process of its own, with nothing but these variables, lists."""
     clean = {n: v for n, v in os.environ.items() if not n.startswith(("AWS_", "FSSPEC_"))}
+    # fsspec reads its configuration when it is imported.
+    python = sys.executable if environment.keys() & {"FSSPEC_CONFIG_DIR"} else forked_python()
     done = subprocess.run(
-        [sys.executable, "-c", _LIST, url, client, *options],
+        [python, "-c", _LIST, url, client, *options],
         env={**clean, "HOME": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true", **environment},
         capture_output=True,
         text=True,
