@@ -377,5 +377,6 @@ LINE_FORMATS = (
         r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
         r"([-+]?(?:[\d.][\w.+-]{0,60}|nan|inf\w{0,9}))",
         fallback=True,
+        counts="epochs",
     ),
 )
