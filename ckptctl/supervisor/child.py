@@ -1,8 +1,9 @@
 """Start one attempt of a job, forward signals, watch it, and end all its processes.
 
 The command runs in its own session. Signals are forwarded only to the command, which
-handles its own processes. When it has ended, what is left of the job is killed: a process
-of the old attempt must not write beside the new one.
+handles its own processes and decides how long that takes; a second Ctrl-C kills all of them.
+When it has ended, what is left of the job is killed: a process of the old attempt must not
+write beside the new one.
 
 Each watcher is polled about once a second. A watcher that reports a hang has collected its
 evidence by then: the processes of the job are ended next.
@@ -20,6 +21,7 @@ from typing import Protocol
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
+from ckptctl.formatting import counted, some_of
 from ckptctl.supervisor.processes import GRACE_S, MARKER, JobProcesses, Process, children, receiving
 
 
@@ -103,16 +105,35 @@ _ENDS_THE_JOB = frozenset(PASSED_ON) - {signal.SIGUSR2}
 _PAUSE_S = 0.05
 _POLL_S = 1.0
 """How often the watchers are asked."""
+_ONE_CTRL_C_S = 0.5
+"""Within this time a second SIGINT is the same Ctrl-C: `timeout` of coreutils sends two."""
 
 
 class Signals:
-    """Receives signals, forwards them to the job, and keeps the one that ends it."""
+    """Receives signals, forwards them to the job, and keeps the one that ends it.
 
-    def __init__(self) -> None:
+    `tell` gets what was sent to the job, and what follows.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
         self.asked: signal.Signals | None = None
+        self._tell = tell
+        self._runs = self._kills = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._ctrl_c_s: float | None = None
 
     def _receive(self, number: int, _frame: object) -> None:
+        now_s = time.monotonic()
+        if number == signal.SIGINT and self._ctrl_c_s is None:
+            self._ctrl_c_s = now_s
+        elif number == signal.SIGINT and now_s - (self._ctrl_c_s or 0.0) >= _ONE_CTRL_C_S:
+            self._kills = True
+            if not self._runs:
+                raise KeyboardInterrupt
+            return
+        self._forward(number)
+
+    def _forward(self, number: int) -> None:
         if number in _ENDS_THE_JOB and self.asked is None:
             self.asked = signal.Signals(number)
         if self._child is not None:
@@ -120,9 +141,9 @@ class Signals:
                 self._child.send_signal(number)
 
     def pass_on(self, number: int) -> None:
-        """Do as if this process had received a signal that another launcher has received."""
+        """Forward a signal that another launcher has received, if there was none before."""
         if number in PASSED_ON and self.asked is None:
-            self._receive(number, None)
+            self._forward(number)
 
     def listening(self) -> AbstractContextManager[None]:
         """Receive signals and adopt orphans; what was before is restored at the end."""
@@ -144,6 +165,7 @@ class Signals:
         raises. Raises `UsageError` if the command cannot be started.
         """
         bystanders = children()
+        self._runs = True
         try:
             child = subprocess.Popen(
                 list(command),
@@ -153,6 +175,7 @@ class Signals:
                 start_new_session=True,
             )
         except OSError as error:
+            self._runs = False
             raise UsageError(f"{command[0]}: {error.strerror}; it was not started") from error
         self._child = child
         if self.asked is not None:
@@ -163,19 +186,47 @@ class Signals:
         stop = None
         try:
             on_start()
-            while _code_of(child) is None and stop is None:
+            reported = False
+            while _code_of(child) is None and stop is None and not self._kills:
+                if self.asked is not None and not reported:
+                    reported = True
+                    self._tell(_passed_on(self.asked))
                 stop = poll(running)
         finally:
-            job.end(GRACE_S if child.poll() is None else 0.0)
+            self._end(job, runs=child.poll() is None)
             self._child = None
+            self._runs = False
         code = child.wait()
         return 128 - code if code < 0 else code, stop
+
+    def _end(self, job: JobProcesses, *, runs: bool) -> None:
+        """End what is left of a job: with a grace where its command `runs`, but after Ctrl-C."""
+        if self._kills:
+            self._tell("Ctrl-C a second time: the job and all its processes get SIGKILL")
+        elif runs:
+            self._tell(f"the job gets SIGTERM, and what is left after {GRACE_S:.0f} s SIGKILL")
+        left = job.end(GRACE_S if runs else 0.0, hurries=lambda: self._kills)
+        if left:
+            pids = some_of([each.pid for each in left])
+            self._tell(
+                f"warning: {counted(len(left), 'process', 'processes')} of the job did not end "
+                f"after SIGKILL, stuck in the kernel: {pids}"
+            )
 
     def pause(self, seconds: float) -> None:
         """Wait; a signal that asks the job to end also ends the wait."""
         until_s = time.monotonic() + seconds
         while self.asked is None and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, _PAUSE_S))
+
+
+def _passed_on(number: signal.Signals) -> str:
+    """What was done with a signal, and what follows."""
+    again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C twice"
+    return (
+        f"passed {number.name} on to the command, and waits without a limit until it ends; "
+        f"{again} kills it with all its processes"
+    )
 
 
 def _code_of(child: subprocess.Popen[bytes]) -> int | None:

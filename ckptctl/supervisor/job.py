@@ -76,7 +76,7 @@ class SupervisedJob:
         self.sections = SectionLimits(options.section_timeouts)
         self.step_times = StepTimes()
         self.copy = LocalCopy(roots.first, phase)
-        self.signals = Signals()
+        self.signals = Signals(self.tell)
         self.attempts: list[Attempt] = []
         self._warnings: list[str] = []
         # `run` may itself run in a restarted job.

@@ -90,15 +90,16 @@ class JobProcesses:
         """Every living process of the attempt, by one pass over the process table."""
         return [each.process for each in _of_job(_table(), self._is_first)]
 
-    def end(self, grace_s: float = 0.0) -> list[Process]:
+    def end(self, grace_s: float, hurries: Callable[[], bool]) -> list[Process]:
         """End every process; those that are still there after a minute, stuck in the kernel.
 
-        With a grace they get SIGTERM first, and have that many seconds to end.
+        With a grace they get SIGTERM first, and have that many seconds to end, or until
+        somebody `hurries`.
         """
         if not machine():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.leader.pid, signal.SIGKILL)
-        left = end_processes(self.processes, grace_s)
+        left = end_processes(self.processes, grace_s, hurries)
         for entry in filter(self._is_adopted, _table().values()):
             if entry.state == "Z":  # nobody else collects it
                 with suppress(ChildProcessError):
@@ -136,16 +137,20 @@ def descendants(bystanders: Collection[int]) -> list[Process]:
     return [each.process for each in _of_job(_table(), is_first)]
 
 
-def end_processes(find: Callable[[], Sequence[Process]], grace_s: float) -> list[Process]:
+def end_processes(
+    find: Callable[[], Sequence[Process]],
+    grace_s: float,
+    hurries: Callable[[], bool] = lambda: False,
+) -> list[Process]:
     """End what `find` finds, with SIGTERM and a grace, then SIGKILL; those that remained.
 
     `find` is called again until it finds none: a process that is being ended can still
-    start others.
+    start others. The grace ends early once somebody `hurries`.
     """
-    if grace_s > 0:
+    if grace_s > 0 and not hurries():
         signal_all(find(), signal.SIGTERM)
         until_s = time.monotonic() + grace_s
-        while find() and time.monotonic() < until_s:
+        while find() and time.monotonic() < until_s and not hurries():
             time.sleep(_POLL_S)
     until_s = time.monotonic() + _KILLED_S
     while (left := list(find())) and time.monotonic() < until_s:

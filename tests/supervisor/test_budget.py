@@ -361,7 +361,7 @@ def test_a_revision_whose_answer_was_lost_is_no_other_run(root: Path, at: str):
         revisions = Revisions(store, ".ckptctl/supervisor", of_root=False)
         place = holding.StatePlace(revisions, LocalCopy(str(root)), str(root), lambda _: None)
         store.n_lost = 1 if at == "first" else 0
-        held = holding.take_over(place, Signals())
+        held = holding.take_over(place, Signals(print))
         assert held is not None
         store.n_lost = 1 if at == "later" else 0
         held.save({**held.state, "best": 7})

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -440,6 +442,60 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path: Path, sent
     assert process.returncode == 143
     assert out == f"saved after {sent.name}\n"
     assert "stopped after 1 attempt: a signal asked for it" in err
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(left.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def stubborn_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`run` with a job that ignores SIGTERM and SIGINT, and the process that it has started."""
+    root.mkdir()
+    with subprocess.Popen(
+        [*COMMAND, "run", "--root", root, "--", sys.executable, "-c", STUBBORN],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_signal_that_the_job_ignores_is_reported_with_what_follows(tmp_path: Path):
+    with stubborn_run(tmp_path / "ckpt") as (process, _):
+        process.terminate()
+        assert next(line for line in process.stderr if "SIGTERM" in line) == (
+            "ckptctl: passed SIGTERM on to the command, and waits without a limit until it ends; "
+            "Ctrl-C twice kills it with all its processes\n"
+        )
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        assert "stopped after 1 attempt: a signal asked for it" in process.communicate()[1]
+
+
+def test_a_second_ctrl_c_kills_the_job_and_its_children_at_once(tmp_path: Path):
+    with stubborn_run(tmp_path / "ckpt") as (process, child):
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # as `timeout -s INT` does
+        assert "Ctrl-C again kills it" in next(line for line in process.stderr if "SIGINT" in line)
+        time.sleep(1)
+        assert process.poll() is None
+        assert running(child)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert (process.returncode, running(child)) == (128 + signal.SIGKILL, False)
+    assert "Ctrl-C a second time: the job and all its processes get SIGKILL" in err
 
 
 def test_a_signal_in_the_pause_before_a_restart_ends_the_pause(tmp_path: Path):
