@@ -12,7 +12,7 @@ from itertools import groupby, islice
 from ckptctl.data_classes import dataclass, field
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
 from ckptctl.selection.results import PassedOver
@@ -158,6 +158,45 @@ def take_one_of(
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
             choice.unknown.append(report)
     return False
+
+
+def further_by_another_count(
+    chosen: Candidate, candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
+) -> Candidate | None:
+    """A usable save whose name counts something else than that of `chosen`, and that is further.
+
+    `epoch_3` and `step_200` cannot be compared by their numbers. The training steps of their
+    train states decide, or else the times of their writes. A save without the optimizer is an
+    export. Cost: an inspection of the newest usable save of each count; none where all count
+    the same.
+    """
+    report = inspect(chosen, Level.LISTING)
+    others: dict[str, list[Candidate]] = {}
+    for one in candidates:
+        if not (one.named.bare or one.named.unfinished):
+            others.setdefault(counted_by(one.named.layout), []).append(one)
+    others.pop(counted_by(chosen.named.layout), None)
+    for group in others.values():
+        for other in group[:MAX_PREDECESSORS]:
+            found = inspect(other, Level.LISTING)
+            is_export = report.state.optimizer.found and not found.state.optimizer.found
+            if found.verdict is Verdict.UNKNOWN and not other.optional:
+                return other
+            if refusal(found, policy) is None and not is_export:
+                if _is_further(found, report):
+                    return other
+                break
+    return None
+
+
+def _is_further(report: Report, chosen: Report) -> bool:
+    """Whether a save is of a later training step, or may be as nothing shows the contrary."""
+    steps = [train_step_of(r.layout, r.number, r.state.step.value) for r in (report, chosen)]
+    times = [report.written_s, chosen.written_s]
+    for now, then in (steps, times):
+        if now is not None and then is not None:
+            return now > then
+    return True
 
 
 def _marked_elsewhere(report: Report, others: Sequence[Candidate], inspect: Inspect) -> str | None:

@@ -48,7 +48,7 @@ def doubt_about(steps: Files) -> Doubt | None:
     if not steps:
         return None
     newest = max(steps, key=lambda step: step.number)
-    pattern = "" if is_scattered(newest.name) else _pattern_of(newest)
+    pattern = "" if is_scattered(newest.name) else pattern_of(newest)
     select = "select one by --pattern" if pattern else "give each a folder of its own"
     runs = {
         run_of(step): files[0].path
@@ -73,7 +73,8 @@ def doubt_without_steps(files: Iterable[FileInfo]) -> Doubt | None:
     return Doubt(named) if len({run_of(step) for step in named}) == 1 else None
 
 
-def _pattern_of(step: StepName) -> str:
+def pattern_of(step: StepName) -> str:
+    """The `--pattern` that selects a step, and those whose names differ behind its number."""
     at = [one for one in re.finditer("[0-9]+", step.name) if int(one[0]) == step.number][-1]
     return f"{re.escape(step.name[: at.start()])}(?P<step>[0-9]+).*"
 

@@ -16,7 +16,7 @@ from itertools import islice
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.frameworks.layouts import REMOVING, is_own
+from ckptctl.formats.frameworks.layouts import REMOVING, StepName, counted_by, is_own
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import FileInfo, Level
@@ -119,7 +119,10 @@ class RetentionPlan:
         self._decisions: dict[str, PruneDecision] = {}
         # Listed before anything is removed: an error here must not hide a removal.
         self._set_aside = [
-            inspect_step(OpenStep(root.store, named), rules.requirements, level=Level.LISTING)
+            (
+                named,
+                inspect_step(OpenStep(root.store, named), rules.requirements, level=Level.LISTING),
+            )
             for named in moved_aside(root.store)
         ]
         self._result = Retained()
@@ -142,32 +145,47 @@ class RetentionPlan:
 
         Also valid after an exception such as `KeyboardInterrupt` ended `carry_out`.
         """
-        old = [
-            inspected
-            for inspected in self._set_aside
-            if self._is_older(inspected.report.number or 0)
-        ]
-        order = [candidate.named for candidate in self._order]
+        old = [(named, inspected) for named, inspected in self._set_aside if self._is_older(named)]
         self._result.decisions = [
-            *(self._decided(self._inspections[named.name], named.number) for named in order),
-            *(self._decided(inspected, inspected.report.number or 0) for inspected in old),
+            *(
+                self._decided(self._inspections[candidate.named.name], candidate.named)
+                for candidate in self._order
+            ),
+            *(self._decided(inspected, named) for named, inspected in old),
         ]
         return self._result
 
-    def _decided(self, inspected: Inspection, number: int) -> PruneDecision:
+    def _decided(self, inspected: Inspection, named: StepName) -> PruneDecision:
         name = inspected.step.name
         if name in self._decisions:
             return self._decisions[name]
-        reason = "not reached" if self._is_older(number) else "not needed"
+        reason = "not reached" if self._is_older(named) else self._incomparable(named)
         if name == self._being_removed:
             reason = "its removal was interrupted: it may be complete, incomplete or gone"
-        return _decision(self._store, inspected, reason, removed=False)
+        return _decision(self._store, inspected, reason or "not needed", removed=False)
 
-    def _is_older(self, number: int) -> bool:
+    def _is_older(self, named: StepName) -> bool:
         """Whether a step is older than all counted steps, if enough count."""
-        if len(self._counted) < self._rules.keep:
+        if len(self._counted) < self._rules.keep or self._incomparable(named) is not None:
             return False
-        return number < self._counted[-1].candidate.named.number
+        return named.number < self._counted[-1].candidate.named.number
+
+    def _incomparable(self, named: StepName) -> str | None:
+        """Why a step is neither older nor newer than those that count; None if it is.
+
+        Epochs and steps have no common order: the epoch with the lowest number may be the newest
+        save of all.
+        """
+        if not self._counted:
+            return None
+        newest = self._counted[0].candidate.named
+        counts = [counted_by(one.layout) for one in (named, newest)]
+        if counts[0] == counts[1]:
+            return None
+        return (
+            f"its name counts {counts[0]}, and {newest.name} counts {counts[1]}: --pattern selects "
+            "the steps of one count"
+        )
 
     # Inspecting
 
@@ -222,7 +240,8 @@ class RetentionPlan:
             for copy in (copy for copy in copies if copy.root_index == 0):
                 name = copy.named.name
                 taken = partial(self._taken, copy, older, beside, choice, prove)
-                reason = self._cannot_count(name, choice) or taken()
+                other_count = self._incomparable(copy.named)
+                reason = other_count or self._cannot_count(name, choice) or taken()
                 if reason is None:
                     break
                 self._decisions[name] = self._decision(name, f"{reason}: does not count")
@@ -293,8 +312,8 @@ class RetentionPlan:
         gone: set[str] = set()
         for candidate in reversed(self._order):
             name = candidate.named.name
-            if not self._is_older(candidate.named.number):
-                break
+            if not self._is_older(candidate.named):
+                continue
             inspected = self._inspections[name]
             stays = self._removed(inspected, remove, partial(self._stays, candidate, gone))
             if stays is None:
@@ -390,8 +409,8 @@ class RetentionPlan:
 
     def _remove_aside(self, reason: str, remove: Remove | None) -> None:
         """Remove replaced steps, which only a person would use."""
-        for inspected in self._set_aside:
-            if self._is_older(inspected.report.number or 0):
+        for named, inspected in self._set_aside:
+            if self._is_older(named):
                 stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
                 decision = _decision(self._store, inspected, stays or reason, removed=not stays)
                 self._decisions[inspected.step.name] = decision

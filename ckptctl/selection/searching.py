@@ -12,15 +12,30 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
+from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, Verdict
-from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
+from ckptctl.formats.frameworks.layouts import (
+    StepName,
+    compile_pattern,
+    counted_by,
+    train_step_of,
+)
+from ckptctl.formatting import command_line, rfc3339
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import RecordedResume, left_behind, ruled_out
-from ckptctl.selection.choosing import Candidate, Choice, choose, in_order, suspect_storage
+from ckptctl.selection.choosing import (
+    Candidate,
+    Choice,
+    choose,
+    further_by_another_count,
+    in_order,
+    suspect_storage,
+)
+from ckptctl.selection.doubtful_names import pattern_of
 from ckptctl.selection.roots import (
     RootListing,
     check_pointers,
@@ -94,6 +109,7 @@ def search(
     inspector = CachingInspector(opened_roots, requirements, policy.level)
     candidates = in_order(candidates_of(opened_roots), policy)
     choice = choose(candidates, inspector, policy)
+    _check_counts(opened_roots, candidates, inspector, policy, choice)
     findings = root_findings(opened_roots, choice, pattern)
     beginning = None
     if choice.chosen is None:
@@ -101,6 +117,41 @@ def search(
     return Search(
         roots, opened_roots, pattern, policy, inspector, candidates, choice, findings, beginning
     )
+
+
+def _check_counts(
+    opened_roots: Sequence[OpenRoot],
+    candidates: Sequence[Candidate],
+    inspector: CachingInspector,
+    policy: PickPolicy,
+    choice: Choice,
+) -> None:
+    """Raise `UsageError` if a save whose name has another count is further than the chosen one."""
+    by_report = {id(one.report): candidate for candidate, one in inspector.inspected.items()}
+    chosen = by_report.get(id(choice.chosen))
+    other = chosen and further_by_another_count(chosen, candidates, inspector, policy)
+    if chosen is None or other is None:
+        return
+    root = opened_roots[other.root_index].store.url
+    counts = [counted_by(one.named.layout) for one in (chosen, other)]
+    raise UsageError(
+        f"{chosen.named.name} counts {counts[0]} and {other.named.name} counts {counts[1]}, so "
+        f"their numbers cannot be compared; {other.named.name} {_how_far(inspector, other)}, and "
+        f"{chosen.named.name} {_how_far(inspector, chosen)}: select the saves of one count by "
+        "--pattern, or give the step itself",
+        next_command=command_line("scan", root, "--pattern", pattern_of(other.named)),
+    )
+
+
+def _how_far(inspector: CachingInspector, candidate: Candidate) -> str:
+    """What is known of how far a save is, for a message."""
+    report = inspector(candidate, Level.LISTING)
+    step = train_step_of(report.layout, report.number, report.state.step.value)
+    if step is not None:
+        return f"is of training step {step:,}"
+    if report.written_s is not None:
+        return f"was written at {rfc3339(report.written_s, 'seconds')}"
+    return "does not show how far it is"
 
 
 class CachingInspector:

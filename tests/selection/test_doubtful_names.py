@@ -179,6 +179,57 @@ def test_the_files_of_two_runs_in_one_folder_are_no_series_of_steps(tmp_path, na
     assert names[0] in error.message or names[0].partition("/")[0] in error.message
 
 
+def of_lightning(step: int, **changes: object) -> dict[str, object]:
+    return {
+        "state_dict": weights(step),
+        "optimizer_states": [adam(step)],
+        "lr_schedulers": [{"last_epoch": step}],
+        "global_step": step,
+        "pytorch-lightning_version": "2.6.6",
+        **changes,
+    }
+
+
+def test_a_save_of_an_epoch_that_is_further_than_the_newest_step_is_not_passed_over(tmp_path):
+    root = made(
+        tmp_path, {"step=1000.ckpt": of_lightning(1000), "epoch=4.ckpt": of_lightning(1150)}
+    )
+    error = refused(root)
+    assert error.exit_code == 2
+    assert "step=1000.ckpt counts steps and epoch=4.ckpt counts epochs" in error.message
+    assert "epoch=4.ckpt is of training step 1,150" in error.message
+    pattern = "epoch=(?P<step>[0-9]+).*"
+    assert error.next_command == f"ckptctl scan {root} --pattern '{pattern}'"
+    assert ckptctl.pick(root, pattern=pattern).path == f"{root}/epoch=4.ckpt"
+
+
+@pytest.mark.parametrize(
+    "epoch",
+    [
+        of_lightning(900),
+        of_lightning(1000),
+        of_lightning(1150, optimizer_states=[]),
+        b"cut off",
+    ],
+    ids=["before it", "of the same step", "of weights alone", "damaged"],
+)
+def test_a_save_of_an_epoch_that_is_no_further_does_not_stand_in_the_way(tmp_path, epoch):
+    files = {"step=1000.ckpt": of_lightning(1000), "epoch=4.ckpt": epoch}
+    assert ckptctl.pick(made(tmp_path, files)).path == f"{tmp_path}/step=1000.ckpt"
+
+
+@pytest.mark.parametrize("later_s", [-60, 60])
+def test_the_times_decide_where_a_save_of_an_epoch_states_no_step(tmp_path, later_s):
+    epoch = of_lightning(0)
+    del epoch["global_step"]
+    root = made(tmp_path, {"step=1000.ckpt": of_lightning(1000), "epoch=4.ckpt": epoch})
+    os.utime(tmp_path / "epoch=4.ckpt", (LONG_AGO_S, LONG_AGO_S + later_s))
+    if later_s > 0:
+        assert "was written at 2023-11-14" in refused(root).message
+    else:
+        assert ckptctl.pick(root).path == f"{root}/step=1000.ckpt"
+
+
 def test_one_of_two_runs_is_chosen_by_a_pattern(tmp_path):
     root = made(tmp_path, {n: whole(1) for n in RUNS["by prefix"]})
     error = refused(root)

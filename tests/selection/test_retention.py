@@ -174,6 +174,22 @@ def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(put, templates, 
 # Pins
 
 
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_steps_that_count_epochs_are_not_older_than_steps_that_count_steps(
+    put, templates, root, keep
+):
+    put(100, 200)
+    put_step(templates, root, 300, name="epoch_1")  # the newest save of all
+    put_step(templates, root, 100, name="epoch_0")
+    found = ckptctl.prune(str(root), keep, apply=True)
+    gone = {"step_100"} if keep == 1 else set()
+    left = {path.name for path in root.iterdir()}
+    assert left == {"step_100", "step_200", "epoch_0", "epoch_1"} - gone
+    reasons = {one.url.rpartition("/")[2]: one.reason for one in found.decisions}
+    assert "its name counts epochs, and step_200 counts steps" in reasons["epoch_1"]
+    assert (found.message == "nothing is removed: 2 of 3 good steps exist") is (keep == 3)
+
+
 def test_a_pin_that_cannot_be_read_protects(put, root):
     put(100, 200, 300)
     ckptctl.mark(f"{root}@100", "pinned")

@@ -64,9 +64,14 @@ class StepName:
     run: str = ""
 
 
+def counted_by(layout: str) -> str:
+    """What the number in a step's name counts: `steps`, `epochs`, `saves` or `samples`."""
+    return tables.COUNTS_OF_OTHER_THINGS.get(layout, "steps")
+
+
 def counts_training_steps(layout: str) -> bool:
     """Whether the number in a step's name is the training step, and not a count of saves."""
-    return layout not in tables.COUNTS_OF_OTHER_THINGS
+    return counted_by(layout) == "steps"
 
 
 def train_step_of(layout: str, number: int | None, saved: int | None) -> int | None:
@@ -227,7 +232,7 @@ def is_of_a_step(name: str) -> bool:
 
 def run_of(step: StepName) -> tuple[str, str]:
     """What the name shares with those of its run: a text, and what the number counts."""
-    return step.run, tables.COUNTS_OF_OTHER_THINGS.get(step.layout, "steps")
+    return step.run, counted_by(step.layout)
 
 
 def may_be_shards(names: Iterable[str], numbers: Collection[int]) -> bool:
