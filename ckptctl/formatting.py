@@ -42,9 +42,14 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
-def command_line(*words: str) -> str:
+def command_line(*words: str | int) -> str:
     """The command `ckptctl` with these words, quoted for a shell."""
-    return shlex.join(("ckptctl", *words))
+    return shlex.join(("ckptctl", *map(str, words)))
+
+
+def path_word(path: str) -> str:
+    """A path as a word that no command takes for an option: `./-run` for `-run`."""
+    return f"./{path}" if path.startswith("-") and path != "-" else path
 
 
 def inside(part_path: str, name: str) -> str:

@@ -22,7 +22,7 @@ from ckptctl.cli.main import Stopped
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, parse
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, path_word
 from ckptctl.options import without_secrets
 
 VERSION = f"ckptctl {ckptctl.__version__}"
@@ -157,17 +157,17 @@ def _next(error: CkptctlError, argv: Sequence[str]) -> str:
         return _mended(argv, error)
     if isinstance(error, StorageUnavailable):
         again = _same(argv, f"--timeout {_PATIENT_S}")
-        return f"ckptctl explain {error.exit_code}" if again == _same(argv) else again
+        return command_line("explain", error.exit_code) if again == _same(argv) else again
     if isinstance(error, OutOfMemory):
         return "ckptctl explain step.no-memory"
     if error.exit_code == _USAGE:
         return _help_command(argv)
-    return f"ckptctl explain {error.exit_code}"
+    return command_line("explain", error.exit_code)
 
 
 def _help_command(argv: Sequence[str]) -> str:
     command = _command(argv)
-    return f"ckptctl {command} --help" if command else "ckptctl --help"
+    return command_line(command, "--help") if command else "ckptctl --help"
 
 
 def _mended(argv: Sequence[str], error: UsageError) -> str:
@@ -177,10 +177,12 @@ def _mended(argv: Sequence[str], error: UsageError) -> str:
         words = _without(words, name)
     if error.instead_of is None:
         return _same(words, error.instead or "")
-    better = error.instead or ""
-    return _same(
-        [better if error.instead_of in (word, word.rstrip("/")) else word for word in words]
-    )
+    better, wrong = error.instead or "", error.instead_of
+
+    def is_wrong(word: str) -> bool:
+        return wrong in (word, path_word(word), path_word(word.rstrip("/")))
+
+    return _same([better if is_wrong(word) else word for word in words])
 
 
 def _same(argv: Sequence[str], option: str = "") -> str:

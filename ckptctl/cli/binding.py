@@ -35,6 +35,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, Parameter, parameters_of
 from ckptctl.cli.rendering import Line, line
 from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.formatting import command_line, path_word
 from ckptctl.options import TIMEOUT_S, without_secrets
 from ckptctl.storage.waiting import Watchdog
 
@@ -72,6 +73,7 @@ def with_common(command: Callable[..., int], out: Output) -> Bound:
     parameters = _expanded(own)
 
     def run(**given: Any) -> int:
+        given |= {each.name: _as_words(given[each.name]) for each in parameters if each.is_path}
         common = {name: given.pop(name) for name in COMMON}
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
@@ -93,13 +95,20 @@ def with_common(command: Callable[..., int], out: Output) -> Bound:
             return command(**given, out=out)
 
         def stalled(error: StorageUnavailable) -> None:
-            error.next_command = f"ckptctl explain {error.exit_code}"
+            error.next_command = command_line("explain", error.exit_code)
             out.error(error)
 
         with Watchdog(_PATIENCE * timeout_s, stalled):
             return command(**given, out=out)
 
     return Bound(parameters, run)
+
+
+def _as_words(paths: Any) -> Any:
+    """The value of a parameter whose paths no later command takes for an option."""
+    if isinstance(paths, list):
+        return [*map(path_word, paths)]
+    return path_word(paths) if isinstance(paths, str) else paths
 
 
 def _expanded(own: Mapping[str, Parameter]) -> tuple[Parameter, ...]:

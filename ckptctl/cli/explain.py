@@ -19,7 +19,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.failures.results import CLASSES, FailureClass, Restart
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
-from ckptctl.formatting import listed
+from ckptctl.formatting import command_line, listed
 
 EXAMPLES = ("ckptctl explain shard.truncated", "ckptctl explain 20")
 EXIT_CODES = (0, 2)
@@ -169,7 +169,7 @@ def page(name: str) -> Page:
         f"{message}; the codes below it are {listed(below)}"
         if below
         else f"{message}; did you mean {listed(close, 'or')}?",
-        next_command=f"ckptctl explain {close[0]}",
+        next_command=command_line("explain", close[0]),
     )
 
 

@@ -19,6 +19,9 @@ REQUIRED = ...
 TRUE = ("1", "true", "t", "yes", "y", "on")
 """The values of a variable that turn a switch on."""
 
+_PATHS = frozenset({"A", "B", "DIR", "DST", "FILE", "LOG", "PATH", "ROOT", "SRC", "STEP", "TARGET"})
+"""What help calls a value that is a path or an address."""
+
 _SWITCH = {
     **dict.fromkeys(TRUE, True),
     **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
@@ -46,6 +49,13 @@ class Parameter(NamedTuple):
         of = next(each for each in _choices(self.annotation) if each is not NoneType)
         kind: Callable[[str], Any] = get_args(of)[0] if get_origin(of) is list else of
         return kind
+
+    @property
+    def is_path(self) -> bool:
+        """Whether its values are paths or addresses."""
+        declared = self.declared
+        metavar = declared.metavar if declared is not None else None
+        return self.kind is str and (metavar or "").removesuffix("...") in _PATHS
 
     @property
     def several(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
@@ -25,7 +24,7 @@ from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.data_classes import replace
-from ckptctl.formatting import counted, exact_size, size
+from ckptctl.formatting import command_line, counted, exact_size, size
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import RankShare, Reshard
 
@@ -146,7 +145,7 @@ def reshard(
 
 def _to_apply(step: str, target: str, wanted: dict[str, object]) -> str:
     """The same call, with what makes it write."""
-    words = ["ckptctl", "reshard", step, target]
+    words = ["reshard", step, target]
     for name in ("world_size", "mesh", "like"):
         if wanted[name] is not None:
             words += [f"--{name.replace('_', '-')}", str(wanted[name])]
@@ -157,7 +156,7 @@ def _to_apply(step: str, target: str, wanted: dict[str, object]) -> str:
         words += ["--per-rank", str(wanted["per_rank"])]
     words += ["--only", "model"] if wanted["only_model"] else []
     words += ["--accept-unverifiable"] if wanted["accept_unverifiable"] else []
-    return shlex.join([*words, "--apply"])
+    return command_line(*words, "--apply")
 
 
 _SHOWN = 16

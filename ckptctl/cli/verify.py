@@ -156,7 +156,7 @@ def next_command(report: Report) -> str | None:
     if report.verdict is Verdict.UNKNOWN:
         return command_line("doctor", "storage", root)
     if report.verdict in (Verdict.CHANGED, Verdict.UNSAFE) or report.number is None:
-        return f"ckptctl explain {fault.code}"
+        return command_line("explain", fault.code)
     return command_line("pick", root, "--before", str(report.number))
 
 

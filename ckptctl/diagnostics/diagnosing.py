@@ -60,8 +60,10 @@ def doctor(
         )
     if (what == "env") != (target is None):
         needs = "takes no more arguments" if what == "env" else "needs one more argument"
-        example = {"env": "", "slurm": " JOB.sh", "storage": " ROOT"}[what]
-        raise UsageError(f"doctor {what} {needs}", next_command=f"ckptctl doctor {what}{example}")
+        example = {"env": (), "slurm": ("JOB.sh",), "storage": ("ROOT",)}[what]
+        raise UsageError(
+            f"doctor {what} {needs}", next_command=command_line("doctor", what, *example)
+        )
     if target is None:
         known = known_variables or frozenset(os.environ)
         advice, facts = check_environment(os.environ, known)

@@ -26,6 +26,7 @@ from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_wor
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
 from ckptctl.errors import UsageError
+from ckptctl.formatting import command_line
 from ckptctl.options import StorageOptions
 from ckptctl.selection.picking import pick
 from ckptctl.supervisor.nodes import NodeOptions
@@ -205,7 +206,7 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     if not job.steps_logged(job.log):
         raise UsageError(
             f"the output of the job has no loss that ckptctl reads; see {job.log}",
-            next_command=f"ckptctl loss {shlex.quote(str(job.log))}",
+            next_command=command_line("loss", str(job.log)),
         )
     if saves.n < SAVES_BEFORE:
         raise UsageError(f"the job ended before it saved {SAVES_BEFORE} steps; see {job.log}")

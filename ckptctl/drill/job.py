@@ -22,6 +22,7 @@ from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.formatting import command_line
 from ckptctl.loss.reading import read_logs
 from ckptctl.loss.rows import Row
 from ckptctl.selection.picking import pick
@@ -59,7 +60,7 @@ def new_work_folder(
     Raises `UsageError` where it exists or lies in the root, and where the job would not get
     the copy of its root.
     """
-    usage = f"ckptctl {name} --help"
+    usage = command_line(name, "--help")
     if not command:
         raise UsageError("the command is missing", next_command=usage)
     if root_env is None and not any(ROOT_WORD in word for word in command):

@@ -12,14 +12,13 @@ et al., arXiv 2410.21680.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
-from ckptctl.formatting import DAY_S, duration
+from ckptctl.formatting import DAY_S, command_line, duration
 from ckptctl.goodput.measuring import Measured, measured
 from ckptctl.model import ExitCode, Fraction, NonNegative
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
@@ -397,13 +396,14 @@ def _message(
 def _next(
     root: str | None, interval_s: float | None, save_s: float | None, mtbf_s: float | None
 ) -> str | None:
-    where = f" {shlex.quote(root)}" if root is not None else ""
+    words = ["cost"] if root is None else ["cost", root]
     if interval_s is None:
-        return f"ckptctl cost{where} --interval 1h --mtbf 8h"
-    every = "" if root is not None else f" --interval {interval_s:g}"
+        return command_line(*words, "--interval", "1h", "--mtbf", "8h")
+    if root is None:
+        words += ["--interval", f"{interval_s:g}"]
     if mtbf_s is None:
-        return f"ckptctl cost{where}{every} --mtbf 8h"
-    return None if save_s else f"ckptctl cost{where}{every} --mtbf {mtbf_s:g} --save-time 60"
+        return command_line(*words, "--mtbf", "8h")
+    return None if save_s else command_line(*words, "--mtbf", f"{mtbf_s:g}", "--save-time", "60")
 
 
 def _duration(seconds: float) -> str:

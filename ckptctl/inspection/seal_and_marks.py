@@ -193,7 +193,7 @@ def _unreadable(code: str, where: str, what: str, why: str) -> Finding:
         f"{what} cannot be used: {why}",
         expected="a file as ckptctl writes it",
         found=why,
-        next_command=f"ckptctl explain {code}",
+        next_command=command_line("explain", code),
     )
 
 
@@ -208,7 +208,7 @@ def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Findin
         found=seal.kind if seal else "no seal",
         next_command=command_line("seal", step.url)
         if not reasons
-        else f"ckptctl explain {reasons[0]}",
+        else command_line("explain", reasons[0]),
     )
 
 

@@ -130,7 +130,7 @@ def check_documents(
             f"{file.path} is {what}: writing or copying it was interrupted",
             expected="a complete JSON document",
             found=f"{file.size:,} bytes of one",
-            next_command=f"ckptctl explain {code}",
+            next_command=command_line("explain", code),
         )
 
 

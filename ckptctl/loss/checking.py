@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
-from ckptctl.formatting import counted, verb
+from ckptctl.formatting import command_line, counted, verb
 from ckptctl.loss.evidence import Fault, Missing, faults, missing
 from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
@@ -479,9 +478,9 @@ def _next_commands(
         if deciding is not None:
             reason = f"{deciding.code}: {deciding.message}"
         return (
-            shlex.join(["ckptctl", "reject", report.path, "--reason", reason]),
-            shlex.join(["ckptctl", "pick", report.root]),
+            command_line("reject", report.path, "--reason", reason),
+            command_line("pick", report.root),
         )
     if verdict is LossVerdict.NO_JUMP:
         return ("ckptctl loss --canary",)  # a replay provides the proof that the log lacks
-    return (f"ckptctl explain {verdict.value if deciding is None else deciding.code}",)
+    return (command_line("explain", verdict.value if deciding is None else deciding.code),)

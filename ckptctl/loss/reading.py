@@ -7,13 +7,13 @@ the content of a log. `LogReader` reads one log whose bytes are fed to it.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.findings import Finding
+from ckptctl.formatting import command_line
 from ckptctl.loss.formats.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
 from ckptctl.loss.formats.console import pattern_format
 from ckptctl.loss.formats.fields import check_keys
@@ -321,5 +321,5 @@ def _pattern_command(readers: Sequence[LogReader]) -> str | None:
         return None
     if any(reader.format == "pattern" for reader in readers):
         return "ckptctl loss --help"  # a pattern was given; suggesting another would not help
-    names = " ".join(shlex.quote(reader.name) for reader in readers[:3])
-    return rf"ckptctl loss {names} --pattern 'step (?P<step>\d+).* loss (?P<loss>\S+)'"
+    names = (reader.name for reader in readers[:3])
+    return command_line("loss", *names, "--pattern", r"step (?P<step>\d+).* loss (?P<loss>\S+)")

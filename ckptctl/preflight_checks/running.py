@@ -19,6 +19,7 @@ from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formats.frameworks.parts import parts_of
+from ckptctl.formatting import command_line
 from ckptctl.goodput.measuring import Measured, measured_in
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
@@ -244,7 +245,7 @@ class _Job:
         store = self.stores[self.roots.first]
         room = asked.room_for * (chosen.n_bytes if chosen else 0) if asked.room_for else None
         reports = self._reports()
-        scan_again = f"ckptctl scan {self.roots.words} --level content"
+        scan_again = command_line("scan", *self.roots.words, "--level", "content")
         seen = measured_in(store, self.requirements.pattern) if chosen else Measured(0)
         sizes = self._sizes(seen)
         checks = [

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import LogWithoutLoss, UsageError
+from ckptctl.formatting import command_line
 from ckptctl.loss.reading import read_logs
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.sources import expanded
@@ -126,7 +127,7 @@ def first_record(logs: Sequence[str], step: int, storage: StorageOptions) -> Rec
     record = read_record(logs, step, storage)
     names = " ".join(map(shlex.quote, logs))
     if not record:
-        raise UsageError(f"{names}: no loss was found", next_command=f"ckptctl loss {names}")
+        raise UsageError(f"{names}: no loss was found", next_command=command_line("loss", *logs))
     rows = main_rows(record)
     if step not in rows:
         if not ended_at(rows, step):

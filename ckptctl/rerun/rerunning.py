@@ -7,7 +7,6 @@ own, under `ckptctl run`, as in a drill.
 from __future__ import annotations
 
 import math
-import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from ckptctl.drill.copying import (
 from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_work_folder
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
+from ckptctl.formatting import command_line
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
 from ckptctl.rerun.recording import (
@@ -215,7 +215,7 @@ def _planned(
     if wanted is not None and (chosen is None or chosen.number != wanted):
         raise UsageError(
             f"step {wanted} of {root} is not usable",
-            next_command=f"ckptctl verify {shlex.quote(root)}@{wanted}",
+            next_command=command_line("verify", f"{root}@{wanted}"),
         )
     if chosen is None:
         raise NothingToResume(
@@ -363,14 +363,14 @@ def _concluded(
     elif suspects and options.nodes.exclude_command is not None:
         tell(f"warning: one of {', '.join(suspects)} is at fault, and none is excluded")
     message = f"step {options.step}: {answer.value}: {reason}"
-    next_command: str | None = f"ckptctl pick {shlex.quote(plan.root)} --before {options.step}"
+    next_command: str | None = command_line("pick", plan.root, "--before", options.step)
     if options.dry_run:
         message = f"step {options.step} would be replayed from step {plan.from_step}"
         next_command = None
     elif answer is ValueOrigin.UNDECIDED:
         failed = [Path(each.folder) for each in replays[-1:] if each.exit_code]
         logs = [folder / "logs" / "1" / "output.log" for folder in failed]
-        next_command = next((f"ckptctl classify {shlex.quote(str(each))}" for each in logs), None)
+        next_command = next((command_line("classify", str(each)) for each in logs), None)
     return Rerun(
         None if options.dry_run else answer,
         message,

@@ -11,14 +11,13 @@ stock loads exceed that. Load time is proportional to bytes (docs/performance.md
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
-from ckptctl.formatting import size
+from ckptctl.formatting import command_line, size
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level, Positive
@@ -132,5 +131,5 @@ def _reads(source: Source, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
 def command(root: str, name: str, world_size: int, storage: StorageOptions) -> str:
     """The command that reshards a step of `root`, into a root beside it."""
     target = join_url(f"{root.rstrip('/')}-for-{world_size}", name)
-    words = ["ckptctl", "reshard", join_url(root, name), target, "--world-size", str(world_size)]
-    return shlex.join([*words, *without_secrets(storage.arguments()), "--apply"])
+    words = ["reshard", join_url(root, name), target, "--world-size", str(world_size)]
+    return command_line(*words, *without_secrets(storage.arguments()), "--apply")

@@ -9,7 +9,6 @@ complete.
 from __future__ import annotations
 
 import os
-import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.state_file import Written
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.digests import sha256_of
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import SHARDED, Level
@@ -133,7 +132,7 @@ def _held_by(
     if not any(part.metadata for part in inspected.parts):
         raise UsageError(
             f"{found.url} holds no DCP metadata to compare",
-            next_command=f"ckptctl verify {shlex.quote(found.url)}",
+            next_command=command_line("verify", found.url),
         )
     parts = source_of(inspected).parts
     files = source_files(found, parts)
@@ -361,7 +360,7 @@ def _answer(
     layouts = sum(one.what == "layout" for one in found)
     real = len(found) - layouts
     n_entries = len(compared.names)
-    a, b = shlex.quote(compared.a.url), shlex.quote(compared.b.url)
+    a, b = compared.a.url, compared.b.url
     if real:
         message = f"{real:,} of {n_entries:,} entries differ"
         if real == 1:
@@ -372,8 +371,8 @@ def _answer(
         if is_one:
             message = f"a and b are one step, with {counted(n_entries, 'entry', 'entries')}"
     return Diff(
-        a=compared.a.url,
-        b=compared.b.url,
+        a=a,
+        b=b,
         same=not real,
         n_entries=n_entries,
         n_layouts=layouts,
@@ -384,5 +383,5 @@ def _answer(
         differences=tuple(found),
         message=message,
         exit_code=EXIT_DIFFERS if real else 0,
-        next_command=None if real or values or is_one else f"ckptctl diff {a} {b} --values",
+        next_command=None if real or values or is_one else command_line("diff", a, b, "--values"),
     )

@@ -13,7 +13,6 @@ states the intent. `importing`, `exporting` and `shard_files` do the work.
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
@@ -21,7 +20,7 @@ from ckptctl.errors import UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import SHARDED, Level, PartFormat
@@ -188,11 +187,11 @@ class _Asked:
     @property
     def anyway(self) -> str:
         """The same command with `--accept-unverifiable`."""
-        words = ["ckptctl", "convert", self.source, self.target]
+        words = ["convert", self.source, self.target]
         words += [] if self.world_size is None else ["--world-size", str(self.world_size)]
         words += ["--only", "model"] if self.only_model else []
         words += ["--under", self.under] if self.under else []
-        return shlex.join([*words, "--accept-unverifiable"])
+        return command_line(*words, "--accept-unverifiable")
 
 
 def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Converted:

@@ -17,6 +17,7 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
 from ckptctl.options import Requirements
@@ -214,7 +215,7 @@ class _Work:
     def _taken(self, why: str) -> UsageError:
         return UsageError(
             f"{self.place.url}: {why}; reshard does not replace anything",
-            next_command=f"ckptctl verify {shlex.quote(self.place.url)}",
+            next_command=command_line("verify", self.place.url),
         )
 
     def _check_space(self) -> None:

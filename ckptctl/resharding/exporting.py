@@ -11,7 +11,6 @@ publishes the result.
 
 from __future__ import annotations
 
-import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -25,7 +24,7 @@ from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nest
 from ckptctl.formats.archive.writing import strides_of
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
@@ -299,7 +298,7 @@ def write_export(
             )
         raise UsageError(
             f"{place.url} already exists; nothing is replaced: choose another name",
-            next_command=f"ckptctl show {shlex.quote(place.url)}",
+            next_command=command_line("show", place.url),
         )
     n_bytes = sum(file.n_bytes for file in export.files)
     if store.folders is not None:

@@ -29,6 +29,7 @@ from ckptctl.formats.archive.writing import WRITABLE, value_record
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formats.pickles.values import TensorStub, decode_state
+from ckptctl.formatting import command_line
 from ckptctl.model import (
     DTYPE_SIZES,
     ByteRange,
@@ -203,7 +204,7 @@ class _FlatFiles(SourceFiles):
             f"{self.path}: {message}",
             expected="the file as it was saved",
             found=message,
-            next_command=f"ckptctl explain {code}",
+            next_command=command_line("explain", code),
         )
 
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:

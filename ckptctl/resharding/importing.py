@@ -36,7 +36,7 @@ from ckptctl.formats.archive.safetensors import (
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.state_keys import entry_kinds
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import (
@@ -315,7 +315,7 @@ def _answer(
         findings=tuple(notes),
         report=report,
         message=f"{what} as sharded DCP for {counted(into.world_size, 'rank')}: {taken}",
-        next_command=f"ckptctl verify {shlex.quote(into.place.url)} --level content --require-seal",
+        next_command=command_line("verify", into.place.url, "--level", "content", "--require-seal"),
     )
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
+from ckptctl.formatting import command_line
 from ckptctl.records.slices import Dims, TensorSlice
 
 SHARDING = ("dp", "fsdp")
@@ -170,7 +171,7 @@ def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims], url: str
             raise UsageError(
                 f"--shard '{rule.pattern}={rule.dim}' matches no tensor of the step; names are as "
                 "ckptctl show lists them, and * matches anything",
-                next_command=f"ckptctl show {shlex.quote(url)} --tensors",
+                next_command=command_line("show", url, "--tensors"),
             )
         short = [fqn for fqn, shape in fitting.items() if shape and len(shape) <= rule.dim]
         if short:

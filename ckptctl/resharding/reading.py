@@ -8,7 +8,6 @@ can be written again.
 
 from __future__ import annotations
 
-import shlex
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -20,6 +19,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import Member, read_member
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
 from ckptctl.formats.pickles.values import TensorStub, decode_state
+from ckptctl.formatting import command_line
 from ckptctl.model import DTYPE_SIZES, ByteRange
 from ckptctl.records.opening import (
     Expected,
@@ -130,7 +130,7 @@ class SourceFiles:
             f"{where}: the record at byte {record.offset:,}: {message}",
             expected="the record as it was saved",
             found=message,
-            next_command=f"ckptctl verify {shlex.quote(self.url)} --level content",
+            next_command=command_line("verify", self.url, "--level", "content"),
         )
 
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, Report
-from ckptctl.formatting import some_of
+from ckptctl.formatting import command_line, some_of
 from ckptctl.model import ExitCode, Positive
 
 
@@ -166,7 +165,7 @@ class Converted:
 
 def not_converted(source: str, target: str, report: Report) -> Converted:
     """The result if the source, or what was made of it, is not complete."""
-    deeper = f"ckptctl verify {shlex.quote(source)} --level content"
+    deeper = command_line("verify", source, "--level", "content")
     given = (finding.next_command for finding in report.findings if finding.verdict is not None)
     return Converted(
         source=source,

@@ -7,7 +7,6 @@ entries are sharded in the new step.
 
 from __future__ import annotations
 
-import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -27,6 +26,7 @@ from ckptctl.formats.frameworks.layouts import (
     shard_rank,
 )
 from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formatting import command_line
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import (
     DTYPE_SIZES,
@@ -202,11 +202,11 @@ def check_format(inspected: Inspection) -> None:
     formats = [part.format for part in inspected.step.parts]
     if formats and not any(found in SHARDED for found in formats):
         url = inspected.step.url
-        words = ["ckptctl", "show", url]
+        words = ["show", url]
         if PartFormat.SAFETENSORS in formats:
-            words = ["ckptctl", "convert", url, f"{url}-dcp", "--accept-unverifiable"]
+            words = ["convert", url, f"{url}-dcp", "--accept-unverifiable"]
         raise UsageError(
-            f"{url} holds {formats[0].value}, not sharded DCP", next_command=shlex.join(words)
+            f"{url} holds {formats[0].value}, not sharded DCP", next_command=command_line(*words)
         )
 
 

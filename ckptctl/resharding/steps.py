@@ -7,7 +7,6 @@ each of these.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step_name
+from ckptctl.formatting import command_line
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
@@ -244,7 +244,7 @@ def _reshard(
             report=written.report,
             continued=written.continued,
             message=f"resharded for {answer.world_size} ranks: verified at level content, sealed",
-            next_command=f"ckptctl diff {shlex.quote(found.url)} {shlex.quote(place.url)} --values",
+            next_command=command_line("diff", found.url, place.url, "--values"),
         )
 
 
@@ -279,7 +279,7 @@ def opened_step(
         if found.is_file:
             raise UsageError(
                 f"{found.url} is one file, not a step of sharded DCP that can be resharded",
-                next_command=f"ckptctl show {shlex.quote(found.url)}",
+                next_command=command_line("show", found.url),
             )
         yield found
 
@@ -347,7 +347,7 @@ def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) ->
         if refusal(inspected.report, accept_unverifiable=True):
             raise UsageError(
                 f"--like {found.url}: the step is {inspected.report.verdict.value}",
-                next_command=f"ckptctl verify {shlex.quote(found.url)}",
+                next_command=command_line("verify", found.url),
             )
         slices: dict[tuple[str, str], tuple[RankSlice, ...]] = {}
         n_ranks = 0
@@ -415,5 +415,5 @@ def _refused(source: str, target: str, asked: _Asked, report: Report) -> Reshard
         report=report,
         message=f"not resharded: {report.url} is {verdict}; nothing was published",
         exit_code=report.exit_code,
-        next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
+        next_command=command_line("verify", report.url, "--level", "content"),
     )

@@ -6,7 +6,6 @@ the same time, and calls the engine.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -14,6 +13,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.own.run_events import MAX_TEXT, Event, OpenedEvent, ResumedEvent
+from ckptctl.formatting import command_line
 from ckptctl.model import ExitCode
 from ckptctl.options import TIMEOUT_S, StorageOptions
 from ckptctl.runbook.document import Runbook, Value, shown
@@ -135,7 +135,7 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
             raise UsageError(
                 f"the runbook {book.name} has no input {name!r}; it has "
                 f"{', '.join(each.name for each in book.inputs)}",
-                next_command=f"ckptctl runbook show {shlex.quote(book.called)}",
+                next_command=command_line("runbook", "show", book.called),
             )
         items = (value,) if isinstance(value, str) else tuple(value)
         if len(items) != 1 and not declared.is_list:
@@ -168,7 +168,7 @@ def _check_there(store: Store) -> None:
     except PathNotFound as error:
         raise PathNotFound(
             f"{error.message}; a runbook writes its record under the checkpoint root",
-            next_command=f"ckptctl scan {shlex.quote(parent_url(store.url))}",
+            next_command=command_line("scan", parent_url(store.url)),
         ) from error
 
 
@@ -181,7 +181,7 @@ def _record(
     if how == "continue" and last is None:
         raise UsageError(
             f"{store.url}: no run of the runbook {book.name} was started here",
-            next_command=shlex.join(["ckptctl", "runbook", "run", book.called, store.url]),
+            next_command=command_line("runbook", "run", book.called, store.url),
         )
     if last is None or (last.is_over and how == "auto"):
         return new, new
@@ -247,9 +247,7 @@ def _check_page(book: Runbook, record: RunRecord) -> None:
         raise UsageError(
             f"the page of the runbook {book.name} has changed since the run {record.name} was "
             "started; its position can no longer be determined",
-            next_command=shlex.join(
-                ["ckptctl", "runbook", "run", book.called, record.store.url, "--new"]
-            ),
+            next_command=command_line("runbook", "run", book.called, record.store.url, "--new"),
         )
 
 
@@ -299,7 +297,7 @@ def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:
 
 def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -> str:
     """The command with which the runbook was called."""
-    return shlex.join([*_words(book.called, root, inputs), *talk.repeated])
+    return command_line(*_words(book.called, root, inputs), *talk.repeated)
 
 
 _ROOTS = ("OTHER_ROOTS", "OPTIONAL_ROOTS")
@@ -307,7 +305,7 @@ _ROOTS = ("OTHER_ROOTS", "OPTIONAL_ROOTS")
 
 def _words(called: str, root: str, inputs: Mapping[str, Value]) -> list[str]:
     """The arguments that run a runbook on these roots with these inputs."""
-    words = ["ckptctl", "runbook", "run", called, root]
+    words = ["runbook", "run", called, root]
     for name, value in sorted(inputs.items(), key=lambda each: each[0] != "OTHER_ROOTS"):
         for item in (value,) if isinstance(value, str) else value:
             if name == "OTHER_ROOTS":
@@ -327,9 +325,9 @@ def _next(
         return None
     if left.leads:
         roots = {name: left.variables[name] for name in _ROOTS if name in left.variables}
-        return shlex.join(_words(led_to(book, left.leads), root, roots))
+        return command_line(*_words(led_to(book, left.leads), root, roots))
     if left.over and left.exit_code == UsageError.exit_code:
-        return shlex.join(["ckptctl", "runbook", "show", book.called])
+        return command_line("runbook", "show", book.called)
     # The operator fills in what is missing, such as a log.
     missing = {name: name.rpartition("_")[2] for name in left.missing}
     # Consent to a change is not a decision: without --yes a person is asked.
@@ -337,11 +335,11 @@ def _next(
     repeated = [word for word in talk.repeated if word not in dropped]
     if how == "dry":
         # There is no record, so the inputs must be given again.
-        return shlex.join([*_words(book.called, root, given), *repeated])
+        return command_line(*_words(book.called, root, given), *repeated)
     if how == "continue" and left.over and not missing and repeated == list(talk.repeated):
         return None
     # With --yes no command is taken from the record, so it must be given again.
-    return shlex.join([*_words(book.called, root, {**given, **missing}), *repeated, "--continue"])
+    return command_line(*_words(book.called, root, {**given, **missing}), *repeated, "--continue")
 
 
 def _ran(book: Runbook, record: RunRecord, left: Left, again: str | None, *, n_found: int) -> Ran:

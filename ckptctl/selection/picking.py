@@ -175,14 +175,14 @@ def _without_step(
 def after_beginning(done: Search, begins: Beginning, command: str) -> str:
     """What to run next where there is no usable step; `command` is the caller's."""
     if begins.answer is Answer.UNKNOWN:
-        return f"ckptctl {command} {done.roots.words}"
+        return command_line(command, *done.roots.words)
     if begins.missing:  # more often a wrong path than a new run
         if len(begins.similar) == len(done.roots.urls) == 1:
             return command_line(command, begins.similar[0])
         return command_line("scan", parent_url(begins.missing[0]))
     if begins.answer is Answer.FRESH:
         chooses = "pick" if command == "scan" else command
-        return f"ckptctl {chooses} {done.roots.words} --allow-fresh"
+        return command_line(chooses, *done.roots.words, "--allow-fresh")
     return storage_corruption(done.roots)
 
 
@@ -214,7 +214,9 @@ def none_usable(done: Search) -> tuple[str, str]:
         number = report.number
         reason = next(one.reason for one in over if one.report is report)
         message = f"step {number} could not be inspected, so no older one is chosen: {reason}"
-        return message, _remedy(report) or f"ckptctl pick {roots.words} --skip {number}"
+        if number is None:
+            return message, _remedy(report) or command_line("verify", report.url)
+        return message, _remedy(report) or command_line("pick", *roots.words, "--skip", number)
     if not over:
         return _none_left(done)
     if choice.stopped == "suspect":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -29,7 +28,7 @@ from ckptctl.formats.frameworks.layouts import (
     step_name,
 )
 from ckptctl.formats.frameworks.parts import is_archive, parts_of
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, path_word
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import RecordedResume, read_resumes
@@ -49,12 +48,12 @@ class Roots:
     optional: frozenset[str] = frozenset()
 
     @property
-    def words(self) -> str:
+    def words(self) -> tuple[str, ...]:
         """The roots as the words of a command line that takes several."""
         words = [*self.mandatory]
         for url in self.urls:
             words += ["--optional-root", url] if url in self.optional else []
-        return shlex.join(words)
+        return tuple(words)
 
     @property
     def mandatory(self) -> tuple[str, ...]:
@@ -74,15 +73,16 @@ def roots_in(given: str | Sequence[str], optional: Collection[str] = ()) -> Root
     among `given` as well.
     """
     named = (given,) if isinstance(given, str) else tuple(given)
-    urls = tuple(dict.fromkeys((*named, *optional)))
+    optional = frozenset(map(path_word, optional))
+    urls = tuple(dict.fromkeys((*map(path_word, named), *optional)))
     if not urls:
         raise UsageError("no checkpoint root is given", next_command="ckptctl pick ROOT")
-    if set(urls) <= set(optional):
+    if optional.issuperset(urls):
         raise UsageError(
             f"every root is optional ({', '.join(urls)}); at least one must be mandatory, "
             "or a storage that is not mounted would pass for a fresh run"
         )
-    return Roots(urls, frozenset(optional))
+    return Roots(urls, optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _check_mandatory(opened_roots: Sequence[OpenRoot], roots: Roots) -> None:
     raise StorageUnavailable(
         f"{url} does not exist, and {used.store.url} {holds}: a newer step may be in the "
         "missing root. Mount it; if it may be missing, make it an optional root",
-        next_command=f"ckptctl pick {allowed.words}" if may_be_absent else "findmnt --real",
+        next_command=command_line("pick", *allowed.words) if may_be_absent else "findmnt --real",
     )
 
 

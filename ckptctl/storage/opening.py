@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl.data_classes import dataclass, field, fields
 from ckptctl.errors import MissingExtra, UsageError
+from ckptctl.formatting import path_word
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.contract import Store
 from ckptctl.storage.waiting import Retries
@@ -60,7 +61,7 @@ def _opened(url: str, storage: StorageOptions) -> Store:
 
     start, path = _split(url)
     root = os.path.expanduser(path) or "/"
-    return LocalStore(root, url=start + root)
+    return LocalStore(root, url=path_word(start + root))
 
 
 def _remote(url: str, storage: StorageOptions) -> Store:

@@ -12,7 +12,6 @@ never the job; the write is made later.
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import threading
 import time
@@ -37,6 +36,7 @@ from ckptctl.formats.own.supervision import (
     ResetDocument,
     SupervisorDocument,
 )
+from ckptctl.formatting import command_line
 from ckptctl.selection.marking import user_name
 from ckptctl.storage.opening import absolute_url
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
@@ -160,7 +160,7 @@ class HeldState:
             raise Fenced(
                 f"{self._revisions.url}: another `ckptctl run` took the job over from this one, "
                 "which ends its processes",
-                next_command=f"ckptctl scan {shlex.quote(self.state['root'])}",
+                next_command=command_line("scan", self.state["root"]),
             )
         failure = self._failure
         if failure is not None and not self._warned:
@@ -333,7 +333,7 @@ def _read(
     except OwnFileUnreadable as error:
         stored = None
         if reset is None and copy.read() is None:
-            error.next_command = f"ckptctl run --root {shlex.quote(root)} --reset-budget REASON"
+            error.next_command = command_line("run", "--root", root, "--reset-budget", "REASON")
             raise
         tell(f"warning: {error.message}; the state is replaced")
     local = copy.read()

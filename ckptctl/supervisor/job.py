@@ -6,12 +6,11 @@ The same for one launcher (`restarting`) and for several (`leading`).
 from __future__ import annotations
 
 import os
-import shlex
 
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.selection.targets import Roots
 from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
 from ckptctl.supervisor.child import Signals, Watcher
@@ -106,7 +105,7 @@ class SupervisedJob:
     def prepare(self) -> RootState:
         """Inspect the roots before the first attempt; raises `NotStarted`."""
         seen = self.roots.await_answer(self.signals, self.tell)
-        scan = f"ckptctl scan {self.roots.words}"
+        scan = command_line("scan", *self.roots.words)
         if seen.code == WRONG_PATH:
             self._warnings.append(
                 f"{seen.message}; the job runs, but its progress cannot be measured"
@@ -154,7 +153,7 @@ class SupervisedJob:
                 GIVEN_UP,
                 f"no restart is left since attempt {held.state['attempts'][-1]['number']}, and no "
                 "newer step was saved (--reset-budget REASON begins a new budget)",
-                f"ckptctl scan {self.roots.words}",
+                command_line("scan", *self.roots.words),
             )
 
     def begun(self, state: SupervisorDocument, plan: AttemptPlan) -> tuple[SupervisorDocument, int]:
@@ -252,6 +251,5 @@ class SupervisedJob:
             if self._log_folder is not None:
                 logs.append(self._log_folder.path(last.number))
             if logs := [*filter(os.path.exists, logs)]:
-                words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
-                return shlex.join(words)
-        return f"ckptctl scan {self.roots.words}"
+                return command_line("classify", *logs, "--exit-code", last.exit_code)
+        return command_line("scan", *self.roots.words)

@@ -9,7 +9,6 @@ each is the same on every rank.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +17,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import CkptctlError, NothingToResume, UsageError
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern, train_step_of
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import SETTLE_S, PickPolicy, Requirements
@@ -96,7 +96,7 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
                 raise NothingToResume(
                     begins.message,
                     exit_code=begins.exit_code,
-                    next_command=f"ckptctl scan {selection.roots.words}",
+                    next_command=command_line("scan", *selection.roots.words),
                 )
         return tuple(sorted(steps, key=lambda named: -named.number))
 
@@ -144,7 +144,7 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
         return wanted
     raise UsageError(
         f"resume_from is {wanted!r}; expected auto, none, a step number, or the path of a step",
-        next_command=f"ckptctl scan {roots.words}",
+        next_command=command_line("scan", *roots.words),
     )
 
 
@@ -162,7 +162,7 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision
         raise NothingToResume(
             found.message,
             exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
-            next_command=found.next_command or f"ckptctl scan {selection.roots.words}",
+            next_command=found.next_command or command_line("scan", *selection.roots.words),
         )
     fell_back = found.answer is Answer.FELL_BACK or bool(skip)
     return _chosen(found.chosen, rejected, fell_back=fell_back), opened
@@ -193,7 +193,7 @@ def _named(
         raise NothingToResume(
             f"{report.url} was requested, but it could not be loaded",
             exit_code=11,
-            next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
+            next_command=command_line("verify", report.url, "--level", "content"),
         )
     return _chosen(report, (), fell_back=False), found
 
@@ -204,7 +204,7 @@ def _not_usable(report: Report) -> CkptctlError:
     return NothingToResume(
         f"{report.url} was requested, but it is {report.verdict.value}: {why}",
         exit_code=report.exit_code,
-        next_command=f"ckptctl verify {shlex.quote(report.url)}",
+        next_command=command_line("verify", report.url),
     )
 
 
@@ -229,7 +229,7 @@ def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
         f"{len(failed)} step{many} passed inspection but did not load ({steps}): check the "
         "storage before using an older step",
         exit_code=11,
-        next_command=f"ckptctl scan {roots.words}",
+        next_command=command_line("scan", *roots.words),
     )
 
 
@@ -242,5 +242,5 @@ def check_one_metadata(decision: ResumeDecision) -> None:
             f"{decision.path} holds {len(files)} metadata files ({', '.join(files[:3])}); "
             "Checkpointer loads steps with one. use `resolve` for the path, and load the step in "
             "the script",
-            next_command=f"ckptctl show {shlex.quote(decision.path)}",
+            next_command=command_line("show", decision.path),
         )

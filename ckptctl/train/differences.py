@@ -10,13 +10,12 @@ may hold a part of the model.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ModelDiffers, StateRefused, UsageError
-from ckptctl.formatting import counted, some_of
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
 from ckptctl.train.state import Parts, local_tensors
@@ -338,5 +337,5 @@ def refuse_lost(lost: Sequence[str], step: int, path: str | None, options: Train
         raise StateRefused(
             f"step {step} cannot restore {', '.join(refused)}: a resume would silently lose it. "
             f"accept_lost={kinds} allows this",
-            next_command=None if path is None else f"ckptctl show {shlex.quote(path)}",
+            next_command=None if path is None else command_line("show", path),
         )

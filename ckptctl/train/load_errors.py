@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable
 
 from ckptctl.checks.presence import check_presence, check_sizes, escape_reason, holds_safetensors
@@ -11,6 +10,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StepDamaged
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.archive.directory import Member
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.records.ranges import Ranges
 
@@ -66,7 +66,7 @@ class Damage:
     def finding(self, finding: Finding) -> StepDamaged:
         """A finding as an error, with the command that inspects the whole step."""
         url = self.opened.url
-        command = f"ckptctl verify {shlex.quote(url)} --level content"
+        command = command_line("verify", url, "--level", "content")
         return StepDamaged(url, replace(finding, next_command=command))
 
     def _file(self, number: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, SupportsFloat
@@ -18,7 +17,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.options import (
     StorageKeywords,
     StorageOptions,
@@ -272,7 +271,7 @@ def _reject_since(
 
 def _command_for(words: list[str], storage: StorageOptions) -> str:
     """A ckptctl command line for the same storage."""
-    return shlex.join(["ckptctl", *words, *without_secrets(storage.arguments())])
+    return command_line(*words, *without_secrets(storage.arguments()))
 
 
 def why_lost(model: Any, loss: float | None) -> str:

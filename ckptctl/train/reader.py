@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shlex
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +23,7 @@ from ckptctl.checks.coverage import check_coverage
 from ckptctl.data_classes import replace
 from ckptctl.errors import CkptctlError, StepDamaged, UsageError
 from ckptctl.findings import Finding
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import NO_FILE, Metadata
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
@@ -297,5 +297,5 @@ class Reader(StorageReader):
         )
 
     def _damaged(self, finding: Finding) -> StepDamaged:
-        command = f"ckptctl verify {shlex.quote(self._path)}"
+        command = command_line("verify", self._path)
         return StepDamaged(self._path, replace(finding, next_command=command))

@@ -265,7 +265,7 @@ def _report_parts(
     decision: ResumeDecision, failed: Mapping[int, str], selection: Selection
 ) -> Iterator[str]:
     if decision.path is None:
-        yield f"no step to resume from in {selection.roots.words}: this is a fresh start"
+        yield f"no step to resume from in {', '.join(selection.roots.urls)}: this is a fresh start"
     else:
         # Of a folder that is named by a count of saves, only the path is printed: `loss` would
         # take the number for a step.

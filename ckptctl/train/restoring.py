@@ -9,7 +9,6 @@ of ranks cannot take over. State that would be lost without such an option is an
 from __future__ import annotations
 
 import errno
-import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.formats.pickles.reading import collector_paused
-from ckptctl.formatting import some_of
+from ckptctl.formatting import command_line, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
@@ -375,7 +374,7 @@ def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:
 
 def _meaning_of_one(rank: int, cause: BaseException, decision: ResumeDecision) -> CkptctlError:
     words = f"rank {rank}: {_words(cause, decision)}"
-    verify = f"ckptctl verify {shlex.quote(decision.path or '')} --level content"
+    verify = command_line("verify", decision.path or "", "--level", "content")
     if isinstance(cause, (StepDamaged, PathNotFound, ShortRead)):
         return LoadFailed(f"rank {rank}: {cause.message}", next_command=verify)
     if isinstance(cause, CkptctlError):

@@ -22,6 +22,7 @@ from ckptctl.distributed.launcher import ATTEMPT, cluster_context
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.selection.fencing import check_token, take_token
@@ -116,7 +117,7 @@ class Resume:
             raise UsageError(
                 f"{', '.join(urls)} {'holds' if len(urls) == 1 else 'hold'} {len(steps)} steps, "
                 f"{steps[0].name} the newest; a run from step 0 needs its own root",
-                next_command=f"ckptctl scan {selection.roots.words}",
+                next_command=command_line("scan", *selection.roots.words),
             )
 
     # Deciding, loading and restoring
@@ -265,7 +266,7 @@ class Resume:
             raise StorageUnavailable(
                 f"{decision.path} was removed or overwritten while it was loaded: {difference}; no "
                 "step was marked",
-                next_command=f"ckptctl pick {job.selection.roots.words}",
+                next_command=command_line("pick", *job.selection.roots.words),
             )
         held = Held(job.store, attempt.token)
         superseded, warnings = supersede_all(job, held, decision, self._branches)
@@ -305,7 +306,7 @@ class Resume:
             raise NothingToResume(
                 f"{self._job.root} contains no complete step, so no steps can be replayed",
                 exit_code=11,
-                next_command=f"ckptctl scan {selection.roots.words}",
+                next_command=command_line("scan", *selection.roots.words),
             )
         before = newest - n_steps + 1
         try:

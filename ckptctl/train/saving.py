@@ -34,6 +34,7 @@ from ckptctl.formats.frameworks.layouts import METADATA, name_of_attempt, shard_
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
+from ckptctl.formatting import command_line
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import FileInfo, Level
@@ -139,7 +140,7 @@ class StepSave:
                 continue
             asked = Requirements(grace_s=_NO_GRACE_S)
             report = inspect_step(OpenStep(self._store, found), asked).report
-            verify = f"ckptctl verify {shlex.quote(report.url)}"
+            verify = command_line("verify", report.url)
             if report.verdict in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
                 raise UsageError(
                     f"{report.url} already exists and is {report.verdict.value}: it is not "
@@ -225,7 +226,7 @@ class StepSave:
             return self._disk_full(why)
         failed = SaveFailed(
             f"step {self.number} was not saved: {why}; older steps are unchanged",
-            next_command=f"ckptctl scan {shlex.quote(self._store.url)}",
+            next_command=command_line("scan", self._store.url),
         )
         if any(isinstance(cause, AccessDenied) for cause in causes):
             failed.exit_code = AccessDenied.exit_code
@@ -284,7 +285,7 @@ class StepSave:
                 raise SaveFailed(
                     f"step {self.number} was not saved: {file.path} is {file.size:,} bytes, but "
                     f"{one.size:,} were written to it; older steps are unchanged",
-                    next_command=f"ckptctl verify {shlex.quote(self.url)}",
+                    next_command=command_line("verify", self.url),
                 )
             checksum = best_of(kept, lambda algorithm: algorithm == ours)
             is_ours = checksum is not None and checksum.algorithm == ours
@@ -303,7 +304,7 @@ class StepSave:
         if damaged:
             raise SaveFailed(
                 f"step {self.number} was written but not sealed: {damaged[0].message}",
-                next_command=f"ckptctl verify {shlex.quote(self.url)} --level content",
+                next_command=command_line("verify", self.url, "--level", "content"),
             )
         # Level `listing`: the bytes were digested while they were written, and all ranks wait.
         inspected = inspect_step(
@@ -318,7 +319,7 @@ class StepSave:
             raise SaveFailed(
                 f"step {self.number} was written but is {report.verdict.value}: "
                 f"{faults[0].message}; it is not sealed, and no resume will use it",
-                next_command=f"ckptctl verify {shlex.quote(report.url)}",
+                next_command=command_line("verify", report.url),
             )
         made = Seal(
             self._algorithm,
@@ -334,7 +335,7 @@ class StepSave:
         except StorageError as error:
             raise SaveFailed(
                 f"step {self.number} is complete but was not sealed: {error.message}",
-                next_command=f"ckptctl seal {shlex.quote(report.url)}",
+                next_command=command_line("seal", report.url),
             ) from error
 
     # In every stage
@@ -362,7 +363,7 @@ class StepSave:
             own = error.next_command if isinstance(error, CkptctlError) else None
             failed = SaveFailed(
                 f"step {self.number} {what}: {message}; {left}",
-                next_command=own or f"ckptctl scan {shlex.quote(self._store.url)}",
+                next_command=own or command_line("scan", self._store.url),
             )
             if isinstance(error, AccessDenied):  # no retry changes that
                 failed.exit_code = error.exit_code

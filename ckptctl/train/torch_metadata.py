@@ -7,7 +7,6 @@ classes, of the version that is installed; byte ranges are read from the decoded
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,6 +26,7 @@ from ckptctl.errors import (
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.frameworks.layouts import METADATA, rank_local_rank
 from ckptctl.formats.pickles.reading import collector_paused
+from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import read_metadata
 from ckptctl.model import (
@@ -227,7 +227,7 @@ def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
         if isinstance(found, Metadata) and found.rank is not None:
             by_rank[found.rank] = found
         elif isinstance(found, Finding) and found.severity is Severity.FAULT:
-            command = found.next_command or f"ckptctl pick {shlex.quote(parent_url(opened.url))}"
+            command = found.next_command or command_line("pick", parent_url(opened.url))
             raise StepDamaged(opened.url, replace(found, next_command=command)) from error
     if not by_rank:
         message = f"it changed while it was read ({error.message}): another process writes there"

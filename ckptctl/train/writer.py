@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import shlex
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from ckptctl.errors import AlreadyExists, PathNotFound, SaveFailed, UsageError
 from ckptctl.formats.archive.writing import WRITABLE, tensor_frame
 from ckptctl.formats.digests import Algorithm, Digester, Digests, checksumming
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.records.elements import block_of, joined, record_of
 from ckptctl.storage.contract import Store
@@ -154,7 +154,7 @@ class Writer(StorageWriter):
             if any(file.path == f"{name}/{self._metadata}" for file in store.list_dir(name)):
                 raise AlreadyExists(
                     f"{self._path} holds a checkpoint already; it is not written over",
-                    next_command=f"ckptctl verify {shlex.quote(self._path)}",
+                    next_command=command_line("verify", self._path),
                 )
         first = self._rank or 0
         return [

@@ -346,3 +346,39 @@ def test_a_next_command_that_leads_nowhere_new_is_caught(sound_root):
     age(sound_root / "step_20")
     with pytest.raises(AssertionError, match="accept a damaged step"):
         follow(["verify", "x"], 20, "next: ckptctl accept run/step_20", **run_in)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("scan", "--", "-run"),
+        ("pick", "--require", "dataloader", "--", "-run"),
+        ("pick", "--optional-root", "-run", "absent"),
+        ("verify", "--", "-run@30"),
+        ("verify", "--", "-run/step_20"),
+        ("show", "--", "-run/step_20"),
+        ("seal", "--", "-run@20"),
+        ("diff", "--", "-run@10", "-run@20"),
+        ("reshard", "--world-size", "2", "--", "-run@10", "-new/step_10"),
+        ("convert", "--", "-run@20", "-new/step_20"),
+        ("preflight", "--", "-run"),
+        ("prune", "--keep", "1", "--", "-run"),
+        ("cost", "--", "-run"),
+        ("history", "--", "-run"),
+        ("loss", "--", "-train.log"),
+        ("classify", "--", "-train.log"),
+        ("run", "--root", "-run", "--backoff", "0", "--max-restarts", "0", "--", "false"),
+        ("rerun", "--root", "-run", "--log", "-train.log", "--step", "30", "--", "true", "{root}"),
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_begins_with_a_dash_is_no_option_in_the_next_command(
+    ckptctl, broken_root, words
+):
+    broken_root.rename(broken_root.with_name("-run"))
+    broken_root.with_name("-train.log").write_text("nothing\n")
+    done = ckptctl(*words)  # follows `next:`, which must parse
+    assert done.returncode != 1
+    shown = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("next:")]
+    paths = [word for line in shown for word in line.partition(" -- ")[0].split()]
+    assert not [word for word in paths if word.startswith(("-run", "-train", "-new"))]
