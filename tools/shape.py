@@ -41,12 +41,12 @@ def retired_words(where: str) -> frozenset[str]:
     )
 
 
-def modules() -> dict[str, ast.Module]:
-    """Each module of the package by its dotted name."""
+def sources() -> dict[str, str]:
+    """The source of each module of the package by its dotted name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
-        found[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text())
+        found[".".join(parts).removesuffix(".__init__")] = path.read_text()
     return found
 
 
@@ -332,7 +332,7 @@ COUNTED = {
 def main() -> int:
     """Print the figures."""
     show = "--names" in sys.argv[1:]
-    trees = modules()
+    trees = {name: ast.parse(source) for name, source in sources().items()}
     names = set(trees)
     importers: dict[str, set[str]] = defaultdict(set)
     graph: dict[str, set[str]] = {}

@@ -14,7 +14,7 @@ from ckptctl.failures import loglines, matching, rank_dumps
 from ckptctl.failures.rules import RULES
 from ckptctl.storage.logs import MAX_MATCHED
 
-N_CHARS = MAX_MATCHED // 4
+N_CHARS = MAX_MATCHED // 8
 FILLERS = (" ", "a", "7", "x=", "A1b-", "/", ":", "-", ".", "a ", "a.", '"')
 FEW = FILLERS[:5]
 
@@ -46,9 +46,12 @@ PATTERNS = {f"{rule.name}-{n}": each for rule in RULES for n, each in enumerate(
 ONE_OF_EACH = {each: name for name, each in PATTERNS.items() if not name.startswith("xid.1")}
 
 
-@pytest.mark.parametrize("pattern", ONE_OF_EACH, ids=ONE_OF_EACH.values())
-def test_a_pattern_of_a_rule_takes_linear_time_on_long_lines(pattern: str) -> None:
-    assert too_slow(re.compile(pattern, re.IGNORECASE).search, texts_of(pattern)) == []
+def test_a_pattern_of_a_rule_takes_linear_time_on_long_lines() -> None:
+    slow = {
+        name: too_slow(re.compile(pattern, re.IGNORECASE).search, texts_of(pattern))
+        for pattern, name in ONE_OF_EACH.items()
+    }
+    assert {name: found for name, found in slow.items() if found} == {}
 
 
 WHOLE_MESSAGE = ("_STEP", "_FINITE", "_RETRIED", "_GAVE_UP", "_CODE", "_COMMUNICATOR")

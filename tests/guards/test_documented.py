@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from cases import all_cases
 from error_classes import every_error
 from typer.main import get_command
 
@@ -132,8 +133,7 @@ def test_there_is_a_page_for_every_finding_code_and_none_besides():
     assert {path.name.removesuffix(".md") for path in PAGES.iterdir()} == set(CODES)
 
 
-@pytest.mark.parametrize("code", sorted(CODES))
-def test_a_page_says_what_it_means_where_it_comes_from_and_what_to_do(code):
+def check_sections(code):
     text = page(code).text
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings == [
@@ -147,8 +147,7 @@ def test_a_page_says_what_it_means_where_it_comes_from_and_what_to_do(code):
     assert len(text.splitlines()) < 60
 
 
-@pytest.mark.parametrize("code", sorted(CODES))
-def test_the_commands_on_a_page_are_commands_of_ckptctl(code):
+def check_commands(code):
     for command in re.findall(r"^ckptctl (.*)$", page(code).text, flags=re.MULTILINE):
         name, *words = command.split("#")[0].split()
         if name == "explain":
@@ -156,6 +155,14 @@ def test_the_commands_on_a_page_are_commands_of_ckptctl(code):
             continue
         known = {option for each in options(name) for option in each.opts}
         assert {word for word in words if word.startswith("-")} <= known, command
+
+
+@pytest.mark.parametrize("check", [check_sections, check_commands], ids=lambda f: f.__name__)
+def test_a_page_says_what_it_means_where_it_comes_from_and_what_to_do(check):
+    with all_cases() as case:
+        for code in sorted(CODES):
+            with case(code):
+                check(code)
 
 
 def test_no_page_explains_nothing():
@@ -186,13 +193,15 @@ def test_the_verdicts_of_the_design_are_those_of_the_program():
         assert f"`{verdict.value}`" in design
 
 
-@pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "docs").rglob("*.md")), ids=lambda path: path.stem
-)
-def test_every_module_that_a_document_names_exists(path):
-    named = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|toml))`", path.read_text()))
+def test_every_module_that_a_document_names_exists():
+    named = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|toml))`")
     places = (REPOSITORY, REPOSITORY / "ckptctl")
-    assert [name for name in named if not any((place / name).exists() for place in places)] == []
+    assert [
+        f"{path}: {name}"
+        for path in sorted((REPOSITORY / "docs").rglob("*.md"))
+        for name in set(named.findall(path.read_text()))
+        if not any((place / name).exists() for place in places)
+    ] == []
 
 
 def test_every_document_has_its_place_in_the_site():

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from cases import all_cases
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_loss
@@ -44,29 +45,32 @@ def expected(sample: dict) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["format"])
-def test_a_sample_is_known_by_itself_and_read_whole(sample):
-    reader, found = read("\n".join(sample["lines"]) + "\n")
-    assert reader.format == sample["format"]
-    assert [values(row) for row in found] == [expected(sample)]
+def test_a_sample_is_known_by_itself_and_read_whole():
+    with all_cases() as case:
+        for sample in SAMPLES:
+            with case(sample["format"]):
+                reader, found = read("\n".join(sample["lines"]) + "\n")
+                assert reader.format == sample["format"]
+                assert [values(row) for row in found] == [expected(sample)]
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["format"])
-def test_a_sample_is_read_alike_when_its_format_is_stated(sample):
-    text = "\n".join(sample["lines"]) + "\n"
-    assert rows(text, name=sample["format"]) == rows(text)
+def test_a_sample_is_read_alike_when_its_format_is_stated():
+    with all_cases() as case:
+        for sample in SAMPLES:
+            with case(sample["format"]):
+                text = "\n".join(sample["lines"]) + "\n"
+                assert rows(text, name=sample["format"]) == rows(text)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize(
-    "sample",
-    # A table is a file of its own, no output of a launcher.
-    [sample for sample in SAMPLES if sample["format"] != "csv"],
-    ids=lambda sample: sample["format"],
-)
-def test_what_a_launcher_writes_before_a_line_changes_nothing(sample, prefix):
-    lines = [prefix + line for line in "\n".join(sample["lines"]).split("\n")]
-    assert [values(row) for row in rows("\n".join(lines) + "\n")] == [expected(sample)]
+def test_what_a_launcher_writes_before_a_line_changes_nothing(prefix):
+    with all_cases() as case:
+        # A table is a file of its own, no output of a launcher.
+        for sample in (each for each in SAMPLES if each["format"] != "csv"):
+            with case(sample["format"]):
+                lines = [prefix + line for line in "\n".join(sample["lines"]).split("\n")]
+                found = rows("\n".join(lines) + "\n")
+                assert [values(row) for row in found] == [expected(sample)]
 
 
 def test_every_format_has_a_sample():
