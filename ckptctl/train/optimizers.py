@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ckptctl.formatting import counted
@@ -63,25 +64,62 @@ def allocate_extra_state(part: Any) -> Callable[[], None]:
     return undo
 
 
+@contextmanager
+def without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Keep torch from taking a step of an optimizer that has no state, to make some.
+
+    torch (2.13, `_init_optim_state`) does so also where it collects the state for a save: the
+    moments of an optimizer that starts later would then count a step more, and one that ignores
+    `lr` would change the parameters. State of one parameter, also if it is empty, prevents that.
+    """
+    firsts = [
+        (optimizer, parameter)
+        for optimizer in optimizers
+        for parameter in [one for group in optimizer.param_groups for one in group["params"]][:1]
+        if not optimizer.state
+    ]
+    for optimizer, parameter in firsts:
+        optimizer.state[parameter] = {}
+    try:
+        yield
+    finally:
+        for optimizer, parameter in firsts:
+            if not optimizer.state.get(parameter, True):
+                del optimizer.state[parameter]
+
+
 def leave_out_unsaved(state: Mapping[str, Any], saved: Metadata) -> None:
     """Empty the optimizer state of each parameter of which the step has none.
 
     A parameter that had no gradient before the save, or was frozen, has no state; torch makes
-    one for every parameter before a load. Nothing is left out of a step that has none of any
-    parameter by its name: it was saved by another optimizer, or names the state by number.
+    one for every parameter before a load. Of a step without state of any parameter, it is left
+    out if the groups have the same options: the optimizer had taken no step. Otherwise the step
+    was saved by another optimizer, or names the state by number.
     """
     paths = [entry.path for entry in saved.tensors.values()]
     paths += [entry.path for entry in saved.bytes_entries.values()]
     known = {path[2] for path in paths if path[:2] == ("optimizer", "state") and path[2:]}
-    held = state.get("optimizer", {}).get("state", {})
-    for fqn in held.keys() - known if held.keys() & known else ():
-        held[fqn] = {}
+    optimizer = state.get("optimizer", {})
+    held = optimizer.get("state", {})
+    if held.keys() & known or (not known and _has_options(optimizer, paths)):
+        for fqn in held.keys() - known:
+            held[fqn] = {}
+
+
+def _has_options(optimizer: Mapping[str, Any], paths: Sequence[tuple[str | int, ...]]) -> bool:
+    """Whether the groups of an optimizer have options of the same names as those of the step."""
+    saved: dict[str | int, set[str | int]] = {}
+    for path in paths:
+        if path[:2] == ("optimizer", "param_groups"):
+            saved.setdefault(path[2], set()).add(path[3])
+    own = [set(group) for group in optimizer.get("param_groups", ())]
+    return bool(own) and sorted(map(sorted, own)) == sorted(map(sorted, saved.values()))
 
 
 def forget_unsaved(optimizers: Sequence[Any], state: Mapping[str, Any]) -> str | None:
     """Leave parameters without the state that the step does not have; a note about them."""
     unsaved = [fqn for fqn, held in state.items() if not held]
-    if not unsaved or len(unsaved) == len(state):
+    if not unsaved:
         return None
     for optimizer in optimizers:
         for parameter in [one for one, held in optimizer.state.items() if not held]:

@@ -33,7 +33,7 @@ from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
 from ckptctl.train.agreement import ResumeDecision, check_one_metadata
 from ckptctl.train.differences import Differences, Wanted, refuse_lost
-from ckptctl.train.optimizers import forget_unsaved, same_groups
+from ckptctl.train.optimizers import forget_unsaved, same_groups, without_a_step
 from ckptctl.train.random_states import reseed, restore_rng
 from ckptctl.train.state import GLOBAL_DATA, Parts, RankPosition, joined, loader_generator
 
@@ -142,6 +142,7 @@ class _Restore:
 
     def _restore_sharded(self) -> None:
         from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
             set_model_state_dict,
             set_optimizer_state_dict,
         )
@@ -160,8 +161,14 @@ class _Restore:
                 self._inventory.lost.append(
                     "optimizer options (the step divides the parameters into other groups)"
                 )
-            with _accepting("optimizer"):
-                set_optimizer_state_dict(parts.model, parts.optimizer, optimizer)
+            with _accepting("optimizer"), without_a_step(parts.optimizers):
+                # Not strict: one optimizer of several may have no state, as SGD without momentum.
+                set_optimizer_state_dict(
+                    parts.model,
+                    parts.optimizer,
+                    optimizer,
+                    options=StateDictOptions(strict=False),
+                )
             note = forget_unsaved(parts.optimizers, optimizer["state"])
             self._inventory.notes += [] if note is None else [note]
             self._note("optimizer", restored=True)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.model import Metadata
-from ckptctl.train.optimizers import leave_out_unsaved
+from ckptctl.train.optimizers import leave_out_unsaved, without_a_step
 from ckptctl.train.random_states import rng_state
 from ckptctl.train.samples import GlobalLoader
 
@@ -90,7 +90,8 @@ GLOBAL_DATA = "global"
 
 def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -> dict[str, Any]:
     """The state of this rank, in the form that DCP takes. Every rank calls it."""
-    state = _sharded(parts, ("model", "optimizer"))
+    with without_a_step(parts.optimizers):
+        state = _sharded(parts, ("model", "optimizer"))
     for name in ("scheduler", "grad_scaler"):
         part = getattr(parts, name)
         if part is not None:

@@ -272,3 +272,75 @@ def test_state_that_only_the_optimizer_of_the_step_had_is_lost_as_the_script_all
     assert n_restored or optimizer.param_groups[0].items() == options.items()
     steps_of(model, optimizer, 1)
     accepting.close()
+
+
+def test_an_optimizer_without_state_beside_one_with_state_is_resumed(tmp_path: Path):
+    def script() -> tuple[TwoHeads, Several]:
+        model = TwoHeads()
+        model.uses_both = True
+        plain = torch.optim.SGD(model.used.parameters(), lr=0.1)
+        return model, Several([plain, torch.optim.AdamW(model.later.parameters())])
+
+    saving, resuming = script(), script()
+    for model, optimizers in (saving, resuming):
+        with Checkpointer(str(tmp_path / "run"), model=model, optimizer=optimizers) as ckpt:
+            if ckpt.resume().fresh:
+                steps_of(model, optimizers, 2)
+                ckpt.save(2)
+    for model, optimizers in (saving, resuming):
+        steps_of(model, optimizers, 2)
+    pairs = zip(saving[0].parameters(), resuming[0].parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Changes the parameters in every step, whatever `lr` is, as some kinds of Adafactor do."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": None, "decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.mul_(1 - group["decay"]).sub_(one.grad)
+
+
+LATER = {
+    "AdamW": torch.optim.AdamW,
+    "own rate": OwnRate,
+    "momentum": lambda held: torch.optim.SGD(held, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("other", ["one that steps", "none"])
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_a_save_changes_nothing_of_an_optimizer_that_has_not_stepped_yet(
+    name: str, other: str, save: str, tmp_path: Path
+):
+    def script() -> tuple[TwoHeads, Several]:
+        torch.manual_seed(1)
+        model = TwoHeads()
+        model.uses_both = True
+        later = LATER[name](model.later.parameters())
+        first = [torch.optim.AdamW(model.used.parameters())] if other == "one that steps" else []
+        return model, Several([*first, later])
+
+    unsaved, saving, resuming = script(), script(), script()
+    with Checkpointer(str(tmp_path / "run"), model=saving[0], optimizer=list(saving[1])) as ckpt:
+        ckpt.resume()
+        for model, optimizers in (unsaved, saving):
+            steps_of(model, Several(optimizers[:-1]), 2)
+            model.zero_grad()
+        getattr(ckpt, save)(2)
+    assert not saving[1][-1].state
+    with Checkpointer(str(tmp_path / "run"), model=resuming[0], optimizer=resuming[1]) as ckpt:
+        ckpt.resume()
+    assert not resuming[1][-1].state
+    for model, optimizers in (unsaved, saving, resuming):
+        steps_of(model, optimizers, 2)
+    for one in (saving, resuming):
+        pairs = zip(one[0].parameters(), unsaved[0].parameters(), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
