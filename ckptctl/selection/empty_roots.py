@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -87,7 +87,8 @@ def decide_beginning(
     answer, or if a restarted job finds no trace of its earlier attempt.
 
     Cost: a second listing of a root on an object store or a network, one listing per folder
-    down to three levels, at most `MAX_FOLDERS`, and the reads of `read_history`.
+    down to three levels, at most `MAX_FOLDERS`, and the reads of `find_saves` and
+    `read_history`.
     """
     failed = next((root.error for root in opened_roots if root.error is not None), None)
     if failed is not None:  # it may hold the only step
@@ -250,8 +251,9 @@ def check_empty(
     """Raise if the content of a root shows that it does not belong to a new run.
 
     `UsageError` if it names or is a step, a file, or a folder above a root, and if it
-    contains saved weights without a step number; `StorageUnavailable` if it is a broken
-    link, if a second listing shows other steps, and if a folder in it cannot be listed.
+    contains saved weights without a step number, by their names or by their first bytes;
+    `StorageUnavailable` if it is a broken link, if a second listing shows other steps, and
+    if a folder in it cannot be listed.
     `is_root`: ckptctl has used it as a root, so it may contain more folders than are
     inspected.
     """
@@ -266,7 +268,8 @@ def check_empty(
             f"{store.url} is a step itself, not a root that holds steps",
             next_command=command_line("verify", store.url),
         )
-    inside, n_left_out = _listed_below(store, listing, pattern, open_other)
+    below, n_left_out = _listed_below(store, listing, pattern, open_other)
+    inside = [(path, one) for path, one in below if _holds(one)]
     roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
     # A folder of digits that holds weights is a step.
     above = (re.match(r"(.+?)/[0-9]+(?:/|$)", path) for path, _ in inside)
@@ -289,24 +292,37 @@ def check_empty(
     for path, one in inside:
         is_step = one.is_step or _is_one_save(one.unnumbered)
         weights += [path] if is_step else [f"{path}/{name}" for name in one.unnumbered]
-    if n_left_out and not weights and not is_root:
+    kinds: Mapping[str, str] = {}
+    n_not_read = 0
+    unknown = [*_of_any_name(listing, below)]
+    if not weights and (unknown or listing.links):
+        from ckptctl.selection.unknown_files import find_saves
+
+        kinds, n_not_read = find_saves(store, unknown, listing.links, open_other)
+        weights = [*kinds]
+    if (n_left_out or n_not_read) and not weights and not is_root:
+        too_many = (
+            f"more than {MAX_FOLDERS:,} folders, of which {n_left_out:,} were not listed: one of "
+            "them may hold a run"
+            if n_left_out
+            else "too many files whose names do not tell what they are: the "
+            f"{n_not_read:,} smallest were not read, and one of them may be a save"
+        )
         raise UsageError(
-            f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders, of which "
-            f"{n_left_out:,} were not listed: one of them may hold a run. Give the run its own "
-            "folder",
+            f"{store.url} holds no steps and {too_many}. Give the run its own folder",
             next_command=command_line("scan", join_url(store.url, "FOLDER")),
         )
     if weights:
         weights.sort(key=_not_of_a_resume)
         seem = verb(len(weights), "looks like a checkpoint", "look like checkpoints")
         name = base_name(f"/{weights[0]}")
-        kind = saved_weights(FileInfo(name, 0))
+        kind = kinds.get(weights[0]) or saved_weights(FileInfo(name, 0))
         doubt = listing.doubt or Doubt({})
         if doubt.why:
             why = f"but {doubt.why}"
-        elif _is_step(name):
-            why = f"but a step in one file has a name that ends in {', '.join(STEP_SUFFIXES)}"
-            why += "; rename it"
+        elif _is_step(name) or "torch.save" in kinds.get(weights[0], ""):
+            why = "but a step in one file has a name with its number that ends in "
+            why += f"{', '.join(STEP_SUFFIXES)}; rename it"
         elif "." in name and not any(one.endswith(STEP_SUFFIXES) for one in weights):
             why = "but not in a form that ckptctl reads; convert it with the program that wrote it"
         elif not any(re.search("[0-9]", base_name(f"/{one}")) for one in weights):
@@ -397,9 +413,9 @@ def _listed_below(
     pattern: re.Pattern[str] | None,
     open_other: OpenStore | None,
 ) -> tuple[list[Below], int]:
-    """The folders below a root that hold steps or saved weights, and how many were left out.
+    """The folders below a root, and how many were left out.
 
-    Only the level nearest to the root that has any; at most three levels.
+    Down to the level nearest to the root that has steps or saved weights; at most three levels.
     """
     left = MAX_FOLDERS
     found = [
@@ -413,12 +429,18 @@ def _listed_below(
         for path, one in _listed(store, level[:left], pattern):
             found.append((path, one))
             below += [f"{path}/{name}" for name in _folders_of(one)]
-        held = [each for each in found if _holds(each[1])]
-        if held or len(level) > left:
-            return held, len(level) - min(left, len(level))
+        if len(level) > left or any(_holds(one) for _, one in found):
+            return found, len(level) - min(left, len(level))
         left -= len(level)
         level = below
-    return [], 0
+    return found, 0
+
+
+def _of_any_name(listing: RootListing, below: Iterable[Below]) -> Iterator[FileInfo]:
+    """The files of a root and of folders below it that may be saves."""
+    yield from listing.others
+    for path, one in below:
+        yield from (file.at(f"{path}/{file.path}") for file in one.others)
 
 
 def _folders_of(listing: RootListing) -> list[str]:

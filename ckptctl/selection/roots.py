@@ -44,7 +44,8 @@ class RootListing:
     `steps` are newest first; of two folders with one number, the one of the last attempt
     comes first, and then the one that is named like the others. `pointers` are the pointer
     files, `folders` and `links` the names of the other folders and links, `unnumbered`
-    those of saved weights without a step number. `exists` is false if the root does not
+    those of saved weights without a step number. `others` are files whose names do not tell
+    whether they are saves. `exists` is false if the root does not
     exist, which on an object store is a prefix without objects. `known` is true if ckptctl
     has written there before, and `is_step` if the folder is a step itself. `doubt` is about
     files among the unnumbered that may be steps.
@@ -55,6 +56,7 @@ class RootListing:
     folders: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
     unnumbered: tuple[str, ...] = ()
+    others: tuple[FileInfo, ...] = ()
     exists: bool = True
     known: bool = False
     is_step: bool = False
@@ -156,6 +158,7 @@ def read_listing(
     folders: list[str] = []
     links: list[str] = []
     unnumbered: list[str] = []
+    others: list[FileInfo] = []
     in_flight: set[str | None] = set()
     entries = list(entries)
     beside_others = scattered_steps(entries) if pattern is None else {}
@@ -169,6 +172,7 @@ def read_listing(
         in_flight.add(unfinished_beside(entry))
         if is_pointer(entry):
             pointers.append(entry)
+            others += [entry] if entry.kind == "file" else []
             continue
         if entry.path in of_others:
             continue
@@ -186,20 +190,22 @@ def read_listing(
             links.append(entry.path)
         elif saved_weights(entry) is not None:
             unnumbered.append(entry.path)
+        elif entry.kind == "file" and entry.size:
+            others.append(entry)
     steps = [replace(step, unfinished=True) if step.name in in_flight else step for step in steps]
     if not all(step.lone or step.bare for step in steps):
         unnumbered += [step.name for step in steps if step.lone]
         steps = [step for step in steps if not step.lone]
     doubt = None
     if pattern is None:
-        others = {entry.path: entry for entry in entries}
-        files = {step: beside_others.get(step) or (others[step.name],) for step in steps}
+        by_path = {entry.path: entry for entry in entries}
+        files = {step: beside_others.get(step) or (by_path[step.name],) for step in steps}
         doubt = doubt_about(files)
         if doubt is not None:
             unnumbered += [file.path for held in files.values() for file in held]
             steps = []
         elif not steps:
-            doubt = doubt_without_steps(others[name] for name in unnumbered)
+            doubt = doubt_without_steps(by_path[name] for name in unnumbered)
     steps = by_epochs(steps)
     return RootListing(
         _newest_first(steps),
@@ -207,6 +213,7 @@ def read_listing(
         tuple(folders),
         tuple(links),
         tuple(unnumbered),
+        tuple(others),
         known=known,
         is_step=is_step,
         doubt=doubt,

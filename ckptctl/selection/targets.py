@@ -22,6 +22,7 @@ from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, Usage
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
+    WEIGHTS_ALONE,
     StepName,
     is_flat_file,
     shard_rank,
@@ -295,12 +296,6 @@ def named_step(
     )
 
 
-_HEAD_BYTES = 9
-_ZIP = b"PK\x03\x04"
-_PICKLE = b"\x80\x02"
-"""Protocol 2, in which `torch.save` wrote files before torch 1.6."""
-
-
 def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> None:
     """Raise `UsageError` where `name` under the store is one file that is no step.
 
@@ -316,14 +311,15 @@ def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> No
         and found.kind == "file"
         and not (is_flat_file(found) and is_archive(name))
     ):
-        raise _lone_file(join_url(store.url, name), name, _head(store, found))
+        raise _lone_file(store, found)
 
 
-def _head(store: Store, file: FileInfo) -> bytes:
-    return read_range(store, file.path, 0, min(_HEAD_BYTES, file.size))
+def _lone_file(store: Store, file: FileInfo) -> UsageError:
+    from ckptctl.formats.archive.first_bytes import HEAD_BYTES, SAFETENSORS, TORCH, saved_format
 
-
-def _lone_file(url: str, name: str, head: bytes) -> UsageError:
+    url, name = join_url(store.url, file.path), file.path
+    head = read_range(store, name, 0, min(HEAD_BYTES, file.size))
+    kind = saved_format(head, file.size)
     what = f"{url} is a file, not a step"
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(url)
@@ -332,18 +328,18 @@ def _lone_file(url: str, name: str, head: bytes) -> UsageError:
         )
     stem = name.rpartition(".")[0] or name
     convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
-    if head.startswith((_ZIP, _PICKLE)):
+    if kind == TORCH:
         return UsageError(
-            f"{what}: it looks like a torch.save file; `ckptctl convert` can turn it into a step",
+            f"{what}: it looks like {kind}; `ckptctl convert` can turn it into a step",
             next_command=command_line(*convert),
         )
-    if name.endswith(".safetensors") and head[8:] == b"{":
+    if kind == SAFETENSORS and name.endswith(WEIGHTS_ALONE):
         return UsageError(
             f"{what}: it looks like a safetensors file, which holds only weights; `ckptctl "
             "convert` can turn it into a step",
             next_command=command_line(*convert, "--accept-unverifiable"),
         )
     return UsageError(
-        f"{what}, and not a known checkpoint format",
+        f"{what}, and {f'{kind} is ' if kind else ''}not a known checkpoint format",
         next_command="ckptctl explain format.unsupported",
     )

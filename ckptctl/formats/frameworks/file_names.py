@@ -449,6 +449,28 @@ def weights_called(name: str) -> str | None:
     return next((row.weights for row, _ in matches(name) if row.weights), None)
 
 
+_NO_SAVE = (
+    r"(?i:.*\.(?:py|pyc|ipynb|sh|bash|slurm|sbatch|c|cc|cpp|cu|cuh|h|hpp|o|so|js|ts|go|rs|java|css|html?"
+    r"|md|rst|txt|log|out|err|ya?ml|json|jsonl|ndjson|toml|cfg|conf|ini|xml|csv|tsv|parquet|arrow"
+    r"|tfrecord|npy|png|jpe?g|gif|bmp|webp|svg|pdf|tex|mp[34]|wav|flac|ogg|wandb|lock|pid|diff|patch)"
+    r"|.*tfevents.*)"
+)
+"""Source, text, tables, pictures and sounds: no program saves state under such a name."""
+
+
+def may_be_a_save(name: str) -> bool:
+    """Whether only the content of a file can show that it is no save.
+
+    False for the names of text, pictures and tables, and for those of data (`train_tokens`)
+    that do not mention a save as well (`val_best`).
+    """
+    if full_match(_NO_SAVE, name) is not None:
+        return False
+    stem = name.rpartition(".")[0] or name
+    is_data = full_match(rf"{_NO_DATA}.+", name) is None
+    return not is_data or full_match(_SAYS_WEIGHTS, stem) is not None
+
+
 def says_weights(path: str) -> bool:
     """Whether a file of `torch.save` is named as one that holds state: `checkpoint.pt`."""
     return bool(full_match(rf"{_IN}{_SAYS_WEIGHTS}\.(?:pt|pth|pkl|bin|ckpt|tar)", path))
