@@ -164,6 +164,7 @@ CODES: Mapping[str, Code] = {
     "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
+    "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
     "step.wrong-step": _fault(
@@ -409,6 +410,12 @@ class Report:
         """Something that had been saved is missing or wrong."""
         bad = self.verdict in (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE)
         return bad and not self.interrupted
+
+    @property
+    def only_archived(self) -> bool:
+        """The listing and the metadata are sound, and files are in an archive tier."""
+        faults = [one.code for one in self.with_severity(Severity.FAULT)]
+        return bool(self.state.held) and faults == ["step.archived"]
 
     def with_severity(self, severity: Severity) -> tuple[Finding, ...]:
         """The findings of one severity, in order."""

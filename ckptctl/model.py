@@ -287,7 +287,8 @@ class FileInfo:
     none. `identity` changes when the file is replaced (an ETag; device, inode and
     mtime in ns); it is empty if the store has no such value.
     `link` is the target of a symbolic link, None for anything else; `kind` is
-    `file`, `dir`, `link` or `other` (a pipe, a socket, a device).
+    `file`, `dir`, `link` or `other` (a pipe, a socket, a device). `archived`: the listing shows
+    an archive tier, from which a file can be read only once it is restored.
     """
 
     path: str
@@ -296,10 +297,13 @@ class FileInfo:
     identity: str = ""
     kind: str = "file"
     link: str | None = None
+    archived: bool = False
 
     def at(self, path: str) -> FileInfo:
         """The same file under another path."""
-        return FileInfo(path, self.size, self.mtime_s, self.identity, self.kind, self.link)
+        return FileInfo(
+            path, self.size, self.mtime_s, self.identity, self.kind, self.link, self.archived
+        )
 
     @property
     def what(self) -> str:

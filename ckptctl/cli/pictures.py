@@ -75,6 +75,7 @@ _RANK_STATES = {
     "shard.trailing": "long",
     "shard.orphan": "extra",
     "shard.empty": "empty",
+    "step.archived": "unreadable",
     "step.denied": "unreadable",
     "step.unknown": "unreadable",
     "record.unverifiable": "present",

@@ -21,7 +21,14 @@ from ckptctl.checks.world_size import (
     saved_world_size,
 )
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
+from ckptctl.errors import (
+    AccessDenied,
+    ObjectArchived,
+    OutOfMemory,
+    PathEscape,
+    PathNotFound,
+    StorageError,
+)
 from ckptctl.findings import (
     EXIT_DENIED,
     EXIT_STATE_MISSING,
@@ -136,6 +143,8 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
         code, expected = "path.escape", "files and folders inside the root"
     elif isinstance(error, (PathNotFound, ShortRead)):
         code, expected = "step.changed", "the step as it was listed"
+    elif isinstance(error, ObjectArchived):
+        code, expected = "step.archived", "files that can be read"
     elif isinstance(error, AccessDenied):
         code, expected = "step.denied", "permission to list and read"
     else:
@@ -162,6 +171,7 @@ def _named_in(message: str, step: Step) -> str:
 
 _NOT_KNOWN = {
     "step.changed": "it existed a moment ago, so another process writes or deletes files here",
+    "step.archived": "nothing is known about the step",
     "step.denied": "nothing is known about the step",
     "step.unknown": "nothing is known about the step",
 }

@@ -25,7 +25,7 @@ from ckptctl.checks.shape import (
 )
 from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.data_classes import dataclass, field
-from ckptctl.errors import PathNotFound
+from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
@@ -33,7 +33,7 @@ from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
 from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import (
     MAX_QUICK_READS,
@@ -334,6 +334,33 @@ def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding
         yield from findings
 
 
+def archived(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Yield `step.archived` where a file of the step must be restored before it can be read.
+
+    A listing shows the archive tier of a restored object too. Cost: nothing unless the listing
+    shows one; else a read of one byte of each such file of a step without a fault.
+    """
+    held = [file for file in opened.files if file.archived and layouts.is_saved(file.path)]
+    if not held or _has_fault(context.findings):
+        return
+    spans = (Span(opened.in_store(file.path), 0, 1) for file in held if file.size)
+    try:
+        for _ in opened.store.view_spans(spans):
+            pass
+    except ObjectArchived as error:
+        n_bytes = sum(file.size for file in held)
+        found = f"{counted(len(held), 'file')} ({n_bytes:,} bytes) in an archive tier"
+        yield Finding(
+            "step.archived",
+            held[0].path,
+            f"{found}: the step is complete by its listing, and cannot be loaded until they are "
+            "restored",
+            expected="files that can be read",
+            found=found,
+            next_command=error.next_command,
+        )
+
+
 def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """List the step a second time: what was read is one step only if nobody wrote meanwhile."""
     if context.is_deep:
@@ -360,6 +387,7 @@ STAGES: tuple[Stage, ...] = (
     lost_weights,
     content,
     store_checksums,
+    archived,
     unchanged,
     contradictions,
 )

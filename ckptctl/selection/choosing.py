@@ -272,7 +272,7 @@ def _lacking(
     older = older if missing else older[:1]
     # At the same level, because content that was read cannot be compared with names alone.
     for earlier in _predecessors(older, inspect, report.level, ask_all="optimizer" in missing):
-        if earlier.verdict is Verdict.UNKNOWN:
+        if earlier.verdict is Verdict.UNKNOWN and not earlier.only_archived:
             if not missing:
                 return None
             what = ", ".join(missing)

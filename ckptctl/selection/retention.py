@@ -376,6 +376,7 @@ class RetentionPlan:
         cut_short = report.interrupted or being_removed
         accepted = refusal(report, self._rules.policy) is None
         is_old = report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short)
+        is_old = is_old or report.only_archived
         if is_old or accepted:
             return self._is_needed(candidate, gone)
         if report.verdict is Verdict.IN_PROGRESS:

@@ -368,6 +368,13 @@ def error_of(
     return meaning.error(message, next_command=meaning.next_command.format(**words) or None)
 
 
+ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+"""The storage classes whose objects must be restored before they can be read.
+
+A listing does not show the archive tiers of `INTELLIGENT_TIERING`, nor which objects are restored.
+Source: Amazon S3 user guide, storage classes.
+"""
+
 _IN_PARTS = re.compile(r"-\d+$")
 
 

@@ -20,7 +20,14 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Upload
 from ckptctl.storage.in_flight import READ_WIDTH
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.s3 import NO_CREDENTIALS, NoSuchUpload, checksums_in, error_of, needs_no_key
+from ckptctl.storage.s3 import (
+    ARCHIVES,
+    NO_CREDENTIALS,
+    NoSuchUpload,
+    checksums_in,
+    error_of,
+    needs_no_key,
+)
 from ckptctl.storage.waiting import Retries, Transient, retried
 
 T = TypeVar("T")
@@ -270,7 +277,13 @@ class S3fsClient:
 
 def _page(answer: Mapping[str, Any]) -> tuple[list[FileInfo], str | None]:
     found = [
-        FileInfo(item["Key"], item["Size"], item["LastModified"].timestamp(), item.get("ETag", ""))
+        FileInfo(
+            item["Key"],
+            item["Size"],
+            item["LastModified"].timestamp(),
+            item.get("ETag", ""),
+            archived=item.get("StorageClass") in ARCHIVES,
+        )
         for item in answer.get("Contents", ())
     ]
     found += [

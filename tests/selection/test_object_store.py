@@ -17,7 +17,7 @@ from services.plugin import PAGE, S3Server
 import ckptctl
 from ckptctl import AccessDenied, Answer, Level, StorageUnavailable, UsageError, Verdict
 from ckptctl.errors import CkptctlError
-from ckptctl.findings import Report
+from ckptctl.findings import Report, Severity
 
 pytestmark = [pytest.mark.torch, pytest.mark.server]
 
@@ -193,3 +193,63 @@ def test_a_step_that_is_damaged_rejected_or_sealed_leads_on(s3, run):
     error = asked(s3, "seal", f"{run}@300")
     assert isinstance(error, UsageError)
     assert "already sealed" in error.message
+
+
+# Archive tiers
+
+
+def archive(s3: S3Server, step: str, *, restore: bool = False) -> None:
+    """Move the shards of a step to an archive tier, as a lifecycle rule does.
+
+    Objects below 128 KiB, such as small metadata, stay where they are by default.
+    """
+    prefix = step.removeprefix(f"s3://{s3.bucket}/")
+    for found in s3.client.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["Contents"]:
+        at = {"Bucket": s3.bucket, "Key": found["Key"]}
+        if found["Key"].endswith(".distcp"):
+            s3.client.copy_object(**at, CopySource=at, StorageClass="DEEP_ARCHIVE")
+            if restore:
+                s3.client.restore_object(**at, RestoreRequest={"Days": 7})
+
+
+@pytest.fixture
+def archivable(s3_moto: S3Server, checkpoints: Path) -> str:
+    """The same run on a server with storage classes."""
+    return upload(s3_moto, checkpoints / "run_fsdp4", uuid.uuid4().hex)
+
+
+@pytest.mark.parametrize("level", [Level.LISTING, Level.STRUCTURE])
+def test_a_step_whose_shards_are_archived_is_not_chosen_and_no_older_one_either(
+    s3_moto, archivable, level
+):
+    archive(s3_moto, f"{archivable}/step_500")
+    options = {"storage_options": s3_moto.options, "level": level}
+    picked = ckptctl.pick(archivable, **options)
+    assert (picked.chosen, picked.exit_code) == (None, 75)
+    assert picked.next_command.startswith("aws s3api restore-object")
+    (finding,) = picked.passed_over[0].report.with_severity(Severity.FAULT)
+    assert finding.code == "step.archived"
+    if level is Level.LISTING:
+        assert finding.message.startswith("4 files (")
+    assert ckptctl.pick(archivable, skip=[500], **options).step == 400
+
+
+@pytest.mark.parametrize("level", [Level.LISTING, Level.STRUCTURE])
+def test_a_restored_step_is_chosen(s3_moto, archivable, level):
+    archive(s3_moto, f"{archivable}/step_500", restore=True)
+    assert ckptctl.pick(archivable, storage_options=s3_moto.options, level=level).step == 500
+
+
+def test_old_archived_steps_exclude_no_newer_one_and_are_removed(s3_moto, archivable):
+    for number in (100, 200, 300, 400):
+        archive(s3_moto, f"{archivable}/step_{number}")
+    options = {"storage_options": s3_moto.options}
+    assert ckptctl.pick(archivable, **options).step == 500
+    pruned = ckptctl.prune(archivable, 1, unsealed=True, apply=True, **options)
+    assert [one.number for one in pruned.decisions if one.removed] == [400, 300, 200, 100]
+
+
+def test_an_archived_step_is_not_counted_as_kept(s3_moto, archivable):
+    archive(s3_moto, f"{archivable}/step_500")
+    pruned = ckptctl.prune(archivable, 1, unsealed=True, storage_options=s3_moto.options)
+    assert [one.number for one in pruned.decisions if one.counts] == [400]
