@@ -129,7 +129,7 @@ def convert_lines(answer: Converted) -> list[Line]:
         return [head, EMPTY, *findings, *next_line(answer.next_command)]
     lines = [
         line(StyledText("converted", "good"), " ", StyledText(answer.target, "name"), solid=True),
-        line(f"  from {answer.source}", solid=True),
+        line("  from ", StyledText(answer.source, "name"), solid=True),
         line(f"  {answer.message}", hang=4),
         line(f"  {counted(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
     ]

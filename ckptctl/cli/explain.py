@@ -71,7 +71,7 @@ def _lines(each: Page, width: int | None) -> Iterator[Line]:
     yield from page_lines(each.text, width)
     if each.address is not None:
         yield EMPTY
-        yield line("page of the documentation: ", each.address, solid=True)
+        yield line("page of the documentation: ", StyledText(each.address, "name"), solid=True)
 
 
 _HEADINGS = {

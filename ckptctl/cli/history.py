@@ -191,6 +191,7 @@ def _time_lines(
             f" {mark.word:<16}{value:>9}",
             " " * 11 if seconds is None else f"{percent(share):>9}  ",
             bucket,
+            hang=1,  # the longest bucket fits into 40 columns
             solid=True,
         )
     if goodput.ettr is not None and goodput.goodput is not None:

@@ -125,7 +125,7 @@ def marked_lines(marked: Marked) -> list[Line]:
     lines = [line(StyledText(marked.message, "strong"), solid=True)]
     if marked.mark is not None:
         lines.append(line(f"  {_origin(marked.mark)}", hang=4))
-        lines.append(line("  written to ", marked.path or "", solid=True))
+        lines.append(line("  written to ", StyledText(marked.path or "", "name"), solid=True))
     lines += [line(f"  lifted: {_described(one)}", hang=4) for one in marked.lifted]
     lines += _others(marked)
     return [*lines, EMPTY, *next_line(marked.next_command)]

@@ -35,8 +35,8 @@ class Line(NamedTuple):
     """One line.
 
     `hang` is how far its continuation lines are indented when it has to be
-    wrapped. A `solid` line is never wrapped: paths and commands stay whole, to
-    be copied.
+    wrapped. A `solid` line is a row of a table, a picture, or text to be copied: its spaces
+    have a meaning. One with a command or code in it is never wrapped.
     """
 
     spans: tuple[StyledText, ...]
@@ -89,19 +89,23 @@ def padded(text: str, width: int, style: Style = "", *, right: bool = False) -> 
 def wrapped(a_line: Line, width: int | None) -> Iterator[Line]:
     """The line in as many lines as `width` cells need; broken at spaces only.
 
-    A word that is too long stays whole and lets the terminal break it. No width
-    means no end.
+    A word that is too long stays whole and lets the terminal break it, and so does a path in
+    the style `name`. No width means no end.
     """
-    if width is None or a_line.solid or a_line.width <= width:
+    whole = a_line.solid and any(span.style in ("command", "code") for span in a_line.spans)
+    if width is None or whole or a_line.width <= width:
         yield trimmed(a_line)
         return
+    hang = a_line.hang or (_LEAST_HANG if a_line.solid else 0)
+    if width - hang < _LEAST_ROOM:
+        hang = min(hang, _LEAST_HANG)
     taken: list[StyledText] = []
     used = 0
     for space, word in _words(a_line.spans):
         needed = sum(cell_width(span.text) for span in (*space, *word))
         if used + needed > width and any(span.text.strip() for span in taken):
             yield trimmed(Line(tuple(taken)))
-            taken, used = [StyledText(" " * a_line.hang)], a_line.hang
+            taken, used = [StyledText(" " * hang)], hang
             space, needed = (), sum(cell_width(span.text) for span in word)
         taken += [*space, *word]
         used += needed
@@ -110,6 +114,8 @@ def wrapped(a_line: Line, width: int | None) -> Iterator[Line]:
 
 _PIECES = re.compile(r" +|[^ ]*\d (?:%|[KMGTP]?i?B|ms|s|min|h|days?)(?![\w%])[^ ]*|[^ ]+")
 """Spaces and words; a number and its unit are one word."""
+_LEAST_HANG, _LEAST_ROOM = 4, 24
+"""Where less room than this is left beside the hang, continuation lines hang less."""
 
 
 def _words(
@@ -119,7 +125,7 @@ def _words(
     space: list[StyledText] = []
     word: list[StyledText] = []
     for text, style in spans:
-        for piece in _PIECES.findall(text):
+        for piece in [text] if style == "name" else _PIECES.findall(text):
             if piece.isspace():
                 if word:
                     yield tuple(space), tuple(word)

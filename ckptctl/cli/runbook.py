@@ -307,10 +307,14 @@ def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
     if ran.step is not None:
         yield line("  step: ", StyledText(ran.step, "name"), solid=True)
     if ran.url is not None:
-        yield line("  record: ", ran.url, solid=True)
+        yield line("  record: ", StyledText(ran.url, "name"), solid=True)
     folder = ran.url if transcript is None else transcript
     if folder is not None:
-        yield line("  transcript: ", f"{folder.rstrip('/')}/transcript.html", solid=True)
+        yield line(
+            "  transcript: ",
+            StyledText(f"{folder.rstrip('/')}/transcript.html", "name"),
+            solid=True,
+        )
     yield from next_line(ran.next_command)
 
 
@@ -374,7 +378,10 @@ class TerminalPrompts:
         """The exact command, and what the names in it stand for."""
         self._say(EMPTY, *(_command(each) for each in block.code.splitlines()))
         self._say(
-            *(line(f"    {name}={shown(value)}", solid=True) for name, value in values.items())
+            *(
+                line("    ", StyledText(f"{name}={shown(value)}", "name"), solid=True)
+                for name, value in values.items()
+            )
         )
 
     def printed(self, text: str) -> None:
@@ -473,4 +480,4 @@ class TerminalPrompts:
 
 
 def _command(text: str) -> Line:
-    return line("  ", StyledText(f"$ {text}", "strong"), solid=True)
+    return line("  ", StyledText(f"$ {text}", "code"), solid=True)

@@ -72,11 +72,12 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
     digested += f", digests by {sealed.kind}"
     if sealed.n_stored:
         digested += f", the store's own checksums of {counted(sealed.n_stored, 'file')}"
+    written = "replaced " if sealed.replaced else "written to "
     return [
         line(StyledText("sealed", "good"), " ", StyledText(sealed.url, "name"), solid=True),
         line(f"  {digested}", hang=4),
         line(f"  inspected first, at level {sealed.report.level.value}", hang=4),
-        line("  ", "replaced " if sealed.replaced else "written to ", sealed.path, solid=True),
+        line("  ", written, StyledText(sealed.path, "name"), solid=True),
         EMPTY,
         *findings,
         *next_line(sealed.next_command),

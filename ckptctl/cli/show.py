@@ -116,7 +116,7 @@ def _head(contents: Contents) -> Iterator[Line]:
     if contents.torch_version != "unknown":
         yield line(f"  metadata of torch {contents.torch_version}", hang=4)
     if contents.checkpoint_id is not None:
-        yield line(f"  saved as {contents.checkpoint_id}", solid=True)
+        yield line("  saved as ", StyledText(str(contents.checkpoint_id), "name"), solid=True)
 
 
 def _bytes_by_kind(contents: Contents) -> list[Line]:
@@ -185,7 +185,7 @@ def _tensor_table(groups: Sequence[Group], width: int | None) -> Iterator[Line]:
         if fits:
             yield line("  ", name, *facts, solid=True)
         else:
-            yield line("  ", row[0], solid=True)
+            yield line("  ", StyledText(row[0], "name"), solid=True)
             yield line("    ", *facts, solid=True)
 
 

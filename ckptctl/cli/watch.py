@@ -124,7 +124,7 @@ def _print(found: Watched, out: Output) -> None:
         out.document_line(document_of("watched", found))
     elif out.quiet:
         if found.event is Event.DAMAGED:
-            out.lines([line(found.url or "", solid=True)])
+            out.lines([line(StyledText(found.url or "", "name"), solid=True)])
     else:
         out.lines(watched_lines(found))
 

@@ -382,3 +382,43 @@ def test_a_path_that_begins_with_a_dash_is_no_option_in_the_next_command(
     shown = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("next:")]
     paths = [word for line in shown for word in line.partition(" -- ")[0].split()]
     assert not [word for word in paths if word.startswith(("-run", "-train", "-new"))]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("scan", "run"),
+        ("pick", "run", "--level", "content"),
+        ("verify", "run@20"),
+        ("verify", "run@10", "--level", "content"),
+        ("show", "run@10", "--tensors"),
+        ("diff", "run@10", "run@10"),
+        ("history", "run"),
+        ("cost", "--interval", "1h", "--mtbf", "8h", "--save-time", "60"),
+        ("preflight", "run"),
+        ("prune", "run", "--keep", "1"),
+        ("doctor", "env"),
+        ("doctor", "storage", "run"),
+        ("reshard", "run@10", "new/step_10", "--world-size", "4"),
+        ("seal", "run@10"),
+        ("reject", "run@10", "--reason", "test"),
+        ("classify", "old.log", "--exit-code", "137"),
+        ("loss", "old.log", "new.log"),
+        ("explain", "shard.truncated"),
+        ("runbook", "list"),
+    ],
+    ids=" ".join,
+)
+def test_a_narrow_terminal_breaks_no_path_and_no_number(ckptctl, broken_root, words, columns):
+    old = [f"step {n} loss {8 / n:.4f} grad_norm {1 / n:.4f}" for n in range(1, 60)]
+    folder = broken_root.parent
+    folder.joinpath("old.log").write_text("\n".join(old))
+    folder.joinpath("new.log").write_text("\n".join(old[40:]))
+    if words[0] == "history":
+        ckptctl("run", "--root", "run", "--backoff", "0", "--max-restarts", "1", "--", "false")
+    done = ckptctl(*words, env=clean_environment(CKPTCTL_COLUMNS=str(columns)))
+    assert done.returncode not in (1, 2)
+    wide = [each for each in (done.stdout + done.stderr).splitlines() if len(each) > columns]
+    # A word that is wider than the terminal can only be broken by it.
+    assert [each for each in wide if " " in each.strip() and "ckptctl " not in each] == []

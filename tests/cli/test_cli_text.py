@@ -36,7 +36,24 @@ def test_the_indentation_of_the_first_line_stays():
 def test_a_path_is_never_broken():
     path = "/shared/checkpoints/run/step_1200"
     assert texts(line("see ", path, hang=2), 12) == ["see", f"  {path}"]
-    assert texts(line(f"{path} {path}", solid=True), 12) == [f"{path} {path}"]
+    assert texts(line("written to ", StyledText("a b c d e", "name"), solid=True), 12) == [
+        "written to",
+        "    a b c d e",
+    ]
+
+
+def test_a_command_stays_in_one_line():
+    command = StyledText("ckptctl pick run", "command")
+    assert texts(line("next: ", command, solid=True), 12) == ["next: ckptctl pick run"]
+
+
+def test_a_row_of_a_table_is_broken_between_its_cells():
+    assert texts(line("  step   12  1.2 KiB", solid=True), 12) == ["  step   12", "    1.2 KiB"]
+
+
+def test_lines_hang_less_where_the_terminal_is_narrow():
+    finding = line("  fault    shard.truncated  the file ends too early", hang=28)
+    assert texts(finding, 30)[1:] == ["    the file ends too early"]
 
 
 def test_off_a_terminal_nothing_is_broken():
