@@ -244,7 +244,7 @@ def _table(attempts: Sequence[PastAttempt]) -> Iterator[Line]:
             *_padded(attempt_cells(each), widths),
             "  ",
             *attempt_end(each),
-            "" if each.allocation == allocation else f" on {each.allocation}",
+            "" if each.allocation == allocation else f"; on {each.allocation}",
             hang=46 + widths[0],
         )
         allocation = each.allocation

@@ -192,7 +192,7 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     job.start()
 
     def saved() -> bool | None:
-        rows.take(len(job.steps_logged(job.log)))
+        rows.take(job.logged.read().n)
         job.newest()
         saves.take(len(job.names) - n_copied)
         return True if saves.n >= _REFERENCE_SAVES or job.is_over() else None
@@ -203,7 +203,7 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
         raise UsageError(
             f"{failed}; see {job.log}", instead="--patience 2h waits longer"
         ) from failed
-    if not job.steps_logged(job.log):
+    if not job.logged.read(to_end=True).n:
         raise UsageError(
             f"the output of the job has no loss that ckptctl reads; see {job.log}",
             next_command=command_line("loss", str(job.log)),

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -23,8 +23,8 @@ from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.formatting import command_line
-from ckptctl.loss.reading import read_logs
-from ckptctl.loss.rows import Row
+from ckptctl.loss.following import FileTail
+from ckptctl.loss.rows import Marker, Row
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import absolute_url, is_local, open_store
@@ -77,6 +77,38 @@ def new_work_folder(
     return work
 
 
+class LoggedSteps:
+    """The steps whose loss a growing log of the job holds; each `read` continues the last."""
+
+    def __init__(self, log: Path) -> None:
+        self.n = 0
+        """How many rows have a loss."""
+        self.counts: str | None = None
+        """What the log counts if not training steps, such as epochs."""
+        self._last: int | None = None
+        self._tail = FileTail(str(log), str(log))
+
+    @property
+    def last(self) -> int | None:
+        """The largest training step; None where the log has none."""
+        return None if self.counts else self._last
+
+    def read(self, *, to_end: bool = False) -> LoggedSteps:
+        """Read what was added; `to_end` also what waits for more bytes."""
+        with suppress(CkptctlError):  # it may become readable
+            self._take(self._tail.new_items())
+            if to_end:
+                self._take(self._tail.end())
+        return self
+
+    def _take(self, items: Iterable[Row | Marker]) -> None:
+        for row in items:
+            if isinstance(row, Row) and row.has_loss:
+                self.n += 1
+                self.counts = self.counts or row.counts
+                self._last = row.step if self._last is None else max(self._last, row.step)
+
+
 class TrialFailed(Exception):
     """The trial cannot continue; the message is the problem."""
 
@@ -120,7 +152,12 @@ class DrillJob:
     names: dict[str, int] = field(default_factory=dict)
     """The steps up to the newest that was usable, by the paths of their folders."""
     saving: bool = False
+    logged: LoggedSteps = field(init=False)
+    """The steps in the output of the first attempt."""
     _run: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.logged = LoggedSteps(self.log)
 
     @property
     def log(self) -> Path:
@@ -232,19 +269,10 @@ class DrillJob:
         oldest = min(found, key=lambda each: (each.started, each.pid), default=None)
         return {} if oldest is None else {0: Rank(oldest, "")}
 
-    @staticmethod
-    def steps_logged(log: Path) -> list[int]:
-        """The steps whose loss a log holds."""
-        try:
-            rows = [row for row in read_logs([str(log)]) if isinstance(row, Row)]
-        except CkptctlError:
-            return []
-        return [row.step for row in rows if row.has_loss]
-
     def await_(self, what: str, found: Callable[[], _FOUND | None]) -> _FOUND:
         """What `found` returns as soon as it is something; raises `TrialFailed` in vain.
 
-        The time between two calls grows with that of a call, which may read a whole log.
+        The time between two calls grows with that of a call, which may list a large root.
         """
         asked_s = time.monotonic()
         until_s = asked_s + self.options.patience_s

@@ -32,7 +32,8 @@ class Trial:
     resumed_from: int | None
     """The step that RB-7 resumed from."""
     lost_steps: int | None
-    """Steps that were trained before the fault and had to be trained again."""
+    """Steps that were trained before the fault and had to be trained again; null where the log
+    does not count training steps."""
     loss: str | None
     """Whether the loss continues as in the run without a fault; a verdict of `loss`."""
     loss_message: str | None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.drill.job import CKPTCTL, DrillJob, Rank, TrialFailed
+from ckptctl.drill.job import CKPTCTL, DrillJob, LoggedSteps, Rank, TrialFailed
 from ckptctl.drill.results import Trial
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formats.own.supervision import SupervisorDocument
@@ -330,7 +330,7 @@ class _Trial:
         if len(saved) < SAVES_BEFORE or self._job.saving:
             return False
         wanted = min(_STEPS_BEFORE, saved[-1] - saved[-2] - 1)
-        logged = max(self._job.steps_logged(self._job.log), default=0)
+        logged = self._job.logged.read().last or 0
         # A job that logs as rarely as it saves never logs more.
         return logged >= newest + wanted or len(saved) >= _MOST_SAVES
 
@@ -419,11 +419,12 @@ class _Trial:
             if not self._problems:
                 yield "the job was not resumed"
             return
-        self._lost = max(0, max(self._job.steps_logged(self._job.log), default=resumed) - resumed)
+        last = self._job.logged.read(to_end=True).last
+        self._lost = None if last is None else max(0, last - resumed)
         if resumed != injected.expected_step:
             yield f"it resumed from {resumed}, and should from {injected.expected_step}"
         yield from self._wrongly_named(injected)
-        if not self._job.steps_logged(self._job.resumed_log):
+        if not LoggedSteps(self._job.resumed_log).read(to_end=True).n:
             yield "the resumed job logged no loss"
             return
         found = check_loss([str(self._reference)], canary=str(self._job.resumed_log))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ckptctl.data_classes import dataclass
@@ -98,9 +98,9 @@ class _Tail:
 
     ended = False
 
-    def __init__(self, reader: LogReader, new_reader: Callable[[LogReader], LogReader]) -> None:
-        self.reader = reader
-        self._new_reader = new_reader
+    def __init__(self, name: str, log_format: LogFormat | None, earlier: LogReader | None) -> None:
+        self._name, self._format = name, log_format
+        self.reader = LogReader(name, log_format, earlier)
 
     def new_items(self) -> Iterator[Row | Marker]:
         """The rows and markers that were added since the last call."""
@@ -109,21 +109,26 @@ class _Tail:
     def end(self) -> Iterator[Row | Marker]:
         """The rows and markers that waited for more bytes."""
         yield from self.reader.end()
-        self.reader = self._new_reader(self.reader)
+        self.reader = LogReader(self._name, self._format, self.reader)
 
 
-class _FileTail(_Tail):
-    """A file that grows, is rotated, or does not exist yet."""
+class FileTail(_Tail):
+    """A file that grows, is rotated, or does not exist yet; `name` is that of its rows."""
 
     def __init__(
-        self, path: str, reader: LogReader, new_reader: Callable[[LogReader], LogReader]
+        self,
+        path: str,
+        name: str,
+        log_format: LogFormat | None = None,
+        earlier: LogReader | None = None,
     ) -> None:
-        super().__init__(reader, new_reader)
+        super().__init__(name, log_format, earlier)
         self._path = path
         self._inode: int | None = None
         self._offset = 0
 
     def new_items(self) -> Iterator[Row | Marker]:
+        """See `_Tail.new_items`."""
         try:
             file = open(self._path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
@@ -244,14 +249,9 @@ def _may_divide(parts: Split, resume_point: ResumePoint | None) -> bool:
 
 
 def _tail(path: str, log_format: LogFormat | None, earlier: LogReader | None) -> _Tail:
-    first = LogReader(path, log_format, earlier)
-
-    def new_reader(earlier: LogReader) -> LogReader:
-        return LogReader(path, log_format, earlier)
-
     if path == STDIN:
-        return _InputTail(first, new_reader)
+        return _InputTail(path, log_format, earlier)
     file = local_path(path)
     if file is None:
         raise UsageError(f"{path}: --follow supports files and standard input, not object stores")
-    return _FileTail(file, first, new_reader)
+    return FileTail(file, path, log_format, earlier)

@@ -16,7 +16,7 @@ from supervisor.supervised_root import processes_with
 
 from ckptctl.drill import job as job_module
 from ckptctl.drill.copying import copy_step, fingerprint
-from ckptctl.drill.job import DrillJob, JobOptions
+from ckptctl.drill.job import DrillJob, JobOptions, LoggedSteps
 from ckptctl.drill.results import Drilled, Trial, as_html, as_markdown
 from ckptctl.drill.trial import FAULTS
 from ckptctl.errors import StorageFull
@@ -81,6 +81,27 @@ def test_a_job_that_saves_nothing_is_refused_with_its_log(root: Path, tmp_path: 
 
 
 # Copies
+
+
+def test_a_growing_log_is_read_on_from_where_it_was(tmp_path: Path):
+    log = tmp_path / "output.log"
+    logged = LoggedSteps(log)
+    assert (logged.read().n, logged.last) == (0, None)
+    with log.open("a", buffering=1) as out:
+        for step in range(1, 11):
+            out.write(f"step {step} loss {4 / step:.3f} grad_norm 1.0\n")
+        assert (logged.read().n, logged.last) == (10, 10)
+        log.write_bytes(b"#" * log.stat().st_size)  # what was read is not read again
+        out.write("step 11 loss 0.364 grad_norm 1.0\n")
+        out.write("step 12 loss 0.333 grad_norm 1.0")
+    assert (logged.read(to_end=True).n, logged.last) == (12, 12)
+
+
+def test_a_log_that_counts_epochs_has_no_training_step(tmp_path: Path):
+    log = tmp_path / "output.log"
+    log.write_text("".join(f"Epoch {n}, train loss: {4 / n:.4f}\n" for n in range(1, 9)))
+    logged = LoggedSteps(log).read(to_end=True)
+    assert (logged.n, logged.counts, logged.last) == (8, "epochs", None)
 
 
 def test_a_poll_that_takes_long_is_repeated_less_often(tmp_path: Path, monkeypatch):
