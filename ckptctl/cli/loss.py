@@ -265,11 +265,13 @@ def loss(
     if print_suspect:
         found = report.suspect
         bare = () if found is None else (f"{found.first} {found.last}",)
+    bare_only = print_throughput or print_suspect
+    width = None if bare_only else out.out.picture_width  # the chart answers another question
     out.answer(
         document_of("loss", report),
-        lambda: loss_lines(report, width=out.out.picture_width, unicode=out.out.unicode),
+        lambda: loss_lines(report, width=width, unicode=out.out.unicode),
         bare=bare,
-        bare_only=print_throughput or print_suspect,
+        bare_only=bare_only,
     )
     if print_suspect:
         # Otherwise the question has an answer, whatever the verdict about a resume is.

@@ -188,11 +188,22 @@ def _ended(done: Done) -> str:
     return f"{began}, exit code {ended.exit_code} after {took}: {follows}"
 
 
-def _lines(done: Done) -> list[str]:
+def _lines(done: Done, *, with_chart: bool = True) -> list[str]:
     lines = list((done.ended and done.ended.lines) or ())
+    if not with_chart and done.ended is not None and done.ended.picture:
+        lines = [*_without_chart(lines)]
     if len(lines) <= SHOWN_LINES:
         return lines
     return [f"({len(lines) - SHOWN_LINES} lines before these)", *lines[-SHOWN_LINES:]]
+
+
+def _without_chart(lines: Sequence[str]) -> Iterator[str]:
+    """The lines without the chart that `loss` draws in characters: the page has it as a picture."""
+    is_chart = False
+    for text in lines:
+        is_chart = text == "loss" or (is_chart and text != "")
+        if not is_chart:
+            yield text
 
 
 def as_html(events: Sequence[Event], step: str | None) -> str:
@@ -229,13 +240,24 @@ def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
     for heading, svg in drawn:
         if svg:
             yield f"<h2>{heading}</h2><figure tabindex=0>{svg}</figure>"
+    for (block, _), plot in _plots(events).items():
+        data = base64.b64encode(plot.encode("utf-8", "replace")).decode()
+        yield (
+            f"<h2>Picture of {as_text(block)}</h2><figure tabindex=0>"
+            f'<img alt="plot of the loss" src="data:image/svg+xml;base64,{data}"></figure>'
+        )
+
+
+def _plots(events: Sequence[Event]) -> dict[tuple[str, str], str]:
+    """The newest plot of the loss after each resume, by its block and the step."""
+    found: dict[tuple[str, str], str] = {}
+    step = ""
     for event in events:
-        if isinstance(event, EndedEvent) and event.picture:
-            data = base64.b64encode(event.picture.encode("utf-8", "replace")).decode()
-            yield (
-                f"<h2>Picture of {as_text(event.block)}</h2><figure tabindex=0>"
-                f'<img alt="plot of the loss" src="data:image/svg+xml;base64,{data}"></figure>'
-            )
+        if isinstance(event, BeganEvent):
+            step = str(event.values.get("STEP", step))
+        elif isinstance(event, EndedEvent) and event.picture:
+            found[event.block, step] = event.picture
+    return found
 
 
 def _times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
@@ -251,7 +273,7 @@ def _times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
 
 def _section(done: Done) -> str:
     command = f"<pre class=command tabindex=0>{_text(done.command)}</pre>" if done.command else ""
-    lines = _lines(done)
+    lines = _lines(done, with_chart=False)
     printed = f"<pre tabindex=0>{_text(lines)}</pre>" if lines else ""
     result = as_text(_result(done, str))
     return f"<h2>{as_text(done.name)}</h2>{command}<p>{result}</p>{printed}"

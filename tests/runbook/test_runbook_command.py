@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import pty
+import re
 import select
 import shlex
 import signal
@@ -18,8 +20,12 @@ from damage import flip
 from next_commands import next_command
 from next_commands import run_and_follow as run_ckptctl
 
+from ckptctl.formats.own.run_events import BeganEvent, EndedEvent, Event, OpenedEvent
 from ckptctl.options import StorageOptions
 from ckptctl.runbook.running import _handed_on
+from ckptctl.runbook.transcript import as_html, as_markdown
+
+AT = "2026-01-02T03:04:05Z"
 
 
 def run(root: Path, *options: str):
@@ -108,6 +114,27 @@ def test_the_transcript_tells_every_step_and_shows_the_pictures(root, tmp_path):
     assert page.count("<svg") == 3
     assert "http:" not in page.replace("http://www.w3.org/2000/svg", "")
     assert 'STEP="' not in page
+
+
+def test_the_page_shows_the_newest_plot_of_each_resume_once():
+    opened = OpenedEvent(by="a", runbook="rb-7", title="t", page="", inputs={}, at=AT)
+    chart = ["continuous: 5 steps agree", "", "loss", "  4.1 ┤··●", "     └───", "", "next: x"]
+    about = {"state": "WatchLoss", "block": "loss", "at": AT}
+    events: list[Event] = [opened]
+    for step, plot in (("/a/500", "one"), ("/a/500", "two"), ("/a/400", "three")):
+        values = {"STEP": step}
+        events += [
+            BeganEvent(command="resume", values=values, state="Resume", block="resume", at=AT),
+            EndedEvent(then="WatchLoss", because="b", state="Resume", block="resume", at=AT),
+            BeganEvent(command="ckptctl loss", values={}, **about),
+            EndedEvent(then="next", because="b", lines=chart, picture=plot, exit_code=31, **about),
+        ]
+    page = as_html(events, None)
+    plots = re.findall('data:image/svg.xml;base64,([^"]*)', page)
+    assert [base64.b64decode(plot) for plot in plots] == [b"two", b"three"]
+    assert page.count("5 steps agree") == page.count("next: x") == 3
+    assert "┤" not in page
+    assert "┤" in as_markdown(events)
 
 
 def test_ctrl_c_ends_the_command_and_the_run_goes_on_later(root):
