@@ -1,7 +1,7 @@
-"""`ckptctl explain`: print the page of a code, a verdict, an exit code or a cause.
+"""`ckptctl explain`: print the page of a code, a verdict, an exit code, a cause or a check.
 
-A page of `ckptctl/pages` for each finding code; verdicts, exit codes and the causes that
-`classify` names are explained from the tables that decide them.
+A page of `ckptctl/pages` for each finding code; verdicts, exit codes, the causes that
+`classify` names and the checks of `doctor` are explained from their tables.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.diagnostics.names import CHECKS
 from ckptctl.errors import UsageError
 from ckptctl.failures.results import CLASSES, FailureClass, Restart
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
@@ -30,8 +31,8 @@ def explain(
         str | None,
         argument(
             metavar="CODE",
-            help="A finding code, a verdict, an exit code, a cause of classify, or the name of a "
-            "document; without one all of them but the documents are listed.",
+            help="A finding code, a verdict, an exit code, a cause of classify, a check of doctor, "
+            "or the name of a document; without one all of them but the documents are listed.",
         ),
     ] = None,
     site: Annotated[
@@ -79,6 +80,7 @@ _HEADINGS = {
     "verdict": "verdicts",
     "exit-code": "exit codes",
     "cause": "causes of failures",
+    "check": "checks of doctor",
 }
 
 
@@ -133,9 +135,9 @@ class Page:
     """One thing that can be explained."""
 
     name: str
-    """The code, verdict, exit code or cause."""
+    """The code, verdict, exit code, cause or check."""
     kind: str
-    """`finding`, `verdict`, `exit-code` or `cause`."""
+    """`finding`, `verdict`, `exit-code`, `cause` or `check`."""
     title: str
     """The meaning in a few words."""
     text: str
@@ -145,7 +147,7 @@ class Page:
 
 
 def page(name: str) -> Page:
-    """The page of a finding code, a verdict, an exit code or a cause.
+    """The page of a finding code, a verdict, an exit code, a cause or a check of `doctor`.
 
     Raises `UsageError` for anything else, with the names that come close.
     """
@@ -160,7 +162,9 @@ def page(name: str) -> Page:
         return _exit_code_page(int(name))
     if name in _CAUSES:
         return _cause_page(_CAUSES[name])
-    below = [code for code in sorted(CODES) if code.startswith(f"{name}.")]
+    if name in CHECKS:
+        return _check_page(name)
+    below = [code for code in sorted((*CODES, *CHECKS)) if code.startswith(f"{name}.")]
     close = below or _close_to(name)
     message = f"there is nothing to explain under the name {name!r}"
     if not close:
@@ -174,7 +178,7 @@ def page(name: str) -> Page:
 
 
 def all_pages() -> Iterator[Page]:
-    """Every page: finding codes, verdicts, exit codes, then causes."""
+    """Every page: finding codes, verdicts, exit codes, causes, then checks of `doctor`."""
     for code in sorted(CODES):
         yield page(code)
     for verdict in Verdict:
@@ -185,6 +189,8 @@ def all_pages() -> Iterator[Page]:
         yield page(str(number))
     for cause in _CAUSES.values():
         yield _cause_page(cause)
+    for name in CHECKS:
+        yield _check_page(name)
 
 
 def _text_of(code: str) -> str:
@@ -265,6 +271,12 @@ def _cause_page(cause: FailureClass) -> Page:
     return Page(cause.name, "cause", cause.means, "\n".join(lines), address)
 
 
+def _check_page(name: str) -> Page:
+    check = CHECKS[name]
+    lines = [f"# {name}: {check.title}", "", check.effect, "", check.fix]
+    return Page(name, "check", check.title, "\n".join(lines), "docs/job-scripts.html#the-doctor")
+
+
 def _published() -> str:
     """The address of the documentation in `project.urls` of `pyproject.toml`; "" without one."""
     from importlib.metadata import PackageNotFoundError, metadata
@@ -280,5 +292,5 @@ def _published() -> str:
 def _close_to(name: str) -> list[str]:
     from difflib import get_close_matches
 
-    names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS, *_CAUSES]
+    names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS, *_CAUSES, *CHECKS]
     return get_close_matches(name.lower(), names, n=3)

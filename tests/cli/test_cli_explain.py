@@ -1,7 +1,9 @@
 """What `explain` finds and how it lays a page out."""
 
+import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from command_line import COMMAND, clean_environment, run_program, validated
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, index_lines, page
 from ckptctl.cli.rendering import page_lines, wrapped
+from ckptctl.diagnostics.names import CHECKS
 from ckptctl.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,6 +24,27 @@ def test_a_code_a_verdict_an_exit_code_and_a_cause_are_explained():
     assert page("incomplete").kind == "verdict"
     assert page("20").kind == "exit-code"
     assert page("infra-node").kind == "cause"
+    assert page("signal.no-trap").kind == "check"
+
+
+def names_of_doctor() -> Iterator[str]:
+    """The names that the sources of `doctor` report under."""
+    for path in (REPOSITORY / "ckptctl" / "diagnostics").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(node, "func", None)
+            if isinstance(called, ast.Name) and called.id in ("Advice", "fault", "_warning"):
+                name = node.args[0]
+                if isinstance(name, ast.Constant):
+                    yield name.value
+
+
+def test_every_check_of_doctor_is_explained_and_no_other():
+    assert sorted(set(names_of_doctor())) == sorted(CHECKS)
+
+
+def test_a_group_of_checks_is_listed():
+    with pytest.raises(UsageError, match=r"below it are .*storage\.clock"):
+        page("storage")
 
 
 def test_a_page_says_what_a_code_does_to_a_step():
@@ -55,7 +79,7 @@ def test_what_comes_close_is_offered():
 @pytest.mark.parametrize("each", list(all_pages()), ids=lambda each: each.name)
 def test_a_page_keeps_every_word_when_it_is_laid_out(each):
     laid_out = [part.text for one in page_lines(each.text, 80) for part in wrapped(one, 80)]
-    written = each.text.replace("```sh", "").replace("```", "").replace("#", "")
+    written = re.sub("^#+ |```(sh)?", "", each.text, flags=re.M)
     assert " ".join(laid_out).split() == written.split()
     assert all(len(text) <= 80 for text in laid_out if not text.startswith("  "))
 

@@ -1,0 +1,250 @@
+"""The names under which `doctor` reports, each with what is wrong and what to do.
+
+`slurm_checks`, `diagnosing` and `storage_traits` decide what applies, and name the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Check(NamedTuple):
+    """What one name of `doctor` means."""
+
+    title: str
+    """What is wrong."""
+    effect: str
+    """What follows from it."""
+    fix: str
+    """What to do, as a sentence."""
+
+
+CHECKS: Mapping[str, Check] = {
+    # doctor slurm
+    "script.shebang": Check(
+        "the script names no shell",
+        "sbatch rejects a script whose first line does not begin with `#!`.",
+        "Begin the script with `#!/bin/bash`.",
+    ),
+    "script.line-ends": Check(
+        "the script has Windows line ends",
+        "The shell takes the carriage return for a part of each line, so commands fail.",
+        "Remove them: `sed -i 's/\\r$//' FILE`.",
+    ),
+    "sbatch.ignored": Check(
+        "an #SBATCH line behind a command",
+        "SLURM ignores directives after the first command: the option has no effect.",
+        "Move the line above the first command.",
+    ),
+    "sbatch.variable": Check(
+        "a variable in an #SBATCH line",
+        "Variables are not expanded there: the option gets the text with the dollar sign.",
+        "Write the value, or pass the option to `sbatch` on its command line. In file names, `%j` "
+        "is the job id.",
+    ),
+    "signal.none": Check(
+        "no --signal",
+        "At the time limit the job has only the 30 s of KillWait to save.",
+        "Add `#SBATCH --signal=TERM@300` where srun starts the training, or "
+        "`--signal=B:TERM@300` and a trap that passes it on.",
+    ),
+    "signal.no-trap": Check(
+        "--signal=B: without a trap",
+        "The signal reaches only the batch shell, which dies of it. Python gets no signal, and the "
+        "job is killed without a save.",
+        "Remove `B:`, replace the shell by Python (`exec`), or trap the signal and pass it on.",
+    ),
+    "signal.foreground": Check(
+        "a trap, and the training in the foreground",
+        "bash runs a trap only after the foreground command has ended, which is too late.",
+        'Start the training in the background (`&`, `pid=$!`), then `wait "$pid"`.',
+    ),
+    "signal.pipeline": Check(
+        "the trap signals the end of a pipe",
+        "`$!` is the last command of a pipe, such as tee: the training gets no signal.",
+        "Write to the log with `--output` or `> FILE 2>&1`, without a pipe.",
+    ),
+    "signal.no-wait": Check(
+        "nothing waits for the training in the background",
+        "The script ends at once, and the job with it.",
+        'Add `wait "$pid"` behind it, and again behind the trap.',
+    ),
+    "signal.no-step": Check(
+        "--signal goes to job steps, and there is none",
+        "Without `B:` SLURM signals the tasks of srun. What the script starts without srun gets "
+        "no signal.",
+        "Start the training with srun, or use `--signal=B:` and `exec`.",
+    ),
+    "signal.not-run": Check(
+        "--signal reaches the job step and not ckptctl run",
+        "`ckptctl run` takes the end of the step for a failure, and restarts the job shortly "
+        "before the time limit.",
+        "Use `--signal=B:`, with `exec` or a trap that passes the signal on to `ckptctl run`.",
+    ),
+    "signal.wrapped": Check(
+        "a shell between srun and Python",
+        "srun signals the shell of `bash -c`, which does not pass the signal on.",
+        "Put `exec` before the last command in the quotes.",
+    ),
+    "signal.notice-short": Check(
+        "the notice ends before the save",
+        "The job is killed while it saves.",
+        "Give a notice that is a minute longer than the save and the time that the job waits for "
+        "it: SLURM may signal up to a minute late.",
+    ),
+    "requeue.none": Check(
+        "nothing restarts the job",
+        "After a failure of a node or a preemption the job stays ended.",
+        "Add `#SBATCH --requeue`, or requeue it in the script.",
+    ),
+    "requeue.preemptible": Check(
+        "--no-requeue in a preemptible partition",
+        "A preemption ends the job for good.",
+        "Use `#SBATCH --requeue`.",
+    ),
+    "requeue.log-lost": Check(
+        "a requeue overwrites the log",
+        "The error of the first attempt, and the losses before it, are lost.",
+        "Add `#SBATCH --open-mode=append`.",
+    ),
+    "resume.absent": Check(
+        "the training does not resume",
+        "A job that is started again begins at step 0.",
+        'Pass the step: `--resume-from "$(ckptctl pick "$ROOT")"`, or resume in the script.',
+    ),
+    "resume.by-mtime": Check(
+        "the step is chosen by its mtime",
+        "Copies, rsync and touch change the mtime, and the newest folder may be incomplete.",
+        'Choose it with `step=$(ckptctl pick "$ROOT")`.',
+    ),
+    "exit-code.pipe": Check(
+        "a pipe hides the exit code",
+        "A crash ends with 0, the code of the last command of the pipe.",
+        "Add `set -o pipefail`.",
+    ),
+    "exit-code.swallowed": Check(
+        "the exit code of the training is lost",
+        "A crash ends with 0, because of `|| true` or of a later command.",
+        "End the script with the exit code of the training.",
+    ),
+    "exit-code.pick": Check(
+        "the exit code of ckptctl is ignored",
+        "If the storage does not answer, the path is empty, and the job starts fresh.",
+        'Stop there: `step=$(ckptctl pick "$ROOT") || exit $?`.',
+    ),
+    "exit-code.masked": Check(
+        "export or local hides the exit code of ckptctl",
+        "`export step=$(…)` ends with the exit code of `export`, even under `set -e`.",
+        'Assign first: `step=$(ckptctl pick "$ROOT") || exit $?`, then `export step`.',
+    ),
+    "srun.no-kill": Check(
+        "ranks wait for those that died",
+        "When one rank dies, the others wait until their timeout, or forever.",
+        "Use `srun --kill-on-bad-exit=1`.",
+    ),
+    "torchrun.ft-options": Check(
+        "options of ft_launcher for torchrun",
+        "torchrun does not have them: no hang is detected.",
+        "Start the job with `ft_launcher`.",
+    ),
+    "nccl.watchdog-short": Check(
+        "the NCCL watchdog is shorter than the hard timeout",
+        "The watchdog ends the process before the in-process restart can act.",
+        "Set a watchdog that is longer than the hard timeout.",
+    ),
+    "save.async-format": Check(
+        "asynchronous saves in another format than torch_dist",
+        "Megatron saves asynchronously in torch_dist only.",
+        "Use `--ckpt-format torch_dist`.",
+    ),
+    # doctor env
+    "package.old": Check(
+        "a package is older than the oldest supported version",
+        "What ckptctl does with it was not tested, and may fail.",
+        "Install the version that the message names.",
+    ),
+    "package.pair": Check(
+        "s3fs and fsspec are not of one version",
+        "s3fs needs the fsspec of its own version: requests to S3 fail.",
+        "Install s3fs in the version of fsspec.",
+    ),
+    "package.absent": Check(
+        "a package is not installed",
+        "Commands that need it fail with an error that names it.",
+        "Install the extra that the message names, if you need it.",
+    ),
+    "variable.harmful": Check(
+        "a variable of torch, NCCL or Python is harmful",
+        "The message states what it does: ranks that wait forever, loads that run code, checks "
+        "that are off, or a slow job.",
+        "Unset it, or set the value that the message names.",
+    ),
+    "variable.half": Check(
+        "RANK without WORLD_SIZE",
+        "Each process acts as a job of its own.",
+        "Unset RANK, or start the job with torchrun.",
+    ),
+    "variable.buffered": Check(
+        "the output of Python is buffered",
+        "The last lines before a kill are lost.",
+        "`export PYTHONUNBUFFERED=1`",
+    ),
+    "variable.tmpdir": Check(
+        "TMPDIR cannot be written to",
+        "Whatever writes a temporary file fails.",
+        "Set TMPDIR to a folder that this user can write to.",
+    ),
+    "variable.unknown": Check(
+        "a variable CKPTCTL_… that does not exist",
+        "It is misspelt, and has no effect.",
+        "Correct it: the reference lists all variables.",
+    ),
+    "limit.files": Check(
+        "few files may be open",
+        "Data loaders and sharded saves fail with “Too many open files”.",
+        "Raise the limit: `ulimit -n 65536`.",
+    ),
+    "limit.shm": Check(
+        "little shared memory",
+        "The workers of data loaders end with a bus error.",
+        "Mount an emptyDir volume with `medium: Memory` at /dev/shm.",
+    ),
+    # doctor storage
+    "storage.listing": Check(
+        "a listing lacks new files",
+        "A complete step looks incomplete, and a new one is not found.",
+        "Disable the cache of listings (s3fs: `use_listings_cache=false`; NFS: "
+        "`lookupcache=none`).",
+    ),
+    "storage.stale": Check(
+        "a read after an overwrite returns the old bytes",
+        "What another node has written is not seen.",
+        "Disable the cache of the mount, or save every step under its own name.",
+    ),
+    "storage.ranges": Check(
+        "a read of a range returns other bytes",
+        "Records of a checkpoint are read wrongly.",
+        "Use another client or mount, and report it to the maker of the storage.",
+    ),
+    "storage.exclusive": Check(
+        "several writers create the same new file",
+        "Fencing cannot separate two attempts: both can save.",
+        "Let only one process write to the root.",
+    ),
+    "storage.atomic": Check(
+        "a file is missing or partly written while it is replaced",
+        "A reader of a pointer file or a step that is saved again fails now and then.",
+        "Never overwrite a step, and do not read `latest` while it is replaced.",
+    ),
+    "storage.clock": Check(
+        "the clock of the storage differs from that of this machine",
+        "A save in progress may be taken for an interrupted one, and an old file for a new one.",
+        "Synchronize the clocks (`chronyc tracking`), or use a longer `--grace`.",
+    ),
+    "storage.left": Check(
+        "what doctor wrote could not be removed",
+        "A folder `.ckptctl/doctor-…` remains under the root. No step is affected.",
+        "Remove it by hand.",
+    ),
+}
