@@ -93,7 +93,8 @@ class _Order:
     nth: int
     fault: Fault | Answer | Callable[[], object]
     lasts: bool
-    path: str | None
+    path: str
+    n: int = 0
 
 
 class CountingProxy:
@@ -137,33 +138,27 @@ class CountingProxy:
         *,
         nth: int = 1,
         lasts: bool = False,
-        path: str | None = None,
+        path: str = "",
     ) -> None:
         """Break the `nth` request of this kind from now on, or it and all later ones.
 
-        With `path` only requests whose path ends so are broken, each of them. A function is
+        With `path` only requests count whose path or a part of whose query ends so. A function is
         called before the request is passed on, which is not broken then.
         """
         with self._lock:
-            self._orders.append(_Order(verb, self.counts[verb] + nth, fault, lasts, path))
+            self._orders.append(_Order(verb, nth, fault, lasts, path))
 
-    def count(self, verb: str, path: str) -> Fault | Answer | None:
+    def count(self, verb: str, path: str, query: str) -> Fault | Answer | None:
         """Count one request; what to do to it instead of passing it on."""
+        names = (path, *query.split("&"))
+        told = []
         with self._lock:
             self.counts[verb] += 1
-            n = self.counts[verb]
-            told = [
-                order.fault
-                for order in self._orders
-                if order.verb == verb
-                and (
-                    path.endswith(order.path)
-                    if order.path is not None
-                    else n >= order.nth
-                    if order.lasts
-                    else n == order.nth
-                )
-            ]
+            for order in self._orders:
+                if order.verb == verb and any(name.endswith(order.path) for name in names):
+                    order.n += 1
+                    if order.n == order.nth or (order.lasts and order.n > order.nth):
+                        told.append(order.fault)
         if not told:
             return None
         if isinstance(told[0], Fault | Answer):
@@ -199,7 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.owner.count(self._verb(), urlsplit(self.path).path)
+        address = urlsplit(self.path)
+        fault = self.owner.count(self._verb(), address.path, address.query)
         if self.owner.delay_s:
             time.sleep(self.owner.delay_s)
         if fault is Fault.SILENT:

@@ -185,7 +185,7 @@ def test_the_timeout_of_a_checkpointer_reaches_the_load(
     job.die()
     released = threading.Event()
     # No answer within the timeout, once: a load that waits for the default would hold it.
-    proxy.break_request("GET", released.wait, path="/__0_0.distcp")
+    proxy.break_request("GET", released.wait, path="/__0_0.distcp", lasts=True)
     later = Job(root, storage_options=s3_moto.options, endpoint_url=proxy.url, timeout_s=0.5)
     with pytest.raises(ckptctl.CkptctlError, match=r"5 tries|no answer"):
         later.resume()

@@ -199,7 +199,7 @@ def test_a_step_of_lost_weights_that_cannot_be_marked_is_not_published(
     job.resume()
     job.train(1, 3)
     next(job.model.parameters()).data.fill_(math.nan)
-    proxy.break_request("PUT", Fault.DENIED, path=".json")
+    proxy.break_request("PUT", Fault.DENIED, path=".json", lasts=True)
     with pytest.raises(SaveFailed, match=r"step 4 was not saved: .*access denied") as failed:
         job.ckpt.save(4, loss=math.nan)
     assert failed.value.exit_code == 77

@@ -58,7 +58,7 @@ def test_what_is_written_beside_the_training_does_not_wait_for_the_storage(
     held, released = threading.Event(), threading.Event()
     job = Job(root, storage_options=s3.options, endpoint_url=proxy.url)
     job.resume()
-    proxy.break_request("PUT", lambda: (held.set(), released.wait()), path=".jsonl")
+    proxy.break_request("PUT", lambda: (held.set(), released.wait()), path=".jsonl", lasts=True)
     job.ckpt.note(1, loss=1.0)
     job.ckpt.note(2, loss=float("nan"))
     assert held.wait()  # the line is on its way, and the training past it

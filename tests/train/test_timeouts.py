@@ -65,7 +65,7 @@ def test_a_load_from_a_server_that_goes_silent_ends_after_timeout_s(
     given = patient(s3_moto, client)
     job = Job(root, **given, endpoint_url=proxy.url, timeout_s=0.5)
     path = ".metadata" if name == ".metadata" else "__0_0.distcp"
-    proxy.break_request("GET", Fault.SILENT, path=path)
+    proxy.break_request("GET", Fault.SILENT, path=path, lasts=True)
     with pytest.raises(CkptctlError) as lost:
         job.resume()
     assert lost.value.exit_code == 75
@@ -107,7 +107,7 @@ def test_a_save_aborts_the_uploads_that_a_killed_save_of_its_number_has_left(
     root = f"s3://{s3_ceph.bucket}/{uuid.uuid4().hex}"
     proxy = counting_proxy(s3_ceph.endpoint)
     # The first part arrives, the second never ends: then the job is killed.
-    proxy.break_request("PUT", Fault.SILENT, path="partNumber=2")
+    proxy.break_request("PUT", Fault.SILENT, path="partNumber=2", lasts=True)
     n_numbers = str(3 * PART_BYTES // 4)
     command = [torch_server().python, "-c", SAVES, root, proxy.url, n_numbers]
     env = clean_environment(**s3_ceph.environment)

@@ -290,7 +290,9 @@ def test_where_a_store_ignores_conditions_one_attempt_alone_holds_a_number(
     slow = counting_proxy(s3_moto.endpoint)
     ignoring = counting_proxy(slow.url)
     ignoring.break_request("PUT", Fault.UNCONDITIONAL, lasts=True)
-    slow.break_request("PUT", lambda: (held.set(), released.wait()), path="/0000000001.json")
+    slow.break_request(
+        "PUT", lambda: (held.set(), released.wait()), path="/0000000001.json", lasts=True
+    )
     first: list[Any] = []
     with (
         open_store(root.url, **root.options, endpoint_url=ignoring.url) as late,
