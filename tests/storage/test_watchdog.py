@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import forked_python, run_program
 from services.counting_proxy import Fault
 from services.processes import wait_until
 
@@ -71,8 +72,7 @@ def test_a_server_that_never_answers_ends_the_process_before_its_timeouts_do(
 ):
     proxy = counting_proxy(s3_moto.endpoint)
     proxy.break_request("LIST", Fault.SILENT, lasts=True)
-    command = [sys.executable, "-c", _SILENT, "s3://bucket/run", proxy.url, client]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_program(forked_python(), "-c", _SILENT, "s3://bucket/run", proxy.url, client)
     assert done.returncode == 75
     assert done.stderr.startswith("error: s3://bucket/run: no progress for 0.4 s")
 
