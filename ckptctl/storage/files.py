@@ -427,7 +427,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(folder: str) -> Mount | None:
-    """The mount on which `folder` lies; None without a mount table (macOS)."""
+    """The mount on which `folder` lies; None without a mount table."""
     try:
         with open(_MOUNT_TABLE, encoding="utf-8", errors="surrogateescape") as table:
             lines = table.read().splitlines()

@@ -11,7 +11,7 @@ that is opened before both are compared again: a pid that the kernel gave to ano
 meanwhile is not hit.
 
 Source: proc(5), pidfd_send_signal(2) and PR_SET_CHILD_SUBREAPER of prctl(2), Linux 5.3 on.
-Without /proc (macOS) only the process group of the command is ended.
+Without /proc only the process group of the command is ended.
 """
 
 from __future__ import annotations
