@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, fields, replace
+from ckptctl.distributed.process_table import environment_of
 from ckptctl.formatting import rfc3339, seconds_of
 from ckptctl.model import Time
 
@@ -152,20 +153,6 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
     )
 
 
-def machine() -> str:
-    """The name of this boot of this machine, and of the pid namespace; empty without /proc.
-
-    Two processes with the same value see each other's pids. A host name would not do: a
-    replaced pod has the name of the old one, on another machine.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchedRank:
     """The rank of this process among those that a launcher started for one command.
@@ -253,12 +240,7 @@ def launched_on_node(environment: Mapping[str, str]) -> int:
 
 def _is_set_in_parent(name: str) -> bool:
     """Whether the process that started this one was itself started with a variable."""
-    try:
-        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
-        return False
-    return any(each.startswith(f"{name}=".encode()) for each in variables)
+    return any(each.startswith(f"{name}=".encode()) for each in environment_of(os.getppid()))
 
 
 # Which variables count depends on the launcher: a batch script has SLURM's variables of the

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckptctl.data_classes import dataclass, field
+from ckptctl.distributed.process_table import Process, is_alive
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
@@ -33,11 +34,9 @@ from ckptctl.supervisor.holding import marker_of
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.processes import (
     GRACE_S,
-    Process,
     children,
     descendants,
     end_processes,
-    is_alive,
     marked,
     receiving,
     signal_all,

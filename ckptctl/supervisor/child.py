@@ -20,9 +20,10 @@ from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 from ckptctl.data_classes import dataclass
+from ckptctl.distributed.process_table import Process
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, some_of
-from ckptctl.supervisor.processes import GRACE_S, MARKER, JobProcesses, Process, children, receiving
+from ckptctl.supervisor.processes import GRACE_S, MARKER, JobProcesses, children, receiving
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
+from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
-from ckptctl.supervisor.processes import Process, is_alive
 
 SAMPLES = 4
 BETWEEN_S = 1.0
@@ -190,22 +190,12 @@ def _evidence(
     )
 
 
-def state_of(process: Process) -> str:
-    """The state of the main thread as proc(5) has it; empty where it cannot be read."""
-    return (_fields(process) or ("",))[0]
-
-
-def _fields(process: Process) -> Sequence[str]:
-    """What proc(5) has of a process after its name: state, parent; empty where it is gone."""
-    return _about(process, "stat").rpartition(")")[2].split()
-
-
 # Processes that ranks have started
 
 
 def _started_by(found: Collection[Process], ranks: Mapping[int, Process]) -> dict[Process, int]:
     """The processes that a rank has started, itself or through others, each with that rank."""
-    parents = {each.pid: int(about[1]) for each in found if (about := _fields(each))}
+    parents = {each.pid: entry.parent for each in found if (entry := entry_of(each.pid))}
     rank_of = {process.pid: rank for rank, process in ranks.items()}
     started = {}
     for process in found:
@@ -344,7 +334,7 @@ def _by_signal(number: int, process: Process, path: str) -> str:
         fd = os.pidfd_open(process.pid)
         try:
             # Without its handler the signal would end the process.
-            if is_alive(process) and _catches(process.pid, number):
+            if is_alive(process) and signals_of(process.pid, "SigCgt") >> (number - 1) & 1:
                 signal.pidfd_send_signal(fd, number)
         finally:
             os.close(fd)
@@ -361,14 +351,6 @@ def _by_signal(number: int, process: Process, path: str) -> str:
             return file.read(_MAX_STACKS_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def _catches(pid: int, number: int) -> bool:
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        for line in file:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 # A thread, and a call, as py-spy 0.4 and as faulthandler of Python 3.9 to 3.15 print them.

@@ -17,15 +17,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
+from ckptctl.distributed.process_table import Process, state_of
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import duration
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.supervisor.child import Hang, Running, log_size
-from ckptctl.supervisor.evidence import HangEvidence, collect, state_of
+from ckptctl.supervisor.evidence import HangEvidence, collect
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.naming import name_ranks
-from ckptctl.supervisor.processes import Process
 
 GAP_S = 5.0
 """A supervisor that was not called for so long was suspended, or the machine was: what passed

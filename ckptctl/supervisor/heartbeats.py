@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.process_table import Process, environment_of, is_alive, own_process
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.failures.slow_ranks import SlowRank, slow_among
 from ckptctl.formats.own.heartbeats import (
@@ -29,7 +30,6 @@ from ckptctl.formats.own.heartbeats import (
     read_heartbeat,
 )
 from ckptctl.formats.own.supervision import SlowRankDocument
-from ckptctl.supervisor.processes import Process, is_alive, own_process
 
 MAX_RANKS = 4096
 """How many heartbeats are read; a node has a few hundred ranks at most."""
@@ -132,23 +132,21 @@ def beats_of_launched(processes: Iterable[Process]) -> dict[int, Heartbeat]:
     """
     found: dict[int, Heartbeat] = {}
     for process in sorted(processes, key=lambda each: (each.started, each.pid)):
-        with suppress(OSError):
-            with open(f"/proc/{process.pid}/environ", "rb") as file:
-                pairs = (each.partition(b"=") for each in file.read().split(b"\0"))
-            about = cluster_context({os.fsdecode(name): os.fsdecode(v) for name, _, v in pairs})
-            if about.rank is not None and about.rank not in found:
-                found[about.rank] = Heartbeat(
-                    rank=about.rank,
-                    local_world_size=about.local_world_size,
-                    node=about.node,
-                    pid=process.pid,
-                    started=process.started,
-                    count=0,
-                    section="outside",
-                    step=None,
-                    saving=None,
-                    stack_signal=None,
-                )
+        pairs = (each.partition(b"=") for each in environment_of(process.pid))
+        about = cluster_context({os.fsdecode(name): os.fsdecode(v) for name, _, v in pairs})
+        if about.rank is not None and about.rank not in found:
+            found[about.rank] = Heartbeat(
+                rank=about.rank,
+                local_world_size=about.local_world_size,
+                node=about.node,
+                pid=process.pid,
+                started=process.started,
+                count=0,
+                section="outside",
+                step=None,
+                saving=None,
+                stack_signal=None,
+            )
     return found
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckptctl.distributed.launcher import machine
+from ckptctl.distributed.process_table import Process, is_alive, machine, own_process
 from ckptctl.errors import (
     AlreadyExists,
     AlreadySupervised,
@@ -41,14 +41,7 @@ from ckptctl.selection.marking import user_name
 from ckptctl.storage.opening import absolute_url
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.child import Hang, Running, Signals
-from ckptctl.supervisor.processes import (
-    GRACE_S,
-    Process,
-    end_processes,
-    is_alive,
-    marked,
-    own_process,
-)
+from ckptctl.supervisor.processes import GRACE_S, end_processes, marked
 from ckptctl.supervisor.results import Decision
 from ckptctl.supervisor.state import LocalCopy, Revisions, bounded, new_state, newer
 

@@ -6,11 +6,10 @@ job's marker, or if an ancestor of it belongs to the job. Orphans of a job becom
 its supervisor, which is a subreaper while it runs, so that a process that cleared its
 environment is found, too.
 
-A process is known by its pid and its start time together. It is signalled through a pidfd
-that is opened before both are compared again: a pid that the kernel gave to another process
-meanwhile is not hit.
+A process is signalled through a pidfd that is opened before its pid and start time are compared
+again: a pid that the kernel gave to another process meanwhile is not hit.
 
-Source: proc(5), pidfd_send_signal(2) and PR_SET_CHILD_SUBREAPER of prctl(2), Linux 5.3 on.
+Source: pidfd_send_signal(2) and PR_SET_CHILD_SUBREAPER of prctl(2), Linux 5.3 on.
 Without /proc only the process group of the command is ended.
 """
 
@@ -24,9 +23,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import NamedTuple
 
-from ckptctl.distributed.launcher import machine
+from ckptctl.distributed.process_table import (
+    ENDED,
+    Entry,
+    Process,
+    entry_of,
+    environment_of,
+    is_alive,
+    machine,
+    table,
+)
 
 MARKER = "CKPTCTL_SUPERVISED"
 """The variable that marks the processes of a job; its value is `RUN@ROOT`."""
@@ -38,40 +45,11 @@ _KILLED_S = 60.0
 """How long processes are waited for after SIGKILL; one that waits in the kernel may stay."""
 _POLL_S = 0.05
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37
-_ENDED = "ZX"
-
-
-class Process(NamedTuple):
-    """A process: `started` is in clock ticks since the machine booted."""
-
-    pid: int
-    started: int
-
-
-class _Entry(NamedTuple):
-    """One process of the process table; see proc(5)."""
-
-    process: Process
-    state: str
-    parent: int
-    session: int
-
-
-def own_process() -> Process:
-    """The process that calls; its start time is 0 without /proc."""
-    entry = _entry(os.getpid())
-    return entry.process if entry else Process(os.getpid(), 0)
-
-
-def is_alive(process: Process) -> bool:
-    """Whether the process runs on this machine, and is not another with the same pid."""
-    entry = _entry(process.pid)
-    return entry is not None and entry.process == process and entry.state not in _ENDED
 
 
 def marked(value: str) -> list[Process]:
     """The living processes of a job on this machine, by the value of its marker."""
-    return [each.process for each in _of_job(_table(), partial(_has_marker, value=value))]
+    return [each.process for each in _of_job(table(), partial(_has_marker, value=value))]
 
 
 class JobProcesses:
@@ -81,14 +59,14 @@ class JobProcesses:
     """
 
     def __init__(self, marker: str, leader: int, bystanders: Collection[int]) -> None:
-        entry = _entry(leader)
+        entry = entry_of(leader)
         self.leader = entry.process if entry else Process(leader, 0)
         self._marker = marker
         self._bystanders = frozenset(bystanders)
 
     def processes(self) -> list[Process]:
         """Every living process of the attempt, by one pass over the process table."""
-        return [each.process for each in _of_job(_table(), self._is_first)]
+        return [each.process for each in _of_job(table(), self._is_first)]
 
     def end(self, grace_s: float, hurries: Callable[[], bool]) -> list[Process]:
         """End every process; those that are still there after a minute, stuck in the kernel.
@@ -100,17 +78,17 @@ class JobProcesses:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.leader.pid, signal.SIGKILL)
         left = end_processes(self.processes, grace_s, hurries)
-        for entry in filter(self._is_adopted, _table().values()):
+        for entry in filter(self._is_adopted, table().values()):
             if entry.state == "Z":  # nobody else collects it
                 with suppress(ChildProcessError):
                     os.waitpid(entry.process.pid, os.WNOHANG)
         return left
 
-    def _is_first(self, entry: _Entry) -> bool:
+    def _is_first(self, entry: Entry) -> bool:
         own = entry.process == self.leader or _has_marker(entry, self._marker)
         return own or self._is_adopted(entry)
 
-    def _is_adopted(self, entry: _Entry) -> bool:
+    def _is_adopted(self, entry: Entry) -> bool:
         """Whether it is an orphan of the job: what this process starts is in its own session."""
         return (
             entry.parent == os.getpid()
@@ -122,7 +100,7 @@ class JobProcesses:
 
 def children() -> set[int]:
     """The children of this process."""
-    return {each.process.pid for each in _table().values() if each.parent == os.getpid()}
+    return {each.process.pid for each in table().values() if each.parent == os.getpid()}
 
 
 def descendants(bystanders: Collection[int]) -> list[Process]:
@@ -131,10 +109,10 @@ def descendants(bystanders: Collection[int]) -> list[Process]:
     Orphans are found, too, while this process adopts them.
     """
 
-    def is_first(entry: _Entry) -> bool:
+    def is_first(entry: Entry) -> bool:
         return entry.parent == os.getpid() and entry.process.pid not in bystanders
 
-    return [each.process for each in _of_job(_table(), is_first)]
+    return [each.process for each in _of_job(table(), is_first)]
 
 
 def end_processes(
@@ -207,7 +185,7 @@ def receiving(
             signal.signal(each, handler)
 
 
-def _of_job(table: Mapping[int, _Entry], is_first: Callable[[_Entry], bool]) -> Iterator[_Entry]:
+def _of_job(table: Mapping[int, Entry], is_first: Callable[[Entry], bool]) -> Iterator[Entry]:
     """The living processes that `is_first` holds for, and all below them; never this process."""
     belongs: dict[int, bool] = {0: False, 1: False, os.getpid(): False}
 
@@ -222,35 +200,9 @@ def _of_job(table: Mapping[int, _Entry], is_first: Callable[[_Entry], bool]) -> 
         return found
 
     for pid, entry in table.items():
-        if check(pid) and entry.state not in _ENDED:
+        if check(pid) and entry.state not in ENDED:
             yield entry
 
 
-def _has_marker(entry: _Entry, value: str) -> bool:
-    try:
-        with open(f"/proc/{entry.process.pid}/environ", "rb") as file:
-            return os.fsencode(f"{MARKER}={value}") in file.read().split(b"\0")
-    except OSError:
-        return False
-
-
-def _table() -> dict[int, _Entry]:
-    """Every process that /proc shows; empty without /proc."""
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return {}
-    entries = (_entry(int(name)) for name in names if name.isdecimal())
-    return {each.process.pid: each for each in entries if each is not None}
-
-
-def _entry(pid: int) -> _Entry | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in brackets, can hold spaces and brackets.
-            fields = file.read().rpartition(b")")[2].split()
-        return _Entry(
-            Process(pid, int(fields[19])), fields[0].decode("ascii"), int(fields[1]), int(fields[3])
-        )
-    except (OSError, ValueError, IndexError):
-        return None
+def _has_marker(entry: Entry, value: str) -> bool:
+    return os.fsencode(f"{MARKER}={value}") in environment_of(entry.process.pid)

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.process_table import Process, is_alive, own_process, signals_of
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import (
     FOLDER_VARIABLE,
@@ -123,23 +124,16 @@ def _is_taken(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             beat = read_heartbeat(file.read(MAX_BYTES + 1))
-        return beat["pid"] != os.getpid() and beat["started"] == started_ticks(beat["pid"])
-    except (OSError, OwnFileUnreadable, ValueError, IndexError):
+        return beat["pid"] != os.getpid() and is_alive(Process(beat["pid"], beat["started"]))
+    except (OSError, OwnFileUnreadable):
         return False
-
-
-def started_ticks(pid: int) -> int:
-    """When a process was started, in clock ticks after the boot. Raises `OSError`."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        # The name of the program may hold spaces and parentheses.
-        return int(file.read().rpartition(b")")[2].split()[19])
 
 
 class _Writer:
     """Writes the heartbeat of this process."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        cluster = cluster_context()
+        cluster, own = cluster_context(), own_process()
         self.path = os.path.join(folder, file_name(rank))
         self._stacks_path = os.path.join(folder, stacks_name(rank))
         self._lock = threading.Lock()
@@ -151,8 +145,8 @@ class _Writer:
             rank=rank,
             local_world_size=cluster.local_world_size,
             node=cluster.node,
-            pid=os.getpid(),
-            started=started_ticks(os.getpid()),
+            pid=own.pid,
+            started=own.started,
             count=0,
             section="outside",
             step=None,
@@ -228,11 +222,6 @@ class _Writer:
 
 def _free_signal() -> int | None:
     """A real-time signal that nothing in this process handles, ignores or blocks."""
-    masks = 0
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name in ("SigBlk", "SigIgn", "SigCgt"):
-                masks |= int(value, 16)
+    used = signals_of(os.getpid(), "SigBlk", "SigIgn", "SigCgt")
     free = (number for number in range(_LAST_FREE, _FIRST_FREE - 1, -1))
-    return next((number for number in free if not masks >> (number - 1) & 1), None)
+    return next((number for number in free if not used >> (number - 1) & 1), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from threading import Event, Thread
 from typing import Any
 
 from ckptctl.data_classes import dataclass, field, replace
+from ckptctl.distributed.process_table import own_process
 from ckptctl.errors import AlreadyExists, CkptctlError
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import REPORT_SCHEMA, LedgerLine
@@ -28,7 +30,6 @@ from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.train.heartbeats import started_ticks
 from ckptctl.train.job import Job, Restored
 
 _TIME = "%Y%m%dT%H%M%S.%fZ"
@@ -58,11 +59,8 @@ def clock_s() -> float:
 
 def process_began_s() -> float:
     """When this process began, by `clock_s`; now where the system does not report it."""
-    now_s = clock_s()
-    with suppress(OSError, ValueError, IndexError):
-        began_s = started_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
-        return min(began_s, now_s)
-    return now_s
+    ticks = own_process().started
+    return min(ticks / os.sysconf("SC_CLK_TCK") if ticks else math.inf, clock_s())
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptctl.distributed.launcher import machine
 from ckptctl.distributed.process_group import ProcessGroup, make_group
+from ckptctl.distributed.process_table import machine
 from ckptctl.errors import LoadFailed, StorageError, StorageUnavailable
 from ckptctl.findings import Severity, Verdict
 from ckptctl.formats.digests import sha256_of

@@ -12,9 +12,8 @@ from contextlib import suppress
 
 from command_line import clean_environment
 
+from ckptctl.distributed.process_table import Process, entry_of, is_alive
 from ckptctl.supervisor.child import Running
-from ckptctl.supervisor.processes import Process, is_alive
-from ckptctl.train.heartbeats import started_ticks
 
 WAIT = "sys.stdin.read()"
 
@@ -73,10 +72,7 @@ class Ranks:
         for pid in pids:
             with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
                 pids += map(int, file.read().split())
-        found = []
-        for pid in pids:
-            with suppress(OSError):
-                found.append(Process(pid, started_ticks(pid)))
+        found = [entry.process for entry in map(entry_of, pids) if entry]
         return [each for each in found if is_alive(each)]
 
     @property

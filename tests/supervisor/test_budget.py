@@ -18,6 +18,7 @@ from storage.faulty import FaultyStore
 from supervisor.supervised_root import KILL_AT, LEASE, processes_with, states, until
 
 import ckptctl
+from ckptctl.distributed.process_table import machine
 from ckptctl.errors import (
     AlreadySupervised,
     OwnFileUnreadable,
@@ -442,7 +443,7 @@ def test_a_pid_in_the_state_is_never_signalled(root: Path):
     owner = {
         "id": "b" * 32,
         "host": "here",
-        "machine": holding.machine(),
+        "machine": machine(),
         "pid": innocent.pid,
         "started": 1,
         "root": str(root),

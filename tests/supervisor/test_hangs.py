@@ -17,6 +17,7 @@ from command_line import run_ckptctl, validated
 from ranks import Ranks, state
 from services.processes import wait_until
 
+from ckptctl.distributed.process_table import entry_of
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
 from ckptctl.supervisor import evidence
@@ -24,7 +25,6 @@ from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, SectionTimes
-from ckptctl.train.heartbeats import started_ticks
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
 BUSY = """
@@ -400,7 +400,7 @@ def test_a_heartbeat_that_names_a_process_outside_of_the_job_does_no_harm(watch)
     one = watch(GIVEN)
     one.ranks.start(0)
     outsider = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    named = {"rank": 5, "pid": outsider.pid, "started": started_ticks(outsider.pid)}
+    named = {"rank": 5, "pid": outsider.pid, "started": entry_of(outsider.pid).process.started}
     one.file(5).write_bytes(json.dumps({**BEAT, **named}).encode())
     one.file(6).write_bytes(b"[" * 100_000)
     found = one.wait(40)
