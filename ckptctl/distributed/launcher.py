@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, fields, replace
-from ckptctl.distributed.process_table import environment_of
 from ckptctl.formatting import rfc3339, seconds_of
 from ckptctl.model import Time
 
@@ -240,6 +239,8 @@ def launched_on_node(environment: Mapping[str, str]) -> int:
 
 def _is_set_in_parent(name: str) -> bool:
     """Whether the process that started this one was itself started with a variable."""
+    from ckptctl.distributed.process_table import environment_of  # few processes are launched
+
     return any(each.startswith(f"{name}=".encode()) for each in environment_of(os.getppid()))
 
 
