@@ -10,7 +10,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
+.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts trips bench loss-bench shape modules golden fuzz dist pictures docs docs-serve campaign clean
 # The second step of CI leaves out `long`.
 SLOW := slow or long
 TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
@@ -79,6 +79,9 @@ power-cuts: $(READY) ## Simulate a power cut at every write of every command (ro
 
 trips: $(READY) ## Reshard or convert thousands of random steps, and back (ten minutes)
 	@$(BIN)/python tests/campaign/round_trips.py
+
+modules: $(READY) ## Print every module with the first line of its docstring
+	@$(BIN)/python tools/reference.py --modules
 
 shape: $(READY) ## Measure the shape of the tree: size, parameters, hops, retired words
 	@$(BIN)/python tools/shape.py

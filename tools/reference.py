@@ -1,11 +1,11 @@
 """Bring the tables of the documents up to date with the program.
 
-    python tools/reference.py
+    python tools/reference.py              # write the tables
+    python tools/reference.py --modules    # print every module with the first line of its docstring
 
-Commands, options, exit codes, findings and modules are written from the program
-itself, between the marks `<!-- NAME -->` and `<!-- end -->` of `docs/reference.md`,
-`docs/findings/README.md` and `docs/architecture.md`; the words around them are
-written by hand. Tests run this and compare.
+Commands, options, exit codes and findings are written from the program itself, between the marks
+`<!-- NAME -->` and `<!-- end -->` of `docs/reference.md` and `docs/findings/README.md`; the words
+around them are written by hand. Tests run this and compare.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,15 @@ from ckptctl.loss.verdict import FORCES
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "ckptctl"
 PAGES = (REPOSITORY / "docs" / "reference.md", REPOSITORY / "docs" / "findings" / "README.md")
-ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 _BLOCK = re.compile(r"(<!-- (?P<name>(?!end )[a-z -]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
-    """Rewrite the pages."""
-    for page in (*PAGES, ARCHITECTURE):
+    """Rewrite the pages, or print the modules."""
+    if "--modules" in sys.argv[1:]:
+        print("\n".join(_modules()))
+        return 0
+    for page in PAGES:
         page.write_text(renewed(page.read_text()))
     return 0
 
@@ -51,10 +54,10 @@ def _block(name: str) -> str:
     writers: dict[str, Callable[[str], Iterator[str]]] = {
         "commands": lambda _: _commands(),
         "command": _command,
-        "common": lambda _: _rows(_options(COMMANDS[0], common=True)),
+        "common": lambda _: _table(_rows(_options(COMMANDS[0], common=True))),
+        "several": lambda _: _table(_several()),
         "exit": lambda _: _exit_codes(),
         "findings": lambda _: _findings(),
-        "modules": lambda _: _modules(),
     }
     return "".join(f"{line}\n" for line in writers[what](command))
 
@@ -92,18 +95,40 @@ def _command(name: str) -> Iterator[str]:
     yield ""
     for argument in arguments:
         yield f"- `{argument.metavar}`: {argument.help}"
-    options = _options(name, common=False)
-    if options:
+    rows = {row: option for option in _options(name, common=False) for row in _rows([option])}
+    several = _several()
+    own = [row for row in rows if row not in several]
+    shared = [f"`{rows[row].opts[0]}`" for row in rows if row in several]
+    if own:
         yield ""
-        yield from _rows(options)
+        yield from _table(own)
+    if shared:
+        yield ""
+        several_commands = "[options of several commands](#options-of-several-commands)"
+        yield f"Also {several_commands}: {', '.join(shared)}."
     yield ""
     codes = ", ".join(f"{code} {EXIT_CODES[code].title}" for code in load(name).exit_codes)
     yield f"Exit codes: {codes}."
 
 
-def _rows(options: list[Any]) -> Iterator[str]:
+@cache
+def _several() -> Sequence[str]:
+    """The rows that three commands or more have, one for each name, in their order."""
+    rows = [row for name in COMMANDS for row in _rows(_options(name, common=False))]
+    several: dict[str, str] = {}
+    for row, n in Counter(rows).most_common():
+        if n > 2:  # another meaning of the same name is left to the sections
+            several.setdefault(row.split()[1], row)
+    return [row for row in dict.fromkeys(rows) if row in several.values()]
+
+
+def _table(rows: Iterable[str]) -> Iterator[str]:
     yield "| option | variable | default | meaning |"
     yield "|---|---|---|---|"
+    yield from rows
+
+
+def _rows(options: list[Any]) -> Iterator[str]:
     for option in options:
         names = ", ".join(f"`{name}`" for name in option.opts)
         value = "" if option.is_flag else f" `{_value(option)}`"
@@ -114,7 +139,7 @@ def _rows(options: list[Any]) -> Iterator[str]:
 
 def _value(option: Any) -> str:
     choices = getattr(option.type, "choices", None)
-    return "\\|".join(choices) if choices else str(option.metavar)
+    return "\\|".join(choices or str(option.metavar).split("|"))
 
 
 def _default(option: Any) -> str:
@@ -142,21 +167,10 @@ def _findings() -> Iterator[str]:
 
 
 def _modules() -> Iterator[str]:
-    yield "| module | content |"
-    yield "|---|---|"
-    for path in sorted(PACKAGE.rglob("*.py"), key=_in_package):
-        name = path.relative_to(PACKAGE).as_posix()
-        content = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-        if path.name == "__init__.py":
-            folder = name.removesuffix("__init__.py")
-            yield f"| **`{folder or 'ckptctl'}`** | **{content}** |"
-        else:
-            yield f"| [`{name.removesuffix('.py')}`](../ckptctl/{name}) | {content} |"
-
-
-def _in_package(path: Path) -> tuple[bool, Path, bool, str]:
-    """The order of modules: those outside packages first, `__init__` before its package."""
-    return path.parent != PACKAGE, path.parent, path.name != "__init__.py", path.name
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix().removesuffix("__init__.py")
+        content = ast.get_docstring(ast.parse(path.read_text())) or ""
+        yield f"{name or 'ckptctl':45} {content.partition(chr(10))[0]}"
 
 
 if __name__ == "__main__":
