@@ -167,6 +167,7 @@ CODES: Mapping[str, Code] = {
     "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
+    "step.nested": _fault(Verdict.CORRUPT, "the folder is named as a step and holds several"),
     "step.wrong-step": _fault(
         Verdict.CORRUPT, "the folder holds an earlier step than its name states"
     ),

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.file_names import kind_of_file, weights_called
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
@@ -55,7 +55,7 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
 
     `unfinished` means that the folder itself has the name of a save in flight, or that a
     file beside it marks it so.
-    Yields `step.unfinished`, `part.missing`, `file.missing`, `file.unreadable`,
+    Yields `step.unfinished`, `step.nested`, `part.missing`, `file.missing`, `file.unreadable`,
     `metadata.missing`, `format.unsupported`.
     """
     if unfinished:
@@ -63,6 +63,7 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
     for marker in layouts.unfinished_markers(step.files):
         yield _unfinished(marker, f"{marker} still exists: the save was interrupted")
     yield from _check_removal(step)
+    yield from _check_nested(step)
     yield from _check_stages(step)
     last = layouts.written_last(step.layout, step.parts, step.files)
     yield from _check_last(step, last)
@@ -83,6 +84,39 @@ def _check_removal(step: Step) -> Iterator[Finding]:
     saved = [file.mtime_s for file in step.files if not layouts.is_own(file.path)]
     if not any(at_s is not None and at_s > noted_s for at_s in saved):
         yield _unfinished(layouts.REMOVING, "its removal began and was not completed")
+
+
+def _check_nested(step: Step) -> Iterator[Finding]:
+    """Yield `step.nested` for a folder of several saves: it is a root that is named as a step.
+
+    A step of transformers or Lightning may hold a folder of DeepSpeed, which has a number too.
+    """
+    if step.number is None:
+        return
+    folders = {name for file in step.files for name in file.path.split("/")[:-1]}
+    held = [named for name in sorted(folders) if (named := step_name(name)) and not named.bare]
+    others = [named.name for named in held if named.number != step.number]
+    if not others or [named.layout for named in held] == ["deepspeed"]:
+        return
+    weights = (file.path.split("/")[:-1] for file in step.files if _is_weights(file.path))
+    if not {folder for above in weights for folder in above}.intersection(others):
+        return
+    yield Finding(
+        "step.nested",
+        others[0],
+        f"the folder holds {counted(len(held), 'step')} itself ({some_of(others)}): it is the "
+        "root of a run, or saves were moved into this one",
+        expected=f"the files of step {step.number}",
+        found=some_of(others),
+        next_command=command_line("scan", step.url),
+    )
+
+
+def _is_weights(path: str) -> bool:
+    """Whether a file of the step is one of saved weights, by its name."""
+    name = path.rpartition("/")[2]
+    is_shard = layouts.is_of_a_step(name) or weights_called(name) is not None
+    return layouts.is_saved(path) and is_shard
 
 
 def _unfinished(where: str, why: str) -> Finding:

@@ -20,7 +20,7 @@ from ckptctl.formats.frameworks.layouts import (
     counted_by,
     train_step_of,
 )
-from ckptctl.formatting import command_line, rfc3339
+from ckptctl.formatting import command_line, rfc3339, some_of, verb
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
@@ -46,7 +46,7 @@ from ckptctl.selection.roots import (
 )
 from ckptctl.selection.targets import OpenRoot, Roots, Trees, open_roots, unavailable
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import open_store
+from ckptctl.storage.opening import base_name, open_store
 
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked
@@ -109,6 +109,7 @@ def search(
     inspector = CachingInspector(opened_roots, requirements, policy.level)
     candidates = in_order(candidates_of(opened_roots), policy)
     choice = choose(candidates, inspector, policy)
+    _check_are_steps(opened_roots, choice)
     _check_counts(opened_roots, candidates, inspector, policy, choice)
     findings = root_findings(opened_roots, choice, pattern)
     beginning = None
@@ -117,6 +118,20 @@ def search(
     return Search(
         roots, opened_roots, pattern, policy, inspector, candidates, choice, findings, beginning
     )
+
+
+def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
+    """Raise `UsageError` if all that has the name of a step is the root of a run."""
+    over = [one.report for one in choice.passed_over]
+    nested = [r for r in over if any(one.code == "step.nested" for one in r.findings)]
+    if choice.chosen is None and nested and nested == over:
+        roots = ", ".join(root.store.url for root in opened_roots)
+        inside = some_of([base_name(report.url) for report in nested])
+        do = verb(len(nested), "does", "do")
+        raise UsageError(
+            f"{roots} holds no steps itself, but {inside} in it {do}",
+            next_command=command_line("scan", nested[0].url),
+        )
 
 
 def _check_counts(
