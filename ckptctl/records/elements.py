@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
 from ckptctl.data_classes import dataclass
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.records.byte_pass import Piece
@@ -112,8 +114,6 @@ class ElementRun:
     def take(self, piece: Piece, data: memoryview) -> None:
         """See `byte_pass.Run`."""
         if self.checksum is not None:
-            from zlib_ng.zlib_ng import crc32
-
             if not self._n_taken:
                 self._start = piece.start - self.first_byte
             self._crc = crc32(data, self._crc)
@@ -150,8 +150,6 @@ class Block(NamedTuple):
 
 def block_of(data: memoryview) -> Block:
     """A block of bytes whose checksum is not known yet."""
-    from zlib_ng.zlib_ng import crc32
-
     return Block(data, crc32(data))
 
 
@@ -167,8 +165,6 @@ def record_of(
     Each piece is consumed before the next block is requested, so blocks may share one
     buffer. The size of the record is `tensor_frame(dtype, shape, strides).length`.
     """
-    from zlib_ng.zlib_ng import crc32_combine
-
     frame = tensor_frame(dtype, shape, strides)
     yield memoryview(frame.before)
     crc = 0

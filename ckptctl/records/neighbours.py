@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from zlib_ng.zlib_ng import crc32
+
 from ckptctl.data_classes import dataclass
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.elements import RUN_BYTES
@@ -123,14 +125,11 @@ class NeighbourRun:
     def __init__(
         self, path: str, records: Sequence[Neighbour], skip: int, differs: Callable[[int], object]
     ) -> None:
-        from zlib_ng.zlib_ng import crc32
-
         self.path = path
         self.n_bytes = records[-1].end - records[0].start
         self._records = records
         self._skip = skip
         self._differs = differs
-        self._crc32 = crc32
         # Of the record that is being read, whose parts may be in several pieces:
         self._has_head = False
         self._crc = 0
@@ -175,7 +174,7 @@ class NeighbourRun:
         self._crc = 0
 
     def _check_elements(self, record: Neighbour, part: memoryview) -> None:  # noqa: ARG002
-        self._crc = self._crc32(part, self._crc)
+        self._crc = crc32(part, self._crc)
 
     def _check_rest(self, record: Neighbour, part: memoryview) -> None:
         checksums = record.template.checksums(part, 0)

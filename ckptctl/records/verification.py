@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import (
@@ -77,8 +79,6 @@ def check_whole(data: memoryview, form: Form | None = None) -> Checked:
         directory, _ = read_directory(lambda n: bytes(data[len(data) - n :]), len(data))
     except RecordUnreadable as error:
         return Checked(unreadable=error.message)
-    from zlib_ng.zlib_ng import crc32
-
     crcs = [crc32(data[member.start : member.end]) for member in directory.members]
     checked = _checked(directory, _InMemory(data), crcs)
     if form is None:
@@ -181,8 +181,6 @@ class Passing:
 
     def take(self, data: memoryview) -> None:
         """Take the next bytes."""
-        from zlib_ng.zlib_ng import crc32
-
         part = self._part
         while data:
             at = bisect_right(self._edges, part.end, hi=len(self._edges) - 1) - 1
@@ -280,8 +278,6 @@ class _Kept:
 
 def _joined(directory: RecordDirectory, parts: Sequence[RecordPart], kept: _Kept) -> list[int]:
     """The CRC-32 of each member."""
-    from zlib_ng.zlib_ng import crc32
-
     of_member: dict[int, list[CrcPart]] = {}
     for part in parts:
         for number, start, length, crc in part.crcs:
@@ -307,8 +303,6 @@ class CrcPart(NamedTuple):
 
 def combined_crc(parts: Iterable[CrcPart], n_bytes: int) -> int | None:
     """The CRC-32 of `n_bytes` bytes; None if the parts do not cover each of them once."""
-    from zlib_ng.zlib_ng import crc32_combine
-
     crc = at = 0
     for part in sorted(parts):
         if part.start != at:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
@@ -379,8 +381,6 @@ class _Copy:
 
         Raises `SourceDamaged` before the last piece if the source does not match what was saved.
         """
-        from zlib_ng.zlib_ng import crc32, crc32_combine
-
         crcs: list[int] = []
         proof: dict[str, list[Run]] = {}
         block = memoryview(bytearray(self._room.buffers.block))

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from zlib_ng.zlib_ng import crc32
+
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
@@ -178,8 +180,6 @@ class SourceFiles:
 
     def check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
         """Raise `SourceDamaged` if elements that are held do not match their checksum."""
-        from zlib_ng.zlib_ng import crc32
-
         if opened.crc is not None and crc32(data) != opened.crc:
             message = f"its elements have the CRC-32 {crc32(data):08x}, saved was {opened.crc:08x}"
             raise SourceDamaged(self.finding("record.crc", record, message))
@@ -314,8 +314,6 @@ class SliceReader:
 
         Returns the run with its checksum if the slice is one run on both sides.
         """
-        from zlib_ng.zlib_ng import crc32
-
         chunk = tensor.chunks[number]
         record, item_bytes = chunk.record, tensor.item_bytes
         opened = self._opened(tensor, number)

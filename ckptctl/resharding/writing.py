@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from zlib_ng.zlib_ng import crc32_combine
+
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.formats.archive.directory import RecordDirectory, read_directory
@@ -287,8 +289,6 @@ class FileCopy:
         block: memoryview,
     ) -> Iterator[Block]:
         """The elements of a slice in row-major order, read into `block` again and again."""
-        from zlib_ng.zlib_ng import crc32_combine
-
         for part in blocks(wanted.sizes, tensor.item_bytes, len(block)):
             n_bytes = part.n_elements * tensor.item_bytes
             if not n_bytes:
@@ -308,8 +308,6 @@ class FileCopy:
             yield Block(data, crc)
 
     def _prove(self, run: Piece) -> None:
-        from zlib_ng.zlib_ng import crc32_combine
-
         last = self.proof[-1] if self.proof else None
         if last is not None and last[:2] == run[:2] and last.at + last.length == run.at:
             joined = crc32_combine(last.crc, run.crc, run.length)

@@ -398,12 +398,13 @@ class _LocalFile:
     def __init__(self, store: LocalStore, path: str) -> None:
         self._store = store
         self._path = path
+        self._name = store._named(path)
         self._file = store._tried(path, partial(store._root.file, path))
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         """See `OpenFile.read_into`."""
         try:
-            with busy(self._store._named(self._path)):
+            with busy(self._name):
                 self._fill(offset, buffers)
         except OSError:
             # A stale descriptor stays stale; opening the path again may succeed.
@@ -416,10 +417,9 @@ class _LocalFile:
 
     def _fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
         n_bytes = sum(map(len, buffers))
-        n_read = 0
+        n_read = os.preadv(self._file.fd, buffers, offset)
         while n_read < n_bytes:
-            left = buffers if not n_read else _after(buffers, n_read)
-            n_more = os.preadv(self._file.fd, left, offset + n_read)
+            n_more = os.preadv(self._file.fd, _after(buffers, n_read), offset + n_read)
             if not n_more:
                 span = Span(self._path, offset, n_bytes)
                 raise self._store._short(span, os.fstat(self._file.fd).st_size)

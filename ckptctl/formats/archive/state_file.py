@@ -23,6 +23,8 @@ from struct import pack
 from types import NoneType
 from typing import Any, NamedTuple
 
+from zlib_ng.zlib_ng import crc32
+
 from ckptctl.formats.archive.writing import (
     ID,
     SMALL_MEMBERS,
@@ -81,8 +83,6 @@ class FlatArchive:
     """
 
     def __init__(self, pickle: bytes, sizes: Sequence[int]) -> None:
-        from zlib_ng.zlib_ng import crc32
-
         self._front: list[_Member] = []
         at = 0
         for name, data in ((b"data.pkl", pickle), *SMALL_MEMBERS):
@@ -112,8 +112,6 @@ class FlatArchive:
         return before + self._end(crcs)
 
     def _end(self, crcs: Sequence[int]) -> bytes:
-        from zlib_ng.zlib_ng import crc32
-
         version = self._version
         every = [*(member.crc for member in self._front), *crcs, version.crc]
         identity = self._of_names() + folded(every)

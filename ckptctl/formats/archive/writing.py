@@ -22,6 +22,8 @@ from functools import lru_cache
 from math import prod
 from struct import pack
 
+from zlib_ng.zlib_ng import crc32
+
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import Member, Readable, RecordDirectory
@@ -163,8 +165,6 @@ class Frame:
         return b"".join(self._pieces(crc))
 
     def _pieces(self, crc: int) -> Iterator[bytes]:
-        from zlib_ng.zlib_ng import crc32
-
         data, version, last = self._placed[-3:]
         crcs = [*self._crcs, crc, crc32(version.data)]
         identity = _OF_NAMES + folded(crcs)
@@ -187,8 +187,6 @@ def tensor_frame(
     They are in row-major order, or in that of `strides`, which are in elements. `dtype` is
     one of `WRITABLE`.
     """
-    from zlib_ng.zlib_ng import crc32
-
     n_elements = prod(shape)
     n_data = n_elements * DTYPE_SIZES[dtype]
     small = ((b"data.pkl", _tensor_pickle(dtype, shape, strides, n_elements)), *SMALL_MEMBERS)
@@ -208,8 +206,6 @@ def tensor_frame(
 
 def value_record(pickled: bytes) -> bytes:
     """The record of a value that is no tensor, from its pickle."""
-    from zlib_ng.zlib_ng import crc32
-
     small = [(b"data.pkl", pickled), *SMALL_MEMBERS, VERSION]
     small.append((ID, _OF_VALUE_NAMES + folded([crc32(data) for _, data in small])))
     placed: list[Placed] = []
