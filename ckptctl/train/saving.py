@@ -7,7 +7,6 @@ the attempt checks that it still holds the root.
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -222,8 +221,9 @@ class StepSave:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 return cause
         why = _failures_of(error)
-        if any(isinstance(cause, StorageFull) for cause in causes):
-            return self._disk_full(why)
+        full = next((cause for cause in causes if isinstance(cause, StorageFull)), None)
+        if full is not None:
+            return self._disk_full(why, full.next_command)
         failed = SaveFailed(
             f"step {self.number} was not saved: {why}; older steps are unchanged",
             next_command=command_line("scan", self._store.url),
@@ -232,8 +232,11 @@ class StepSave:
             failed.exit_code = AccessDenied.exit_code
         return failed
 
-    def _disk_full(self, why: str) -> SaveFailed:
-        """Remove what was written: a retry would have even less space."""
+    def _disk_full(self, why: str, shows_use: str | None) -> SaveFailed:
+        """Remove what was written: a retry would have even less space.
+
+        `shows_use` is the command that shows what is used up: a disk, its inodes, or a quota.
+        """
 
         def clear() -> str:
             try:
@@ -245,16 +248,9 @@ class StepSave:
             return f"{n_bytes:,} written bytes were removed"
 
         cleared = self._group.from_first(clear)
-        folders = self._store.folders
-        free = (
-            f"; {folders.file_system().free_bytes:,} bytes are free now"
-            if folders is not None
-            else ""
-        )
         return SaveFailed(
-            f"step {self.number} was not saved: {why}: {cleared}{free}; older steps are as they "
-            "were",
-            next_command=f"df -h {shlex.quote(self._store.url)}",
+            f"step {self.number} was not saved: {why}: {cleared}; older steps are as they were",
+            next_command=shows_use or command_line("scan", self._store.url),
         )
 
     # Sealing

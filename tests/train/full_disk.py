@@ -1,6 +1,6 @@
 """A disk that is really full, and what is tried on it.
 
-    unshare -rm python full_disk.py save|others|answers FOLDER [ROOT]
+    unshare -rm python full_disk.py save|inodes|others|answers FOLDER [ROOT]
 
 mounts a megabyte of memory at FOLDER, where only this process sees it, fills it up, and
 prints what came of each try as a line of JSON.
@@ -81,6 +81,19 @@ def save(disk: Disk) -> None:
     print(json.dumps({"what": "verify", "code": report.exit_code}))
 
 
+def inodes(disk: Disk) -> None:
+    """A training job on a disk that has space, and room for a few more files only."""
+    from one_process import Job
+
+    root = disk.folder / "run"
+    job = Job(root)
+    job.resume()
+    job.train(1, 3)
+    while os.statvfs(disk.folder).f_favail > 1:
+        (disk.folder / f"file-{os.statvfs(disk.folder).f_favail}").touch()
+    tried("save", partial(job.train, 4, 4, save_every=1), root)
+
+
 def others(disk: Disk, source: Path) -> None:
     """What writes little: and a reshard during which somebody fills the disk."""
     from ckptctl.resharding import executing
@@ -133,6 +146,8 @@ def answers(disk: Disk, source: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "save":
         save(Disk(Path(sys.argv[2])))
+    elif sys.argv[1] == "inodes":
+        inodes(Disk(Path(sys.argv[2]), "size=9m,nr_inodes=90"))
     elif sys.argv[1] == "answers":
         answers(Disk(Path(sys.argv[2]), sys.argv[4]), Path(sys.argv[3]))
     else:

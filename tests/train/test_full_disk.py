@@ -60,6 +60,15 @@ def test_a_save_that_does_not_fit_says_so_and_the_next_one_that_does_is_made(tmp
             assert (row["picked"], row["steps"]) == (3, ["step_3"])
 
 
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_save_that_failed_names_the_command_that_shows_what_is_used_up(tmp_path: Path):
+    row = rows_of(tmp_path, "inodes")["save"]
+    assert (row["raised"], row["code"], row["steps"]) == ("SaveFailed", 75, ["step_3"])
+    assert "all 90 inodes are in use" in row["said"]
+    assert row["next"] == f"df -i {tmp_path / 'disk' / 'run'}"
+
+
 @pytest.mark.slow
 def test_what_writes_little_leaves_nothing_behind_and_says_how_much_was_lacking(
     checkpoints: Path, tmp_path: Path
