@@ -62,6 +62,8 @@ _NO_TOTAL = "1000d"
 _NO_TIME = timedelta(days=1000)
 _NO_COUNT = 1_000_000
 
+_REPEATED = "Error performing"
+"""So begins the error of a request that obstore has repeated as often as it may."""
 _STATUS = re.compile(r"status code: (\d{3})")
 # Of an answer, or of one key in a bulk deletion, which obstore uses for single keys.
 _CODE = re.compile(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)$", re.MULTILINE)
@@ -155,9 +157,10 @@ class ObstoreClient:
             )
 
     def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
-        """See `Client.put_parts`; obstore itself retries parts, within `retries`.
+        """See `Client.put_parts`; obstore itself retries requests, within `retries`.
 
-        It does not resend parts that arrive corrupted; then the whole object is sent again.
+        It repeats none whose answer breaks off, and resends no part that arrives corrupted; then
+        the whole object is sent again.
         """
         import obstore
 
@@ -187,7 +190,8 @@ class ObstoreClient:
         except Transient as error:
             if failed:
                 raise failed[0] from None
-            if isinstance(error, ChangedOnTheWay | NoSuchUpload):
+            was_repeated = _REPEATED in str(error.__cause__)
+            if isinstance(error, ChangedOnTheWay | NoSuchUpload) or not was_repeated:
                 raise
             raise StorageUnavailable(f"{what}: no answer to a part ({error.message})") from error
         except BaseException:
@@ -293,7 +297,7 @@ class ObstoreClient:
         first, text = _first_line(exc), str(exc)
         where = f"s3://{self._bucket}/{key}"
         # The request for credentials may have failed instead; the URL shows which one it was.
-        if "Error performing" in first and self._bucket not in first:
+        if _REPEATED in first and self._bucket not in first:
             return AccessDenied(f"{where}: {_NO_CREDENTIALS}")
         found, named = _STATUS.search(text), _CODE.search(text)
         status = int(found[1]) if found else 301 if _REDIRECT in text else 0

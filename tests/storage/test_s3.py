@@ -234,7 +234,7 @@ def test_a_part_that_fails_more_often_than_the_count_is_sent_again_while_there_i
     assert proxy.counts["POST"] == 2
 
 
-@pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.LOST], ids=str)
+@pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.LOST, Fault.RESET], ids=str)
 def test_an_upload_whose_end_is_not_answered_is_whole_all_the_same(
     store, s3_moto, proxy, prefix, fault
 ):
