@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,23 +10,21 @@ from ckptctl.formatting import counted
 from ckptctl.model import Metadata
 
 
-def allocate_state(optimizer: Any) -> Callable[[], None]:
-    """Give an Adam or AdamW without state the tensors to load into.
-
-    Returns how to remove the state of an optimizer that had none, whoever made it.
+def allocate_state(optimizer: Any) -> bool:
+    """Give an optimizer without state the tensors to load into; False if it cannot be made to.
 
     Their content is undefined until the load has filled them. torch (2.13, `_init_optim_state`)
     makes them by a step with gradients of 0, which takes more time than the load, and the memory
-    of the gradients. Here the optimizer makes the state of one element for each dtype and device;
-    that of a parameter differs only in its shape. Of other optimizers that is not known: they are
-    left to torch.
+    of the gradients. An Adam or AdamW makes the state of one element here for each dtype and
+    device; that of a parameter differs only in its shape. Of other optimizers that is not known:
+    they take the step. One that demands a closure, as LBFGS does, makes no state.
     """
     import torch
 
     if optimizer.state:
-        return lambda: None
+        return True
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return optimizer.state.clear  # type: ignore[no-any-return]
+        return _made_by_a_step(optimizer)
     for group in optimizer.param_groups:
         options = {name: group[name] for name in optimizer.defaults if name in group}
         alike: dict[object, Mapping[str, Any]] = {}
@@ -46,22 +44,23 @@ def allocate_state(optimizer: Any) -> Callable[[], None]:
                 else value.clone()
                 for name, value in alike[kind].items()
             }
-    return optimizer.state.clear  # type: ignore[no-any-return]
+    return True
 
 
-def allocate_extra_state(part: Any) -> Callable[[], None]:
-    """The same for an object of `extra`, of which torch makes no state by itself.
-
-    Nothing is done for what is no optimizer, or has state already.
-    """
-    import torch
+def _made_by_a_step(optimizer: Any) -> bool:
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-    if not isinstance(part, torch.optim.Optimizer):
-        return lambda: None
-    undo = allocate_state(part)
-    _init_optim_state(part)
-    return undo
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        _init_optim_state(optimizer)
+    except Exception:  # noqa: BLE001 - the optimizer's own code, without a closure
+        optimizer.state.clear()
+        optimizer.zero_grad()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate
+        return False
+    return True
 
 
 @contextmanager
@@ -88,32 +87,81 @@ def without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
                 del optimizer.state[parameter]
 
 
-def leave_out_unsaved(state: Mapping[str, Any], saved: Metadata) -> None:
-    """Empty the optimizer state of each parameter of which the step has none.
+Leaf = tuple[tuple[int, ...], str] | None
+"""Shape and dtype of a tensor; None of any other value."""
 
-    A parameter that had no gradient before the save, or was frozen, has no state; torch makes
-    one for every parameter before a load. Of a step without state of any parameter, it is left
-    out if the groups have the same options: the optimizer had taken no step. Otherwise the step
-    was saved by another optimizer, or names the state by number.
+Form = dict[tuple[str | int, ...], Leaf]
+"""What a value of optimizer state consists of, by path."""
+
+
+def fit_state(optimizer: Mapping[str, Any], saved: Metadata, *, formless: bool) -> None:
+    """Give the state of an optimizer the form that it has in the step, as far as it may vary.
+
+    A parameter that had no gradient before the save, or was frozen, has no state in the step, and
+    gets none. Of a step without state of any parameter, it is left out if the groups have the same
+    options: the optimizer had taken no step. Otherwise the step was saved by another optimizer, or
+    names the state by number.
+
+    A value of the same name may have another form after some steps: a tensor in place of None, a
+    longer list. It gets that of the step, and so does all state if the optimizer is `formless`.
     """
-    paths = [entry.path for entry in saved.tensors.values()]
-    paths += [entry.path for entry in saved.bytes_entries.values()]
-    known = {path[2] for path in paths if path[:2] == ("optimizer", "state") and path[2:]}
-    optimizer = state.get("optimizer", {})
-    held = optimizer.get("state", {})
-    if held.keys() & known or (not known and _has_options(optimizer, paths)):
-        for fqn in held.keys() - known:
+    there: dict[Any, dict[Any, Form]] = {}
+    options: dict[Any, set[Any]] = {}
+    entries: list[tuple[tuple[str | int, ...], Leaf]]
+    entries = [(one.path, (one.shape, one.dtype)) for one in saved.tensors.values()]
+    entries += [(one.path, None) for one in saved.bytes_entries.values()]
+    for path, leaf in entries:
+        if path[:2] == ("optimizer", "state") and path[3:]:
+            there.setdefault(path[2], {}).setdefault(path[3], {})[path[4:]] = leaf
+        elif path[:2] == ("optimizer", "param_groups"):
+            options.setdefault(path[2], set()).add(path[3])
+    own = [_named(group) for group in optimizer["param_groups"]]
+    same = bool(own) and sorted(map(sorted, own)) == sorted(map(sorted, options.values()))
+    held = optimizer["state"]
+    if formless and same and not any(held.values()):
+        held.update((fqn, dict.fromkeys(names)) for fqn, names in there.items())
+    if held.keys() & there.keys() or (same and not there):
+        for fqn in held.keys() - there.keys():
             held[fqn] = {}
+    for fqn, names in there.items() if same else ():
+        state = held.get(fqn, {})
+        for name, form in names.items() if names.keys() == _named(state) else ():
+            if form != _form_of(state[name]):
+                state[name] = _of_form(form, state[name])
 
 
-def _has_options(optimizer: Mapping[str, Any], paths: Sequence[tuple[str | int, ...]]) -> bool:
-    """Whether the groups of an optimizer have options of the same names as those of the step."""
-    saved: dict[str | int, set[str | int]] = {}
-    for path in paths:
-        if path[:2] == ("optimizer", "param_groups"):
-            saved.setdefault(path[2], set()).add(path[3])
-    own = [set(group) for group in optimizer.get("param_groups", ())]
-    return bool(own) and sorted(map(sorted, own)) == sorted(map(sorted, saved.values()))
+def _named(values: Mapping[Any, Any]) -> set[Any]:
+    """The names of the values that a step holds: not those of empty dicts."""
+    return {name for name, value in values.items() if _form_of(value)}
+
+
+def _form_of(value: Any) -> Form:
+    import torch
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat, paths = flatten_state_dict({"": value})
+    return {
+        paths[name][1:]: (tuple(one.shape), str(one.dtype).removeprefix("torch."))
+        if isinstance(one, torch.Tensor)
+        else None
+        for name, one in flat.items()
+    }
+
+
+def _of_form(form: Form, own: Any) -> Any:
+    """A value of a form, with tensors to load into; `own` where a dict or shards are in it."""
+    import torch
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
+    flat, _ = flatten_state_dict({"": own})
+    in_dict = any(isinstance(part, str) for path in form for part in path)
+    if in_dict or any(hasattr(one, "to_local") for one in flat.values()):
+        return own
+    made = {
+        str(path): None if leaf is None else torch.empty(leaf[0], dtype=getattr(torch, leaf[1]))
+        for path, leaf in form.items()
+    }
+    return unflatten_state_dict(made, {str(path): ("", *path) for path in form})[""]
 
 
 def forget_unsaved(optimizers: Sequence[Any], state: Mapping[str, Any]) -> str | None:

@@ -32,10 +32,18 @@ from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
 from ckptctl.train.agreement import ResumeDecision, check_one_metadata
-from ckptctl.train.differences import Differences, Wanted, refuse_lost
+from ckptctl.train.differences import Differences, refuse_lost
 from ckptctl.train.optimizers import forget_unsaved, same_groups, without_a_step
 from ckptctl.train.random_states import reseed, restore_rng
-from ckptctl.train.state import GLOBAL_DATA, Parts, RankPosition, joined, loader_generator
+from ckptctl.train.state import (
+    GLOBAL_DATA,
+    PLAIN,
+    Parts,
+    RankPosition,
+    joined,
+    loader_generator,
+)
+from ckptctl.train.wanted import Wanted
 
 
 @dataclass(slots=True)
@@ -174,7 +182,7 @@ class _Restore:
             self._note("optimizer", restored=True)
 
     def _restore_values(self) -> None:
-        for name in ("scheduler", "grad_scaler"):
+        for name in PLAIN:
             part = getattr(self._parts, name)
             if part is not None and name in self._loaded:
                 self._restore_value(name, part, self._loaded[name][0])
@@ -342,11 +350,12 @@ def load_into(
     decision: ResumeDecision,
     group: ProcessGroup,
     opened: OpenStep,
-) -> None:
+) -> tuple[str, ...]:
     """Read the step into the state that is wanted; every rank calls it, with what it holds itself.
 
-    Raises `LoadFailed` where the bytes do not load on this rank or another, and another
-    `CkptctlError` for what no older step would mend. Every rank raises, not all the same.
+    Returns what is lost: tensors that are one in this job and differ in the step. Raises
+    `LoadFailed` where the bytes do not load on this rank or another, and another `CkptctlError`
+    for what no older step would mend. Every rank raises, not all the same.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -368,7 +377,7 @@ def load_into(
         raise ranks_lost(error) from error
     finally:
         reader.close()
-    wanted.put(state)
+    return wanted.put(state)
 
 
 def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:

@@ -38,7 +38,7 @@ from ckptctl.train.agreement import (
     wanted_step,
 )
 from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
-from ckptctl.train.differences import RankEntries, Wanted, compare, kinds_in, refuse_lost
+from ckptctl.train.differences import RankEntries, compare, refuse_lost
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
@@ -48,7 +48,7 @@ from ckptctl.train.ledger import (
     resume_document,
     resume_lines,
 )
-from ckptctl.train.optimizers import allocate_extra_state, allocate_state
+from ckptctl.train.optimizers import allocate_state
 from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
@@ -60,6 +60,7 @@ from ckptctl.train.restoring import (
     saved_metadata,
 )
 from ckptctl.train.state import template
+from ckptctl.train.wanted import Wanted, kinds_in
 
 
 class Resume:
@@ -169,13 +170,14 @@ class Resume:
             except PathNotFound as error:  # removed since rank 0 inspected it
                 raise LoadFailed(error.message) from error
             kinds = kinds_in(saved)
-            if "optimizer" in kinds:
-                for optimizer in job.parts.optimizers:
-                    undo.callback(allocate_state(optimizer))
-            for name, part in job.parts.extra.items():
-                if f"extra.{name}" in saved.bytes_entries:
-                    undo.callback(allocate_extra_state(part))
-            wanted = Wanted(template(job.parts, job.position, saved, kinds), saved)
+            formless = False
+            for name, optimizer in job.parts.named_optimizers():
+                if name in kinds or name in saved.bytes_entries:
+                    if not optimizer.state:
+                        undo.callback(optimizer.state.clear)
+                    formless |= not allocate_state(optimizer) and name == "optimizer"
+            held = template(job.parts, job.position, saved, kinds, formless=formless)
+            wanted = Wanted(held, saved)
             return wanted.entries(job.parts)
 
         try:
@@ -187,13 +189,16 @@ class Resume:
                     del wanted.state["optimizer"]
                 groups = wanted.state.get("optimizer", {}).get("param_groups", ())
                 groups = tuple(dict(group) for group in groups)
-                job.group.from_all(
+                lost = job.group.from_all(
                     lambda: load_into(wanted, differences, decision, job.group, opened)
                 )
+                more = sorted({one for rank in lost for one in rank})
+                refuse_lost(more, decision.step or 0, decision.path, job.options)
                 if differences.keeps_optimizer:
                     undo.pop_all()
         except LoadFailed as error:
             return error
+        differences = replace(differences, lost=(*differences.lost, *more))
         return Loaded(wanted.state, differences, groups)
 
     def _restore(self, decision: ResumeDecision, loaded: Loaded) -> tuple[SavedProgress, Inventory]:

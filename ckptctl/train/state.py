@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.model import Metadata
-from ckptctl.train.optimizers import leave_out_unsaved, without_a_step
+from ckptctl.train.optimizers import fit_state, without_a_step
 from ckptctl.train.random_states import rng_state
 from ckptctl.train.samples import GlobalLoader
 
@@ -35,6 +35,24 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Restore a state."""
         ...
+
+
+PARTS = ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
+"""The kinds of state of which a script has one part each; those of `extra` have names."""
+
+PLAIN = ("scheduler", "grad_scaler")
+"""Those of them whose state is one value."""
+
+
+def part_of(name: str) -> str | None:
+    """The part that an entry of a step belongs to, as messages name it.
+
+    None for what belongs to each rank or to the run, and for the tensors of an `extra`.
+    """
+    kind, _, rest = name.partition(".")
+    if kind in ("train_state", "rng", "extra_tensors"):
+        return None
+    return kind if kind in PARTS else f"extra {rest if kind == 'extra' else kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,21 @@ class Parts:
         """The optimizers; torch takes several of one model as a list."""
         held = () if self.optimizer is None else self.optimizer
         return tuple(held) if isinstance(held, list | tuple) else (held,)
+
+    def named_optimizers(self) -> Iterator[tuple[str, Any]]:
+        """Each optimizer, also of `extra`, with the name of its state in a step."""
+        import torch
+
+        yield from (("optimizer", one) for one in self.optimizers)
+        for name, one in self.extra.items():
+            if isinstance(one, torch.optim.Optimizer):
+                yield f"extra.{name}", one
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The names of the parts that the script has."""
+        held = (name for name in PARTS if getattr(self, name) is not None)
+        return frozenset({*held, *(f"extra {name}" for name in self.extra)})
 
     @property
     def has_global_loader(self) -> bool:
@@ -90,9 +123,8 @@ GLOBAL_DATA = "global"
 
 def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -> dict[str, Any]:
     """The state of this rank, in the form that DCP takes. Every rank calls it."""
-    with without_a_step(parts.optimizers):
-        state = _sharded(parts, ("model", "optimizer"))
-    for name in ("scheduler", "grad_scaler"):
+    state = _sharded(parts, ("model", "optimizer"))
+    for name in PLAIN:
         part = getattr(parts, name)
         if part is not None:
             state[name] = _kept(part.state_dict())
@@ -128,7 +160,8 @@ def _sharded(parts: Parts, kinds: Collection[str]) -> dict[str, Any]:
     if parts.model is not None and "model" in kinds:
         state["model"] = get_model_state_dict(parts.model)
     if parts.optimizer is not None and "optimizer" in kinds:
-        state["optimizer"] = get_optimizer_state_dict(parts.model, parts.optimizer)
+        with without_a_step(parts.optimizers):
+            state["optimizer"] = get_optimizer_state_dict(parts.model, parts.optimizer)
     return state
 
 
@@ -308,17 +341,24 @@ def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
 
 
 def template(
-    parts: Parts, position: RankPosition, saved: Metadata, kinds: Collection[str]
+    parts: Parts,
+    position: RankPosition,
+    saved: Metadata,
+    kinds: Collection[str],
+    *,
+    formless: bool = False,
 ) -> dict[str, Any]:
     """The state that a load fills on this rank: the tensors, and a placeholder for each value.
 
     What the step lacks is in it as well, except state of the optimizer that no parameter had;
-    `differences` finds it. `kinds` are the kinds of state in the step.
+    `differences` finds it. `kinds` are the kinds of state in the step; an optimizer is `formless`
+    if its state could not be made before.
     """
     state = _sharded(parts, kinds)
-    leave_out_unsaved(state, saved)
+    if "optimizer" in state:
+        fit_state(state["optimizer"], saved, formless=formless)
     held = saved.bytes_entries
-    for name in ("scheduler", "grad_scaler"):
+    for name in PLAIN:
         if getattr(parts, name) is not None and name in held:
             state[name] = _kept(None)
     if f"rng.{position.rng_key}" in held:

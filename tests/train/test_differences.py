@@ -228,6 +228,42 @@ def test_state_that_only_the_step_or_only_the_job_has_is_refused_unless_accepted
     assert state["lost"] == [lost]
 
 
+class Tied(Layers):
+    """Two layers of one weight, or of two."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        if tied:
+            self[1].weight = self[0].weight
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_tied_weights_are_restored(value: float, tmp_path: Path):
+    first, second = job(Tied(tied=True)), job(Tied(tied=True))
+    with torch.no_grad():
+        first["model"][0].weight[0] = value
+    saved(tmp_path / "run", first)
+    assert resumed(tmp_path / "run", second)[0]["lost"] == []
+    weights = [one["model"][0].weight for one in (first, second)]
+    assert torch.equal(*(one.detach().view(torch.int32) for one in weights))
+    assert second["model"][0].weight is second["model"][1].weight
+
+
+def test_weights_that_differ_in_the_step_and_are_one_in_the_job_are_refused(tmp_path: Path):
+    first, second = job(Tied(tied=False), None), job(Tied(tied=True), None)
+    saved(tmp_path / "run", first)
+    lost = (
+        "model (model.0.weight and model.1.weight are one tensor in this job, and differ in the "
+        "step)"
+    )
+    with pytest.raises(StateRefused) as refused:
+        resumed(tmp_path / "run", second)
+    assert refused.value.message.startswith(f"step 1 cannot restore {lost}: a resume would ")
+    state, _ = resumed(tmp_path / "run", second, accept_lost=["model"])
+    assert state["lost"] == [lost]
+    assert torch.equal(second["model"][1].weight, first["model"][0].weight)
+
+
 def test_a_refused_resume_loads_nothing(tmp_path: Path):
     saved(tmp_path / "run", job(Layers(3)))
     fewer = job()
