@@ -24,7 +24,7 @@ Log = list[Record]
 
 AGAIN = 12
 """Steps that the job logged after its checkpoint before it died."""
-N_BEFORE = 200
+N_BEFORE = 100
 """Steps before the checkpoint that the logs hold."""
 DAY = 86_400
 

@@ -28,8 +28,9 @@ def verdicts(bench, document):
     """How often each verdict was given, by fault and habit of the log."""
     found: dict[tuple, dict[str, Counter]] = {}
 
-    def of(**habit):
-        key = tuple(sorted(habit.items()))
+    def of(replay=True, interval=1, decimals=4):
+        habit = {"replay": replay, "interval": interval, "decimals": decimals}
+        key = tuple(habit.values())
         if key not in found:
             counts: dict[str, Counter] = {}
             for case in bench["cases"](document, **habit):

@@ -8,6 +8,7 @@ import pytest
 from test_reading_logs import megatron, nanogpt, read, steps
 
 from ckptctl.loss.rows import Marker, Row
+from ckptctl.loss.text_logs import _MAX_READERS
 
 TITAN = (
     "[titan] 2025-09-11 17:33:{second:02},601 - root - INFO - step: {step:2}  loss:  {loss:.4f}"
@@ -209,7 +210,9 @@ def test_few_rows_of_ones_own_stand_before_the_marker_that_follows_them():
 
 
 def test_numbered_lines_are_no_ranks_that_need_memory():
-    text = "".join(f"{n}: step {n} of nothing, {{ [step= 'loss': %| -\n" for n in range(9_000))
+    text = "".join(
+        f"{n}: step {n} of nothing, {{ [step= 'loss': %| -\n" for n in range(_MAX_READERS + 500)
+    )
     assert steps(read(text + megatron(range(1, 4)))) == [1, 2, 3]
 
 
