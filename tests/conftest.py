@@ -12,6 +12,7 @@ import fcntl
 import gc
 import hashlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,24 @@ def pytest_configure(config: pytest.Config) -> None:
     """Show a failure when it happens; its place in the summary is minutes away."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_ShownAtOnce(config))
+        if config.getoption("tx", None):
+            config.option.tx = [f"{each}//python={_forked_worker()}" for each in config.option.tx]
+
+
+@cache
+def _forked_worker() -> Path:
+    """A program in the place of `python` for workers: each would take two seconds to import torch.
+
+    Where a variable changes what Python does when it starts, a worker is started.
+    """
+    from command_line import torch_server
+
+    program = whole_run()[1] / "worker"
+    server, root = shlex.quote(torch_server().python), shlex.quote(str(ROOT))
+    # Its first word is the `-u` of execnet, which opens the streams itself.
+    program.write_text(f'#!/bin/sh\nshift\nPYTHONPATH=${{PYTHONPATH:-{root}}} exec {server} "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
