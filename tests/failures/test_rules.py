@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cases import all_cases
+from every_case import all_cases
 from test_calibration import FORMS
 
 from ckptctl.failures.matching import LogReader

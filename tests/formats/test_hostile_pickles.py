@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cases import all_cases
+from every_case import all_cases
 from made_pickles import (
     bytes_entry,
     called,

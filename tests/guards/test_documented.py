@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from cases import all_cases
 from error_classes import every_error
+from every_case import all_cases
 from typer.main import get_command
 
 import ckptctl

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cases import all_cases
+from every_case import all_cases
 
 from ckptctl.cli.app import run
 from ckptctl.errors import CkptctlError, OwnFileUnreadable, RecordUnreadable

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from cases import all_cases
+from every_case import all_cases
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_loss

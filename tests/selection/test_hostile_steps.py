@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cases import all_cases
+from every_case import all_cases
 from made_records import Made, archive, members_of
 
 from ckptctl.formats.archive.directory import parse_directory

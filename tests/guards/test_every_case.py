@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import all_cases
+from every_case import all_cases
 
 
 def test_each_case_that_fails_is_shown_and_none_hides_another():
