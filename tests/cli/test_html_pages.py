@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
-from every_case import all_cases
 
 from ckptctl.drill.results import Drilled, Trial, as_html
 
