@@ -30,7 +30,7 @@ for folder in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "f
     sys.path.insert(0, str(folder))
 
 from made_checkpoints import name_of_checkpoints  # noqa: E402
-from table import published, summary  # noqa: E402
+from outcome_table import published, summary  # noqa: E402
 
 CATEGORIES = ("A", "B", "C", "D", "F", "G", "I", "J", "K", "L", "M", "N", "O", "P", "Q", "R")
 

@@ -17,7 +17,7 @@ from random import Random
 from metadata_flips import INVISIBLE, differences
 from oracle import Case, Outcome
 from sound_steps import Harm, Library, Sound, put, tree
-from test_hostile_pickles import BOMBS, PAYLOADS
+from test_hostile_pickles import bombs, payloads
 
 import ckptctl
 from ckptctl import Level, Verdict
@@ -27,7 +27,7 @@ from ckptctl.formats.own.marks import parse_mark
 from ckptctl.formats.own.seals import parse_seal
 from ckptctl.records.verification import check_whole
 
-HOSTILE: Mapping[str, bytes] = {**PAYLOADS, **BOMBS}
+HOSTILE: Mapping[str, bytes] = {**payloads(), **bombs()}
 N_HOSTILE = 2 * len(HOSTILE)
 N_MUTATIONS, N_NAMES, N_SOUND = 20_000, 600, 900
 

@@ -13,7 +13,7 @@ import campaign
 import pytest
 import soak
 from cases import N_CASES, Bench
-from table import bound, rows
+from outcome_table import bound, rows
 
 pytestmark = pytest.mark.torch
 
