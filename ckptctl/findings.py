@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.model import ExitCode, FindingCode, Hex, Level, TrainState, WorldSize
+from ckptctl.model import ExitCode, FindingCode, Hex, Level, Ordered, TrainState, WorldSize
 
 
 class Severity(str, Enum):
@@ -25,7 +25,7 @@ class Severity(str, Enum):
     NOTE = "note"
 
 
-class Verdict(str, Enum):
+class Verdict(Ordered):
     """What the findings of a step add up to, worst first."""
 
     UNSAFE = "unsafe"
@@ -38,11 +38,6 @@ class Verdict(str, Enum):
     REJECTED = "rejected"
     SUPERSEDED = "superseded"
     COMPLETE = "complete"
-
-    @property
-    def rank(self) -> int:
-        """0 for the worst: verdicts compare by this."""
-        return list(Verdict).index(self)
 
     @property
     def exit_code(self) -> int:
@@ -279,7 +274,7 @@ class Finding:
 def verdict_of(findings: Iterable[Finding]) -> Verdict:
     """The worst verdict that any finding forces; `complete` when none does."""
     forced = [f.verdict for f in findings if f.verdict is not None]
-    return min(forced, key=lambda verdict: verdict.rank, default=Verdict.COMPLETE)
+    return min(forced, key=lambda verdict: verdict.place, default=Verdict.COMPLETE)
 
 
 _SEVERITIES = list(Severity)

@@ -20,6 +20,7 @@ from ckptctl.data_classes import dataclass, field
 # Types of fields of JSON documents. The constraint is part of the JSON Schema; integers
 # are never negative unless they come from a log.
 Positive = Annotated[int, ("minimum", 1)]
+Pid = Annotated[int, ("minimum", 1), ("maximum", (1 << 31) - 1)]
 ExitCode = Annotated[int, ("minimum", 0), ("maximum", 255)]
 NonNegative = Annotated[float, ("minimum", 0)]
 Fraction = Annotated[float, ("minimum", 0), ("maximum", 1)]
@@ -71,17 +72,21 @@ Source: torch 2.13 `c10/core/ScalarType.h`; sub-byte `uint1` to `uint7` and the
 """
 
 
-class Level(str, Enum):
+class Ordered(str, Enum):
+    """Words in an order."""
+
+    @property
+    def place(self) -> int:
+        """Where the word comes among all, from 0: they compare by this."""
+        return list(type(self)).index(self)
+
+
+class Level(Ordered):
     """How deep an inspection goes, shallowest first."""
 
     LISTING = "listing"
     STRUCTURE = "structure"
     CONTENT = "content"
-
-    @property
-    def depth(self) -> int:
-        """0, 1 or 2: levels compare by this."""
-        return list(Level).index(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_lin
 from ckptctl.cli.values import parse_duration
 from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect
-from ckptctl.failures.stalled_collectives import described, listed
+from ckptctl.failures.stalled_collectives import described, ranges_of
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
 
@@ -188,7 +188,7 @@ def _stalled(answer: Classification) -> Iterator[Line]:
     if len(answer.collectives) > _FEW:
         yield line(f"  and {len(answer.collectives) - _FEW:,} more (--json has them)")
     if answer.ranks_without_dump:
-        yield line(f"  ranks without a dump: {listed(answer.ranks_without_dump)}", hang=4)
+        yield line(f"  ranks without a dump: {ranges_of(answer.ranks_without_dump)}", hang=4)
     for message in answer.not_dumps[:_FEW]:
         yield line(f"  {message}", hang=4)
 

@@ -287,7 +287,7 @@ def attempt_end(attempt: PastAttempt) -> Iterator[StyledText]:
 def _write_html(path: str, found: RunHistory) -> None:
     """Write the attempts of runs, and how their time was spent, as one HTML page."""
     from ckptctl.cli.html_pages import as_html, write_page
-    from ckptctl.html_page import as_text
+    from ckptctl.markup import as_text
 
     parts: list[str] = []
     for each in found.roots:
@@ -302,7 +302,7 @@ def _write_html(path: str, found: RunHistory) -> None:
 
 def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iterator[str]:
     from ckptctl.cli.html_pages import Cell, as_html, html_table
-    from ckptctl.html_page import as_text
+    from ckptctl.markup import as_text
 
     rows = list(time_rows(attempts))
     whole = sum(seconds for _, seconds, _ in rows if seconds) or 1.0

@@ -17,7 +17,7 @@ from ckptctl.cli.rendering import (
     StyledText,
     made_safe,
 )
-from ckptctl.html_page import as_text, page, table
+from ckptctl.markup import as_text, page, table
 
 
 def write_page(path: str, title: str, headline: str, style: Style, parts: Iterable[str]) -> None:

@@ -105,7 +105,7 @@ def _every_finding(report: LossReport) -> tuple[Finding, ...]:
     worst = report.worst
     if worst is None:
         return report.findings
-    position = f"{worst.resume.position.file}:{worst.resume.position.line}"
+    position = str(worst.resume.position)
     own = (replace(each, where="") if each.where == position else each for each in worst.findings)
     return (*own, *report.findings)
 
@@ -116,9 +116,7 @@ def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
         word = StyledText(assessment.verdict.value, STYLES[assessment.verdict])
         yield line(f"resume {resume.number}: ", word, f": {assessment.message}", hang=2)
     yield line(f"  {_resume_point_text(resume)}", hang=4)
-    yield line(
-        f"  first row after the resume: {resume.position.file}:{resume.position.line}", solid=True
-    )
+    yield line(f"  first row after the resume: {resume.position}", solid=True)
     if resume.marker is not None and resume.marker.text:
         yield line(f"  line in the log: {resume.marker.text.strip()}", hang=4)
     yield EMPTY

@@ -336,7 +336,7 @@ def state_words(state: TrainState) -> str:
 def _write_html(path: str, found: Scan, out: Output) -> None:
     """Write the steps of a root, and which of them `pick` chooses, as one HTML page."""
     from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page
-    from ckptctl.html_page import as_text
+    from ckptctl.markup import as_text
     from ckptctl.runbook.pictures import timeline_of_steps
 
     # The page is read elsewhere.

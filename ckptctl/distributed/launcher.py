@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, fields, replace
-from ckptctl.formatting import rfc3339, seconds_of
+from ckptctl.formatting import counted, rfc3339, seconds_of
 from ckptctl.model import Time
 
 NO_SCHEDULER = "none"
@@ -95,11 +95,11 @@ class Cluster:
         job = {"slurm": "SLURM job", "kubernetes": "Kubernetes job"}.get(self.scheduler)
         named = f"{job} {self.job or 'without a name'}" if job else "no scheduler"
         again = [
-            f"{word} {count} {'time' if count == 1 else 'times'}"
+            f"{word} {counted(count, 'time')}"
             for word, count in (("requeued", self.requeues), ("restarted", self.restarts))
             if count
         ]
-        place = f"{self.nodes} nodes" if self.nodes and self.nodes > 1 else "1 node"
+        place = counted(self.nodes or 1, "node")
         if self.rank is not None:
             place += f", rank {self.rank} of {self.world_size or 'an unknown number'}"
         by = f" by {self.launcher}" if self.launcher != NO_LAUNCHER else ""

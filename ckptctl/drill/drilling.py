@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
@@ -153,21 +154,14 @@ class _Faults:
 
         `begun` is reported once a signal ends the drill with its report.
         """
-        with self._ending.listening():
-            self._tell(begun)
-            with storage_errors(self._work):
-                self._work.mkdir(parents=True)
-            try:
-                self._ending.call(self._run)
-            finally:
-                self._ending.end()
-                if not self._options.keep:
-                    for copy in self._work.glob("*/root"):
-                        shutil.rmtree(copy, ignore_errors=True)
+        self._ending.lead(partial(self._run, begun), self._work, keep=self._options.keep)
         return self._ending.asked
 
-    def _run(self) -> None:
+    def _run(self, begun: str) -> None:
         options = self._options
+        self._tell(begun)
+        with storage_errors(self._work):
+            self._work.mkdir(parents=True)
         reference = self._job("no-fault")
         self._about = _measured(reference, options)
         for name in options.faults:

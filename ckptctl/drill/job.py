@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -209,8 +210,7 @@ class DrillJob:
 
     def start(self) -> None:
         """Start the job; after a failure `ckptctl run` waits and restarts nothing yet."""
-        step = self.newest()
-        path = next((name for name, number in self.names.items() if number == step), "")
+        path = self.path_of(self.newest())
         words = self.words("1h", "--log-dir", str(self.folder / "logs"))
         words = [word.replace(STEP_WORD, str(self.root / path)) for word in words]
         with (self.folder / "run.log").open("ab") as out:
@@ -243,6 +243,10 @@ class DrillJob:
         }
         self.names[os.path.relpath(found.url, self.root)] = found.number
         return found.number
+
+    def path_of(self, step: int | None) -> str:
+        """The path of the folder of a step; empty without one."""
+        return next((name for name, number in self.names.items() if number == step), "")
 
     def state(self) -> SupervisorDocument | None:
         """The state that `ckptctl run` keeps of the job."""
@@ -312,10 +316,6 @@ class Ending:
         self._bystanders = children()
         self._interrupts = False
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Receive signals and adopt orphans; what was before is restored at the end."""
-        return receiving(_ENDS, self._receive)
-
     def _receive(self, number: int, _frame: object) -> None:
         self.asked = self.asked or signal.Signals(number)
         if self._interrupts:
@@ -323,8 +323,21 @@ class Ending:
             self._interrupts = False
             raise _Interrupted
 
-    def call(self, work: Callable[[], None]) -> None:
-        """Call a function that a signal interrupts; `asked` holds the signal afterwards."""
+    def lead(self, work: Callable[[], None], folder: Path, *, keep: bool) -> None:
+        """Call a function that a signal interrupts; `asked` holds the signal afterwards.
+
+        Receives signals and adopts orphans meanwhile. Then every process that was started has
+        ended, and without `keep` the copies of the root in `folder` are removed.
+        """
+        with receiving(_ENDS, self._receive):
+            try:
+                self._call(work)
+            finally:
+                self.end()
+                for copy in () if keep else folder.glob("*/root"):
+                    shutil.rmtree(copy, ignore_errors=True)
+
+    def _call(self, work: Callable[[], None]) -> None:
         try:
             try:
                 self._interrupts = True

@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptctl import markdown
+from ckptctl import markup
 from ckptctl.data_classes import dataclass
 from ckptctl.formatting import duration, safe
-from ckptctl.html_page import as_text, page, table
+from ckptctl.markup import as_text, page, table
 from ckptctl.model import ExitCode, NonNegative
 
 
@@ -150,9 +150,9 @@ def details(trial: Trial) -> Iterator[str]:
 def as_markdown(found: Drilled) -> str:
     """The report as Markdown."""
     lines = [f"# Drill: {found.message}", ""]
-    lines += [f"- {name}: {markdown.code(text)}" for name, text in facts(found)]
-    lines += ["", markdown.row(*COLUMNS), markdown.row(*["---"] * len(COLUMNS))]
-    lines += [markdown.row(*row(trial)) for trial in found.trials]
+    lines += [f"- {name}: {markup.code(text)}" for name, text in facts(found)]
+    lines += ["", markup.row(*COLUMNS), markup.row(*["---"] * len(COLUMNS))]
+    lines += [markup.row(*row(trial)) for trial in found.trials]
     for trial in found.trials:
         lines += [
             "",

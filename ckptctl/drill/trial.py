@@ -91,8 +91,7 @@ def kill_in_save(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     faster, they continue, and the next save is waited for.
     """
     newest = _newest(job)
-    step = next(name for name, number in job.names.items() if number == newest)
-    folders = {job.root, (job.root / step).parent}
+    folders = {job.root, (job.root / job.path_of(newest)).parent}
     for _ in range(_MOST_INTERRUPTED):
         before = _entries(folders)
         signal_ranks(ranks.values(), signal.SIGCONT)
@@ -126,8 +125,7 @@ def _entries(folders: set[Path]) -> set[str]:
 def damage_shard(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     """Damage a shard file of the newest step, and kill one rank."""
     newest = _newest(job)
-    step = next(name for name, number in job.names.items() if number == newest)
-    files = (path for path in (job.root / step).rglob("*") if path.is_file())
+    files = (path for path in (job.root / job.path_of(newest)).rglob("*") if path.is_file())
     shards = sorted(path for path in files if ".ckptctl" not in path.parts)
     shards = [path for path in shards if path.suffix == ".distcp"] or shards
     shard = draw.choice([path for path in shards if path.stat().st_size])

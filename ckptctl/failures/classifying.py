@@ -32,7 +32,7 @@ from ckptctl.failures.results import (
     Role,
     Suspect,
 )
-from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, listed
+from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, ranks_listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node:
         return about.means
     ranks = decisive.ranks or (() if decisive.rank is None else (decisive.rank,))
     recorded = decisive.rule.startswith("recorder.")
-    rank = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}" if ranks else None
+    rank = ranks_listed(ranks) if ranks else None
     named = None if recorded and decisive.failure == "hang" else rank
     where = ", ".join(each for each in (node, decisive.device, named) if each)
     others = recorded and stall.without_dump

@@ -173,7 +173,7 @@ def _earlier(first: Evidence, second: Evidence) -> Evidence:
         if abs(apart) > SAME_MOMENT_S:
             return second if apart < 0 else first
     if first.role is not second.role:
-        return min(first, second, key=lambda each: each.role.weight)
+        return min(first, second, key=lambda each: each.role.place)
     if first.at_s is not None and second.at_s is not None:
         return second if second.at_s < first.at_s else first
     return first
@@ -184,7 +184,7 @@ def _follows(evidence: Evidence, decisive: Evidence) -> bool:
         return True
     if evidence.role is Role.NOTE:
         return False
-    return evidence.role.weight > decisive.role.weight or _earlier(decisive, evidence) is decisive
+    return evidence.role.place > decisive.role.place or _earlier(decisive, evidence) is decisive
 
 
 def _confidence(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from ckptctl.data_classes import dataclass
-from ckptctl.model import Positive
+from ckptctl.model import Ordered, Positive
 
 
 class Domain(str, Enum):
@@ -193,8 +193,8 @@ CLASSES: Mapping[str, FailureClass] = {each.name: each for each in _ALL}
 """Every class by name, in the order of the documentation."""
 
 
-class Role(str, Enum):
-    """The role of a piece of evidence in the chain of a failure.
+class Role(Ordered):
+    """The role of a piece of evidence in the chain of a failure, the strongest first.
 
     A `cause` is reported by the kernel, the driver or the scheduler. A `root` is an error
     in the program that explains the end. A `suspect` explains it if nothing better does. A
@@ -206,11 +206,6 @@ class Role(str, Enum):
     SUSPECT = "suspect"
     CASCADE = "cascade"
     NOTE = "note"
-
-    @property
-    def weight(self) -> int:
-        """The rank of this role; 0 is the strongest."""
-        return list(Role).index(self)
 
 
 @dataclass(frozen=True, slots=True)

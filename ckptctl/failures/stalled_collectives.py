@@ -10,11 +10,12 @@ another is a consequence.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.failures.rank_dumps import Call, Dump
 from ckptctl.failures.results import Evidence, Role, StalledCollective
+from ckptctl.formatting import verb
 
 # Operations that no member can complete before every member has started them.
 _SYMMETRIC = ("all_reduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "barrier")
@@ -48,9 +49,9 @@ def evidence_of(stall: Stall, file: str) -> Iterator[Evidence]:
     """The evidence from the dumps; `file` is their location."""
     if not stall.collectives and not stall.ranks:
         return
-    absent = f"{_ranks(stall.never_joined)} never joined" if stall.never_joined else ""
+    absent = f"{ranks_listed(stall.never_joined)} never joined" if stall.never_joined else ""
     behind = (
-        f"{_ranks(stall.behind)} did not complete collectives that others did"
+        f"{ranks_listed(stall.behind)} did not complete collectives that others did"
         if stall.behind
         else ""
     )
@@ -82,8 +83,9 @@ def evidence_of(stall: Stall, file: str) -> Iterator[Evidence]:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+def ranks_listed(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 0-3, 7`."""
+    return f"{verb(len(ranks), 'rank', 'ranks')} {ranges_of(ranks)}"
 
 
 def described(stalled: StalledCollective) -> str:
@@ -95,7 +97,7 @@ def described(stalled: StalledCollective) -> str:
         "behind": stalled.behind,
         "no dump": stalled.without_dump,
     }
-    ranks = "; ".join(f"{name}: {listed(ranks)}" for name, ranks in parts.items() if ranks)
+    ranks = "; ".join(f"{name}: {ranges_of(ranks)}" for name, ranks in parts.items() if ranks)
     shape = f" {stalled.shape}" if stalled.shape else ""
     types = f" {stalled.types}" if stalled.types else ""
     frame = f"; called at {stalled.frame}" if stalled.frame else ""
@@ -105,7 +107,7 @@ def described(stalled: StalledCollective) -> str:
     )
 
 
-def listed(ranks: Sequence[int]) -> str:
+def ranges_of(ranks: Collection[int]) -> str:
     """Ranks as a list with ranges: `0-3, 7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

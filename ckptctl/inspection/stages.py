@@ -79,7 +79,7 @@ class StageContext:
     @property
     def is_deep(self) -> bool:
         """The level asks for more than the listing and the metadata."""
-        return self.level.depth >= Level.STRUCTURE.depth
+        return self.level.place >= Level.STRUCTURE.place
 
     def places(self, code: str) -> set[str]:
         """Where the findings of a code are."""

@@ -86,7 +86,7 @@ class LossReport:
     @property
     def worst(self) -> Assessment | None:
         """The assessment that `verdict` is from."""
-        return min(self.assessments, key=lambda each: each.verdict.rank, default=None)
+        return min(self.assessments, key=lambda each: each.verdict.place, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ def _answer(
     verdicts = [assessment.verdict for assessment in assessments]
     forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
     verdict = worst_of([*verdicts, *forced])
-    worst = min(assessments, key=lambda each: each.verdict.rank, default=None)
+    worst = min(assessments, key=lambda each: each.verdict.place, default=None)
     deciding = decisive(findings, verdict)
     message = deciding.message if deciding is not None else ""
     if worst is not None and deciding is None:

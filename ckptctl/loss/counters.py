@@ -50,16 +50,12 @@ def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
     yield from _learning_rate_by_trend(later)
 
 
-def _where(row: Row) -> str:
-    return f"{row.position.file}:{row.position.line}"
-
-
 def _restarted(resume: LoggedResume) -> Finding:
     row = resume.after[0]
     order = ", or the logs were not given oldest first" if _joins(resume) else ""
     return Finding(
         "loss.restarted",
-        _where(row),
+        str(row.position),
         f"the job began at step {row.step:,}, no later than the log before it; it did not resume"
         f"{order}",
         expected="the step after a checkpoint",
@@ -99,7 +95,9 @@ def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
             f"no loss after the resume is finite ({len(bad):,} rows), {last}: the checkpoint was "
             "saved after that, and an older one is needed"
         )
-    yield Finding("loss.not-finite", _where(row), message, expected="a finite number", found=found)
+    yield Finding(
+        "loss.not-finite", str(row.position), message, expected="a finite number", found=found
+    )
 
 
 def _bad(rows: Sequence[Row]) -> list[Row]:
@@ -130,7 +128,7 @@ def _step(resume: LoggedResume) -> Iterator[Finding]:
         code, how = "loss.gap", "leaves a gap after"
     yield Finding(
         code,
-        _where(resume.after[0]),
+        str(resume.after[0].position),
         f"the log {how} the checkpoint: the checkpoint holds step {resume_point.step:,}, and the "
         f"first step logged after the resume is {first:,}",
         expected=f"step {resume_point.step:,} to {last:,}",
@@ -251,7 +249,7 @@ def _excesses(
 def _count_finding(row: Row, what: str, expected: float, found: float, why: str) -> Finding:
     return Finding(
         "loss.tokens",
-        _where(row),
+        str(row.position),
         f"step {row.step:,} has {found:,.0f} {what}; {why} {expected:,.0f}",
         expected=f"{expected:,.0f} {what}",
         found=f"{found:,.0f} {what}",
@@ -305,7 +303,7 @@ def _batch(resume: LoggedResume, what: str, count: Count) -> Finding | None:
         return None
     return Finding(
         "loss.batch",
-        _where(after[0]),
+        str(after[0].position),
         f"a step has {median(now):,.0f} {what} after the resume and had {median(then):,.0f} before",
         expected=f"{median(then):,.0f} {what} per step",
         found=f"{median(now):,.0f} {what} per step",
@@ -421,7 +419,7 @@ def _has_cycles(rows: Sequence[Row]) -> bool:
 def _lr_finding(code: str, row: Row, expected: float, found: float, why: str) -> Finding:
     return Finding(
         code,
-        _where(row),
+        str(row.position),
         f"the learning rate of step {row.step:,} is {found:.4g}; {why}",
         expected=f"{expected:.6g}",
         found=f"{found:.6g}",
@@ -443,7 +441,7 @@ def _samples_seen(resume: LoggedResume) -> Iterator[Finding]:
         if earlier is None:
             yield Finding(
                 "loss.other-samples",
-                _where(row),
+                str(row.position),
                 f"step {row.step:,} consumed other samples than before, and no step in the log "
                 "consumed these: data was skipped, or comes in another order",
                 expected=f"samples {old[row.step]}",
@@ -453,7 +451,7 @@ def _samples_seen(resume: LoggedResume) -> Iterator[Finding]:
             how = "repeats" if earlier < row.step else "skips"
             yield Finding(
                 "loss.data",
-                _where(row),
+                str(row.position),
                 f"the data {how} {abs(row.step - earlier):,} steps: step {row.step:,} consumed "
                 f"the samples of step {earlier:,}",
                 expected=f"samples of step {row.step:,}",

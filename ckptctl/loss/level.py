@@ -220,7 +220,7 @@ def check_grad_norm(resume: LoggedResume) -> Iterator[Finding]:
     row = resume.after[0]
     yield Finding(
         "loss.grad-norm",
-        f"{row.position.file}:{row.position.line}",
+        str(row.position),
         f"the gradient norm of the first {_N_FIRST} rows is {math.exp(rise):.2g} times that "
         "before the resume",
         expected=f"about {math.exp(base):.4g}",

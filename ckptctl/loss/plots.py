@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MissingExtra, UsageError
-from ckptctl.html_page import as_text
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite
 from ckptctl.loss.rows import Row
 from ckptctl.loss.verdict import Assessment, LossVerdict
+from ckptctl.markup import as_text
 from ckptctl.storage.files import replace_file
 
 N_BEFORE = 60

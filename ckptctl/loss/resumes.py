@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.formatting import counted
 from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.segments import Boundary, Segment, Split, log_interval
 from ckptctl.model import NonNegative
@@ -295,7 +296,7 @@ class Recomputed:
     @property
     def message(self) -> str:
         """The amounts in one line."""
-        parts = [f"{self.steps:,} step{'' if self.steps == 1 else 's'}"]
+        parts = [counted(self.steps, "step")]
         parts += [f"{self.tokens:,} tokens"] if self.tokens is not None else []
         parts += [f"{self.samples:,} samples"] if self.samples is not None else []
         parts += [f"{self.seconds:,.0f} s"] if self.seconds is not None else []

@@ -20,6 +20,9 @@ class LogPosition:
     line: int
     """The line, counted from 1; the number of the record where the file has no lines."""
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
 
 @dataclass(frozen=True, slots=True)
 class Number:

@@ -157,7 +157,7 @@ def check_throughput(resume: LoggedResume) -> Iterator[Finding]:
             scaled = f", scaled from {point.saved_world_size} to {point.world_size} ranks"
         yield Finding(
             "loss.throughput",
-            f"{band.row.position.file}:{band.row.position.line}",
+            str(band.row.position),
             f"{metric.label} is {band.now:,.4g}{metric.unit} after the resume, "
             f"{band.now / band.then:.2f} times the value before it{scaled}",
             expected=f"{band.low:,.4g} to {band.high:,.4g}{metric.unit}",
@@ -208,7 +208,7 @@ def check_clock(jumps: Sequence[ClockJump]) -> Iterator[Finding]:
     for jump in jumps:
         yield Finding(
             "loss.clock",
-            f"{jump.position.file}:{jump.position.line}",
+            str(jump.position),
             f"the time of this row is {jump.back_s:,.0f} s before that of the previous row; steps "
             "are compared, times are not",
             found=f"{jump.back_s:,.0f} s back",

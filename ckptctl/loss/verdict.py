@@ -8,7 +8,6 @@ are checked again. What the log does not hold never counts as good.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, in_order
@@ -35,9 +34,10 @@ from ckptctl.loss.replay import (
 )
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.speed import Throughput, check_throughput, measure_throughput
+from ckptctl.model import Ordered
 
 
-class LossVerdict(str, Enum):
+class LossVerdict(Ordered):
     """Whether the loss continued across a resume, worst first."""
 
     DISCONTINUOUS = "discontinuous"
@@ -45,11 +45,6 @@ class LossVerdict(str, Enum):
     INCONCLUSIVE = "inconclusive"
     NO_JUMP = "no-jump"
     CONTINUOUS = "continuous"
-
-    @property
-    def rank(self) -> int:
-        """0 for the worst: verdicts compare by this."""
-        return list(LossVerdict).index(self)
 
     def exit_code(self, *, strict: bool = False) -> int:
         """The exit code of `ckptctl loss`; with `strict`, `no-jump` is 31."""
@@ -146,7 +141,7 @@ def assess(resume: LoggedResume) -> Assessment:
 
 def worst_of(verdicts: Iterable[LossVerdict]) -> LossVerdict:
     """The worst of several verdicts."""
-    return min(verdicts, key=lambda verdict: verdict.rank)
+    return min(verdicts, key=lambda verdict: verdict.place)
 
 
 def decisive(findings: Iterable[Finding], verdict: LossVerdict) -> Finding | None:
@@ -235,7 +230,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
         )
         yield Finding(
             "loss.copied",
-            _where(resume),
+            str(resume.position),
             f"{n} rows repeat rows of the log, and {why}: a logger or a log shipper may have "
             "written them twice",
             expected="rows of another attempt"
@@ -247,7 +242,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     elif replay.agrees and not replay.varies:
         yield Finding(
             "loss.constant",
-            _where(resume),
+            str(resume.position),
             f"the loss hardly varies over the {n} steps logged twice, so equal rows prove nothing",
             expected="a loss that differs from step to step",
             found=f"{replay.rows[0].before.loss.value:.7g}" if replay.rows[0].before.loss else "",
@@ -255,7 +250,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     elif replay.agrees and replay.origin is Origin.UNKNOWN:
         yield Finding(
             "loss.unmarked",
-            _where(resume),
+            str(resume.position),
             f"{n} rows repeat earlier rows, without a time in them and without a line or a file "
             "that shows the start of another process",
             expected="rows with a time, or the step of the checkpoint (--resume-step)",
@@ -263,7 +258,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     if replay.agrees and not replay.fine_enough:
         yield Finding(
             "loss.low-precision",
-            _where(resume),
+            str(resume.position),
             f"{len(replay.rows)} steps logged twice agree, but the log rounds the loss by "
             f"{share(replay.rounding)}: a lost optimizer state would not be detected",
             expected=f"rounded by at most {share(FINE)}: {FINE_DIGITS}",
@@ -285,7 +280,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
         how = f"differ by up to {share(replay.most)}"
     yield Finding(
         code,
-        _where(resume),
+        str(resume.position),
         f"{n} steps logged twice {how}: {meaning}",
         expected="the same losses within 0.03 %",
         found=f"median difference {share(replay.median)}, largest {share(replay.most)}",
@@ -349,7 +344,7 @@ def of_other_data(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
         return
     yield Finding(
         "loss.jump" if replay.z_score > _Z_JUMP else "loss.level-shift",
-        _where(resume),
+        str(resume.position),
         f"over other batches, the {len(replay.rows)} steps logged twice differ by "
         f"{signed(replay.middle)} in the median, which is {replay.z_score:.0f} standard errors",
         expected="as many steps above as below",
@@ -362,7 +357,7 @@ def of_level(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
     if level.n_spikes >= _SPIKES:
         yield Finding(
             "loss.spike",
-            _where(resume),
+            str(resume.position),
             f"{level.n_spikes} of the first rows after the resume are far above all rows before it",
             found=f"{level.n_spikes} rows",
         )
@@ -375,7 +370,7 @@ def of_level(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
     code = "loss.jump" if worst.excess > _JUMP_EXCESS or n_over >= 2 else "loss.level-shift"
     yield Finding(
         code,
-        _where(resume),
+        str(resume.position),
         f"the median loss of the first {worst.n_rows} rows is {signed(worst.found)} from the one "
         f"before; without a resume it rises by at most {share(worst.threshold)}",
         expected=f"at most {signed(worst.threshold)}",
@@ -397,7 +392,7 @@ def too_little(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
         ]
         yield Finding(
             "loss.too-little",
-            _where(resume),
+            str(resume.position),
             f"{counted(level.n_before, 'row')} with a loss before the resume and {level.n_after} "
             f"after it are too few to compare; {' and '.join(needs)} are needed",
             expected=f"{MIN_BEFORE} rows before, {WINDOWS[0]} after",
@@ -406,16 +401,12 @@ def too_little(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
     elif smallest > SMALLEST_JUMP:
         yield Finding(
             "loss.noisy",
-            _where(resume),
+            str(resume.position),
             f"the loss varies by {share(level.noise)} from row to row, so only a jump above "
             f"{share(smallest)} would be detected",
             expected=f"a jump of {share(SMALLEST_JUMP)} can be detected",
             found=f"a jump of {share(smallest)}",
         )
-
-
-def _where(resume: LoggedResume) -> str:
-    return f"{resume.position.file}:{resume.position.line}"
 
 
 def share(value: float) -> str:

@@ -129,14 +129,7 @@ def rerun(
         kinds = (ReplayNodes.SAME, *((ReplayNodes.OTHER,) if options.other_nodes else ()))
         replays += [_result(plan, plan.job(each, 1, ending.end), each, None, {}) for each in kinds]
         return _concluded(plan, decision, replays, before, tell)
-    with ending.listening():
-        try:
-            ending.call(lead)
-        finally:
-            ending.end()
-            if not options.keep:
-                for copy in work.glob("*/root"):
-                    shutil.rmtree(copy, ignore_errors=True)
+    ending.lead(lead, work, keep=options.keep)
     if ending.asked is not None:
         decision = RerunDecision(ValueOrigin.UNDECIDED, f"ended by {ending.asked.name}")
     found = _concluded(plan, decision, replays, before, tell)

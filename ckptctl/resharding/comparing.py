@@ -290,7 +290,7 @@ def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[
     if a.shape != b.shape:
         yield Difference(name, "shape", str(a.shape), str(b.shape))
     elif _slices(left) != _slices(right):
-        shown = [f"{len(t.chunks)} chunk{'' if len(t.chunks) == 1 else 's'}" for t in (left, right)]
+        shown = [counted(len(t.chunks), "chunk") for t in (left, right)]
         yield Difference(name, "layout", shown[0], shown[1])
 
 

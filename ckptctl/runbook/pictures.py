@@ -14,7 +14,7 @@ from ckptctl.findings import NO_METADATA
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.own.run_events import EndedEvent, Event
 from ckptctl.formatting import counted, duration
-from ckptctl.html_page import as_text
+from ckptctl.markup import as_text
 
 Document = Mapping[str, object]
 

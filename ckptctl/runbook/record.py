@@ -13,7 +13,6 @@ its values may be used for.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -21,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from typing import NoReturn, TypeVar
 
@@ -34,9 +32,8 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
-from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.files import line_bytes, time_now
+from ckptctl.formats.own.files import line_bytes, parsed, time_now, typed
 from ckptctl.formats.own.run_events import (
     MAX_EVENT_BYTES,
     EndedEvent,
@@ -46,6 +43,7 @@ from ckptctl.formats.own.run_events import (
     read_event,
 )
 from ckptctl.formatting import seconds_of
+from ckptctl.model import Pid
 from ckptctl.selection.marking import user_name
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.opening import join_url
@@ -260,7 +258,7 @@ class Holder:
 
     by: str
     host: str
-    pid: int
+    pid: Pid
     at: str
     gone: bool = False
 
@@ -307,19 +305,11 @@ def held(record: RunRecord, *, take_over: bool) -> Iterator[None]:
 def holder_of(record: RunRecord) -> Holder | None:
     """The last holder of a run; None if there was none or it cannot be determined."""
     try:
-        document = read_json(record.store, _path(record), max_bytes=_MAX_BYTES)
-        found = Holder(**document)  # type: ignore[arg-type]
-        is_valid = (
-            isinstance(found.by, str)
-            and isinstance(found.host, str)
-            and type(found.pid) is int
-            and 0 < found.pid < 1 << 31
-            and isinstance(found.gone, bool)
-            and seconds_of(found.at) is not None
-        )
-    except (PathNotFound, ValueError, TypeError, AttributeError):
+        data = record.store.read(_path(record), limit=_MAX_BYTES)
+        found = typed(Holder, parsed(data, _MAX_BYTES))
+    except (PathNotFound, TooLarge, OwnFileUnreadable):
         return None
-    return found if is_valid else None
+    return None if seconds_of(found.at) is None else found
 
 
 def _beat(record: RunRecord, over: threading.Event) -> None:
@@ -337,7 +327,7 @@ def _is_mine(holder: Holder | None) -> bool:
 
 
 def _put(record: RunRecord, holder: Holder) -> None:
-    record.store.put(_path(record), json.dumps(asdict(holder)).encode(), replace=True)
+    record.store.put(_path(record), line_bytes(holder), replace=True)
 
 
 def _path(record: RunRecord) -> str:

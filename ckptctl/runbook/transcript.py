@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ckptctl import markdown
+from ckptctl import markup
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.own.files import as_fields
@@ -25,7 +25,7 @@ from ckptctl.formats.own.run_events import (
     ResumedEvent,
 )
 from ckptctl.formatting import duration, seconds_of
-from ckptctl.html_page import as_text, page
+from ckptctl.markup import as_text, page
 from ckptctl.runbook.document import shown
 from ckptctl.runbook.pictures import bars_of_time, documents_of, map_of_shards, timeline_of_steps
 from ckptctl.storage.local import LocalStore
@@ -116,22 +116,22 @@ def as_markdown(events: Sequence[Event]) -> str:
 def _markdown(events: Sequence[Event]) -> Iterator[str]:
     yield f"# {_title(events)}"
     yield ""
-    yield from (f"- {text}" for text in _facts(events, markdown.code))
+    yield from (f"- {text}" for text in _facts(events, markup.code))
     yield ""
-    yield markdown.row("given", "value")
-    yield markdown.row("---", "---")
+    yield markup.row("given", "value")
+    yield markup.row("---", "---")
     for name, value in _inputs(events):
-        yield markdown.row(f"`{name}`", markdown.code(value))
+        yield markup.row(f"`{name}`", markup.code(value))
     for done in steps_of(events):
         yield ""
         yield f"## {done.name}"
         yield ""
         if done.command:
-            yield from (*markdown.block("sh", done.command), "")
-        yield _result(done, markdown.code)
+            yield from (*markup.block("sh", done.command), "")
+        yield _result(done, markup.code)
         if lines := _lines(done):
             yield ""
-            yield from markdown.block("text", lines)
+            yield from markup.block("text", lines)
 
 
 _Personal = OpenedEvent | ResumedEvent | DecidedEvent

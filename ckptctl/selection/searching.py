@@ -185,7 +185,7 @@ class CachingInspector:
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
         """The report on a candidate, at the requested level and at least at `at_least`."""
         known = self.inspected.get(candidate)
-        if known is None or known.report.level.depth < at_least.depth:
+        if known is None or known.report.level.place < at_least.place:
             root = self._roots[candidate.root_index]
             known = inspect_step(
                 OpenStep(root.store, candidate.named, root.trees.get(candidate.named.name)),
@@ -204,7 +204,7 @@ class CachingInspector:
     def _level(self, at_least: Level) -> Level | None:
         if at_least is Level.LISTING:
             return self.level
-        return max(self.level or at_least, at_least, key=lambda level: level.depth)
+        return max(self.level or at_least, at_least, key=lambda level: level.place)
 
     def _resumes_beside(self, candidate: Candidate) -> list[RecordedResume]:
         """The resumes that the other roots record; in its own root a mark excludes a step."""

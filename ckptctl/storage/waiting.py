@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OutOfMemory, StorageUnavailable
+from ckptctl.formatting import counted
 
 
 def start_daemon(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
@@ -216,7 +217,7 @@ def retried(
         if isinstance(failure, Throttled):
             longest *= THROTTLED
         time.sleep(longest * (1 + os.urandom(1)[0] / 255) / 2)
-    tries = "1 try" if n_tries == 1 else f"{n_tries} tries"
+    tries = counted(n_tries, "try", "tries")
     raise StorageUnavailable(
         f"{what}: no answer after {tries} in {time.monotonic() - began:.0f} s ({failure.message})"
     ) from failure

@@ -26,6 +26,7 @@ from ckptctl.formats.own.heartbeats import (
     FOLDER_VARIABLE,
     MAX_BYTES,
     Heartbeat,
+    first_heartbeat,
     rank_in,
     read_heartbeat,
 )
@@ -135,18 +136,7 @@ def beats_of_launched(processes: Iterable[Process]) -> dict[int, Heartbeat]:
         pairs = (each.partition(b"=") for each in environment_of(process.pid))
         about = cluster_context({os.fsdecode(name): os.fsdecode(v) for name, _, v in pairs})
         if about.rank is not None and about.rank not in found:
-            found[about.rank] = Heartbeat(
-                rank=about.rank,
-                local_world_size=about.local_world_size,
-                node=about.node,
-                pid=process.pid,
-                started=process.started,
-                count=0,
-                section="outside",
-                step=None,
-                saving=None,
-                stack_signal=None,
-            )
+            found[about.rank] = first_heartbeat(about.rank, process, about)
     return found
 
 

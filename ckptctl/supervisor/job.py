@@ -228,8 +228,7 @@ class SupervisedJob:
 
     def summary(self, conclusion: Conclusion) -> Supervised:
         """The result of the run."""
-        n = len(self.attempts)
-        attempts = f"{n} attempt{'' if n == 1 else 's'}"
+        attempts = counted(len(self.attempts), "attempt")
         return Supervised(
             self.command,
             self.roots.url,

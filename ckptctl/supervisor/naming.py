@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptctl.failures.rank_dumps import Dump
-from ckptctl.failures.stalled_collectives import compare_dumps, listed
+from ckptctl.failures.stalled_collectives import compare_dumps, ranks_listed
 from ckptctl.supervisor.evidence import STUCK, RankEvidence, Stack
 
 _IN_COLLECTIVE = "torch/distributed/"
@@ -40,7 +40,7 @@ def name_ranks(
     for found, why in _apart(ranks, dumps, missing):
         if found and (len(found) < n_all or n_all == 1):
             stuck = [each for one in ranks if one.rank in found for each in one.stuck]
-            return Named(tuple(sorted(found)), "; ".join([f"{_ranks(found)} {why}", *stuck]))
+            return Named(tuple(sorted(found)), "; ".join([f"{ranks_listed(found)} {why}", *stuck]))
     if n_all == 1:
         (only,) = ranks
         why = f"no other rank than {only.rank} is in question{_place(only.stack)}"
@@ -102,7 +102,3 @@ def _undecided(ranks: Sequence[RankEvidence]) -> str:
     if not stacks:
         return "no rank of this node showed its stacks; install py-spy"
     return f"the ranks of this node are at {len(stacks)} different places"
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(tuple(ranks))}"

@@ -28,19 +28,20 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own.files import as_stored
 from ckptctl.formats.own.supervision import (
+    LAUNCHER_SCHEMA,
+    LEASE_SCHEMA,
     MAX_ATTEMPTS,
     MAX_LAUNCHER_BYTES,
     MAX_LEASE_BYTES,
     MAX_STATE_BYTES,
+    STATE_SCHEMA,
     LauncherDocument,
     LeaseDocument,
     SupervisorDocument,
-    launcher_bytes,
-    lease_bytes,
     read_launcher,
     read_state,
-    state_bytes,
 )
 from ckptctl.selection.history import check_sentinel
 from ckptctl.storage.contract import Store, TooLarge, read_if_there
@@ -115,7 +116,7 @@ class Revisions:
         Raises `StorageError` where the store does not take it.
         """
         self._check_root()
-        data = state_bytes(state)
+        data = as_stored(STATE_SCHEMA, state)
         try:
             self._store.put(self._path(number), data)
         except AlreadyExists:
@@ -128,7 +129,7 @@ class Revisions:
     def renew(self, lease: LeaseDocument) -> None:
         """Show that the holder of the state is alive."""
         self._check_root()
-        self._store.put(self._start + _LEASE, lease_bytes(lease), replace=True)
+        self._store.put(self._start + _LEASE, as_stored(LEASE_SCHEMA, lease), replace=True)
 
     def sign_of_life(self) -> object:
         """What changes as long as the holder of the state is alive."""
@@ -147,7 +148,9 @@ class Revisions:
     def report(self, place: int, launcher: LauncherDocument) -> None:
         """Replace the report of the launcher at a place."""
         self._check_root()
-        self._store.put(self._of_launcher(place), launcher_bytes(launcher), replace=True)
+        self._store.put(
+            self._of_launcher(place), as_stored(LAUNCHER_SCHEMA, launcher), replace=True
+        )
 
     def leave(self, place: int) -> None:
         """Remove the report of the launcher at a place."""
@@ -192,7 +195,7 @@ class LocalCopy:
         """Replace the copy, as far as the file system allows it."""
         with suppress(OSError, UsageError):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            replace_file(self.path, state_bytes(state), "the copy of the state")
+            replace_file(self.path, as_stored(STATE_SCHEMA, state), "the copy of the state")
 
 
 def new_state(root: str) -> SupervisorDocument:

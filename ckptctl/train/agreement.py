@@ -17,7 +17,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import CkptctlError, NothingToResume, UsageError
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern, train_step_of
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import SETTLE_S, PickPolicy, Requirements
@@ -224,9 +224,8 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
 def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
     """The error for steps that passed inspection but did not load."""
     steps = ", ".join(str(step) for step in failed)
-    many = "s" if len(failed) > 1 else ""
     return NothingToResume(
-        f"{len(failed)} step{many} passed inspection but did not load ({steps}): check the "
+        f"{counted(len(failed), 'step')} passed inspection but did not load ({steps}): check the "
         "storage before using an older step",
         exit_code=11,
         next_command=command_line("scan", *roots.words),

@@ -24,9 +24,9 @@ from ckptctl.formats.own.heartbeats import (
     FOLDER_VARIABLE,
     MAX_BYTES,
     REPORTED,
-    Heartbeat,
     Reported,
     file_name,
+    first_heartbeat,
     heartbeat_bytes,
     read_heartbeat,
     stacks_name,
@@ -133,7 +133,6 @@ class _Writer:
     """Writes the heartbeat of this process."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        cluster, own = cluster_context(), own_process()
         self.path = os.path.join(folder, file_name(rank))
         self._stacks_path = os.path.join(folder, stacks_name(rank))
         self._lock = threading.Lock()
@@ -141,18 +140,7 @@ class _Writer:
         self._step_ended: tuple[int, float] | None = None
         self._work_s = 0.0
         self._stacks: BinaryIO | None = None
-        self._beat = Heartbeat(
-            rank=rank,
-            local_world_size=cluster.local_world_size,
-            node=cluster.node,
-            pid=own.pid,
-            started=own.started,
-            count=0,
-            section="outside",
-            step=None,
-            saving=None,
-            stack_signal=None,
-        )
+        self._beat = first_heartbeat(rank, own_process(), cluster_context())
 
     @property
     def section(self) -> Reported:

@@ -25,6 +25,7 @@ from ckptctl.distributed.process_table import own_process
 from ckptctl.errors import AlreadyExists, CkptctlError
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import REPORT_SCHEMA, LedgerLine
+from ckptctl.formatting import counted, duration
 from ckptctl.resharding.advising import ReadAdvice, advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
@@ -199,9 +200,9 @@ def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]
         yield f"fresh run in {report['root']}: {what}"
     else:
         written_s = restored.decision.written_s
-        age = "" if written_s is None else f", saved {_duration(time.time() - written_s)} ago"
+        age = "" if written_s is None else f", saved {duration(time.time() - written_s)} ago"
         ranks = report["saved_world_size"]
-        by = "" if ranks is None else f" by {ranks} rank{'' if ranks == 1 else 's'}"
+        by = "" if ranks is None else f" by {counted(ranks, 'rank')}"
         tokens = "" if report["tokens"] is None else f", {report['tokens']:,} tokens"
         back = ", falling back" if report["fell_back"] else ""
         yield f"resumed from step {report['step']}{back}: {report['path']}{age}{by}{tokens}"
@@ -220,10 +221,3 @@ def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]
         yield f"note: saved by {saved}, loaded on {now}: {report['resharding']['message']}"
     for note in restored.inventory.notes:
         yield f"note: {note}"
-
-
-def _duration(age_s: float) -> str:
-    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if age_s >= 2 * size:
-            return f"{age_s / size:.0f} {unit}"
-    return f"{max(0.0, age_s):.0f} s"

@@ -22,7 +22,7 @@ from ckptctl.distributed.launcher import ATTEMPT, cluster_context
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, counted, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.selection.fencing import check_token, take_token
@@ -116,8 +116,9 @@ class Resume:
         if wanted == "none" and steps:
             urls = selection.roots.urls
             raise UsageError(
-                f"{', '.join(urls)} {'holds' if len(urls) == 1 else 'hold'} {len(steps)} steps, "
-                f"{steps[0].name} the newest; a run from step 0 needs its own root",
+                f"{', '.join(urls)} {verb(len(urls), 'holds', 'hold')} "
+                f"{counted(len(steps), 'step')}, {steps[0].name} the newest; "
+                "a run from step 0 needs its own root",
                 next_command=command_line("scan", *selection.roots.words),
             )
 

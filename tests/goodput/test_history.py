@@ -13,7 +13,8 @@ from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import CkptctlError
-from ckptctl.formats.own.supervision import state_bytes
+from ckptctl.formats.own.files import as_stored
+from ckptctl.formats.own.supervision import STATE_SCHEMA
 from ckptctl.supervisor.state import new_state
 
 BEGAN_S = 1_760_000_000.0
@@ -90,7 +91,7 @@ class Made:
         )
         folder = self.root / ".ckptctl" / "supervisor"
         folder.mkdir(exist_ok=True)
-        (folder / f"{1:010}.json").write_bytes(state_bytes(self.state))
+        (folder / f"{1:010}.json").write_bytes(as_stored(STATE_SCHEMA, self.state))
         return number
 
     def history(self) -> ckptctl.RunHistory:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, cast
 
-from ckptctl.data_classes import dataclass, replace
+from ckptctl.data_classes import replace
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.dcp.chunk_table import (
     NO_HINT,
@@ -163,10 +163,10 @@ def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
     storage_meta = _storage_meta(fields.get("storage_meta"))
     return Metadata(
         tensors={
-            fqn: tensor.entry(
-                fqn,
-                paths.get(fqn, (fqn,)),
-                table.tensors.pop(fqn).chunks(len(tensor.shape), file_names),
+            fqn: replace(
+                tensor,
+                path=paths.get(fqn, (fqn,)),
+                chunks=table.tensors.pop(fqn).chunks(len(tensor.shape), file_names),
             )
             for fqn, tensor in tensors.items()
         },
@@ -236,39 +236,15 @@ def _planner_paths(planner_data: object) -> Mapping[str, Path]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor whose chunks are in the table."""
-
-    dtype: str
-    layout: str
-    requires_grad: bool
-    memory_format: int
-    pin_memory: bool
-    strides: Dims | None
-    shape: Dims
-
-    def entry(self, fqn: str, path: Path, chunks: Chunks) -> TensorEntry:
-        """The tensor as the model has it."""
-        return TensorEntry(
-            fqn=fqn,
-            dtype=self.dtype,
-            shape=self.shape,
-            chunks=chunks,
-            path=path,
-            layout=self.layout,
-            requires_grad=self.requires_grad,
-            memory_format=self.memory_format,
-            pin_memory=self.pin_memory,
-            strides=self.strides,
-        )
+_IN_TABLE = Chunks.of(0, [])
+"""What a tensor has for chunks until they are taken out of the table."""
 
 
-def _entries(state_dict: object, table: ChunkTable) -> tuple[dict[str, _Tensor], list[str]]:
-    """The tensors by FQN, their chunks in the table, and the FQNs of the bytes entries."""
+def _entries(state_dict: object, table: ChunkTable) -> tuple[dict[str, TensorEntry], list[str]]:
+    """The tensors by FQN, their chunks in the table alone, and the FQNs of the bytes entries."""
     if not isinstance(state_dict, dict):
         raise Malformed("the entries of the state dict are in no dict")
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, TensorEntry] = {}
     bytes_fqns: list[str] = []
     for fqn, value in _drained(state_dict):
         fqn = _text(fqn, "the name of an entry")
@@ -277,7 +253,7 @@ def _entries(state_dict: object, table: ChunkTable) -> tuple[dict[str, _Tensor],
             continue
         try:
             fields = _fields(value, TENSOR)
-            tensors[fqn] = _tensor(fields)
+            tensors[fqn] = _tensor(fqn, fields)
             table.tensors[fqn] = ChunkColumns(*_slices(tensors[fqn].shape, fields))
         except Malformed as wrong:
             raise Malformed(f"tensor {shown(fqn)}: {wrong}") from None
@@ -293,15 +269,26 @@ def _drained(items: dict[object, object]) -> Iterator[tuple[object, object]]:
         yield left.pop()
 
 
-def _tensor(fields: Fields) -> _Tensor:
+def _tensor(fqn: str, fields: Fields) -> TensorEntry:
     shape = checked_dims(_required(fields, "size", TENSOR), "its shape")
     if prod(shape) >= 1 << 63:
         raise Malformed("its shape has more elements than any tensor")
     properties = _properties(_required(fields, "properties", TENSOR))
-    strides = properties[-1]
+    dtype, layout, requires_grad, memory_format, pin_memory, strides = properties
     if strides is not None and len(strides) != len(shape):
         raise Malformed(f"{len(shape)} dimensions, but {len(strides)} strides")
-    return _Tensor(*properties, shape)
+    return TensorEntry(
+        fqn,
+        dtype,
+        shape,
+        _IN_TABLE,
+        (fqn,),
+        layout,
+        requires_grad,
+        memory_format,
+        pin_memory,
+        strides,
+    )
 
 
 def _slices(shape: Dims, fields: Fields) -> tuple[list[bytes], list[bytes]]:

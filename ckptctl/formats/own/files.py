@@ -100,7 +100,7 @@ def opened(
     # Counted inside strings too: a name with a thousand braces is no name of ours.
     if data.count(b"{") + data.count(b"[") > max_objects:
         raise OwnFileUnreadable(f"it holds more than {max_objects:,} lists and objects")
-    document = _parsed(data)
+    document = parsed(data, len(data))  # every caller bounds the size
     _check_schema(document, schema)
     found_beside = {name: document.pop(name) for name in beside if name in document}
     digest = document.pop("digest", None)
@@ -110,10 +110,10 @@ def opened(
     return document, found_beside
 
 
-def _parsed(data: bytes) -> Fields:
+def parsed(data: bytes, max_bytes: int) -> Fields:
+    """The fields of an object of JSON. Raises `OwnFileUnreadable` for anything else."""
     try:
-        # Every caller bounds the size, and `max_objects` what is in it.
-        document = decode_json(data, max_bytes=len(data), numbers="integers", unique_keys=True)
+        document = decode_json(data, max_bytes=max_bytes, numbers="integers", unique_keys=True)
     except NotJson as error:
         raise OwnFileUnreadable(f"it is not JSON, or was cut short: {str(error)[:80]}") from error
     if not isinstance(document, dict):

@@ -10,9 +10,10 @@ import json
 import re
 from typing import Annotated, Literal, TypedDict, get_args
 
-from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.formats.own.files import typed
+from ckptctl.distributed.launcher import Cluster
+from ckptctl.distributed.process_table import Process
+from ckptctl.formats.own.files import parsed, typed
+from ckptctl.model import Pid
 
 FOLDER_VARIABLE = "CKPTCTL_HEARTBEATS"
 """The variable in which `ckptctl run` gives its job the folder of the heartbeats."""
@@ -36,7 +37,6 @@ MAX_RANK = 1 << 20
 _NAME = re.compile(r"rank-([0-9]{1,7})\.json")
 
 _Node = Annotated[str, ("pattern", "^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$")]
-_Pid = Annotated[int, ("minimum", 1), ("maximum", (1 << 31) - 1)]
 _Signal = Annotated[int, ("minimum", 1), ("maximum", 64)]
 
 
@@ -54,7 +54,7 @@ class Heartbeat(_HeartbeatOptions):
     local_world_size: Annotated[int, ("maximum", MAX_RANK)] | None
     """How many ranks the launcher started on this node; null where it does not state it."""
     node: _Node
-    pid: _Pid
+    pid: Pid
     started: int
     """When the process was started, in clock ticks after the boot, as `/proc/PID/stat` has it."""
     count: int
@@ -65,6 +65,22 @@ class Heartbeat(_HeartbeatOptions):
     """The step of the asynchronous save in flight."""
     stack_signal: _Signal | None
     """The signal that makes the process write its stacks; null where it has no handler."""
+
+
+def first_heartbeat(rank: int, process: Process, cluster: Cluster) -> Heartbeat:
+    """The heartbeat of a rank that has not reported yet."""
+    return Heartbeat(
+        rank=rank,
+        local_world_size=cluster.local_world_size,
+        node=cluster.node,
+        pid=process.pid,
+        started=process.started,
+        count=0,
+        section="outside",
+        step=None,
+        saving=None,
+        stack_signal=None,
+    )
 
 
 def file_name(rank: int) -> str:
@@ -93,10 +109,4 @@ def read_heartbeat(data: bytes) -> Heartbeat:
 
     The file may be written by anybody who runs as this user: values out of bounds are refused.
     """
-    try:
-        fields = decode_json(data, max_bytes=MAX_BYTES, numbers="integers", unique_keys=True)
-    except NotJson as error:
-        raise OwnFileUnreadable(f"it is not JSON: {str(error)[:80]}") from error
-    if not isinstance(fields, dict):
-        raise OwnFileUnreadable("it is JSON, but no object")
-    return typed(Heartbeat, fields)
+    return typed(Heartbeat, parsed(data, MAX_BYTES))

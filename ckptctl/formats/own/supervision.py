@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TypedDict
 
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.own.files import as_stored, read_back
+from ckptctl.formats.own.files import read_back
 from ckptctl.model import Id, Positive, Time
 
 STATE_SCHEMA = "ckptctl.supervisor/1"
@@ -281,11 +281,6 @@ class LeaseDocument(TypedDict):
     """Counts the renewals."""
 
 
-def state_bytes(state: SupervisorDocument) -> bytes:
-    """The state as it is stored."""
-    return as_stored(STATE_SCHEMA, state)
-
-
 def read_state(data: bytes) -> SupervisorDocument:
     """The state; raises `OwnFileUnsupported` for another version, else `OwnFileUnreadable`."""
     state = read_back(data, STATE_SCHEMA, SupervisorDocument, max_objects=_MAX_OBJECTS)
@@ -295,16 +290,6 @@ def read_state(data: bytes) -> SupervisorDocument:
     if any(later != number + 1 for number, later in pairwise(numbers)):
         raise OwnFileUnreadable("its attempts are not in order")
     return state
-
-
-def lease_bytes(lease: LeaseDocument) -> bytes:
-    """The lease as it is stored."""
-    return as_stored(LEASE_SCHEMA, lease)
-
-
-def launcher_bytes(launcher: LauncherDocument) -> bytes:
-    """The report of a launcher as it is stored."""
-    return as_stored(LAUNCHER_SCHEMA, launcher)
 
 
 def read_launcher(data: bytes) -> LauncherDocument:

@@ -1,14 +1,41 @@
-"""Make an HTML page that references nothing outside itself.
+"""Put text into Markdown and HTML so that it stays text: a log, a name or a command of another.
 
-It is readable without scripts, in light and dark, on a phone and on paper.
+A page references nothing outside itself. It is readable without scripts, in light and dark, on
+a phone and on paper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from ckptctl.formatting import safe
+
+
+def code(text: str) -> str:
+    """A piece of code in a line; `–` for nothing."""
+    text = safe(text)
+    if not text.strip():
+        return "–"
+    fence = "`" * (_longest_run(text) + 1)
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def row(*cells: str) -> str:
+    """A row of a table; also in code a `|` would end its cell."""
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def block(kind: str, lines: Iterable[str]) -> Iterator[str]:
+    """Lines as a block of code, whatever they contain."""
+    text = "\n".join(map(safe, lines))
+    fence = "`" * max(3, _longest_run(text) + 1)
+    yield from (f"{fence}{kind}", text, fence)
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
 
 
 def page(title: str, parts: Iterable[str]) -> str:
