@@ -35,6 +35,11 @@ def some_of(names: Sequence[object], most: int = _EXAMPLES) -> str:
     return f"{shown} and {more:,} more" if more > 0 else shown
 
 
+def and_more(things: Sequence[object]) -> str:
+    """How many things there are behind the first: ` (and 2 more)`; empty for one."""
+    return f" (and {len(things) - 1:,} more)" if len(things) > 1 else ""
+
+
 def listed(words: Sequence[str], last: str = "and") -> str:
     """`a`, `a and b`, `a, b and c`."""
     if len(words) < 2:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import ckptctl
 from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg, option
@@ -35,7 +35,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
-from ckptctl.formatting import age, counted, size, utc
+from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT
@@ -170,6 +170,35 @@ def none_lines(scan: Scan) -> list[Line]:
     ]
 
 
+class _Facts(NamedTuple):
+    """What a row shows of a step, on a terminal and on a page."""
+
+    state: str
+    verdict: str
+    reason: str
+    level: str
+    size: str
+    ranks: str
+    written: str
+    train_state: str
+
+    @classmethod
+    def of(cls, report: Report, passed_over: str | None) -> _Facts:
+        """`passed_over` is why `pick` refused the step, None where it did not."""
+        state = step_state(report, passed_over=passed_over is not None)
+        complete = report.verdict is Verdict.COMPLETE
+        return cls(
+            state,
+            STEP_MARKS[state].word if state == LACKING else report.verdict.value,
+            passed_over if passed_over and complete else reason_of(report),
+            "-" if report.verdict is Verdict.UNKNOWN else report.level.value,
+            size(report.n_bytes),
+            ranks_word(report.world_size),
+            "-" if report.written_s is None else utc(report.written_s),
+            state_words(report.state),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StepTable:
     """The rows of the table; `newest` comes first in it and has the longest number.
@@ -204,22 +233,20 @@ class StepTable:
         `passed_over` is why `pick` refused it, None where it did not. What the step of the row
         above lacks as well is not repeated where it takes a line of its own.
         """
-        state = step_state(report, passed_over=passed_over is not None)
-        mark = STEP_MARKS[state]
-        unknown = report.verdict is Verdict.UNKNOWN
-        written = "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC")
-        words = state_words(report.state)
+        facts = _Facts.of(report, passed_over)
+        words = facts.train_state
         cells = (
             step_name(report),
             self._root_of(report),
-            mark.word if state == LACKING else report.verdict.value,
-            "-" if unknown else report.level.value,
-            size(report.n_bytes),
-            ranks_word(report.world_size),
+            facts.verdict,
+            facts.level,
+            facts.size,
+            facts.ranks,
             age(report.written_s, self.now_s),
-            written,
+            facts.written.removesuffix(" UTC"),
         )
-        glyph = step_mark(state, unicode=self.unicode)
+        mark = STEP_MARKS[facts.state]
+        glyph = step_mark(facts.state, unicode=self.unicode)
         pointer = self._pointer(report)
         row = line(glyph, *self._cells((*cells, words), mark.style), *pointer)
         below = ""
@@ -228,8 +255,7 @@ class StepTable:
             short = "as above" if repeats else f"{words.partition(' ')[0]} …"
             below = "" if repeats else words
             row = line(glyph, *self._cells((*cells, short), mark.style), *pointer)
-        complete = report.verdict is Verdict.COMPLETE
-        reason = passed_over if passed_over and complete else reason_of(report)
+        reason = facts.reason
         beside = line(*row.spans, "  ", reason) if reason else row
         if not below and (self.width is None or beside.width <= self.width):
             yield beside
@@ -307,8 +333,7 @@ def reason_of(report: Report) -> str:
     for severity in (Severity.FAULT, Severity.WARNING):
         found = report.with_severity(severity)
         if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            return f"{found[0].code}: {message_with_path(found[0])}{more}"
+            return f"{found[0].code}: {message_with_path(found[0])}{and_more(found)}"
     worth_telling = (f for f in report.findings if not report.usable or f.code == "step.pinned")
     return next(map(message_with_path, worth_telling), "")
 
@@ -348,23 +373,11 @@ def _write_html(path: str, found: Scan, out: Output) -> None:
     refused = dict(found.refused)
     rows = []
     for report in found.reports:
-        passed_over = refused.get(report.url)
-        state = step_state(report, passed_over=passed_over is not None)
-        mark = STEP_MARKS[state]
-        word = mark.word if state == LACKING else report.verdict.value
-        complete = report.verdict is Verdict.COMPLETE
-        rows.append(
-            (
-                step_name(report) + (" ← pick" if report is chosen else ""),
-                Cell((StyledText(f"{mark.glyph} {word}", mark.style),)),
-                passed_over if passed_over and complete else reason_of(report),
-                "-" if report.verdict is Verdict.UNKNOWN else report.level.value,
-                size(report.n_bytes),
-                ranks_word(report.world_size),
-                "-" if report.written_s is None else utc(report.written_s),
-                state_words(report.state),
-            )
-        )
+        facts = _Facts.of(report, refused.get(report.url))
+        mark = STEP_MARKS[facts.state]
+        name = step_name(report) + (" ← pick" if report is chosen else "")
+        verdict = Cell((StyledText(f"{mark.glyph} {facts.verdict}", mark.style),))
+        rows.append((name, verdict, facts.reason, *facts[3:]))
     columns = ("step", "verdict", "reason", "checked", "size", "ranks", "written", "train state")
     n_listed = f"{counted(len(rows), 'step')}, newest first"
     if found.n_older:

@@ -13,6 +13,7 @@ from ckptctl.data_classes import dataclass, field
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
+from ckptctl.formatting import and_more
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
 from ckptctl.selection.results import PassedOver
@@ -236,8 +237,7 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
     if faults:
         first = faults[0]
         place = f"{first.where}: " if first.where and first.where not in first.message else ""
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        return f"{report.verdict.value}: {place}{first.message}{more}"
+        return f"{report.verdict.value}: {place}{first.message}{and_more(faults)}"
     conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
     wanted = conditions.get(report.exit_code, "").split()
     messages = [finding.message for finding in report.findings if finding.code in wanted]

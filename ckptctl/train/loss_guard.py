@@ -17,7 +17,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind
-from ckptctl.formatting import command_line, counted
+from ckptctl.formatting import and_more, command_line, counted
 from ckptctl.options import (
     StorageKeywords,
     StorageOptions,
@@ -260,10 +260,10 @@ def _reject_since(
                 failed.append((address, error))
         if failed:
             address, why = failed[0]
-            more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             words = ["reject", address, "--reason", reason]
             raise StorageUnavailable(
-                f"{address}{more} could not be rejected ({why.message}): do not resume from it",
+                f"{address}{and_more(failed)} could not be rejected ({why.message}): "
+                "do not resume from it",
                 next_command=_command_for(words, storage),
             ) from why
         return tuple(addresses)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckptctl.data_classes import replace
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.formats.own.ledger import RemovingLine
+from ckptctl.formatting import and_more
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import Level
 from ckptctl.selection.branches import read_resumes
@@ -86,8 +87,9 @@ class Retention:
         except CkptctlError as error:
             failures = [error]
         if failures:
-            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-            self._job.tell(f"older steps were not removed: {failures[0].message}{more}")
+            self._job.tell(
+                f"older steps were not removed: {failures[0].message}{and_more(failures)}"
+            )
 
     def _remove(self, inspected: Inspection) -> bool:
         check_token(self._store, self._attempt.token)
