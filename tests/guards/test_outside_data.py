@@ -277,8 +277,15 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "cli/values.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
     "failures/rank_dumps.py": (classify_reads_a_dump,),
-    "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
-    "formats/own/heartbeats.py": (heartbeat,),
+    "formats/own/files.py": (
+        seals,
+        marks,
+        marks_in_a_file,
+        fence,
+        branch,
+        heartbeat,
+        runbook_holder,
+    ),
     "formats/own/ledger.py": (
         history,
         ledger,
@@ -293,7 +300,6 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
     "resharding/writing.py": (journal,),
     "runbook/executing.py": (runbook_report,),
-    "runbook/record.py": (runbook_holder,),
 }
 """The modules that read JSON from outside, each with what proves that it is bounded."""
 
