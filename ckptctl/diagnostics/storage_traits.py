@@ -19,7 +19,7 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import check_root_there
-from ckptctl.storage.contract import Store, read_range
+from ckptctl.storage.contract import Store, read_range, storage_time_s
 from ckptctl.storage.opening import join_url, open_store
 
 _BYTES = 65536
@@ -160,11 +160,9 @@ def _atomic(store: Store, folder: str) -> Advice | None:
 
 
 def _clock(store: Store, folder: str) -> Advice | None:
-    name = f"{folder}/clock"
     before = time.time()
-    store.put(name, b"now")
-    at = next((info.mtime_s for info in store.list_dir(folder) if info.path == name), None)
-    if at is None or before - _CLOCK_S <= at <= time.time() + _CLOCK_S:
+    at = storage_time_s(store, f"{folder}/clock")
+    if before - _CLOCK_S <= at <= time.time() + _CLOCK_S:
         return None
     return Advice(
         "storage.clock",

@@ -17,7 +17,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
@@ -45,7 +44,7 @@ from ckptctl.formats.own.run_events import (
 from ckptctl.formatting import seconds_of
 from ckptctl.model import Pid
 from ckptctl.selection.marking import user_name
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import Store, TooLarge, storage_time_s
 from ckptctl.storage.opening import join_url
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
@@ -240,7 +239,7 @@ def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -
 
 BEAT_S = 10.0
 SILENT_S = 60.0
-"""Without a heartbeat for this long, the other process is gone; includes clock differences."""
+"""Without a heartbeat for this long, the other process is gone."""
 
 _MAX_BYTES = 4096
 
@@ -262,16 +261,6 @@ class Holder:
     at: str
     gone: bool = False
 
-    @property
-    def is_here(self) -> bool:
-        """Whether they are probably still working on it."""
-        if self.gone:
-            return False
-        if self.host == socket.gethostname() and not _is_alive(self.pid):
-            return False
-        # A time far in the future is no heartbeat either.
-        return abs(time.time() - (seconds_of(self.at) or 0.0)) < SILENT_S
-
 
 def myself(*, gone: bool = False) -> Holder:
     """The user and process that run this."""
@@ -282,7 +271,7 @@ def myself(*, gone: bool = False) -> Holder:
 def held(record: RunRecord, *, take_over: bool) -> Iterator[None]:
     """Hold a run while working on it; raises `RunHeld` if somebody else does."""
     other = holder_of(record)
-    if other is not None and other.is_here and not take_over:
+    if other is not None and not take_over and _is_here(record, other):
         raise RunHeld(
             f"{other.by} on {other.host} (process {other.pid}) is working on the run "
             f"{record.name} of "
@@ -310,6 +299,21 @@ def holder_of(record: RunRecord) -> Holder | None:
     except (PathNotFound, TooLarge, OwnFileUnreadable):
         return None
     return None if seconds_of(found.at) is None else found
+
+
+def _is_here(record: RunRecord, holder: Holder) -> bool:
+    """Whether a holder is probably still working on the run."""
+    if holder.gone:
+        return False
+    if holder.host == socket.gethostname() and not _is_alive(holder.pid):
+        return False
+    # By the clock of the storage: that of another host may be wrong by hours.
+    now_s = storage_time_s(record.store, f"{record.folder}/clock")
+    listed = record.store.list_dir(record.folder)
+    beat_s = next((info.mtime_s for info in listed if info.path == _path(record)), None)
+    seen_s = seconds_of(holder.at) if beat_s is None else beat_s
+    # A time far in the future is no heartbeat either.
+    return abs(now_s - (seen_s or 0.0)) < SILENT_S
 
 
 def _beat(record: RunRecord, over: threading.Event) -> None:

@@ -19,9 +19,9 @@ from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, Storag
 from ckptctl.findings import EXIT_FRESH, EXIT_STATE_MISSING, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.formats.own.documents import WatchDocument, WatchedStep
-from ckptctl.formats.own.files import as_stored, read_back, time_now
+from ckptctl.formats.own.files import as_stored, read_back
 from ckptctl.formats.own.seals import SEAL
-from ckptctl.formatting import command_line, seconds_of
+from ckptctl.formatting import command_line, rfc3339, seconds_of
 from ckptctl.model import ExitCode, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
@@ -32,7 +32,7 @@ from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot, check_is_folder, open_roots, roots_in
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import Store, TooLarge, storage_time_s
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptctl.options import StepKeywords
 
 STATE = f"{OWN_FOLDER}/watch.json"
+_CLOCK = f"{OWN_FOLDER}/watch-clock"
 SCHEMA = "ckptctl.watch/1"
 _MAX_BYTES = 4 << 20
 MAX_STEPS = 4_096
@@ -156,6 +157,7 @@ class _Watcher:
         self._limits = Limits(jobs, pace=Pace(bytes_per_s))
         self._policy = PickPolicy(level=Level.STRUCTURE, accept_unverifiable=accept_unverifiable)
         self._pattern = compile_pattern(requirements.pattern)
+        self._listed_s: float | None = None
         self.exists = True
 
     def events(self) -> Iterator[Watched]:
@@ -173,7 +175,7 @@ class _Watcher:
                 if existed:
                     yield _no_root(self._root)
                 return
-            before = _read_state(root.store)
+            before, self._listed_s = _read_state(root.store), None
             seen: dict[str, WatchedStep] = {}
             try:
                 yield from self._finished(root, before, seen)
@@ -197,8 +199,8 @@ class _Watcher:
                 step = self._seen(root, candidate, before.get(name))
                 seen[name] = step
                 # Listed before, with the same files, at least `grace_s` ago.
-                unchanged = step is before.get(name)
-                if unchanged and step["verdict"] is None and self._is_due(step):
+                unchanged = step is before.get(name) and step["verdict"] is None
+                if unchanged and self._age_s(root, step) >= self._requirements.grace_s:
                     found = self._finish(root, candidate, candidates[place + 1 :], inspector)
                     # Kept before it is reported: an event is never repeated.
                     seen[name] = {**step, "verdict": found.verdict}
@@ -211,17 +213,25 @@ class _Watcher:
         """A step as it is now: since when it has these files, and what became of it."""
         opened = OpenTarget(root.store, candidate.named, root.trees.get(candidate.named.name))
         files = files_digest(opened.files)
-        if before is not None and before["files"] == files and _age_s(before) >= 0:
+        if before is not None and before["files"] == files and self._age_s(root, before) >= 0:
             return before
         verdict = None
         if any(file.path == SEAL for file in opened.files):
             report = opened.inspect(self._requirements, Level.LISTING).report
             verdict = "sealed" if report.seal is not None and report.usable else None
         name = candidate.named.name
-        return {"name": name, "files": files, "seen": time_now(), "verdict": verdict}
+        seen = rfc3339(self._now_s(root), "microseconds")
+        return {"name": name, "files": files, "seen": seen, "verdict": verdict}
 
-    def _is_due(self, step: WatchedStep) -> bool:
-        return _age_s(step) >= self._requirements.grace_s
+    def _age_s(self, root: OpenRoot, step: WatchedStep) -> float:
+        """How long ago a step was seen first with its files; asks only where that decides."""
+        return 0.0 if step["verdict"] else self._now_s(root) - (seconds_of(step["seen"]) or 0.0)
+
+    def _now_s(self, root: OpenRoot) -> float:
+        """The time of this listing by the clock of the storage: another host may have listed it."""
+        if self._listed_s is None:
+            self._listed_s = storage_time_s(root.store, _CLOCK)
+        return self._listed_s
 
     def _finish(
         self,
@@ -308,26 +318,14 @@ def _later(before: dict[str, WatchedStep], seen: dict[str, WatchedStep]) -> Iter
     return (step for name, step in before.items() if name not in seen)
 
 
-def _age_s(step: WatchedStep) -> float:
-    return time.time() - (seconds_of(step["seen"]) or 0.0)
-
-
 def _read_state(store: Store) -> dict[str, WatchedStep]:
     """What earlier watches saw, by name; nothing if that is missing or damaged."""
     try:
         data = store.read(STATE, limit=_MAX_BYTES)
         found = read_back(data, SCHEMA, WatchDocument, max_objects=MAX_STEPS + 2)
-        return {step["name"]: step for step in found["steps"] if _is_read(step)}
+        return {step["name"]: step for step in found["steps"]}
     except (OwnFileUnreadable, PathNotFound, TooLarge):
         return {}
-
-
-def _is_read(step: WatchedStep) -> bool:
-    try:
-        _age_s(step)
-    except ValueError:
-        return False
-    return True
 
 
 def _write_state(store: Store, steps: Iterable[WatchedStep]) -> None:

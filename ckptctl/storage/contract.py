@@ -19,7 +19,9 @@ Every store guarantees the following; `tests/storage` checks each:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -333,6 +335,20 @@ def spread(data: Data, buffers: Iterable[memoryview]) -> None:
     for buffer in buffers:
         buffer[:] = taken[at : at + len(buffer)]
         at += len(buffer)
+
+
+def storage_time_s(store: Store, path: str) -> float:
+    """The time by the storage's own clock, seconds since 1970; that of this host without one.
+
+    Clocks of hosts may differ: times of files are compared with this one. Writes a small file
+    at `path`, and removes it as far as that is allowed. Cost: one write, one listing, one removal.
+    """
+    store.put(path, b"now", replace=True)
+    listed = store.list_dir(path.rpartition("/")[0])
+    with suppress(StorageError):
+        store.remove(path)
+    found = next((info.mtime_s for info in listed if info.path == path), None)
+    return time.time() if found is None else found
 
 
 def list_if_there(store: Store, folder: str) -> Sequence[FileInfo]:

@@ -317,6 +317,24 @@ def test_whoever_lost_a_run_leaves_the_note_of_the_other(tmp_path):
         assert holder_of(record) == other
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_somebody_whose_clock_differs_by_an_hour_still_works_on_the_run(
+    tmp_path, monkeypatch, ahead_s
+):
+    with open_store(str(tmp_path)) as store:
+        record = begun(store, "rb-1")
+        record_module._put(record, replace(myself(), host="elsewhere", pid=1))
+        there = time.time
+        monkeypatch.setattr(time, "time", lambda: there() + ahead_s)
+        with pytest.raises(RunHeld), held(record, take_over=False):
+            pass
+        two_minutes_ago = there() - 120
+        os.utime(tmp_path / record_module._path(record), (two_minutes_ago, two_minutes_ago))
+        with held(record, take_over=False):
+            pass
+    assert not [*tmp_path.rglob("clock")]
+
+
 def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):
     page = PAGE.replace('echo "act $FOUND" >> "$ROOT/log"', "sleep 60 & echo $! > $ROOT/pid")
     ran = go(tmp_path, Person(True, None), parse(page, "rb-1.md"), WORD="a fire")

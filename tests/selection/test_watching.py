@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from itertools import islice
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_a_root_that_does_not_exist_is_reported_once_and_watched_when_it_does(ro
 def test_two_listings_that_are_closer_than_grace_seal_nothing(root):
     inspected(root)
     assert inspected(root, grace_s=3600) == []
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_a_watch_on_a_host_with_another_clock_waits_for_grace_all_the_same(
+    root, monkeypatch, ahead_s
+):
+    (root / "step_30" / ".metadata").unlink()  # a save that is running
+    assert inspected(root, grace_s=600) == []
+    there = time.time
+    monkeypatch.setattr(time, "time", lambda: there() + ahead_s)
+    assert inspected(root, grace_s=600) == []
+    assert [path.name for path in (root / ".ckptctl").iterdir()] == ["watch.json"]
 
 
 def test_a_new_watch_without_its_notes_takes_the_seals_as_they_are(root):
