@@ -26,8 +26,17 @@ from ckptctl.failures.rank_dumps import (
     read_dump,
 )
 from ckptctl.failures.results import Evidence
+from ckptctl.formats.wrapped_logs import unwrapped
 from ckptctl.options import StorageOptions
-from ckptctl.storage.logs import STDIN, logs_below, read_blocks, read_bytes, read_head
+from ckptctl.storage.logs import (
+    STDIN,
+    Line,
+    blocks_of,
+    logs_below,
+    read_bytes,
+    read_head,
+    read_pieces,
+)
 from ckptctl.storage.opening import local_path
 
 _SAME_JOB_S = 3600.0
@@ -36,6 +45,14 @@ _DUMP_NAME = re.compile(r".*(?:trace|dump)\w*\d")
 _LOG_NAME = re.compile(
     r".*(?:\.(?:log|out|err|txt)(?:\.\w{1,8}){0,2}|dmesg|messages|syslog|journal)"
 )
+
+
+def log_blocks(file: str, storage: StorageOptions = StorageOptions()) -> Iterator[Sequence[Line]]:
+    """The lines of the program in a log, some thousands at once.
+
+    Raises `BinaryData` where the log is not text, and as `read_pieces`.
+    """
+    return blocks_of(unwrapped(read_pieces(file, storage)), file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,7 @@ class _Reading:
     def _in_log(self, file: str) -> Iterator[tuple[LogReader, Evidence]]:
         reader = LogReader(file, self.until_s)
         self.readers.append(reader)
-        for block in read_blocks(file, self.storage):
+        for block in log_blocks(file, self.storage):
             for found in reader.take(block):
                 yield reader, found
             if reader.stopped or time.monotonic() > self.until_s:

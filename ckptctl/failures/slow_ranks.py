@@ -15,11 +15,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
+from ckptctl.failures.reading import log_blocks
 from ckptctl.findings import Finding
 from ckptctl.formatting import listed
 from ckptctl.model import Fraction
 from ckptctl.options import StorageOptions
-from ckptctl.storage.logs import MAX_MATCHED, logs_below, read_blocks
+from ckptctl.storage.logs import MAX_MATCHED, logs_below
 
 THRESHOLD = 0.7
 MAX_RANKS = 1 << 20
@@ -110,7 +111,7 @@ def slow_in_logs(
     reports = _Reports()
     for name in names:
         for file in logs_below(name, storage):
-            for block in read_blocks(file, storage):
+            for block in log_blocks(file, storage):
                 for _, text in block:
                     if reports.in_timer or _HINT.search(text, 0, MAX_MATCHED):
                         reports.take(text[:MAX_MATCHED])

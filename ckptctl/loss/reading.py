@@ -13,6 +13,7 @@ from typing import Protocol
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.findings import Finding
+from ckptctl.formats.wrapped_logs import Unwrapper
 from ckptctl.formatting import command_line
 from ckptctl.loss.formats.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
 from ckptctl.loss.formats.console import pattern_format
@@ -31,8 +32,6 @@ FORMATS: tuple[str, ...] = (
     TrainerState.format,
 )
 """The names that `LogFormat.name` can have."""
-
-_BINARY = (EventFile, WandbFile, TrainerState)
 
 # The format of a file is detected from this many bytes, or from the whole file.
 _HEAD_BYTES = 64
@@ -108,6 +107,7 @@ class LogReader:
         self.n_bytes = 0
         self._options = log_format or LogFormat()
         self._head = b""
+        self._unwrapper: Unwrapper | None = None
         self._log: Log | None = None
 
     @property
@@ -133,40 +133,55 @@ class LogReader:
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
         self.n_bytes += len(data)
-        if self._log is None:
-            self._head += data
-            if len(self._head) < _HEAD_BYTES:
-                return
-            data = self._begin()
-        if self._log is not None:
-            yield from self._log.feed(data)
+        data = self._begun(data, _HEAD_BYTES)
+        yield from self._fed(data if self._unwrapper is None else self._unwrapper.feed(data))
 
     def end(self) -> Iterator[Row | Marker]:
         """The rows and markers that waited for more bytes."""
-        if self._log is None:
-            data = self._begin()
-            if self._log is not None:
-                yield from self._log.feed(data)
+        data = self._begun(b"", 0)
+        if self._unwrapper is not None:
+            data = self._unwrapper.feed(data) + self._unwrapper.end()
+        yield from self._fed(data, 0)
         if self._log is not None:
             yield from self._log.end()
 
-    def _begin(self) -> bytes:
-        head, self._head = self._head, b""
-        self._log = self._new_log(head)
-        return head
+    def _begun(self, data: bytes, n_needed: int) -> bytes:
+        """The bytes of the log that can be read now: its first ones show whether it is text."""
+        if self._log is not None or self._unwrapper is not None:
+            return data
+        data, self._head = self._head + data, b""
+        if len(data) < n_needed:
+            self._head = data
+            return b""
+        self._log = self._binary_log(data)
+        if self._log is None:
+            self._unwrapper = Unwrapper()
+        return data
 
-    def _new_log(self, head: bytes) -> Log:
+    def _fed(self, data: bytes, n_needed: int = _HEAD_BYTES) -> Iterator[Row | Marker]:
+        if self._log is None:
+            data, self._head = self._head + data, b""
+            if self._unwrapper is None or len(data) < n_needed:
+                self._head = data
+                return
+            self._log = self._text_log(data)
+        if data:
+            yield from self._log.feed(data)
+
+    def _binary_log(self, head: bytes) -> Log | None:
         name, pattern, keys = self._options.name, self._options.pattern, self._options.keys
-        for kind in _BINARY:
-            if name == kind.format:
-                return kind(self.name, keys)
-        if name is None and pattern is None:
-            if is_event_file(head):
-                return EventFile(self.name, keys)
-            if head.startswith(WANDB_MAGIC):
-                return WandbFile(self.name, keys)
-            if is_document(self.name, head):
-                return TrainerState(self.name, keys)
+        detected = name is None and pattern is None
+        if name == EventFile.format or (detected and is_event_file(head)):
+            return EventFile(self.name, keys)
+        if name == WandbFile.format or (detected and head.startswith(WANDB_MAGIC)):
+            return WandbFile(self.name, keys)
+        return None
+
+    def _text_log(self, head: bytes) -> Log:
+        name, pattern, keys = self._options.name, self._options.pattern, self._options.keys
+        detected = name is None and pattern is None
+        if name == TrainerState.format or (detected and is_document(self.name, head)):
+            return TrainerState(self.name, keys)
         before = None if self._earlier is None else self._earlier._log
         self._earlier = None
         earlier = before if isinstance(before, TextLog) else None

@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LineReader, pattern_format
 from ckptctl.loss.formats.line_formats import LINE_FORMATS
 from ckptctl.loss.formats.multi_line import BLOCK_FORMATS, BlockReader, HfConsoleReader, KerasReader
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
-from ckptctl.loss.formats.text_lines import LineShapes, LineSplitter, split_prefix
+from ckptctl.loss.formats.text_lines import (
+    LineShapes,
+    LineSplitter,
+    split_prefix,
+    split_stamp,
+)
 from ckptctl.loss.rows import LogPosition, Marker, Row, set_interval
 from ckptctl.storage.logs import MAX_MATCHED
 
@@ -302,8 +307,12 @@ class TextLog:
                     reader.accumulated = self._accumulated
                     reader.resume(self._resumed)
                     reader.stop(self._stopped)
-            for row in reader.read(text if form.records else text[:MAX_MATCHED], position):
-                yield from self._found(form, rank, row)
+            at, body = split_stamp(text)
+            if at is not None and isinstance(reader, LineReader) and reader.begins(text):
+                body = text  # the places of its numbers are learned for the whole line
+            for row in reader.read(body if form.records else body[:MAX_MATCHED], position):
+                timed = row if at is None or row.at is not None else replace(row, at=at)
+                yield from self._found(form, rank, timed)
             if reader.open:
                 self._incomplete.add(key)
             else:

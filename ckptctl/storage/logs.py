@@ -85,13 +85,13 @@ def read_pieces(
     return _unpacked(url, _stored_pieces(url, storage), damaged)
 
 
-def read_blocks(url: str, storage: StorageOptions = StorageOptions()) -> Iterator[Sequence[Line]]:
+def blocks_of(pieces: Iterator[bytes], url: str) -> Iterator[Sequence[Line]]:
     r"""Yield the lines of a log, some thousands at once, without line ends and colours.
 
     Texts that a progress bar overwrote (`\r`) share one line number. Raises `BinaryData`
-    where the log is not text, and as `read_pieces`.
+    where the log is not text.
     """
-    yield from _blocks(_text_only(_gathered(read_pieces(url, storage)), url))
+    yield from _blocks(_text_only(_gathered(pieces), url))
 
 
 def read_bytes(url: str, *, limit: int, storage: StorageOptions = StorageOptions()) -> bytes:

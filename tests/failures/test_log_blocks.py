@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import ckptctl
 from ckptctl.failures.matching import LogReader
+from ckptctl.failures.reading import log_blocks
 from ckptctl.failures.rules import _ONLY_SEEMS, RULES, find_literals
 from ckptctl.options import StorageOptions
-from ckptctl.storage.logs import logs_below, read_blocks
+from ckptctl.storage.logs import logs_below
 from ckptctl.storage.opening import open_store
 
 HERE = Path(__file__).parent
@@ -87,7 +88,7 @@ def test_a_line_that_lies_across_blocks_is_one_line_plain_packed_and_piped(tmp_p
     text = "\n".join([*lines, f"Nov 20 03:12:44 node017 kernel: {FALLEN}"]).encode()
     (tmp_path / "plain.log").write_bytes(text)
     (tmp_path / "packed.log").write_bytes(gzip.compress(text))
-    blocks = [*read_blocks(str(tmp_path / "plain.log"))]
+    blocks = [*log_blocks(str(tmp_path / "plain.log"))]
     read = [line for block in blocks for line in block]
     assert len(blocks) > 2
     assert read[10_000:10_002] == [
@@ -95,7 +96,7 @@ def test_a_line_that_lies_across_blocks_is_one_line_plain_packed_and_piped(tmp_p
         (10_001, "written over in red"),
     ]
     assert [number for number, _ in read] == sorted([*range(1, 20_002), 10_001])
-    assert [line for block in read_blocks(str(tmp_path / "packed.log")) for line in block] == read
+    assert [line for block in log_blocks(str(tmp_path / "packed.log")) for line in block] == read
     answer = ckptctl.classify(str(tmp_path / "plain.log"))
     assert (answer.evidence[0].line, answer.node) == (20_001, "node017")
     assert run_ckptctl("classify", "-q", "-", input=text.decode()).stdout == "infrastructure\n"
@@ -110,5 +111,5 @@ def test_a_prefix_of_an_object_store_stands_for_the_logs_below_it(end):
     storage = StorageOptions()
     assert logs_below(f"{root}/logs{end}", storage) == (f"{root}/logs/1/stdout.log",)
     assert logs_below(f"{root}/logs/1/stdout.log", storage) == (f"{root}/logs/1/stdout.log",)
-    (found,) = read_blocks(f"{root}/logs/1/stdout.log")
+    (found,) = log_blocks(f"{root}/logs/1/stdout.log")
     assert found == [(1, FALLEN)]

@@ -273,10 +273,20 @@ def heartbeat(_root: Path, data: bytes) -> None:
         read_heartbeat(data)
 
 
+def records_of_a_collector(root: Path, data: bytes) -> None:
+    record = b'{"insertId": "1", "textPayload": "step 1 loss 2.5", "resource": '
+    lines = (record + b"{}}", data.replace(b"\n", b" "), record + data + b"}")
+    log = put(root.parent / "collector.log", b"\n".join(lines))
+    answers("loss", log, codes=(31,))
+    answers("classify", log, codes=(0,))
+    answers("loss", put(root.parent / "collector.json", b"[" + record + data), codes=(31,))
+
+
 READERS: dict[str, tuple[Probe, ...]] = {
     "cli/values.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
     "failures/rank_dumps.py": (classify_reads_a_dump,),
+    "formats/log_records.py": (records_of_a_collector,),
     "formats/own/files.py": (
         seals,
         marks,

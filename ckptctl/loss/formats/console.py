@@ -62,6 +62,10 @@ class LineReader:
         """Whether the next line may belong to a row that is not complete."""
         return self._held is not None
 
+    def begins(self, text: str) -> bool:
+        """Whether a line is the first of a row."""
+        return self.format.hint in text and self._head.search(text) is not None
+
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that this line completes."""
         head = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from zlib import crc32
 
 from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.console import LineReader
@@ -31,11 +32,12 @@ _CODES = re.compile(
     rb"|[()][0-9A-Za-z]|[@-Z\\-_])"
 )
 
-# srun --label, torchrun --tee, NeMo's launcher, KempnerForge, `mpirun --tag-output`.
+# A pod, and srun --label, torchrun --tee, NeMo's launcher, KempnerForge, `mpirun --tag-output`.
 _PREFIX_PATTERN = (
-    r"\s?(?:(?P<number>\d{1,5}): ?"
+    r"(?:\[pod/(?P<pod>[\w.-]{1,300})\] )?"
+    r"(?:\s?(?:(?P<number>\d{1,5}): ?"
     r"|\[(?:rank|default|Rank |rank )(?P<named>\d{1,5})\](?::|\s) ?"
-    r"|\[(?P<host>[\w.\-]+):(?P<hosted>\d{1,5})\]:? )"
+    r"|\[(?P<host>[\w.\-]+):(?P<hosted>\d{1,5})\]:? ))?"
 )
 _PREFIX = re.compile(_PREFIX_PATTERN)
 _RAW_PREFIX = re.compile(_PREFIX_PATTERN.encode())
@@ -185,12 +187,30 @@ def _prefix_of(line: bytes) -> bytes:
 
 
 def split_prefix(text: str) -> tuple[int | None, str]:
-    """The rank in the prefix of a launcher, and the line without the prefix."""
+    """A number for the rank in the prefix of a launcher, and the line without the prefix.
+
+    The ranks of each pod have numbers of their own.
+    """
     match = _PREFIX.match(text)
-    if match is None:
+    if match is None or not match.end():
         return None, text
-    rank = match["number"] or match["named"] or match["hosted"]
-    return int(rank), text[match.end() :]
+    rank = int(match["number"] or match["named"] or match["hosted"] or 0)
+    if match["pod"] is not None:
+        rank += (1 + crc32(match["pod"].encode())) * _MAX_RANKS
+    return rank, text[match.end() :]
+
+
+_MAX_RANKS = 100_000
+_STAMP = re.compile(
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:?\d\d) "
+    r"(?:(?:DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL) )?"
+)
+
+
+def split_stamp(text: str) -> tuple[float | None, str]:
+    """The time that a log collector wrote before a line, and the line without it."""
+    match = _STAMP.match(text)
+    return (None, text) if match is None else (clock_in(match[0]), text[match.end() :])
 
 
 _MASK = bytes.maketrans(b"123456789", b"000000000")
