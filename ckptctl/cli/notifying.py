@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ import ckptctl
 from ckptctl.cli.documents import Document, error_document
 from ckptctl.cli.output import MakeDocument, Output
 from ckptctl.cli.rendering import line
+from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import counted
 
@@ -117,19 +117,12 @@ def _run(words: list[str], body: bytes) -> str | None:
     """Run a command; what it prints is dropped. Its arguments may be secrets."""
     name = shlex.quote(words[0])
     try:
-        done = subprocess.run(
-            words,
-            input=body,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        code = run_bounded(words, TIMEOUT_S, data=body).code
+    except TimeoutError:
         return f"{name} did not end within {TIMEOUT_S:.0f} s, and was ended"
     except OSError as error:
         return f"{name} could not be started: {error.strerror}"
-    return f"{name} ended with {done.returncode}" if done.returncode else None
+    return f"{name} ended with {code}" if code else None
 
 
 def _post(url: str, body: bytes) -> str | None:

@@ -10,11 +10,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import PathNotFound
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions
@@ -159,10 +159,7 @@ def read_only_launcher(root: str) -> Sequence[str]:
     path = absolute_url(root)
     as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     words = ("unshare", *as_root, "--mount", "sh", "-c", *_READ_ONLY, path)
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [*words, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
-        )
-        if done.returncode == 0:
+    with suppress(OSError):
+        if run_bounded([*words, "true"], 60.0).code == 0:
             return words
     return ()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TypedDict
 
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.distributed.commands import MOST_BYTES, Finished, run_bounded
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions
@@ -27,7 +27,6 @@ from ckptctl.storage.opening import absolute_url, join_url, name_below, open_sto
 SCHEMA = "ckptctl.node/1"
 PATIENCE = 10
 """A launcher may take so many times the timeout of the storage: it may have to wait for nodes."""
-_MOST_BYTES = 4 << 20
 _MOST_PROCESSES = 4096
 _TOKEN = re.compile(r"[0-9a-f]{12}/[0-9]{1,2}")
 # They are about the process that was typed, and not about those on other nodes.
@@ -77,7 +76,7 @@ class Launcher:
         here = os.path.basename(self.words[-1]) == "ckptctl"
         own = () if here else (sys.executable, "-m", "ckptctl")
         words = [*self.words, *own, "preflight", *arguments]
-        printed, stderr, code = _run(words, self.timeout_s)
+        code, printed, stderr = _run(words, self.timeout_s)
         found = tuple(_reports_in(printed, n_roots))
         if code or not found:
             last = (stderr.strip().splitlines() or ["it printed nothing on standard error"])[-1]
@@ -90,41 +89,19 @@ class Launcher:
         return found
 
 
-def _run(words: Sequence[str], timeout_s: float) -> tuple[str, str, int]:
-    """Standard output, standard error and exit code; bounded in bytes and in time."""
+def _run(words: Sequence[str], timeout_s: float) -> Finished:
     import shutil
-    import subprocess
-    import tempfile
 
     if shutil.which(words[0]) is None:
         raise UsageError(f"--launcher: there is no command {words[0]!r}")
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_HANDED_ON}
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout_s)
-        except BaseException as error:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            raise StorageUnavailable(
-                f"the launcher {words[0]} did not end within {timeout_s:,.0f} s; it is "
-                "unknown what the nodes of the job see"
-            ) from error
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read(_MOST_BYTES).decode("utf-8", "replace"))
-    return texts[0], texts[1], code
+    try:
+        return run_bounded(words, timeout_s, environment=environment)
+    except TimeoutError as error:
+        raise StorageUnavailable(
+            f"the launcher {words[0]} did not end within {timeout_s:,.0f} s; it is unknown what "
+            "the nodes of the job see"
+        ) from error
 
 
 def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
@@ -136,7 +113,7 @@ def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
             continue
         n_found += 1
         try:
-            report = report_of(decode_json(line[start:], max_bytes=_MOST_BYTES))
+            report = report_of(decode_json(line[start:], max_bytes=MOST_BYTES))
             if len(report.facts) != n_roots:
                 raise ValueError("roots")
         except (ValueError, TypeError, KeyError) as error:

@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
+from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
@@ -315,16 +315,10 @@ def _by_py_spy(process: Process) -> str:
     if program is None or not is_alive(process):
         return ""
     try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(process.pid)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=_PY_SPY_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = run_bounded([program, "dump", "--pid", str(process.pid)], _PY_SPY_S)
+    except OSError:
         return ""
-    return done.stdout[:_MAX_STACKS_BYTES].decode("utf-8", "replace")
+    return done.stdout[:_MAX_STACKS_BYTES]
 
 
 def _by_signal(number: int, process: Process, path: str) -> str:

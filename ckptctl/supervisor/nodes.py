@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
+from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import UsageError
 from ckptctl.failures.results import CLASSES, Domain
@@ -164,15 +164,12 @@ def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], No
         word.replace("{node}", node).replace("{cause}", cause) for word in shlex.split(template)
     ]
     try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        tell(f"warning: {shlex.join(words)} did not run: {error}")
+        code, _, stderr = run_bounded(words, _COMMAND_S)
+    except OSError as error:
+        tell(f"warning: {shlex.join(words)}: {error.strerror or error}")
         return
-    if done.returncode:
-        stderr = done.stderr.decode("utf-8", "replace").strip()[-200:]
-        tell(f"warning: {shlex.join(words)} ended with {done.returncode}: {stderr}")
+    if code:
+        tell(f"warning: {shlex.join(words)} ended with {code}: {stderr.strip()[-200:]}")
 
 
 class AttemptPlan(NamedTuple):
