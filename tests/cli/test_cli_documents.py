@@ -56,6 +56,7 @@ def test_the_document_that_explains_everything_is_as_its_schema_says():
         "verdict",
         "exit-code",
         "cause",
+        "check",
     }
 
 

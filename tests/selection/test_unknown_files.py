@@ -11,9 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from next_commands import run_and_follow as run_ckptctl
-from safetensors.torch import save as safetensors_bytes
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
 
@@ -24,6 +22,10 @@ from ckptctl.selection import targets, unknown_files
 from ckptctl.selection.history import put_sentinel
 from ckptctl.storage.contract import ShortRead, StoreKind
 from ckptctl.storage.opening import open_store
+
+torch = pytest.importorskip("torch")
+safetensors_bytes = pytest.importorskip("safetensors.torch").save
+pytestmark = pytest.mark.torch
 
 STATE = {"model": {"w": torch.zeros(3)}, "step": 7}
 
