@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,10 @@ def test_a_prefix_without_objects_is_a_fresh_run_and_a_missing_bucket_is_none(s3
     assert "bucket" in error.message
 
 
-def test_a_path_given_too_high_up_is_a_wrong_path(s3, run):
-    error = asked(s3, "pick", run.rsplit("/", 1)[0])
+def test_a_path_given_too_high_up_is_a_wrong_path(s3, checkpoints):
+    alone = replace(s3)  # with a bucket of its own: that of the other tests is listed whole
+    run = upload(alone, checkpoints / "run_fsdp4", "run")
+    error = asked(alone, "pick", run.rsplit("/", 1)[0])
     assert isinstance(error, UsageError)
     assert "holds no steps itself" in error.message
 
