@@ -324,7 +324,9 @@ def check_empty(
             why = "but a step in one file has a name with its number that ends in "
             why += f"{', '.join(STEP_SUFFIXES)}; rename it"
         elif "." in name and not any(one.endswith(STEP_SUFFIXES) for one in weights):
-            why = "but not in a form that ckptctl reads; convert it with the program that wrote it"
+            why = (
+                "but not in a form that ckptctl reads; unpack it, or convert it with what wrote it"
+            )
         elif not any(re.search("[0-9]", base_name(f"/{one}")) for one in weights):
             why = "but no name in it gives a step number"
         else:

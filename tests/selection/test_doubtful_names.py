@@ -270,6 +270,19 @@ def test_what_a_run_reads_is_no_save(tmp_path, name):
     assert ckptctl.pick(made(tmp_path, {name: {"a": torch.ones(2)}})).exit_code == 10
 
 
+@pytest.mark.parametrize(
+    "name", ["step_500.tar.gz", "archive/run1-checkpoint-500.tgz", "global_step500.zip"]
+)
+def test_a_step_that_was_packed_is_no_fresh_run(tmp_path, name):
+    error = refused(made(tmp_path, {name: b"a packed step"}))
+    assert f"{name} looks like a checkpoint (a packed checkpoint)" in error.message
+
+
+@pytest.mark.parametrize("name", ["samples_step_500.zip", "data-epoch_1.tar.gz", "code.zip"])
+def test_packed_files_of_something_else_are_no_saves(tmp_path, name):
+    assert ckptctl.pick(made(tmp_path, {name: b"packed"})).exit_code == 10
+
+
 # What is refused leads to what can be done
 
 

@@ -374,6 +374,11 @@ FILES = (
         weights="saved weights",
     ),
     FileName(
+        rf"{_NO_DATA}(?:.*[-_.])?(?:(?:global_)?step|iter|epoch|ckpt|checkpoint|snapshot)[-_=]?[0-9]+"
+        r"\.(?:tar\.(?:gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst|zip|7z|sqfs|squashfs)",
+        weights="a packed checkpoint",
+    ),
+    FileName(
         rf"(?P<folder>)(?!.*{_OTHER_RANK})(?!.*rank.*rank)(?:.*[^a-z])?rank[-_]?(?P<rank>{_N})"
         r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt|safetensors)",
         grid=BY_RANK,
