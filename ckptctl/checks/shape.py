@@ -98,7 +98,7 @@ def _check_nested(step: Step) -> Iterator[Finding]:
     others = [named.name for named in held if named.number != step.number]
     if not others or [named.layout for named in held] == ["deepspeed"]:
         return
-    weights = (file.path.split("/")[:-1] for file in step.files if _is_weights(file.path))
+    weights = (file.path.split("/")[:-1] for file in weights_in(step))
     if not {folder for above in weights for folder in above}.intersection(others):
         return
     yield Finding(
@@ -112,11 +112,11 @@ def _check_nested(step: Step) -> Iterator[Finding]:
     )
 
 
-def _is_weights(path: str) -> bool:
-    """Whether a file of the step is one of saved weights, by its name."""
-    name = path.rpartition("/")[2]
-    is_shard = layouts.is_of_a_step(name) or weights_called(name) is not None
-    return layouts.is_saved(path) and is_shard
+def weights_in(step: Step) -> Iterator[FileInfo]:
+    """The files of a step that are metadata or saved weights, by their names."""
+    for file in step.files:
+        if layouts.is_saved(file.path) and weights_called(file.path.rpartition("/")[2]) is not None:
+            yield file
 
 
 def _unfinished(where: str, why: str) -> Finding:

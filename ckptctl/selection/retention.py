@@ -13,10 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
+from ckptctl.checks.shape import weights_in
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.frameworks.layouts import REMOVING, StepName, counted_by, is_own
+from ckptctl.formats.frameworks.layouts import (
+    REMOVING,
+    StepName,
+    compile_pattern,
+    counted_by,
+    is_own,
+)
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import FileInfo, Level
@@ -33,7 +40,7 @@ from ckptctl.selection.choosing import (
 )
 from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.results import PruneDecision
-from ckptctl.selection.roots import moved_aside, older_steps
+from ckptctl.selection.roots import moved_aside, older_steps, pointed_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import Store, StoreKind
@@ -126,6 +133,8 @@ class RetentionPlan:
             for named in moved_aside(root.store)
         ]
         self._result = Retained()
+        pattern = compile_pattern(rules.requirements.pattern)
+        self._pointed = pointed_steps(root.store, root.listing, pattern)
         self._counted: list[_Counted] = []
         self._being_removed: str | None = None
         self._count(prove)
@@ -367,9 +376,11 @@ class RetentionPlan:
         marked = _marked(inspected)
         if marked is not None:
             return marked
-        named = self._rules.protected.get(-1 if report.number is None else report.number)
-        if named is not None:
-            return named
+        number = candidate.named.number
+        if number in self._rules.protected:
+            return self._rules.protected[number]
+        if number in self._pointed:
+            return f"{self._pointed[number]} names it"
         being_removed = any(one.where == REMOVING for one in report.findings)
         if not inspected.step.parts and not (_is_left_over(inspected) or being_removed):
             return "not recognised as a checkpoint"
@@ -377,11 +388,27 @@ class RetentionPlan:
         accepted = refusal(report, self._rules.policy) is None
         is_old = report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short)
         is_old = is_old or report.only_archived
+        if accepted and (later := self._written_later(inspected)) is not None:
+            return later
         if is_old or accepted:
             return self._is_needed(candidate, gone)
         if report.verdict is Verdict.IN_PROGRESS:
             return "in-progress: it may still be written"
         return f"{report.verdict.value}: left to a person"
+
+    def _written_later(self, inspected: Inspection) -> str | None:
+        """Why a step is kept that was written after all that count; None if it was not.
+
+        A run that went back to an earlier step saves again under smaller numbers than those of
+        the branch that it left. A copy without times is kept until the next save.
+        """
+        newest = self._counted[0].candidate.named
+        counted = (_written_s(self._inspections[c.candidate.named.name]) for c in self._counted)
+        times = [_written_s(inspected), *counted]
+        known = [at_s for at_s in times if at_s is not None]
+        if len(known) < len(times) or known[0] <= max(known[1:]):
+            return None
+        return f"written after step {newest.number}: the run may have gone back to an earlier step"
 
     def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
         """Why `pick` needs a step to choose the counted ones; None if it does not.
@@ -427,6 +454,12 @@ class _Counted:
     candidate: Candidate
     report: Report
     is_compared: bool
+
+
+def _written_s(inspected: Inspection) -> float | None:
+    """When the weights of a step were written; a report of an evaluation in it may be younger."""
+    times = (file.mtime_s for file in weights_in(inspected.step))
+    return max((at_s for at_s in times if at_s is not None), default=None)
 
 
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.data_classes import dataclass, replace
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import (
@@ -43,9 +43,9 @@ class RootListing:
 
     `steps` are newest first; of two folders with one number, the one of the last attempt
     comes first, and then the one that is named like the others. `pointers` are the pointer
-    files, `folders` and `links` the names of the other folders and links, `unnumbered`
-    those of saved weights without a step number. `others` are files whose names do not tell
-    whether they are saves. `exists` is false if the root does not
+    files, `folders` the names of the other folders, `links` the other links with their
+    targets, `unnumbered` the names of saved weights without a step number. `others` are files
+    whose names do not tell whether they are saves. `exists` is false if the root does not
     exist, which on an object store is a prefix without objects. `known` is true if ckptctl
     has written there before, and `is_step` if the folder is a step itself. `doubt` is about
     files among the unnumbered that may be steps.
@@ -54,7 +54,7 @@ class RootListing:
     steps: tuple[StepName, ...]
     pointers: tuple[FileInfo, ...] = ()
     folders: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
     unnumbered: tuple[str, ...] = ()
     others: tuple[FileInfo, ...] = ()
     exists: bool = True
@@ -156,7 +156,7 @@ def read_listing(
     steps: list[StepName] = []
     pointers: list[FileInfo] = []
     folders: list[str] = []
-    links: list[str] = []
+    links: dict[str, str] = {}
     unnumbered: list[str] = []
     others: list[FileInfo] = []
     in_flight: set[str | None] = set()
@@ -187,7 +187,7 @@ def read_listing(
         elif entry.kind == "dir" and not entry.path.startswith("."):
             folders.append(entry.path)
         elif entry.kind == "link" and not entry.path.startswith("."):
-            links.append(entry.path)
+            links[entry.path] = entry.link or ""
         elif saved_weights(entry) is not None:
             unnumbered.append(entry.path)
         elif entry.kind == "file" and entry.size:
@@ -211,7 +211,7 @@ def read_listing(
         _newest_first(steps),
         tuple(pointers),
         tuple(folders),
-        tuple(links),
+        links,
         tuple(unnumbered),
         tuple(others),
         known=known,
@@ -310,8 +310,7 @@ def check_pointers(
     """
     numbers = {step.name: step.number for step in listing.steps}
     for pointer in listing.pointers:
-        content = _content(store, pointer)
-        number = pointed_step(content, numbers, pattern) if content else None
+        number = _pointed(_content(store, pointer), numbers, pattern)
         if number is None or number == chosen:
             continue
         there = number in numbers.values()
@@ -324,6 +323,28 @@ def check_pointers(
             expected="no usable step" if chosen is None else f"step {chosen}",
             found=f"step {number}",
         )
+
+
+def pointed_steps(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> Mapping[int, str]:
+    """The numbers of the steps that pointers and links of a root name, each with that name.
+
+    Cost: one read of each pointer that is not a link.
+    """
+    numbers = {step.name: step.number for step in listing.steps}
+    contents = {pointer.path: _content(store, pointer) for pointer in listing.pointers}
+    named = {
+        _pointed(content, numbers, pattern): path
+        for path, content in {**listing.links, **contents}.items()
+    }
+    return {number: path for number, path in named.items() if number is not None}
+
+
+def _pointed(
+    content: str | None, numbers: Mapping[str, int], pattern: re.Pattern[str] | None
+) -> int | None:
+    return pointed_step(content, numbers, pattern) if content else None
 
 
 def _content(store: Store, pointer: FileInfo) -> str | None:

@@ -7,7 +7,7 @@ recognized.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from ckptctl.errors import PathNotFound, StorageUnavailable
@@ -27,7 +27,7 @@ MAX_READ = 1_000
 def find_saves(
     store: Store,
     files: Iterable[FileInfo],
-    links: Sequence[str],
+    links: Iterable[str],
     open_other: Callable[[str], Store] | None,
 ) -> tuple[Mapping[str, str], int]:
     """What the saves among `files` and behind `links` are called, by path.
@@ -56,7 +56,7 @@ def _saves_among(store: Store, files: Iterable[FileInfo]) -> tuple[Mapping[str, 
 
 
 def _saves_behind(
-    store: Store, links: Sequence[str], open_other: Callable[[str], Store] | None
+    store: Store, links: Iterable[str], open_other: Callable[[str], Store] | None
 ) -> Mapping[str, str]:
     """What links to files lead to, by their names; folders behind links are not listed here.
 

@@ -190,6 +190,31 @@ def test_steps_that_count_epochs_are_not_older_than_steps_that_count_steps(
     assert (found.message == "nothing is removed: 2 of 3 good steps exist") is (keep == 3)
 
 
+@pytest.mark.parametrize("pointer", ["latest", "latest_checkpointed_iteration.txt", "best"])
+def test_a_step_that_a_pointer_or_a_link_names_stays(put, root, pointer):
+    put(100, 200, 300)
+    if pointer == "best":
+        (root / pointer).symlink_to("step_100")
+    else:
+        (root / pointer).write_text("100\n")
+    found = ckptctl.prune(str(root), 1, apply=True)
+    assert there(root) == {"step_100", "step_300"}
+    assert found.decisions[-1].reason == f"{pointer} names it"
+
+
+def test_a_step_that_was_saved_after_the_run_went_back_stays(put, root):
+    put(100, 200, 300, 400)
+    for file in (root / "step_200").iterdir():
+        os.utime(file)
+    found = ckptctl.prune(str(root), 1, unsealed=True, apply=True)
+    assert there(root) == {"step_200", "step_400"}
+    why = "written after step 400: the run may have gone back to an earlier step"
+    assert found.decisions[2].reason == why
+    ckptctl.mark(f"{root}@200", "rejected", reason="of the branch that was left")
+    ckptctl.prune(str(root), 1, apply=True)
+    assert there(root) == {"step_400"}
+
+
 def test_a_pin_that_cannot_be_read_protects(put, root):
     put(100, 200, 300)
     ckptctl.mark(f"{root}@100", "pinned")
