@@ -106,6 +106,8 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     with suppress(OSError, CkptctlError):
         if _asked(argv, "--debug", "CKPTCTL_DEBUG"):
             out.trace(error)
+        if isinstance(error, Stopped) and error.exit_code == 128 + signal.SIGINT:
+            out.begin_line()
         out.error(known)
     return known.exit_code
 

@@ -248,6 +248,12 @@ class Output:
         if report_file is not None:
             replace_text(report_file, self._as_text(document()))
 
+    def begin_line(self) -> None:
+        """Begin a line on a terminal, which has echoed `^C` behind whatever was printed."""
+        self._clear_progress()
+        if self.err.terminal:
+            self.err.write("\n")
+
     def trace(self, error: BaseException) -> None:
         """Print the traceback of an error, with its causes."""
         import traceback

@@ -23,6 +23,7 @@ from ckptctl.cli.rendering import (
     padded,
     page_lines,
     prose,
+    wrapped,
 )
 from ckptctl.errors import UsageError
 from ckptctl.formatting import command_line, counted
@@ -466,13 +467,9 @@ class TerminalPrompts:
 
     def _typed(self, prompt: str) -> str:
         """The line that a person types, and nothing where the input ends."""
-        self.out.err.write(prompt)
-        try:
-            return os.fsdecode(sys.stdin.buffer.readline())
-        except Stopped:
-            # The terminal has echoed `^C` behind the prompt; the error begins a line.
-            self.out.err.write("\n")
-            raise
+        lines = wrapped(line(prompt, hang=2), self.out.err.width)
+        self.out.err.write("\n".join(each.text for each in lines) + " ")
+        return os.fsdecode(sys.stdin.buffer.readline())
 
     def _say(self, *lines: Line) -> None:
         if self.out.talks:

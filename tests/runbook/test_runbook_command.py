@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import os
 import pty
 import re
 import select
 import shlex
 import signal
+import struct
 import subprocess
+import termios
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -220,6 +224,33 @@ def test_a_person_at_a_terminal_is_asked(root):
     assert process.wait() == 31
     os.close(ours)
     assert resumed(root) == str(root / "step_500")
+
+
+def test_ctrl_c_at_a_narrow_terminal_leaves_an_error_that_begins_a_line(root):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 40, 0, 0))
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *COMMAND, "runbook", "run", "rb-7", str(root), *SEEN, *RESUME],
+        env=clean_environment(TERM="dumb"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+    while b"[l]eave here: " not in seen:
+        seen += os.read(ours, 4096)
+    os.write(ours, b"\x03")
+    with suppress(OSError):
+        while data := os.read(ours, 4096):
+            seen += data
+    os.close(ours)
+    assert process.wait() == 130
+    lines = seen.decode().splitlines()
+    asked = lines.index("  This changes something. Run it? [y]es,")
+    assert lines[asked + 1] == "  [n]o, [l]eave here: ^C"
+    assert lines[asked + 2].startswith("error: ended by SIGINT")
+    assert lines[-1] == f"next:  ckptctl runbook run rb-7 {root} --continue"
 
 
 def test_the_storage_runbook_finds_the_last_proven_step_however_old(root):

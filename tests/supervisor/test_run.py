@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -445,11 +445,11 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path: Path, sent
 
 
 STUBBORN = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
 left = subprocess.Popen(["sleep", "600"], start_new_session=True)
-print(left.pid, flush=True)
+print(os.getpid(), left.pid, flush=True)
 time.sleep(600)
 """
 
@@ -465,10 +465,13 @@ def stubborn_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
+        *_, child = pids = [*map(int, process.stdout.readline().split())]
         try:
-            yield process, int(process.stdout.readline())
+            yield process, child
         finally:
-            process.kill()
+            for pid in (process.pid, *pids):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_signal_that_the_job_ignores_is_reported_with_what_follows(tmp_path: Path):
