@@ -10,7 +10,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts trips bench loss-bench shape modules golden fuzz dist pictures docs docs-serve campaign clean
+.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts slow-work trips bench loss-bench shape modules golden fuzz dist pictures docs docs-serve campaign clean
 # The second step of CI leaves out `long`.
 SLOW := slow or long
 TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
@@ -73,6 +73,9 @@ generate: $(READY) ## Write the generated files again; `make test` checks that t
 
 kills: $(READY) ## Kill a training job 50 times at random; its losses must equal those of an undisturbed run
 	@$(BIN)/python tests/campaign/kills.py
+
+slow-work: $(READY) ## Train slow but sound jobs for half an hour; none may be ended as a hang
+	@$(BIN)/python tests/campaign/slow_work.py
 
 power-cuts: $(READY) ## Simulate a power cut at every write of every command (root, Linux, half an hour)
 	@$(BIN)/python tests/campaign/power_cuts.py
