@@ -7,7 +7,6 @@ read it, and break only copies that `copy_of` makes. Servers are in
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import gc
 import hashlib
@@ -46,11 +45,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # a training job of a test takes eight times the processor time on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-whole_run()  # before the workers are started
+# What tests and their programs leave behind lies in the folder of the run, which is gone with it;
+# pytest keeps its own folders of tests that failed.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+_, _RUN = whole_run()  # before the workers are started
+os.environ["TMPDIR"] = tempfile.tempdir = str(_RUN)
 
 # The local copies of the states of `ckptctl run`, which outlive the folders of the tests.
-_STATES = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ckptctl-tests-state-")
-atexit.register(shutil.rmtree, _STATES, ignore_errors=True)
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="states-")
 
 _WAITING = ("jobs", "runbook", "storage", "supervisor", "train")
 """Where tests start processes and wait for them and for servers: half the time of `make test`."""
@@ -100,7 +102,7 @@ def _forked_worker() -> Path:
     """
     from command_line import torch_server
 
-    program = whole_run()[1] / "worker"
+    program = _RUN / "worker"
     server, root = shlex.quote(torch_server().python), shlex.quote(str(ROOT))
     # Its first word is the `-u` of execnet, which opens the streams itself.
     program.write_text(f'#!/bin/sh\nshift\nPYTHONPATH=${{PYTHONPATH:-{root}}} exec {server} "$@"\n')

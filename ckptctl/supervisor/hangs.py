@@ -225,6 +225,7 @@ class HangWatcher:
                 self._tell(
                     f"no report for {duration(waited_s)} in section {section}, but the job works: "
                     f"it is ended after {duration(limit.longest_s)} at the latest"
+                    f"{_place_of(evidence)}"
                 )
             self._next_sample_s = now_s + max(_SAMPLE_AGAIN_S, limit.seconds / 4)
             return None
@@ -307,10 +308,18 @@ def _hang(section: Section, message: str, evidence: HangEvidence, missing: Colle
     nodes = {each.node for each in evidence.ranks if each.rank in named.ranks}
     if {*named.ranks} & {*missing}:
         nodes = {each.node for each in evidence.ranks}  # they are on this node, too
-    kept = f"; evidence in {os.path.dirname(evidence.files[0])}" if evidence.files else ""
     return Hang(
-        f"{message}; {named.why}{kept}", section, named.ranks, tuple(sorted(nodes)), evidence.files
+        f"{message}; {named.why}{_place_of(evidence)}",
+        section,
+        named.ranks,
+        tuple(sorted(nodes)),
+        evidence.files,
     )
+
+
+def _place_of(evidence: HangEvidence) -> str:
+    """The end of a message: the folder that is left with the evidence, if there is any."""
+    return f"; evidence in {os.path.dirname(evidence.files[0])}" if evidence.files else ""
 
 
 def _works(evidence: HangEvidence) -> bool:

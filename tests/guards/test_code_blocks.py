@@ -95,7 +95,11 @@ def run(code: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page)],
+    ids=lambda page: str(page.relative_to(REPOSITORY)),
+)
 def test_the_code_blocks_of_a_page_run(page, folder):
     for block in blocks(page):
         if not block.runs:
