@@ -248,6 +248,11 @@ class DrillJob:
         """The path of the folder of a step; empty without one."""
         return next((name for name, number in self.names.items() if number == step), "")
 
+    def files_of(self, path: str) -> list[Path]:
+        """The files of a step, without ckptctl's own."""
+        found = (file for file in (self.root / path).rglob("*") if file.is_file())
+        return sorted(file for file in found if ".ckptctl" not in file.parts)
+
     def state(self) -> SupervisorDocument | None:
         """The state that `ckptctl run` keeps of the job."""
         with open_store(str(self.root)) as store:

@@ -125,9 +125,8 @@ def _entries(folders: set[Path]) -> set[str]:
 def damage_shard(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     """Damage a shard file of the newest step, and kill one rank."""
     newest = _newest(job)
-    files = (path for path in (job.root / job.path_of(newest)).rglob("*") if path.is_file())
-    shards = sorted(path for path in files if ".ckptctl" not in path.parts)
-    shards = [path for path in shards if path.suffix == ".distcp"] or shards
+    files = job.files_of(job.path_of(newest))
+    shards = [path for path in files if path.suffix == ".distcp"] or files
     shard = draw.choice([path for path in shards if path.stat().st_size])
     what = draw.choice(("a byte was changed", "half of it was removed", "it was removed"))
     # A record begins with its headers, so that its middle is data of a tensor.
@@ -186,12 +185,7 @@ class StalledStorage:
     """
 
     def __init__(self, job: DrillJob) -> None:
-        files = [
-            str(path)
-            for name in job.names
-            for path in (job.root / name).rglob("*")
-            if path.is_file() and ".ckptctl" not in path.parts
-        ]
+        files = [str(path) for name in job.names for path in job.files_of(name)]
         listed = job.folder / "leases"
         listed.write_text("\0".join(files), encoding="utf-8", errors="surrogateescape")
         reads, writes = os.pipe()
@@ -254,7 +248,6 @@ class _Trial:
         self._report(f"{self._name}: {message}")
 
     def run(self) -> Trial:
-        """See `run_trial`."""
         try:
             self._break()
             self._resume()

@@ -14,14 +14,44 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-from ckptctl.data_classes import dataclass, replace
+from ckptctl.data_classes import dataclass, fields, replace
 from ckptctl.failures.slow_ranks import SlowRank
 from ckptctl.formatting import DAY_S, rfc3339
 from ckptctl.model import Fraction, NonNegative, Positive, Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRecord:
+class AttemptFacts:
+    """What was recorded of an attempt, whatever became of its time. Times in seconds."""
+
+    resumed_from: int | None = None
+    """The step that it loaded; null for a fresh run, and where it did not resume."""
+    saved: int | None = None
+    """The newest step that it saved."""
+    n_saves: int = 0
+    """How many steps it saved."""
+    interval_s: NonNegative | None = None
+    """Mean time from the resume, and then from save to save; null without a save."""
+    world_size: int | None = None
+    """Its ranks."""
+    allocation: str = ""
+    """The nodes that it ran on, in the scheduler's short form; may be empty."""
+    exit_code: int | None = None
+    """The exit code of the job; null where no `ckptctl run` recorded it."""
+    cause: str | None = None
+    """The class of failure, `hang`, or the error that its ledger recorded; null where unknown."""
+    decision: str | None = None
+    """What `ckptctl run` did next; null without one."""
+    nodes: tuple[str, ...] = ()
+    """The nodes at fault, as far as the evidence decides."""
+    ranks: tuple[int, ...] = ()
+    """The ranks at fault, as far as the evidence decides."""
+    slow: tuple[SlowRank, ...] = ()
+    """The ranks that were slow when it ended, as far as `ckptctl run` saw their heartbeats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord(AttemptFacts):
     """What is recorded of one attempt. Times of day are seconds since 1970, others durations.
 
     `began_s` and `ended_s` are by the clocks of the hosts, which may jump; `ran_s` is not.
@@ -38,31 +68,19 @@ class AttemptRecord:
     """It ended as planned."""
     resumed: bool = False
     """It has a ledger, so it loaded a step or began a fresh run."""
-    resumed_from: int | None = None
     startup_s: float | None = None
     load_s: float | None = None
     stalled_s: float | None = None
     points: tuple[tuple[float, int], ...] = ()
     has_first_step: bool = False
     """The second point is the first report of training, not a save."""
-    saved: int | None = None
-    n_saves: int = 0
-    interval_s: float | None = None
     job: str | None = None
     requeued: bool = False
     number: int | None = None
-    world_size: int | None = None
-    allocation: str = ""
-    exit_code: int | None = None
-    cause: str | None = None
-    decision: str | None = None
-    nodes: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
-    slow: tuple[SlowRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PastAttempt:
+class PastAttempt(AttemptFacts):
     """One attempt of a run: how it ended, and how its time was spent. Times in seconds."""
 
     root: str
@@ -75,34 +93,10 @@ class PastAttempt:
     """When it ended, or its last record where its end was not recorded; null while it runs."""
     seconds: NonNegative
     """How long it ran."""
-    resumed_from: int | None
-    """The step that it loaded; null for a fresh run, and where it did not resume."""
     step: int | None
     """The newest step that it recorded."""
     kept: int | None
     """The newest step of its training that is kept."""
-    saved: int | None
-    """The newest step that it saved."""
-    n_saves: int
-    """How many steps it saved."""
-    interval_s: NonNegative | None
-    """Mean time from the resume, and then from save to save; null without a save."""
-    world_size: int | None
-    """Its ranks."""
-    allocation: str
-    """The nodes that it ran on, in the scheduler's short form; may be empty."""
-    exit_code: int | None
-    """The exit code of the job; null where no `ckptctl run` recorded it."""
-    cause: str | None
-    """The class of failure, `hang`, or the error that its ledger recorded; null where unknown."""
-    decision: str | None
-    """What `ckptctl run` did next; null without one."""
-    nodes: tuple[str, ...]
-    """The nodes at fault, as far as the evidence decides."""
-    ranks: tuple[int, ...]
-    """The ranks at fault, as far as the evidence decides."""
-    slow: tuple[SlowRank, ...]
-    """The ranks that were slow when it ended, as far as `ckptctl run` saw their heartbeats."""
     failed: bool
     """It ended, not as planned and not by a signal to `ckptctl run`."""
     restart_s: NonNegative | None
@@ -284,25 +278,14 @@ def _divided(
     elif known:
         startup_s = left_s
     return PastAttempt(
+        **{each.name: getattr(record, each.name) for each in fields(AttemptFacts)},
         root=root,
         number=number,
         started_at=rfc3339(record.began_s),
         ended_at=None if record.running else rfc3339(record.ended_s),
         seconds=record.ran_s,
-        resumed_from=record.resumed_from,
         step=last if last is not None else record.saved,
         kept=last if until is None or last is None else min(last, until),
-        saved=record.saved,
-        n_saves=record.n_saves,
-        interval_s=record.interval_s,
-        world_size=record.world_size,
-        allocation=record.allocation,
-        exit_code=record.exit_code,
-        cause=record.cause,
-        decision=record.decision,
-        nodes=record.nodes,
-        ranks=record.ranks,
-        slow=record.slow,
         failed=ended and record.decision != "stopped",
         restart_s=gap_s,
         idle_s=idle_s,

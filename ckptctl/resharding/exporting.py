@@ -167,7 +167,6 @@ class _SafetensorsFile:
 
     @property
     def n_bytes(self) -> int:
-        """See `WholeFile`."""
         return len(self.header) + _elements(self)
 
     def between(self, crcs: Sequence[int]) -> bytes:
@@ -185,11 +184,9 @@ class _FlatFile:
 
     @property
     def n_bytes(self) -> int:
-        """See `WholeFile`."""
         return self.archive.n_bytes
 
     def between(self, crcs: Sequence[int]) -> bytes:
-        """See `WholeFile.between`."""
         return self.archive.between(crcs)
 
 

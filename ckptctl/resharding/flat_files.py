@@ -133,7 +133,6 @@ class _Read(dict[tuple[int, int], bytes]):
     """Bytes of the file that were read, by where they begin and end; see `Readable`."""
 
     def get(self, start: int, end: int) -> bytes | None:  # type: ignore[override]
-        """See `Readable.get`."""
         return super().get((start, end))
 
 
@@ -193,11 +192,9 @@ class _FlatFiles(SourceFiles):
         return files
 
     def in_store(self, name: str) -> str:
-        """See `SourceFiles.in_store`."""
         return name
 
     def finding(self, code: str, record: ByteRange, message: str) -> Finding:  # noqa: ARG002
-        """See `SourceFiles.finding`."""
         return Finding(
             code,
             self.path,

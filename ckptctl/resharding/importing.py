@@ -369,7 +369,6 @@ class _Files(SourceFiles):
     """The elements in the files of a folder, which only a seal can verify."""
 
     def in_store(self, name: str) -> str:
-        """See `SourceFiles.in_store`."""
         return f"{self._folder}/{name}" if self._folder else name
 
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:  # noqa: ARG002

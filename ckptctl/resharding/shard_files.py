@@ -365,15 +365,12 @@ class _ShardFiles(SourceFiles):
         self.views: dict[tuple[str, tuple[int, ...]], Opened] = {}
 
     def in_store(self, name: str) -> str:
-        """See `SourceFiles.in_store`."""
         return name
 
     def where(self, name: str) -> str:
-        """See `SourceFiles.where`."""
         return name
 
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:  # noqa: ARG002
-        """See `SourceFiles.opened`."""
         return self.views[tensor.entry.fqn, tensor.chunks[number].elements.offsets]
 
 

@@ -152,7 +152,6 @@ class _InMemory:
         self._data = data
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
-        """See `OpenFile.read_into`."""
         spread(self._data[offset : offset + sum(map(len, buffers))], buffers)
 
     def close(self) -> None:

@@ -178,7 +178,6 @@ class _Engine:
         self.position = position_of(book, record.events, n_found, attended=talk.attended)
 
     def run(self) -> Left:
-        """See `proceed`."""
         position, talk = self.position, self.talk
         if self.n_found:
             self._read_again()

@@ -402,7 +402,6 @@ class _LocalFile:
         self._file = store._tried(path, partial(store._root.file, path))
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
-        """See `OpenFile.read_into`."""
         try:
             with busy(self._name):
                 self._fill(offset, buffers)
@@ -426,7 +425,6 @@ class _LocalFile:
             n_read += n_more
 
     def close(self) -> None:
-        """See `OpenFile.close`."""
         self._file.close()
 
     def __enter__(self) -> _LocalFile:

@@ -333,7 +333,6 @@ class _OpenObject:
         self._path = path
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
-        """See `OpenFile.read_into`."""
         spread(self._get(Span(self._path, offset, sum(map(len, buffers)))), buffers)
 
     def close(self) -> None:
