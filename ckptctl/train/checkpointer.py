@@ -33,12 +33,13 @@ from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
+from ckptctl.train.held_once import buffers_of, check_equal, digests_of_values
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
 from ckptctl.train.loss_guard import why_lost
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
-from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
+from ckptctl.train.saving import SaveTarget, StateToSave, StepSave, check_step_format
 from ckptctl.train.state import (
     Parts,
     RankPosition,
@@ -206,15 +207,16 @@ class Checkpointer:
         when the step is durable. Failed requests to an object store are retried for two
         minutes (storage option `retry_for_s`). Raises `SaveFailed` with the cause if the
         step could not be saved, `Fenced` if another attempt has taken the root over,
-        `UsageError` if a complete step of that number exists, `RanksLost`; older steps are
-        never changed. A replay saves nothing, and raises `UsageError` after its last step.
+        `UsageError` if a complete step of that number exists or if a value that a step holds once
+        differs between ranks, `RanksLost`; older steps are never changed. A replay saves nothing,
+        and raises `UsageError` after its last step.
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
         with self._stalled():
             self.flush()
             one = self._next_save(step, self._job.group)
-            self._run(one, *self._state(step, tokens, samples, loss), tokens, loss)
+            self._run(one, self._state(step, tokens, samples, loss), tokens, loss)
             return one.url
 
     def save_async(
@@ -237,8 +239,8 @@ class Checkpointer:
         with self._stalled():
             self.flush()
             one = self._next_save(step, self._later)
-            state, lost = self._state(step, tokens, samples, loss, self._stager.staged)
-            self._flight = self._pool.submit(self._run_later, one, state, lost, tokens, loss)
+            taken = self._state(step, tokens, samples, loss, self._stager.staged)
+            self._flight = self._pool.submit(self._run_later, one, taken, tokens, loss)
             return one.url
 
     def flush(self) -> None:
@@ -303,10 +305,10 @@ class Checkpointer:
         samples: int | None,
         loss: float | None,
         staged: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-    ) -> tuple[dict[str, Any], str]:
-        """What is saved as `step`, or what `staged` makes of it; and why its weights are lost.
+    ) -> StateToSave:
+        """What is saved as `step`, its state as `staged` returns it.
 
-        The reason is empty where they are not. An error of one rank is one of all.
+        An error of one rank is one of all, and so are lost weights.
         """
         if samples is None and self._job.parts.has_global_loader:
             samples = self._job.parts.dataloader.position
@@ -314,17 +316,19 @@ class Checkpointer:
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
         loss = self._begun().loss if loss is None else loss
-        states: list[dict[str, Any]] = []
+        parts = self._job.parts
+        taken: list[StateToSave] = []
 
-        def collected() -> str:
-            state = collect(self._job.parts, self._job.position, progress)
+        def collected() -> tuple[str, Mapping[str, str]]:
+            state = collect(parts, self._job.position, progress)
             # At every save, because any step may introduce a value that cannot be loaded.
             check_readable(state)
-            states.append(staged(state))
-            return why_lost(self._job.parts.model, loss)
+            taken.append(StateToSave(staged(state), buffers=buffers_of(parts.model, state)))
+            return why_lost(parts.model, loss), digests_of_values(state)
 
         found = self._job.group.from_all(collected)
-        return states[0], next(filter(None, found), "")
+        check_equal([digests for _, digests in found])
+        return replace(taken[0], lost=next((why for why, _ in found if why), ""))
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
@@ -337,22 +341,21 @@ class Checkpointer:
     def _run(
         self,
         one: StepSave,
-        state: dict[str, Any],
-        lost: str,
+        taken: StateToSave,
         tokens: int | None,
         loss: float | None,
     ) -> None:
-        """Save, record it, and start to remove older steps; `lost` is why its weights are."""
+        """Save, record it, and start to remove older steps."""
         began_s = time.monotonic()
-        one.run(state, lost)
+        one.run(taken)
         attempt = self._begun()
         attempt.saved = one.number
         if not self._job.group.is_first:
             return
-        if lost:
+        if taken.lost:
             self._job.tell(
-                f"{one.url} is saved and rejected: {lost}; no later step of this attempt can be "
-                "used"
+                f"{one.url} is saved and rejected: {taken.lost}; no later step of this attempt can "
+                "be used"
             )
         attempt.record(
             SavedLine(

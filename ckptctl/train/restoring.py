@@ -26,7 +26,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.formats.pickles.reading import collector_paused
-from ckptctl.formatting import command_line, some_of
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
@@ -273,7 +273,7 @@ class _Restore:
         if self._saved.dp_size not in (None, self._position.dp_size):
             notes.append(
                 f"the data continues at sample {loader.position:,}, in the same order, on "
-                f"{self._position.dp_size} ranks instead of {self._saved.dp_size}"
+                f"{counted(self._position.dp_size, 'rank')} instead of {self._saved.dp_size}"
             )
 
     def _restore_rng(self) -> None:

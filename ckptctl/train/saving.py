@@ -8,7 +8,7 @@ the attempt checks that it still holds the root.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -47,6 +47,7 @@ from ckptctl.selection.sealing import digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Held, move_aside
+from ckptctl.train.held_once import LowestRankPlanner
 from ckptctl.train.writer import Writer, WrittenFile
 
 _NO_GRACE_S = 0.0
@@ -73,6 +74,18 @@ class SaveTarget:
         # An object store cannot rename existing objects, and an upload of an older attempt that
         # arrives late would replace them: each attempt writes under its own names.
         return name_of_attempt(name, self.token.number)
+
+
+@dataclass(frozen=True, slots=True)
+class StateToSave:
+    """What a rank saves: its state, why the weights are lost, and the names of buffers.
+
+    `lost` is empty where they are not. Buffers are saved from the lowest rank that has them.
+    """
+
+    state: dict[str, Any]
+    lost: str = ""
+    buffers: Collection[str] = ()
 
 
 def check_step_format(step_format: str) -> None:
@@ -110,18 +123,18 @@ class StepSave:
         """The address of the step."""
         return join_url(self._store.url, self.name)
 
-    def run(self, state: dict[str, Any], lost: str = "") -> None:
-        """Write `state` as this step, durably, and seal it.
+    def run(self, taken: StateToSave) -> None:
+        """Write the state that was taken as this step, durably, and seal it.
 
-        Where `lost` states why its weights are lost, the step is rejected before its metadata is
-        published: a job that is killed at any moment leaves no step that a resume would use.
-        Raises `SaveFailed`, `Fenced` if another attempt holds the root, `UsageError` if a
-        complete step of that number exists, `RanksLost`.
+        A step whose weights are lost is rejected before its metadata is published: a job that is
+        killed at any moment leaves no step that a resume would use. Raises `SaveFailed`, `Fenced`
+        if another attempt holds the root, `UsageError` if a complete step of that number exists,
+        `RanksLost`.
         """
-        self._lost = lost
+        self._lost = taken.lost
         with self._failing("was not saved", "older steps are unchanged"):
             self.moved_aside = self._group.from_first(self._make_place)
-            written = self._write(state)
+            written = self._write(taken)
         with self._failing("was written but not sealed", "it may be complete"):
             if self._target.seals:
                 self._seal(written)
@@ -176,7 +189,7 @@ class StepSave:
 
     # Writing
 
-    def _write(self, state: dict[str, Any]) -> Mapping[str, WrittenFile]:
+    def _write(self, taken: StateToSave) -> Mapping[str, WrittenFile]:
         """Write shard files and metadata; returns the files of this rank, digested."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
@@ -187,7 +200,12 @@ class StepSave:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns about a save without a process group
-                save(state, storage_writer=writer, **self._group.dcp_arguments(save))
+                save(
+                    taken.state,
+                    storage_writer=writer,
+                    planner=LowestRankPlanner(taken.buffers),
+                    **self._group.dcp_arguments(save),
+                )
         except CheckpointException as error:  # a BaseException, which no other clause catches
             raise self._write_failed(error) from error
         except RuntimeError as error:
