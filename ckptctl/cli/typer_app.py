@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> ty
         rich_markup_mode=None,
         add_completion=False,
         pretty_exceptions_enable=False,
-        context_settings=_HELP_NAMES,
+        context_settings=_help_settings(),
     )
 
     @app.callback(invoke_without_command=True)
@@ -70,7 +71,7 @@ def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> ty
             help=inspect.cleandoc(command.function.__doc__ or "").replace("-", _HYPHEN),
             epilog=_end(command.examples, command.exit_codes),
             short_help=SUMMARIES[name],
-            context_settings=_HELP_NAMES,
+            context_settings=_help_settings(),
         )(for_typer(with_common(command.function, out)))
     return app
 
@@ -134,7 +135,8 @@ class _Command(TyperCommand):
         for heading, records in groups.items():
             if records:
                 with formatter.section(heading):
-                    formatter.write_dl(records)
+                    is_narrow = formatter.width < _LEAST_OF_TYPER
+                    formatter.write_dl(records, col_max=_NARROW if is_narrow else _WIDE)
 
 
 _LEAST = re.compile(r"\bx>=([0-9.]+)(?=[\];])")
@@ -148,7 +150,16 @@ def _plain(text: str) -> str:
     return _WHOLE.sub(r"\1", _LEAST.sub(r"at least \1", text)).replace("-", _HYPHEN)
 
 
-_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+_LEAST_OF_TYPER = 52
+"""The narrowest terminal that typer fills help for by itself."""
+_WIDE, _NARROW = 30, 12
+"""The width of the column with the names of options; a longer name gets a line of its own."""
+
+
+def _help_settings() -> dict[str, Any]:
+    columns = shutil.get_terminal_size().columns
+    names = {"help_option_names": ["-h", "--help"]}
+    return names if columns >= _LEAST_OF_TYPER else names | {"terminal_width": columns}
 
 
 def _end(examples: Sequence[str], exit_codes: Sequence[int]) -> str:

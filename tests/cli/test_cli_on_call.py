@@ -422,3 +422,11 @@ def test_a_narrow_terminal_breaks_no_path_and_no_number(ckptctl, broken_root, wo
     wide = [each for each in (done.stdout + done.stderr).splitlines() if len(each) > columns]
     # A word that is wider than the terminal can only be broken by it.
     assert [each for each in wide if " " in each.strip() and "ckptctl " not in each] == []
+
+
+def test_help_fits_a_narrow_terminal(ckptctl):
+    text = ckptctl("run", "--help", env=clean_environment(COLUMNS="40")).stdout
+    prose, _, _ = text.partition("Examples:")
+    assert [each for each in prose.splitlines() if len(each) > 40 and " " in each.strip()] == [
+        "  --progress-level <listing|structure|content>"
+    ]
