@@ -147,7 +147,7 @@ class _Faults:
         self._work = work
         self._copy = copy
         self._tell = tell
-        self._ending = Ending()
+        self._ending = Ending(tell)
 
     def inject(self, begun: str) -> signal.Signals | None:
         """Run the job without a fault, and with one after the other; a signal that ended it.

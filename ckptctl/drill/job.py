@@ -35,6 +35,7 @@ from ckptctl.supervisor.holding import marker_of
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.processes import (
     GRACE_S,
+    CtrlC,
     children,
     descendants,
     end_processes,
@@ -314,15 +315,21 @@ class _Interrupted(BaseException):
 
 
 class Ending:
-    """What this process has started since, and the signal that asked it to end, if one did."""
+    """What this process has started since, and the signal that asked it to end, if one did.
 
-    def __init__(self) -> None:
+    `tell` gets what happens to these processes after a signal.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
         self.asked: signal.Signals | None = None
+        self._tell = tell
         self._bystanders = children()
-        self._interrupts = False
+        self._interrupts = self._hurries = False
+        self._ctrl_c = CtrlC()
 
     def _receive(self, number: int, _frame: object) -> None:
         self.asked = self.asked or signal.Signals(number)
+        self._hurries = self._hurries or self._ctrl_c.is_second(number)
         if self._interrupts:
             # A second signal must not interrupt what ends the processes.
             self._interrupts = False
@@ -351,12 +358,15 @@ class Ending:
             finally:
                 self._interrupts = False
         except _Interrupted:
-            pass
+            self._tell(
+                f"{self.asked.name if self.asked else 'a signal'}: the job gets SIGTERM, and what "
+                f"is left after {GRACE_S:.0f} s SIGKILL; after another Ctrl-C at once"
+            )
 
     def end(self) -> None:
         """End every process that was started, and wait for it."""
         signal_all(self._started(), signal.SIGCONT)  # a stopped process ignores SIGTERM
-        end_processes(self._started, GRACE_S)
+        end_processes(self._started, GRACE_S, lambda: self._hurries)
         for pid in children() - self._bystanders:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -101,7 +101,7 @@ def rerun(
     record = first_record(options.logs, options.step, storage)
     plan = _planned(command, root, options, record, work, storage)
     before = "" if options.dry_run else fingerprint(root, storage)
-    ending = Ending()
+    ending = Ending(tell)
     replays: list[Replay] = []
     decision = RerunDecision(ValueOrigin.UNDECIDED, "nothing was replayed", ReplayNodes.SAME)
 

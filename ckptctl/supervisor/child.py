@@ -23,7 +23,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, some_of
-from ckptctl.supervisor.processes import GRACE_S, MARKER, JobProcesses, children, receiving
+from ckptctl.supervisor.processes import GRACE_S, MARKER, CtrlC, JobProcesses, children, receiving
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,6 @@ _ENDS_THE_JOB = frozenset(PASSED_ON) - {signal.SIGUSR2}
 _PAUSE_S = 0.05
 _POLL_S = 1.0
 """How often the watchers are asked."""
-_ONE_CTRL_C_S = 0.5
-"""Within this time a second SIGINT is the same Ctrl-C: `timeout` of coreutils sends two."""
 
 
 class Signals:
@@ -121,18 +119,15 @@ class Signals:
         self._tell = tell
         self._runs = self._kills = False
         self._child: subprocess.Popen[bytes] | None = None
-        self._ctrl_c_s: float | None = None
+        self._ctrl_c = CtrlC()
 
     def _receive(self, number: int, _frame: object) -> None:
-        now_s = time.monotonic()
-        if number == signal.SIGINT and self._ctrl_c_s is None:
-            self._ctrl_c_s = now_s
-        elif number == signal.SIGINT and now_s - (self._ctrl_c_s or 0.0) >= _ONE_CTRL_C_S:
-            self._kills = True
-            if not self._runs:
-                raise KeyboardInterrupt
+        if not self._ctrl_c.is_second(number):
+            self._forward(number)
             return
-        self._forward(number)
+        self._kills = True
+        if not self._runs:
+            raise KeyboardInterrupt
 
     def _forward(self, number: int) -> None:
         if number in _ENDS_THE_JOB and self.asked is None:

@@ -44,6 +44,8 @@ GRACE_S = 15.0
 _KILLED_S = 60.0
 """How long processes are waited for after SIGKILL; one that waits in the kernel may stay."""
 _POLL_S = 0.05
+_ONE_CTRL_C_S = 0.5
+"""Within this time a second SIGINT is the same Ctrl-C: `timeout` of coreutils sends two."""
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37
 
 
@@ -164,6 +166,21 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+class CtrlC:
+    """Shows whether a person presses Ctrl-C a second time."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def is_second(self, number: int) -> bool:
+        """Take a signal that was received."""
+        if number != signal.SIGINT:
+            return False
+        now_s = time.monotonic()
+        self._first_s = now_s if self._first_s is None else self._first_s
+        return now_s - self._first_s >= _ONE_CTRL_C_S
 
 
 @contextmanager

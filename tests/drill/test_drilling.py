@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -236,6 +237,13 @@ def test_a_signal_ends_all_that_was_started_and_leaves_a_report(
         os.killpg(drill.pid, number)
     else:
         drill.send_signal(number)
+    assert drill.stderr.readline() == (
+        f"ckptctl: {number.name}: the job gets SIGTERM, and what is left after 15 s SIGKILL; "
+        "after another Ctrl-C at once\n"
+    )
+    if number is signal.SIGINT:
+        time.sleep(0.6)
+        os.killpg(drill.pid, number)
     out, errors = drill.communicate()
     assert drill.returncode == 128 + number, [said, out, errors]
     assert processes_with(str(tmp_path)) == []
