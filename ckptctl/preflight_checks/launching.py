@@ -12,10 +12,9 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.distributed.commands import MOST_BYTES, Finished, run_bounded
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions
@@ -24,10 +23,15 @@ from ckptctl.preflight_checks.results import NodeFacts
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, join_url, name_below, open_store
 
+if TYPE_CHECKING:
+    from ckptctl.distributed.commands import Finished
+
 SCHEMA = "ckptctl.node/1"
 PATIENCE = 10
 """A launcher may take so many times the timeout of the storage: it may have to wait for nodes."""
 _MOST_PROCESSES = 4096
+_MOST_BYTES = 1 << 20
+"""The report of one process."""
 _TOKEN = re.compile(r"[0-9a-f]{12}/[0-9]{1,2}")
 # They are about the process that was typed, and not about those on other nodes.
 _NOT_HANDED_ON = ("CKPTCTL_JSON", "CKPTCTL_QUIET", "CKPTCTL_REPORT", "CKPTCTL_LAUNCHER")
@@ -92,6 +96,8 @@ class Launcher:
 def _run(words: Sequence[str], timeout_s: float) -> Finished:
     import shutil
 
+    from ckptctl.distributed.commands import run_bounded
+
     if shutil.which(words[0]) is None:
         raise UsageError(f"--launcher: there is no command {words[0]!r}")
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_HANDED_ON}
@@ -113,7 +119,7 @@ def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
             continue
         n_found += 1
         try:
-            report = report_of(decode_json(line[start:], max_bytes=MOST_BYTES))
+            report = report_of(decode_json(line[start:], max_bytes=_MOST_BYTES))
             if len(report.facts) != n_roots:
                 raise ValueError("roots")
         except (ValueError, TypeError, KeyError) as error:
