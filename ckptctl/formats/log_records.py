@@ -81,8 +81,9 @@ _CRI = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\S{8,40}) std(?:out|err) (?P<part>[FP])(?::\S*)?(?: |$)(?P<text>.*)",
     re.DOTALL,
 )
-RANK = r"\s?(?:\d{1,5}: |\[(?:rank|default|Rank |rank )\d{1,5}\](?::|\s) ?|\[[\w.\-]+:\d{1,5}\]:? )"
-"""What a launcher writes before a line. It stays in front of the time."""
+RANK = r"\s?(?:\[(?:rank|default|Rank |rank )\d{1,5}\](?::|\s) ?|\[[\w.\-]+:\d{1,5}\]:? )"
+"""What a launcher writes before a line; it stays in front of the time. The form of `srun --label`
+(`12: `) is not among them, because a step can look like it."""
 _KUBECTL = re.compile(
     r"(?:\[pod/(?P<source>[\w./-]{1,300})\] )?"
     rf"(?:(?P<time>\d{{4}}-\d\d-\d\dT\S{{8,40}}) (?P<rank>{RANK})?)?(?P<text>.*)",

@@ -7,6 +7,7 @@ that a more specific format can still be found.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -17,10 +18,11 @@ from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LineReader, pattern_format
 from ckptctl.loss.formats.line_formats import LINE_FORMATS
 from ckptctl.loss.formats.multi_line import BLOCK_FORMATS, BlockReader, HfConsoleReader, KerasReader
-from ckptctl.loss.formats.records import JsonLinesReader, TableReader
+from ckptctl.loss.formats.records import JsonLinesReader, PrintedTableReader, TableReader
 from ckptctl.loss.formats.text_lines import (
     LineShapes,
     LineSplitter,
+    split_pod,
     split_prefix,
     split_stamp,
 )
@@ -62,7 +64,8 @@ class TextFormat:
     Each line of the format contains one of the `hints`. With `needs_loss`, a row without a
     loss does not identify the format; with `fallback`, any other format is preferred. A line
     is matched up to `MAX_MATCHED` characters, unless its `records` are parsed whole.
-    `averages` and `first_alone`: see `Averages`.
+    `averages` and `first_alone`: see `Averages`. `numbered` matches a line with its step where
+    others have the prefix of a launcher.
     """
 
     name: str
@@ -73,10 +76,12 @@ class TextFormat:
     averages: bool = False
     first_alone: bool = False
     records: bool = False
+    numbered: re.Pattern[str] | None = None
 
 
 TEXT_FORMATS: tuple[TextFormat, ...] = (
     TextFormat("csv", ("",), TableReader, needs_loss=True, records=True),
+    TextFormat(PrintedTableReader.name, ("",), PrintedTableReader, needs_loss=True, fallback=True),
     TextFormat("jsonl", (JsonLinesReader.hint,), JsonLinesReader, needs_loss=True, records=True),
     TextFormat(
         "hf-console",
@@ -97,6 +102,7 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
             fallback=form.fallback,
             averages=form.averages,
             first_alone=form.name == "megatron",
+            numbered=re.compile(form.head) if form.numbered else None,
         )
         for form in LINE_FORMATS
     ),
@@ -287,11 +293,15 @@ class TextLog:
     def _rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         if self._chosen is None and self.mention is None and "loss" in text.lower():
             self.mention = f"line {number:,}: {text.strip()[:_MAX_MENTION]}"
-        rank, text = split_prefix(text)
+        pod, whole = split_pod(text)
+        its_rank, rest = split_prefix(text)
         position = LogPosition(self._name, number)
-        if self._incomplete and rank is None:
-            rank = self._rank_of_open()
+        if self._incomplete and its_rank is None:
+            its_rank = self._rank_of_open()
         for form in self._candidates:
+            rank, text = its_rank, rest
+            if form.numbered is not None and form.numbered.match(split_stamp(whole)[1]):
+                rank, text = pod, whole
             key = (form.name, rank)
             reader = self._readers.get(key)
             if not any(hint in text for hint in form.hints) and not (reader and reader.open):

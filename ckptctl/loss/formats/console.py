@@ -50,6 +50,7 @@ class LineReader:
         self._joined = ""
         self._n_wraps = 0
         self._rounds = Rounds()
+        self._model = FirstModel()
         self._drawn: Row | None = None
         self._n_drawn = 0
         self._last_loss: Number | None = None
@@ -186,7 +187,9 @@ class LineReader:
                 return (int(groups["epoch"]) - 1) * int(groups["per"]) + int(groups["it"])
             return None
         step = parse_step(groups["step"] or "")
-        if step is None or not self.format.rounds:
+        if step is None or (self.format.models and not self._model.has(step)):
+            return None
+        if not self.format.rounds:
             return step
         if step == 0 and self.format.redrawn:
             return None  # a bar of which no step is done has the loss of the bar before
@@ -195,6 +198,28 @@ class LineReader:
             step, int(per) if per.isdecimal() else None, int(epoch) if epoch else None
         )
         return -(-batch // self._batches)
+
+
+class FirstModel:
+    """Tells the steps of the first model from those of others that the process trains after it.
+
+    A counter that starts again is that of another model, such as the next fold of a
+    cross-validation. A resume from the beginning in the same log looks alike, so nothing
+    follows from it.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._last = 0
+        self._is_over = False
+
+    def has(self, step: int) -> bool:
+        """Whether the next step of the log is one of the first model."""
+        if self._first is None:
+            self._first = self._last = step
+        self._is_over = self._is_over or step <= self._first < self._last
+        self._last = step
+        return not self._is_over
 
 
 class Rounds:

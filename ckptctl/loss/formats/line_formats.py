@@ -30,7 +30,9 @@ class LineFormat:
     `averages`: the loss is the mean since the row before. `trimmed`: trailing zeros are
     left out. `fallback`: formats of one program are preferred. `rounds`: steps may start again in
     each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
-    and the last one counts. `counts`: what the step counts, if no training steps.
+    and the last one counts. `counts`: what the step counts, if no training steps. `models`: one
+    process may train several models, such as the folds of a cross-validation. `numbered`: the
+    line may begin with the step as with the rank of `srun --label` (`12: `).
     """
 
     name: str
@@ -45,7 +47,16 @@ class LineFormat:
     rounds: bool = False
     redrawn: bool = False
     counts: str | None = None
+    models: bool = False
+    numbered: bool = False
 
+
+_FALLING = (
+    r"(?:[a-z]+_)?(?:log_?loss|rmse|mse|mae|mape|rmsle|l1|l2|error|cross_entropy|xentropy|deviance"
+    r"|poisson|quantile|huber|fair|gamma|tweedie|nloglik)"
+)
+"""Losses of gradient boosting; metrics that rise, such as `auc`, are none."""
+_NUMBER = r"[-+]?(?:\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,4})?|nan|inf)"
 
 LINE_FORMATS = (
     LineFormat(
@@ -331,6 +342,34 @@ LINE_FORMATS = (
         redrawn=True,
     ),
     LineFormat(
+        "boosting",
+        "rain",
+        # XGBoost, LightGBM: an iteration, and the metric of each set; that of a cross-validation
+        # has a deviation (`+0.01`) and is not of one model.
+        r"(?i)^(?:\[[\d:. -]{5,30}\] ?|\[LightGBM\] \[Info\] )?"
+        r"(?:\[(?=\d{1,9}\])|Iteration:(?=\d{1,9},))(?P<step>\d{1,9})[\],]"
+        r"(?:\s|#011)(?:.{0,500}?(?:\s|#011))??"
+        rf"train(?:ing)?(?:'s |[-_ ]){_FALLING}(?:@[\d.]{{1,9}})? ?: ?"
+        rf"(?P<loss>{_NUMBER})(?=[\s#]|$)",
+        fallback=True,
+        models=True,
+    ),
+    LineFormat(
+        "catboost",
+        "learn: ",
+        rf"^(?P<step>\d{{1,9}}):\s{{1,9}}learn: (?P<loss>{_NUMBER})(?=\s)",
+        models=True,
+        numbered=True,
+    ),
+    LineFormat(
+        "darknet",
+        " avg",
+        # The running mean begins again in each process.
+        rf"^\s{{0,9}}(?:\(next [^)]{{1,99}}\) )?(?P<step>\d{{1,12}}): (?P<loss>{_NUMBER}), "
+        rf"{_NUMBER} avg(?: loss)?, (?P<lr>{_NUMBER}) rate,",
+        numbered=True,
+    ),
+    LineFormat(
         "plain",
         "oss",
         # A custom training loop: a step, and after it a loss.
@@ -341,7 +380,7 @@ LINE_FORMATS = (
         r"(?P<step>\d[\d,]{0,15})(?!\.?\d|\s?%|[kmb]\b)(?:\s?/\s?(?P<per>\d{1,12}))?"
         r"(?=\D.{0,300}?(?:\b|_|last)loss)",
         r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test) )?"
-        r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
+        r"[a-z][\w/]{0,99}(?: norm| rate| total| mean)?)['\"]?[ :=]{1,3}"
         r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
         rounds=True,
         fallback=True,

@@ -10,20 +10,18 @@ from __future__ import annotations
 import codecs
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptctl.data_classes import replace
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
+from ckptctl.loss.formats.console import FirstModel
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, parse_step, plain_name
 from ckptctl.loss.rows import LogPosition, Marker, Row
 
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
 _MAX_DEPTH = 3
-_DELIMITERS = (",", "\t", ";", "|", None)
-"""The delimiters of a table; None is any white space."""
-
 _NAMES_OF_ONE = ("name", "key", "tag", "metric")
 """The keys with the name of the metric, in a record that holds one metric as `value`."""
 
@@ -174,6 +172,8 @@ class TableReader:
 
     name = "csv"
     hint = ""
+    delimiters: Sequence[str | None] = (",", "\t", ";", "|", None)
+    """None is any white space."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
         self._maker = RowMaker(keys, trimmed=True)
@@ -194,6 +194,8 @@ class TableReader:
         if self._header(text, position.file) or not self._names:
             return
         cells = _cells(text, self._delimiter)
+        if not self._is_row(cells):
+            return
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
         row = self._maker.row(pairs, position, counts=self._counts)
         if row is not None:
@@ -202,6 +204,15 @@ class TableReader:
     def end(self) -> Iterator[Row]:
         """The last row."""
         yield from self._merger.end()
+
+    def _is_row(self, cells: Sequence[str]) -> bool:
+        return bool(cells)
+
+    def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
+        # A sentence is not a header: between blanks, every cell must be a known name.
+        return all(
+            map(self._maker.knows, names) if delimiter is None else map(plain_name, names[1:])
+        )
 
     def _header(self, text: str, file: str) -> bool:
         # A job that resumes into the same file writes the header again.
@@ -212,21 +223,52 @@ class TableReader:
             return True
         if not _STEP_WORD.search(text) and not self._maker.own:
             return False
-        for delimiter in _DELIMITERS:
+        for delimiter in self.delimiters:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
             of_steps = any(self._maker.field(name) == "step" for name in cells)
             if not of_steps:
                 cells = [_FOR_EPOCHS.get(name.lower(), name) for name in cells]
             fields = [self._maker.field(name) for name in cells]
-            # A sentence is not a header: between blanks, every cell must be a known name.
-            named = all(fields) if delimiter is None else all(map(plain_name, cells[1:]))
-            if {"step", "loss"} <= {*fields} and named:
+            if {"step", "loss"} <= {*fields} and self._are_names(cells, delimiter):
                 self._names, self._delimiter = tuple(cells), delimiter
                 self._counts = None if of_steps else "epochs"
                 return True
         return False
 
+
+class PrintedTableReader(TableReader):
+    """Reads a table that a program prints: between blanks, as fastai's, or drawn with bars."""
+
+    name = "table"
+    delimiters = ("|", None)
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        super().__init__(keys)
+        self._model = FirstModel()
+
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
+        """The rows that this line completes."""
+        inside = text.strip()
+        inside = inside.removeprefix("|").removesuffix("|") if inside[:1] == "|" else text
+        yield from super().read(inside, position)
+
+    def _is_row(self, cells: Sequence[str]) -> bool:
+        """Whether all cells are numbers or times, and the row is one of the first model."""
+        if len(cells) != len(self._names) or not all(map(_CELL.fullmatch, cells)):
+            return False
+        fields = [self._maker.field(name) for name in self._names]
+        step = parse_step(cells[fields.index("step")])
+        return step is not None and self._model.has(step)
+
+    def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
+        return delimiter == "|" or all(self._maker.knows(n) or _NAME.fullmatch(n) for n in names)
+
+
+_NAME = re.compile(
+    r"(?=[a-z][a-z0-9]{0,40}_)[a-z0-9_]{1,80}|accuracy|perplexity|elapsed|f1|auc|dice"
+)
+_CELL = re.compile(r"[-+]?[\d.]{1,40}(?:e[-+]?\d{1,4})?%?|nan|[-+]?inf|(?:\d{1,4}:)?\d\d:\d\d")
 
 _FOR_EPOCHS = {"epoch": "step", "time": "elapsed"}
 """Columns of a table with a row for each epoch: timm, Keras, Ultralytics."""

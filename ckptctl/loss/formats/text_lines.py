@@ -195,11 +195,20 @@ def split_prefix(text: str) -> tuple[int | None, str]:
     if match is None or not match.end():
         return None, text
     rank = int(match["number"] or match["named"] or match["hosted"] or 0)
-    if match["pod"] is not None:
-        rank += (1 + crc32(match["pod"].encode())) * _MAX_RANKS
-    return rank, text[match.end() :]
+    return rank + _first_rank(match["pod"]), text[match.end() :]
 
 
+def split_pod(text: str) -> tuple[int | None, str]:
+    """As `split_prefix`, for a line in which a number in front is not a rank."""
+    match = _POD.match(text)
+    return (None, text) if match is None else (_first_rank(match["pod"]), text[match.end() :])
+
+
+def _first_rank(pod: str | None) -> int:
+    return 0 if pod is None else (1 + crc32(pod.encode())) * _MAX_RANKS
+
+
+_POD = re.compile(r"\[pod/(?P<pod>[\w.-]{1,300})\] ")
 _MAX_RANKS = 100_000
 _STAMP = re.compile(
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:?\d\d) "
