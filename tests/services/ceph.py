@@ -27,8 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from services.processes import end_by_pid_file, free_port, wait_until
 
-PACKAGES = ("ceph-mon", "ceph-osd", "ceph-mgr", "radosgw", "ceph-common")
-PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "ceph-mgr", "monmaptool", "radosgw", "radosgw-admin")
+PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-common")
+PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY = "ckptctl-test"
 SECRET_KEY = "ckptctl-test-secret"
 
@@ -59,7 +59,6 @@ admin socket = {folder}/run/$name.asok
 pid file = {folder}/run/$name.pid
 log file = {folder}/log/$name.log
 mon data = {folder}/mon
-mgr data = {folder}/mgr
 osd data = {folder}/osd
 [client.rgw]
 rgw data = {folder}/rgw
@@ -88,11 +87,12 @@ def why_not() -> str | None:
 
 
 def start(folder: Path, tries: int = 3) -> Gateway:
-    """Bring up monitor, manager, one disk in memory and the gateway; 10 to 20 s.
+    """Bring up monitor, one disk in memory and the gateway; 10 to 20 s.
 
-    A monitor that is young now and then refuses a command, so it is tried again. Raises
-    `subprocess.CalledProcessError` or `TimeoutError` where a part of it does not come
-    up in the last of the `tries`; `FOLDER/log` says why.
+    No request needs a manager, which would take as much processor time as all the rest. A monitor
+    that is young now and then refuses a command, so it is tried again. Raises
+    `subprocess.CalledProcessError` or `TimeoutError` where a part of it does not come up in the
+    last of the `tries`; `FOLDER/log` says why.
     """
     for _ in range(tries - 1):
         with suppress(subprocess.CalledProcessError, TimeoutError):
@@ -103,7 +103,7 @@ def start(folder: Path, tries: int = 3) -> Gateway:
 def _start(folder: Path) -> Gateway:
     stop(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ("run", "log", "mon", "mgr", "osd", "rgw"):
+    for name in ("run", "log", "mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
     fsid, port, mon_port = str(uuid.uuid4()), free_port(), free_port()
     conf = str(folder / "ceph.conf")
@@ -144,7 +144,6 @@ def _start_cluster(conf: str, folder: Path, fsid: str, mon_port: int) -> None:
     _run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", at, monmap)
     _run("ceph-mon", "-c", conf, "-i", "a", "--mkfs", "--monmap", monmap)
     _run("ceph-mon", "-c", conf, "-i", "a")
-    _run("ceph-mgr", "-c", conf, "-i", "x")
     disk = str(uuid.uuid4())
     number = _run("ceph", "-c", conf, "osd", "new", disk).strip()
     _run("ceph-osd", "-c", conf, "-i", number, "--mkfs", "--osd-uuid", disk)
