@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from command_line import clean_environment
+from command_line import clean_environment, torch_server
 
 JOIN = """
 import atexit, os, sys, time
@@ -22,27 +23,54 @@ def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
+_BEGIN = """
+import os
+os.setsid()
+os.write(1, b"%d\\n" % os.getpid())
+"""
+
+
+class Rank(subprocess.Popen[str]):
+    """A process that is forked for the one which is started; signals are for the forked one."""
+
+    forked: int
+
+    def read_number(self) -> None:
+        """Wait for its first line, and read nothing behind it."""
+        line = b""
+        while not line.endswith(b"\n"):
+            if not (byte := os.read(self.stdout.fileno(), 1)):
+                raise AssertionError(f"it ended before it began: {self.stderr.read()}")
+            line += byte
+        self.forked = int(line)
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.forked, sig)
+
 
 @contextmanager
-def ranks(code: str, size: int, tmp_path: Path, **env: str) -> Iterator[list[subprocess.Popen]]:
+def ranks(code: str, size: int, tmp_path: Path, **env: str) -> Iterator[list[Rank]]:
     """`size` processes that run `code` after they have joined; each leads a group of its own."""
+    command = [torch_server().python, "-c", _BEGIN + JOIN + code]
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOIN + code, str(rank), str(size), str(tmp_path / "meet")],
+        Rank(
+            [*command, str(rank), str(size), str(tmp_path / "meet")],
             env=clean_environment(**env),
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
         for rank in range(size)
     ]
     try:
+        for process in started:
+            process.read_number()
         yield started
     finally:
         for process in started:
-            process.kill()
+            subprocess.Popen.send_signal(process, signal.SIGKILL)
             process.communicate()
 
 

@@ -14,18 +14,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_program, validated
+from command_line import COMMAND, clean_environment, run_program, torch_server, validated
 from damage import flip
 from huge_step import bytes_read, make_huge
 
 from ckptctl.distributed.launcher import LaunchedRank, launched_rank
 
 SIZE = 4
-
-TORCHRUN = (
-    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE)),
-    *("-m", "ckptctl"),
-)
 
 Copy = Callable[[Path], Path]
 
@@ -48,6 +43,13 @@ def free_port() -> int:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]
         return port
+
+
+def torchrun(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` in four processes, forked from one that has imported torch."""
+    python = torch_server().python
+    launcher = (python, "-m", "torch.distributed.run", "--nproc-per-node", SIZE, "--no-python")
+    return run_program(*launcher, python, *words, OMP_NUM_THREADS="1", **variables)
 
 
 @contextmanager
@@ -118,17 +120,8 @@ def test_what_a_training_process_starts_stays_out_of_its_job():
 @pytest.mark.slow
 def test_torchrun_gives_one_report_in_which_every_byte_is_proven(step, tmp_path):
     report_file = tmp_path / "report.json"
-    done = run_program(
-        *TORCHRUN,
-        "verify",
-        step,
-        "--level",
-        "content",
-        "--json",
-        "--report",
-        report_file,
-        OMP_NUM_THREADS="1",
-    )
+    words = ("verify", step, "--level", "content", "--json", "--report", report_file)
+    done = torchrun("-m", "ckptctl", *words)
     assert done.returncode == 0, done.stderr
     report = validated(done.stdout)["report"]
     assert (report["verdict"], report["level"]) == ("complete", "content")
@@ -208,9 +201,8 @@ with joined(launched_rank(os.environ)) as group:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_the_error_of_one_process_ends_the_work_of_all_and_names_its_rank(tmp_path):
-    (tmp_path / "sharing.py").write_text(SHARING)
-    done = run_program(*TORCHRUN[:-2], tmp_path / "sharing.py", OMP_NUM_THREADS="1")
+def test_the_error_of_one_process_ends_the_work_of_all_and_names_its_rank():
+    done = torchrun("-c", SHARING)
     assert done.returncode == 0, done.stderr
     line = f"StorageUnavailable 75 rank 2 on {socket.gethostname()}: the mount is stale"
     assert done.stdout.count(line) == SIZE
@@ -249,11 +241,8 @@ UNSEEN_SOURCE = (
     ("code", "blind"), [(UNSEEN, 0), (UNSEEN, 2), (UNSEEN_SOURCE, 2)], ids=["0", "2", "reshard"]
 )
 def test_a_process_that_does_not_find_the_step_ends_all_with_its_error(step, tmp_path, code, blind):
-    (tmp_path / "unseen.py").write_text(code)
     missing = tmp_path / "step_5"
-    done = run_program(
-        *TORCHRUN[:-2], tmp_path / "unseen.py", step, missing, OMP_NUM_THREADS="1", BLIND=str(blind)
-    )
+    done = torchrun("-c", code, step, missing, BLIND=str(blind))
     assert done.returncode == 0, done.stderr
     line = f"PathNotFound 2 rank {blind} on {socket.gethostname()}: {missing} does not exist"
     assert done.stdout.count(line) == SIZE, done.stdout

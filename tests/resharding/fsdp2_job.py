@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.multiprocessing.spawn import start_processes
 
 
 class Model(nn.Module):
@@ -107,7 +107,7 @@ def main() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    mp.spawn(work, (asked, port), asked.ranks)
+    start_processes(work, (asked, port), asked.ranks, start_method="fork")
     return 0
 
 

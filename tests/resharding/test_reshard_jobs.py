@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_program
+from command_line import COMMAND, REPOSITORY, clean_environment, torch_server
 from damage import flip
 
 import ckptctl
@@ -19,11 +18,12 @@ from ckptctl.model import Level
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-JOB = Path(__file__).parent / "fsdp2_job.py"
-
 
 def job(*words: object) -> str:
-    done = run_program(sys.executable, str(JOB), *map(str, words))
+    """Run `fsdp2_job`; all its ranks are forked from one process that has imported torch."""
+    paths = f"{Path(__file__).parent}:{REPOSITORY}"
+    words = ("-m", "fsdp2_job", *map(str, words))
+    done = torch_server().run(words, env=clean_environment(PYTHONPATH=paths))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,8 +67,19 @@ def test_two_by_two_ranks_with_tensor_parallelism_load_the_same_values(saved, tm
 
 
 def torchrun(source: object, target: object, n: int, **environment: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n)]
-    words += ["-m", "ckptctl", "reshard", str(source), str(target), "--world-size", "5", "--apply"]
+    python = torch_server().python
+    words = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--no-python"]
+    words += [
+        python,
+        "-m",
+        "ckptctl",
+        "reshard",
+        str(source),
+        str(target),
+        "--world-size",
+        "5",
+        "--apply",
+    ]
     return subprocess.Popen(
         words,
         env=clean_environment(**environment),

@@ -240,7 +240,7 @@ sys.exit(stop.exit_code)
 def test_workers_outlive_a_signal_to_all_processes_of_the_job(tmp_path: Path):
     with ranks(LOADER, 1, tmp_path) as (process,):
         wait_for(process, "step 5")
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.forked, signal.SIGTERM)
         ((code, out, err),) = ends([process])
     assert (code, err) == (143, "")
     assert out[-1].startswith("saved")
