@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +14,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from command_line import COMMAND, REPOSITORY, clean_environment, run_ckptctl, validated
+from command_line import (
+    COMMAND,
+    REPOSITORY,
+    clean_environment,
+    run_ckptctl,
+    torch_server,
+    validated,
+)
 from made_roots import make_templates, put_step
 from next_commands import next_command
 from services.counting_proxy import Fault
@@ -197,9 +204,11 @@ def test_a_program_that_calls_the_command_keeps_its_signal_handlers(sealed, tmp_
 
 
 JOB = """
-import sys
+import os, sys
+sys.path[:0] = sys.argv[2:]
 from one_process import Job
 
+print(os.getpid(), flush=True)
 job = Job(sys.argv[1], keep=1)
 job.resume()
 job.train(1, 10_000, save_every=1)
@@ -216,14 +225,14 @@ job.train(1, 10_000, save_every=1)
 def test_the_ledger_names_every_step_that_keep_removed_however_the_job_ends(tmp_path, number):
     root = tmp_path / "run"
     tests = REPOSITORY / "tests"
-    paths = ":".join(map(str, (REPOSITORY, tests, tests / "train")))
-    job = [sys.executable, "-c", JOB, root]
-    variables = clean_environment(PYTHONPATH=paths)
-    with started(job, env=variables, stderr=subprocess.DEVNULL) as process:
+    job = [torch_server().python, "-c", JOB, root, tests, tests / "train"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with started(job, env=clean_environment(OMP_NUM_THREADS="1"), **streams) as process:
+        forked = int(process.stdout.readline())
         # A later one, too: each save removes the one before.
         eighth = [root / f"step_{step}" for step in range(8, 200)]
         wait_until(lambda: any(each.exists() for each in eighth), what="the eighth save")
-        process.send_signal(number)
+        os.kill(forked, number)
         process.wait()
     assert process.returncode
     with open_store(str(root)) as store:

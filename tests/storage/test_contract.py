@@ -60,10 +60,13 @@ def opened(
 def store(opened: Open) -> Store:
     """A root with two steps and a file of its own."""
     root = opened("runs/a")
-    root.put("step_1/.metadata", b"meta of 1")
-    root.put("step_1/__0_0.distcp", bytes(range(256)) * 40)
-    root.put("step_10/.metadata", b"meta of 10")
-    root.put("latest", b"step_10")
+    for name, data in (
+        ("step_1/.metadata", b"meta of 1"),
+        ("step_1/__0_0.distcp", bytes(range(256)) * 40),
+        ("step_10/.metadata", b"meta of 10"),
+        ("latest", b"step_10"),
+    ):
+        root.put(name, data, replace=True)  # without the request whether it is there
     return root
 
 
