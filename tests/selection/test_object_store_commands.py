@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,19 @@ DAMAGED = (
 DAMAGES = (("cut", 1), ("cut", 3), ("lose", 1), ("lose", 3))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [DAMAGES[0], DAMAGES[3], *(pytest.param(d, marks=pytest.mark.slow) for d in DAMAGES[1:3])],
-)
-@pytest.mark.parametrize("words", DAMAGED, ids=lambda words: " ".join(map(str, words[:-1])))
+def cases() -> Iterator[object]:
+    """Each command with each damage on moto's server, and with one of them on Ceph's, in turn."""
+    for n, words in enumerate(DAMAGED):
+        name = " ".join(map(str, words[:-1]))
+        for m, damage in enumerate(DAMAGES):
+            marks = [pytest.mark.slow] if 0 < m < len(DAMAGES) - 1 else []
+            yield pytest.param("s3_moto", words, damage, id=f"moto-{name}-{m}", marks=marks)
+            if m == n % len(DAMAGES):
+                marks = [pytest.mark.slow]
+                yield pytest.param("s3_ceph", words, damage, id=f"ceph-{name}-{m}", marks=marks)
+
+
+@pytest.mark.parametrize(("s3", "words", "damage"), [*cases()], indirect=["s3"])
 def test_a_refusal_over_damaged_steps_leads_on(bucket, words, damage):
     *command, exit_codes = words
     how, n_damaged = damage
