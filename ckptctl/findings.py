@@ -102,6 +102,7 @@ CODES: Mapping[str, Code] = {
     "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata cannot be decoded"),
     "metadata.unsafe": _fault(Verdict.UNSAFE, "loading the metadata could run code"),
     "metadata.ambiguous": _fault(Verdict.INCOMPLETE, "the step has two sets of metadata"),
+    "metadata.path": _fault(Verdict.CORRUPT, "a key path contradicts the name of its entry"),
     "metadata.foreign": _warning("the metadata names another step"),
     "shard.missing": _fault(Verdict.INCOMPLETE, "a shard file is missing"),
     "shard.truncated": _fault(

@@ -22,6 +22,7 @@ from operator import add, gt, mul
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.model import DTYPE_SIZES, NO_FILE, BytesEntry, FileInfo, Metadata, TensorEntry
 from ckptctl.records.ranges import Ranges
@@ -138,6 +139,33 @@ def check_holds_anything(parts: Sequence[Sequence[Metadata]]) -> Iterator[Findin
         expected="tensors",
         found="no entries",
         next_command="ckptctl explain metadata.empty",
+    )
+
+
+def check_key_paths(metadatas: Sequence[Metadata], part_path: str = "") -> Iterator[Finding]:
+    """Yield one `metadata.path` where key paths contradict the names of their entries.
+
+    torch names an entry by the keys that lead to it, joined with dots, and keeps the keys too: a
+    load into nested state and a conversion go by them, and no record shows them. The planner of
+    another tool may keep other paths: then none of them is even as long as its name.
+    Source: torch 2.13 `torch/distributed/checkpoint/_nested_dict.py`.
+    """
+    names = [
+        (fqn, ".".join(map(str, path)))
+        for metadata in metadatas
+        for fqn, path in metadata.planner_paths.items()
+    ]
+    wrong = [(fqn, joined) for fqn, joined in names if joined != fqn]
+    if not wrong or not any(len(fqn) == len(joined) for fqn, joined in names):
+        return
+    (fqn, joined), where = wrong[0], inside(part_path, METADATA)
+    yield Finding(
+        "metadata.path",
+        where,
+        f"the key paths of {counted(len(wrong), 'entry', 'entries')} in {where} contradict their "
+        f"names; the first is that of {shown(fqn)}: bytes of the metadata were changed",
+        expected=shown(fqn),
+        found=shown(joined),
     )
 
 

@@ -13,7 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.presence import check_holds_anything, check_presence, check_sizes
+from ckptctl.checks.presence import (
+    check_holds_anything,
+    check_key_paths,
+    check_presence,
+    check_sizes,
+)
 from ckptctl.checks.shape import (
     check_identity,
     check_shape,
@@ -137,6 +142,7 @@ def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterat
         yield from check_rank_files(opened.step, part.part, archives, held_inside, of_rank_0)
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
+        yield from check_key_paths(part.metadata, part.path)
         yield from check_identity(opened.step, part.part, part.metadata[0])
         yield from check_times(opened.step, part.part, part.ranges.file_names)
         yield from check_presence(part.ranges, part.part.files, part.path)

@@ -41,7 +41,6 @@ INVISIBLE = frozenset(
         "checkpoint_id",
         "save_id",
         "version",
-        "path",
         "requires_grad",
         "memory_format",
         "pin_memory",

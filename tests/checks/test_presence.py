@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_parts import listing, metadata, tensor
 
-from ckptctl.checks.presence import check_presence, escape_reason
+from ckptctl.checks.presence import check_key_paths, check_presence, escape_reason
+from ckptctl.data_classes import replace
 from ckptctl.findings import Finding, Severity
 from ckptctl.model import (
     ByteRange,
@@ -271,6 +272,26 @@ def test_the_files_of_all_ranks_are_named_between_them():
     assert [f.code for f in check(ranks[0], files=listing({FILE: 100, OTHER: 100}))] == [
         "shard.orphan"
     ]
+
+
+@pytest.mark.parametrize(
+    ("paths", "n_wrong"),
+    [
+        ({"model.w": ("model", "w"), "a.0.lr": ("a", 0, "lr")}, 0),
+        ({"model.w": ("model", "w"), "a.0.lr": ("a", 1, "lr")}, 1),
+        ({"model.w": ("modem", "w"), "model.b": ("modem", "b")}, 2),
+        ({"model.w": ("model",), "model.b": ("model", "b")}, 1),
+        ({"model.w": ("module", "the", "w"), "model.b": ()}, 0),  # another planner's
+        ({}, 0),
+    ],
+)
+def test_a_key_path_that_contradicts_its_name_is_found(paths, n_wrong):
+    found = [*check_key_paths([replace(sound(), planner_paths=paths)], "actor")]
+    assert [one.code for one in found] == ["metadata.path"] * bool(n_wrong)
+    for one in found:
+        assert one.where == "actor/.metadata"
+        entries = "entry" if n_wrong == 1 else "entries"
+        assert one.message.startswith(f"the key paths of {n_wrong} {entries} in actor/.metadata")
 
 
 def test_a_hundred_thousand_files_of_one_entry_each_are_one_pass():

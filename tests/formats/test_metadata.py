@@ -320,6 +320,12 @@ def test_ordered_dicts_stand_for_dicts_wherever_there_are_dicts():
     assert decoded.bytes_entries["b"].path == ("x", 0)
 
 
+def test_a_key_that_no_writer_has_is_kept_as_what_it_is():
+    planner = dict_of(text("b"), tuple_of(text("x"), b"N", dict_of()))
+    decoded = decode_metadata(metadata(text("b"), bytes_entry(), planner=planner))
+    assert decoded.planner_paths == {"b": ("x", "None", "<dict>")}
+
+
 @pytest.mark.parametrize(
     "planner",
     [b"N", list_of(dict_of(text("w"), number(1))), text("mine"), dict_of(number(3), b"\x88")],

@@ -228,12 +228,17 @@ def _planner_paths(planner_data: object) -> Mapping[str, Path]:
     if not isinstance(planner_data, dict):
         return {}
     return {
-        fqn: path
+        fqn: tuple(map(_key, path))
         for fqn, path in planner_data.items()
-        if isinstance(fqn, str)
-        and isinstance(path, tuple)
-        and all(type(part) in (str, int) for part in path)
+        if isinstance(fqn, str) and isinstance(path, tuple)
     }
+
+
+def _key(part: object) -> str | int:
+    """A key as torch has it in a name; what no dict of a writer has as a key by its kind."""
+    if type(part) in (str, int):
+        return cast("str | int", part)
+    return str(part) if part is None or type(part) in (bool, float) else f"<{_kind_of(part)}>"
 
 
 _IN_TABLE = Chunks.of(0, [])
