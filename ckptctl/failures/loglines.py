@@ -104,6 +104,11 @@ _PREFIXES = tuple(
         r"(?:- )+",
     )
 )
+# A line of an object that is printed over several lines, as torch's error handler prints one.
+_MEMBER = re.compile(
+    r'\s{0,40}"(?:message|msg|error|exception|exc_info|py_callstack|traceback|log|textPayload)"'
+    r'\s{0,4}:\s{0,4}"(?P<text>[^{"].*?)"?,?'
+)
 _LOGFMT = re.compile(
     r"(?:^|\s)(?P<key>level|lvl|msg|message|ts|time|host|error|err)="
     r'(?P<value>"(?:[^"\\]|\\.)*(?:"|$)|\S+)'
@@ -118,6 +123,8 @@ def take_apart(raw: str) -> LogLine:
         found = _from_json(stripped)
         if found is not None:
             return found
+    elif member := _MEMBER.fullmatch(text, 0, MAX_MATCHED) if stripped.startswith('"') else None:
+        text = member["text"].replace('\\"', '"')
     found = LogLine(text)
     for _ in range(_MAX_PREFIXES):
         for prefix in _PREFIXES:

@@ -28,6 +28,22 @@ LOW_DISK = ("infra-storage", "low")
 BAD_DATA = ("job-data", "medium")
 FORMS = (
     (
+        "an error in an object that is printed over several lines",
+        (
+            '[ERROR] error_handler: {\n  "message": {\n    "message": "OutOfMemoryError: CUDA out '
+            'of memory. Tried to allocate 1.00 GiB. The \\"pool\\" is full",\n    "extraInfo": {'
+        ),
+        ("job-oom", "medium"),
+    ),
+    (
+        "the notice of a spot instance",
+        (
+            '{"level":"warn","message":"Spot interruption payload received: {}"}\n'
+            '{"level":"warn","message":"Instance is going to be interrupted in 2 minutes."}'
+        ),
+        ("preemption", "high"),
+    ),
+    (
         "a failed connection before a segmentation fault",
         (
             "node3:812:0 ucp_worker.c:1855 UCX ERROR Input/output error on the way to node4\n"
