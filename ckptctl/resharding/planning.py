@@ -13,13 +13,14 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 
-from ckptctl.data_classes import dataclass, field
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_WORLD_SIZE, Finding
 from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.formats.dcp.writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import counted, inside, some_of
+from ckptctl.model import ByteRange, BytesEntry, Chunk, Chunks, TensorEntry
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.mesh import (
     Mesh,
@@ -95,7 +96,7 @@ class PartPlan:
 
     source: SourcePart
     files: tuple[TargetFile, ...]
-    entries: tuple[SavedTensor | SavedBytes, ...]
+    entries: tuple[TensorEntry | BytesEntry, ...]
     paths: Mapping[str, tuple[str | int, ...]]
     n_cut: int
     n_whole: int
@@ -134,8 +135,12 @@ class Plan:
             digest.update(repr((part.source.path, part.source.digests)).encode())
             digest.update(repr([(file.path, file.n_bytes) for file in part.files]).encode())
             for entry in part.entries:
-                if isinstance(entry, SavedTensor):
-                    digest.update(repr((entry.fqn, entry.chunks)).encode())
+                if isinstance(entry, TensorEntry):
+                    chunks = entry.chunks
+                    digest.update(repr((entry.fqn, chunks.file_names)).encode())
+                    columns = (chunks.offsets, chunks.sizes, chunks.starts, chunks.lengths)
+                    for column in (chunks.files, *columns):
+                        digest.update(column)
         digest.update(repr([(one.file.path, one.file.size) for one in self.files]).encode())
         return digest.hexdigest()[:32]
 
@@ -248,22 +253,25 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
         for at, one in enumerate(slices[n]):
             if placed[n][at] is None:
                 placed[n][at] = owners.lightest(one.ranks, _n_bytes(tensor, one))
-    entries: list[SavedTensor | SavedBytes] = []
+    entries: list[TensorEntry | BytesEntry] = []
     everyone = tuple(range(n_ranks))
     # As torch does, entries that are no tensors come first.
     for other in others:
         file = files[owners.lightest(everyone, other.record.length)]
         length, transforms = other.record.length, other.record.transforms
-        entries.append(SavedBytes(other.fqn, _name(file), file.n_bytes, length, transforms))
+        record = ByteRange(_name(file), file.n_bytes, length, transforms)
+        entries.append(BytesEntry(other.fqn, record))
         _append(file, other, None, length)
     for tensor, own, ranks in zip(tensors, slices, placed, strict=True):
         chunks = []
         for one, rank in zip(own, ranks, strict=True):
             file = files[rank or 0]
             length = tensor_frame(tensor.entry.dtype, one.elements.sizes).length
-            chunks.append(SavedChunk(*one.elements, _name(file), file.n_bytes, length))
+            record = ByteRange(_name(file), file.n_bytes, length)
+            chunks.append(Chunk(*one.elements, record))
             _append(file, tensor, one.elements, length)
-        entries.append(_saved(tensor, chunks))
+        columns = Chunks.of(len(tensor.entry.shape), chunks)
+        entries.append(replace(tensor.entry, chunks=columns))
     known = {entry.fqn for entry in entries}
     paths = {fqn: path for fqn, path in part.paths.items() if fqn in known}
     n_cut = sum(len(own) > 1 for own in slices)
@@ -356,17 +364,3 @@ def _append(
 ) -> None:
     file.items.append(Item(entry, elements, file.n_bytes, length))
     file.n_bytes += length
-
-
-def _saved(tensor: SourceTensor, chunks: Sequence[SavedChunk]) -> SavedTensor:
-    entry = tensor.entry
-    return SavedTensor(
-        entry.fqn,
-        entry.dtype,
-        entry.shape,
-        chunks,
-        entry.layout,
-        entry.requires_grad,
-        entry.memory_format,
-        entry.pin_memory,
-    )

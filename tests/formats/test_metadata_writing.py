@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.formats.dcp.writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
-from ckptctl.model import ByteRange, Metadata
+from ckptctl.formats.dcp.writing import metadata_bytes
+from ckptctl.model import ByteRange, BytesEntry, Chunk, Chunks, Metadata, TensorEntry
 
 
 def metadata_of(checkpoints: Path, variant: str) -> bytes:
@@ -18,31 +18,12 @@ def metadata_of(checkpoints: Path, variant: str) -> bytes:
 
 
 def written_again(metadata: Metadata) -> bytes:
-    entries = [
-        SavedTensor(
-            tensor.fqn,
-            tensor.dtype,
-            tensor.shape,
-            [SavedChunk(c.offsets, c.sizes, *where(c.byte_range)) for c in tensor.chunks],
-            tensor.layout,
-            tensor.requires_grad,
-            tensor.memory_format,
-            tensor.pin_memory,
-        )
-        for tensor in metadata.tensors.values()
-    ]
-    others = [SavedBytes(b.fqn, *where(b.byte_range)) for b in metadata.bytes_entries.values()]
     return metadata_bytes(
-        [*entries, *others],
+        [*metadata.tensors.values(), *metadata.bytes_entries.values()],
         metadata.planner_paths,
         checkpoint_id=metadata.checkpoint_id or "",
         save_id=metadata.save_id or "",
     )
-
-
-def where(byte_range: ByteRange | None) -> tuple[str, int, int]:
-    assert byte_range is not None
-    return byte_range.file, byte_range.offset, byte_range.length
 
 
 VARIANTS = ("run_fsdp4", "shapes_2", "dtypes_1", "tp_fsdp_2x2", "uneven_8", "ddp_2")
@@ -74,12 +55,12 @@ def test_torch_reads_the_same_from_it_as_from_its_own(checkpoints, variant):
 def test_long_lists_large_numbers_and_long_names_are_written_whole(n_chunks):
     fqn = "layers." * 50 + "weight"
     chunks = [
-        SavedChunk((n, 0), (1, 9), f"__{n % 7}_0.distcp", n << 33, 9) for n in range(n_chunks)
+        Chunk((n, 0), (1, 9), ByteRange(f"__{n % 7}_0.distcp", n << 33, 9)) for n in range(n_chunks)
     ]
     data = metadata_bytes(
         [
-            SavedTensor(fqn, "bfloat16", (n_chunks, 9), chunks),
-            SavedBytes("é", "__0_0.distcp", 0, 1),
+            TensorEntry(fqn, "bfloat16", (n_chunks, 9), Chunks.of(2, chunks)),
+            BytesEntry("é", ByteRange("__0_0.distcp", 0, 1)),
         ],
         {fqn: ("layers", 1 << 40, -5), "é": ("é",)},
         checkpoint_id="s3://bucket/run",
@@ -89,13 +70,14 @@ def test_long_lists_large_numbers_and_long_names_are_written_whole(n_chunks):
     found = read.tensors[fqn].chunks
     assert len(found) == n_chunks
     for number in {0, n_chunks // 2, n_chunks - 1} if n_chunks else ():
-        at = ByteRange(chunks[number].file, chunks[number].start, 9)
-        assert (found[number].offsets, found[number].byte_range) == ((number, 0), at)
+        assert found[number] == chunks[number]
     assert read.planner_paths[fqn] == ("layers", 1 << 40, -5)
 
 
 def test_what_records_went_through_is_said_of_each():
-    entries = [SavedBytes(fqn, "__0_0.distcp", 0, 5, ("stream.zstd/1",)) for fqn in "abc"]
+    entries = [
+        BytesEntry(fqn, ByteRange("__0_0.distcp", 0, 5, ("stream.zstd/1",))) for fqn in "abc"
+    ]
     data = metadata_bytes(entries, {}, checkpoint_id="x", save_id="y")
     read = decode_metadata(data).bytes_entries
     assert [entry.byte_range.transforms for entry in read.values()] == [("stream.zstd/1",)] * 3

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.formats.dcp.writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.dcp.writing import metadata_bytes
+from ckptctl.model import ByteRange, BytesEntry, Chunk, Chunks, TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def write_step(
 ) -> None:
     """Write a step: each tensor in its slices, which go to the shard files in turn."""
     files = [bytearray() for _ in range(n_files)]
-    entries: list[SavedTensor | SavedBytes] = []
+    entries: list[TensorEntry | BytesEntry] = []
     turn = 0
 
     def put(data: bytes) -> tuple[str, int, int]:
@@ -56,7 +57,7 @@ def write_step(
         return f"__{number}_0.distcp", start, len(data)
 
     for fqn, value in (others or {}).items():
-        entries.append(SavedBytes(fqn, *put(record(value))))
+        entries.append(BytesEntry(fqn, ByteRange(*put(record(value)))))
     for fqn, (tensor, boxes) in tensors.items():
         chunks = []
         for offsets, sizes in boxes:
@@ -64,9 +65,11 @@ def write_step(
             part = part.clone()
             if transposed and part.dim() > 1:
                 part = part.transpose(0, -1).clone().transpose(0, -1)
-            chunks.append(SavedChunk(offsets, sizes, *put(record(part))))
+            chunks.append(Chunk(offsets, sizes, ByteRange(*put(record(part)))))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(SavedTensor(fqn, dtype, tuple(tensor.shape), chunks))
+        entries.append(
+            TensorEntry(fqn, dtype, tuple(tensor.shape), Chunks.of(tensor.dim(), chunks))
+        )
     step.mkdir(parents=True)
     for number, data in enumerate(files):
         (step / f"__{number}_0.distcp").write_bytes(data)

@@ -17,10 +17,11 @@ from ckptctl import Level, Report, Severity, Verdict
 from ckptctl.checks.stale_shards import FEW
 from ckptctl.errors import StorageUnavailable
 from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.formats.dcp.writing import SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.model import ByteRange, Chunk, Chunks, TensorEntry
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
@@ -59,10 +60,10 @@ def save(
             frame = tensor_frame("float32", (ROWS, 8))
             record = frame.before + data + frame.after(crc32(data))
             chunks.append(
-                SavedChunk((ROWS * rank, 0), (ROWS, 8), name, len(files[name]), len(record))
+                Chunk((ROWS * rank, 0), (ROWS, 8), ByteRange(name, len(files[name]), len(record)))
             )
             files[name] += record
-        entries.append(SavedTensor(fqn, "float32", (ROWS * ranks, 8), chunks))
+        entries.append(TensorEntry(fqn, "float32", (ROWS * ranks, 8), Chunks.of(2, chunks)))
     paths = {entry.fqn: (entry.fqn,) for entry in entries}
     made = metadata_bytes(entries, paths, checkpoint_id=f"step_{number}", save_id="1")
     for name, data in {**files, ".metadata": made}.items():

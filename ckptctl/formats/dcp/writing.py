@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from struct import pack
-from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.archive.writing import pickled_integer
+from ckptctl.model import ByteRange, BytesEntry, TensorEntry
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -30,46 +29,8 @@ _VERSION = "1.0.0"
 Dims = tuple[int, ...]
 
 
-class SavedChunk(NamedTuple):
-    """A box of a tensor, in elements, and where its record lies, in bytes."""
-
-    offsets: Dims
-    sizes: Dims
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor with its chunks, in their order; see `model.TensorEntry`."""
-
-    fqn: str
-    dtype: str
-    shape: Dims
-    chunks: Sequence[SavedChunk]
-    layout: str = "strided"
-    requires_grad: bool = False
-    memory_format: int = 0
-    pin_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SavedBytes:
-    """An entry that is no tensor, and where its record lies, in bytes.
-
-    `transforms` names what the record went through; see `model.ByteRange`.
-    """
-
-    fqn: str
-    file: str
-    start: int
-    length: int
-    transforms: tuple[str, ...] = ()
-
-
 def metadata_bytes(
-    entries: Sequence[SavedTensor | SavedBytes],
+    entries: Sequence[TensorEntry | BytesEntry],
     paths: Mapping[str, tuple[str | int, ...]],
     *,
     checkpoint_id: str,
@@ -164,9 +125,9 @@ def _dims(dims: Dims) -> bytes:
     return _tuple([pickled_integer(dim) for dim in dims])
 
 
-def _entry(memo: _Memo, entry: SavedTensor | SavedBytes) -> bytes:
+def _entry(memo: _Memo, entry: TensorEntry | BytesEntry) -> bytes:
     key = memo.text(entry.fqn)
-    if isinstance(entry, SavedBytes):
+    if isinstance(entry, BytesEntry):
         named = memo.name(_DCP, "BytesStorageMetadata")
         memo.n_kept += 1
         return key + named + b")\x81" + _MEMOIZED
@@ -174,19 +135,20 @@ def _entry(memo: _Memo, entry: SavedTensor | SavedBytes) -> bytes:
     parts += [memo.text("properties"), _properties(memo, entry)]
     parts += [memo.text("size"), memo.size(entry.shape), memo.text("chunks"), b"]", _MEMOIZED]
     memo.n_kept += 1
-    chunks = (_chunk(memo, chunk) for chunk in entry.chunks)
-    while batch := b"".join(islice(chunks, _BATCH)):
+    chunks = entry.chunks
+    each = (_chunk(memo, chunks.offsets_of(n), chunks.sizes_of(n)) for n in range(len(chunks)))
+    while batch := b"".join(islice(each, _BATCH)):
         parts += [b"(", batch, b"e"]
     return b"".join((*parts, b"ub"))
 
 
-def _chunk(memo: _Memo, chunk: SavedChunk) -> bytes:
+def _chunk(memo: _Memo, offsets: Dims, sizes: Dims) -> bytes:
     head = memo.new(_DCP, "ChunkStorageMetadata")
-    offsets = memo.text("offsets") + memo.size(chunk.offsets)
-    return head + offsets + memo.text("sizes") + memo.size(chunk.sizes) + b"ub"
+    begin = memo.text("offsets") + memo.size(offsets)
+    return head + begin + memo.text("sizes") + memo.size(sizes) + b"ub"
 
 
-def _properties(memo: _Memo, tensor: SavedTensor) -> bytes:
+def _properties(memo: _Memo, tensor: TensorEntry) -> bytes:
     # The state of this class is a tuple.
     head = memo.name(_DCP, "TensorProperties") + b")\x81" + _MEMOIZED + b"("
     memo.n_kept += 1
@@ -205,15 +167,19 @@ def _path(memo: _Memo, path: tuple[str | int, ...]) -> bytes:
     return made
 
 
-def _storage(memo: _Memo, entries: Sequence[SavedTensor | SavedBytes]) -> Iterator[bytes]:
+def _storage(memo: _Memo, entries: Sequence[TensorEntry | BytesEntry]) -> Iterator[bytes]:
     for entry in entries:
-        if isinstance(entry, SavedBytes):
-            yield _key(memo, entry.fqn, b"N") + b"ub" + _info(memo, entry)
+        if isinstance(entry, BytesEntry):
+            if entry.byte_range is not None:
+                yield _key(memo, entry.fqn, b"N") + b"ub" + _info(memo, entry.byte_range)
             continue
-        for number, chunk in enumerate(entry.chunks):
+        for number in range(len(entry.chunks)):
+            byte_range = entry.chunks.byte_range_of(number)
+            if byte_range is None:
+                continue
             key = _key(memo, entry.fqn, pickled_integer(number))
-            key += memo.text("offset") + memo.size(chunk.offsets) + b"ub"
-            yield key + _info(memo, chunk)
+            key += memo.text("offset") + memo.size(entry.chunks.offsets_of(number)) + b"ub"
+            yield key + _info(memo, byte_range)
 
 
 def _key(memo: _Memo, fqn: str, index: bytes) -> bytes:
@@ -221,12 +187,12 @@ def _key(memo: _Memo, fqn: str, index: bytes) -> bytes:
     return head + memo.text("fqn") + memo.text(fqn) + memo.text("index") + index
 
 
-def _info(memo: _Memo, at: SavedChunk | SavedBytes) -> bytes:
+def _info(memo: _Memo, at: ByteRange) -> bytes:
     head = memo.new(_FILESYSTEM, "_StorageInfo")
     file = memo.text("relative_path") + memo.text(at.file)
-    start = memo.text("offset") + pickled_integer(at.start)
+    start = memo.text("offset") + pickled_integer(at.offset)
     end = memo.text("length") + pickled_integer(at.length)
-    if isinstance(at, SavedBytes) and at.transforms:
+    if at.transforms:
         end += memo.text("transform_descriptors") + b"]" + _MEMOIZED
         memo.n_kept += 1
         end += b"(" + b"".join(map(memo.text, at.transforms)) + b"e"
