@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_program, validated
+from every_case import all_cases
 
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, index_lines, page
@@ -76,12 +77,15 @@ def test_what_comes_close_is_offered():
         page("shard.truncted")
 
 
-@pytest.mark.parametrize("each", list(all_pages()), ids=lambda each: each.name)
-def test_a_page_keeps_every_word_when_it_is_laid_out(each):
-    laid_out = [part.text for one in page_lines(each.text, 80) for part in wrapped(one, 80)]
-    written = re.sub("^#+ |```(sh)?", "", each.text, flags=re.M)
-    assert " ".join(laid_out).split() == written.split()
-    assert all(len(text) <= 80 for text in laid_out if not text.startswith("  "))
+def test_a_page_keeps_every_word_when_it_is_laid_out():
+    with all_cases() as case:
+        for each in all_pages():
+            with case(each.name):
+                lines = page_lines(each.text, 80)
+                laid_out = [part.text for one in lines for part in wrapped(one, 80)]
+                written = re.sub("^#+ |```(sh)?", "", each.text, flags=re.M)
+                assert " ".join(laid_out).split() == written.split()
+                assert all(len(text) <= 80 for text in laid_out if not text.startswith("  "))
 
 
 def test_an_address_leads_to_a_page_of_the_site_that_the_package_states_and_a_heading(tmp_path):

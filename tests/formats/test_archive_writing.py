@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from every_case import all_cases
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ckptctl.formats.archive.directory import View, check_headers, parse_directory
@@ -29,19 +30,21 @@ def written(dtype: str, shape: tuple[int, ...], data: bytes) -> bytes:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("dtype", sorted(WRITABLE))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_a_record_is_byte_for_byte_what_torch_saves(dtype, shape):
+def test_a_record_is_byte_for_byte_what_torch_saves(shape):
     import torch
 
-    data = random.Random(f"{dtype} {shape}").randbytes(prod(shape) * DTYPE_SIZES[dtype])
-    if dtype == "bool":
-        data = bytes(byte & 1 for byte in data)
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, dtype))
-    saved = io.BytesIO()
-    torch.save(tensor.reshape(shape), saved)
-    assert written(dtype, shape, data) == saved.getvalue()
+    with all_cases() as case:
+        for dtype in sorted(WRITABLE):
+            data = random.Random(f"{dtype} {shape}").randbytes(prod(shape) * DTYPE_SIZES[dtype])
+            if dtype == "bool":
+                data = bytes(byte & 1 for byte in data)
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            saved = io.BytesIO()
+            torch.save(flat.view(getattr(torch, dtype)).reshape(shape), saved)
+            with case(dtype):
+                assert written(dtype, shape, data) == saved.getvalue()
 
 
 @pytest.mark.torch
@@ -59,16 +62,18 @@ def test_a_record_without_elements_is_what_torch_saves_but_for_its_last_digits(d
     assert torch.load(io.BytesIO(ours), weights_only=True).shape == shape
 
 
-@pytest.mark.parametrize("dtype", sorted(WRITABLE))
 @pytest.mark.parametrize("shape", [*SHAPES, *EMPTY], ids=str)
-def test_a_record_is_sound_and_describes_its_tensor(dtype, shape):
-    record = written(dtype, shape, bytes(prod(shape) * DTYPE_SIZES[dtype]))
-    checked = check_whole(memoryview(record))
-    assert (checked.unproven, checked.unreadable, checked.wrong) == (None, None, None)
-    assert checked.folds is None or checked.folds[0] == checked.folds[1]
-    pickle = parse_directory(record, len(record)).members[0]
-    stub = decode_tensor_pickle(record[pickle.start : pickle.end])
-    assert (stub.dtype, stub.shape) == (dtype, shape)
+def test_a_record_is_sound_and_describes_its_tensor(shape):
+    with all_cases() as case:
+        for dtype in sorted(WRITABLE):
+            with case(dtype):
+                record = written(dtype, shape, bytes(prod(shape) * DTYPE_SIZES[dtype]))
+                checked = check_whole(memoryview(record))
+                assert (checked.unproven, checked.unreadable, checked.wrong) == (None, None, None)
+                assert checked.folds is None or checked.folds[0] == checked.folds[1]
+                pickle = parse_directory(record, len(record)).members[0]
+                stub = decode_tensor_pickle(record[pickle.start : pickle.end])
+                assert (stub.dtype, stub.shape) == (dtype, shape)
 
 
 def test_what_surrounds_more_than_four_gigabytes_is_what_torch_writes():

@@ -7,9 +7,11 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+from every_case import all_cases
 
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.storage import waiting
@@ -121,7 +123,6 @@ def test_an_address_that_names_nothing_is_a_usage_error(url):
         open_store(url)
 
 
-@pytest.mark.parametrize("scheme", ["s3", "S3", "s3a", "gs", "az", "memory", "https", "hdfs"])
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -141,13 +142,16 @@ def test_an_address_that_names_nothing_is_a_usage_error(url):
         ("bucket/\udcff", "not UTF-8"),
     ],
 )
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_an_address_that_clients_read_in_different_ways_is_a_usage_error(
-    scheme, path, says, client
-):
-    options = {"client": client} if scheme.lower().startswith("s3") else {}
-    with pytest.raises(UsageError, match=says):
-        open_store(f"{scheme}://{path}", storage_options=options)
+def test_an_address_that_clients_read_in_different_ways_is_a_usage_error(path, says):
+    clients = [{"client": "s3fs"}, {"client": "obstore"}]
+    addresses = [
+        *product(("s3", "S3", "s3a"), clients),
+        *product(("gs", "az", "memory", "https", "hdfs"), [{}]),
+    ]
+    with all_cases() as case:
+        for scheme, options in addresses:
+            with case((scheme, options)), pytest.raises(UsageError, match=says):
+                open_store(f"{scheme}://{path}", storage_options=options)
 
 
 @pytest.mark.parametrize(
