@@ -39,6 +39,7 @@ from ckptctl.train.ledger import to_stderr
 from ckptctl.train.loss_guard import why_lost
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
+from ckptctl.train.samples import check_order
 from ckptctl.train.saving import SaveTarget, StateToSave, StepSave, check_step_format
 from ckptctl.train.state import (
     Parts,
@@ -112,6 +113,8 @@ class Checkpointer:
             )
         # An earlier attempt can no longer publish, so an unfinished save is not in progress.
         requirements = replace(requirements, grace_s=0.0)
+        if not options.accept_repetition:
+            check_order(dataloader)
         group = make_group(options.patience_s)
         roots = roots_in(root, optional_roots)
         shared = self._shared = SharedStores.of(storage)

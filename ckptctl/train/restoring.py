@@ -219,9 +219,13 @@ class _Restore:
             self._restore_position(held[GLOBAL_DATA][0])
             return
         same = saved.dp_size in (None, position.dp_size)
-        if parts.keeps_data and not parts.has_global_loader and position.data_key in held and same:
+        own = held.get(position.data_key, (None,))[0]
+        workers = (_n_workers(own), getattr(parts.dataloader, "num_workers", None))
+        same_workers = None in workers or workers[0] == workers[1]
+        takes = parts.keeps_data and not parts.has_global_loader and position.data_key in held
+        if takes and same and same_workers:
             with _accepting("dataloader"):
-                parts.dataloader.load_state_dict(held[position.data_key][0])
+                parts.dataloader.load_state_dict(own)
             self._note("dataloader", restored=True)
             return
         self._note("dataloader", restored=False)
@@ -236,6 +240,12 @@ class _Restore:
         elif not parts.keeps_data:
             why = f"was saved, and this job's {_class(parts.dataloader)} cannot restore one"
             instead = "Use a loader with load_state_dict"
+        elif same:
+            why = (
+                f"was saved by {counted(workers[0] or 0, 'worker')} of the loader, and there are "
+                f"{workers[1]} now"
+            )
+            instead = f"Resume with num_workers={workers[0]}"
         else:
             why = (
                 f"was saved for {saved.dp_size} data-parallel ranks, but there are "
@@ -298,6 +308,19 @@ class _Restore:
         inventory.notes.append(f"{why} now: derived from seed {saved.seed or 0}, step and rank")
 
 
+def _n_workers(state: Any) -> int | None:
+    """The workers that a loader of torchdata (0.11) saved its state with; None of another loader.
+
+    It accepts the state of another number, and fails when the first batch is taken.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    if "_num_yielded" in state:
+        return 0
+    found: int | None = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers")
+    return found
+
+
 def _class(value: Any) -> str:
     return type(value).__name__
 
@@ -322,7 +345,14 @@ def _accepting(what: str) -> Iterator[None]:
     """Raise `ModelDiffers` if an object of the script does not accept its state."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         if "gloo" in str(error).lower() or type(error).__name__.startswith("Dist"):
             raise  # a rank was lost
         first = (str(error).splitlines() or [""])[0][:300]

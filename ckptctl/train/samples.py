@@ -226,6 +226,37 @@ class GlobalLoader:
         self.order = Order(self.order.n_samples, int(state["seed"]), shuffle=bool(state["shuffle"]))
 
 
+def check_order(loader: Any) -> None:
+    """Raise `UsageError` for a loader with state that does not restore the order of its samples.
+
+    torchdata (0.11) saves how many batches were taken, and takes as many again from the sampler at
+    a resume. A sampler of torch that draws its order from random numbers has another order then:
+    samples would be repeated and others left out. A loader of torchdata that shuffles by itself
+    saves the order.
+    """
+    from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+    drawn = [one.__iter__ for one in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)]
+    for sampler in _samplers(loader) if hasattr(loader, "state_dict") else ():
+        if type(sampler).__iter__ in drawn and not hasattr(sampler, "state_dict"):
+            raise UsageError(
+                f"the {type(loader).__name__} takes its samples from a {type(sampler).__name__} of "
+                "torch, whose order cannot be saved: a resume would repeat some samples and leave "
+                "others out. Use GlobalLoader, shuffle=True of torchdata's StatefulDataLoader, or "
+                "torchdata.stateful_dataloader.sampler.RandomSampler; accept_repetition=True "
+                "allows it"
+            )
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    """The samplers of a loader, also those within another."""
+    for name in ("batch_sampler", "sampler"):
+        sampler = getattr(loader, name, None)
+        if sampler is not None:
+            yield sampler
+            yield from _samplers(sampler)
+
+
 def _place(rank: int | None, n_ranks: int | None) -> tuple[int, int]:
     if rank is not None and n_ranks is not None:
         return rank, n_ranks

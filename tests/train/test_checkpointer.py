@@ -251,6 +251,50 @@ def test_a_stateful_loader_goes_on_where_it_was_also_over_the_end_of_an_epoch(tm
     assert {**first.losses, **second.losses} == whole.losses
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 0), (2, 1)])
+def test_another_number_of_workers_of_a_stateful_loader_is_refused(tmp_path, before, now):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def job(n_workers, **options):
+        loader = loaders.StatefulDataLoader(Lines(), batch_size=24, num_workers=n_workers)
+        return Job(tmp_path / "run", dataloader=loader, **options)
+
+    first = job(before)
+    first.resume()
+    first.train(1, 2, save_every=2)
+    first.die()
+    second = job(now)
+    counted = "1 worker" if before == 1 else f"{before} workers"
+    with pytest.raises(StateRefused, match=f"by {counted} of the loader, and there are {now} now"):
+        second.resume()
+    second.die()
+    third = job(now, accept_repetition=True)
+    assert third.resume().report["state"]["lost"] == ["dataloader"]
+    assert next(iter(third.loader))[1].tolist() == list(range(24))
+    third.die()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+def test_a_stateful_loader_whose_order_cannot_be_saved_is_refused(tmp_path):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    drawn = torch.utils.data.RandomSampler(Lines())
+    batches = torch.utils.data.BatchSampler(drawn, 8, drop_last=False)
+    for given in ({"sampler": drawn}, {"batch_sampler": batches}):
+        loader = loaders.StatefulDataLoader(Lines(), **given)
+        with pytest.raises(UsageError, match="from a RandomSampler of torch, whose order cannot"):
+            Job(tmp_path / "run", dataloader=loader)
+        Job(tmp_path / "run", dataloader=loader, accept_repetition=True).die()
+    sound = [
+        loaders.StatefulDataLoader(Lines(), shuffle=True),
+        loaders.StatefulDataLoader(Lines(), sampler=samplers.RandomSampler(Lines())),
+        DataLoader(Lines(), shuffle=True),
+    ]
+    for loader in sound:
+        Job(tmp_path / "run", dataloader=loader).die()
+
+
 def test_another_data_set_is_told_before_it_does_harm(half):
     class Fewer(Lines):
         def __len__(self):
