@@ -6,8 +6,9 @@ flight. `resuming` holds the stages of a resume, `saving` those of a save.
 
 from __future__ import annotations
 
-import atexit
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -186,8 +187,8 @@ class Checkpointer:
                 self._job.tell(f"next: {error.next_command}")
             raise
         attempt.watch()
-        atexit.register(self._at_exit)
         self._attempt = attempt
+        _complete_at_exit(self)
         heartbeat("first-step", step=start.step)
         return start
 
@@ -442,7 +443,8 @@ class Checkpointer:
         finally:
             self._leave("exception")
 
-    def _at_exit(self) -> None:
+    def _end(self) -> None:
+        """Complete the save in flight, and end the record, as the process ends without `close`."""
         try:
             self.flush()
         except CkptctlError as lost:
@@ -451,9 +453,29 @@ class Checkpointer:
 
     def _leave(self, how: str) -> None:
         heartbeat("outside")
-        atexit.unregister(self._at_exit)
+        _open.get(os.getpid(), set()).discard(self)
         self._pool.shutdown(wait=False)
         self._stager.close()
         if self._attempt is not None:
             self._attempt.leave(how)
         self._shared.close()
+
+
+_open: dict[int, set[Checkpointer]] = {}
+"""What is not closed, by process: a fork does not end the checkpointers of its parent."""
+
+
+def _complete_at_exit(checkpointer: Checkpointer) -> None:
+    """End a checkpointer with this process, if it was not closed before.
+
+    `atexit` calls too late: `concurrent.futures` has refused new work of any pool by then, and a
+    child of `multiprocessing` does not call it. Threads register their end in this way.
+    """
+    if os.getpid() not in _open:
+        getattr(threading, "_register_atexit")(_end_all)  # noqa: B009 - unknown to type checkers
+    _open.setdefault(os.getpid(), set()).add(checkpointer)
+
+
+def _end_all() -> None:
+    for one in tuple(_open.get(os.getpid(), ())):
+        one._end()
