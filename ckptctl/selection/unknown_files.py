@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from ckptctl.errors import PathNotFound, StorageUnavailable
-from ckptctl.formats.archive.first_bytes import HEAD_BYTES, saved_format
-from ckptctl.formats.frameworks.file_names import may_be_a_save
+from ckptctl.formats.archive.first_bytes import HEAD_BYTES, SAFETENSORS, TORCH, saved_format
+from ckptctl.formats.frameworks.file_names import is_named_as_data, may_be_a_save
 from ckptctl.formats.frameworks.layouts import is_saved, saved_weights
 from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo
@@ -51,8 +51,15 @@ def _saves_among(store: Store, files: Iterable[FileInfo]) -> tuple[Mapping[str, 
         kinds: Iterable[tuple[FileInfo, str | None]] = ((file, kind_of(file)) for file in read)
     else:
         kinds = in_flight(kind_of, read, width=READ_WIDTH)
-    found = {file.path: kind for file, kind in kinds if kind is not None}
+    found = {file.path: kind for file, kind in kinds if kind and not _is_data(file.path, kind)}
     return found, len(possible) - len(read)
+
+
+def _is_data(path: str, kind: str) -> bool:
+    """Whether a file of a format that data has as well lies in a folder of data."""
+    folders = path.split("/")[:-1]
+    names = (*folders, *(folder.removesuffix("s") for folder in folders))
+    return kind not in (TORCH, SAFETENSORS) and any(map(is_named_as_data, names))
 
 
 def _saves_behind(

@@ -179,6 +179,16 @@ def test_data_by_its_name_leaves_a_run_fresh(tmp_path, name):
     assert ckptctl.pick(str(tmp_path)).answer is Answer.FRESH
 
 
+@pytest.mark.parametrize("folder", ["data", "datasets", "cache/mnist", "train_features"])
+def test_arrays_in_a_folder_of_data_leave_a_run_fresh_and_a_save_there_does_not(tmp_path, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "mnist").write_bytes(npz())
+    assert ckptctl.pick(str(tmp_path)).answer is Answer.FRESH
+    (tmp_path / folder / "e3").write_bytes(saved())
+    with pytest.raises(UsageError, match="e3 looks like a checkpoint"):
+        ckptctl.pick(str(tmp_path))
+
+
 def opened_by(monkeypatch, kind: StoreKind = StoreKind.LOCAL, **fails: object) -> list[FaultyStore]:
     stores: list[FaultyStore] = []
 

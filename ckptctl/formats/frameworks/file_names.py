@@ -471,9 +471,14 @@ def may_be_a_save(name: str) -> bool:
     """
     if full_match(_NO_SAVE, name) is not None:
         return False
+    return not is_named_as_data(name)
+
+
+def is_named_as_data(name: str) -> bool:
+    """Whether the name of a file or folder is that of data, and does not mention a save."""
     stem = name.rpartition(".")[0] or name
     is_data = full_match(rf"{_NO_DATA}.+", name) is None
-    return not is_data or full_match(_SAYS_WEIGHTS, stem) is not None
+    return is_data and full_match(_SAYS_WEIGHTS, stem) is None
 
 
 def says_weights(path: str) -> bool:
