@@ -197,7 +197,8 @@ def a_name_for_terminals(metadata: object) -> None:
         place = metadata.storage_data.pop(other)
         metadata.storage_data[type(other)(name, other.offset, other.index)] = place
     if metadata.planner_data:
-        metadata.planner_data[name] = metadata.planner_data.pop(index.fqn, (name,))
+        metadata.planner_data.pop(index.fqn, None)
+        metadata.planner_data[name] = (name,)
 
 
 def in_seal(text: bytes) -> Spoil:
