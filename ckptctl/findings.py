@@ -199,6 +199,7 @@ CODES: Mapping[str, Code] = {
     "step.duplicate": _warning("two folders have the same step number"),
     "step.number": _warning("a name has a step number that is too large"),
     "pointer.differs": _note("a pointer file names another step"),
+    "pointer.rolled-back": _warning("a pointer file names a step that was written after it"),
     "root.unavailable": _warning("an optional root is missing or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),
     "root.unnumbered": _note("a checkpoint under the root has no step number"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-from ckptctl.checks.shape import weights_in
+from ckptctl.checks.shape import weights_written_s
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
@@ -403,8 +403,8 @@ class RetentionPlan:
         the branch that it left. A copy without times is kept until the next save.
         """
         newest = self._counted[0].candidate.named
-        counted = (_written_s(self._inspections[c.candidate.named.name]) for c in self._counted)
-        times = [_written_s(inspected), *counted]
+        counted = (self._inspections[c.candidate.named.name] for c in self._counted)
+        times = [weights_written_s(one.step) for one in (inspected, *counted)]
         known = [at_s for at_s in times if at_s is not None]
         if len(known) < len(times) or known[0] <= max(known[1:]):
             return None
@@ -454,12 +454,6 @@ class _Counted:
     candidate: Candidate
     report: Report
     is_compared: bool
-
-
-def _written_s(inspected: Inspection) -> float | None:
-    """When the weights of a step were written; a report of an evaluation in it may be younger."""
-    times = (file.mtime_s for file in weights_in(inspected.step))
-    return max((at_s for at_s in times if at_s is not None), default=None)
 
 
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:

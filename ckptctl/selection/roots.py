@@ -300,26 +300,36 @@ def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
         )
 
 
+def pointer_numbers(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> Mapping[str, int]:
+    """The step numbers that the pointers of a root name, by the path of the pointer.
+
+    One that cannot be read or names no step is left out. Cost: one read of each pointer that
+    is not a link.
+    """
+    contents = {pointer.path: _content(store, pointer) for pointer in listing.pointers}
+    return _numbers_in(contents, listing, pattern)
+
+
 def check_pointers(
-    store: Store, listing: RootListing, chosen: int | None, pattern: re.Pattern[str] | None = None
+    named: Mapping[str, int], listing: RootListing, chosen: int | None
 ) -> Iterator[Finding]:
     """Yield a `pointer.differs` for each pointer that does not name `chosen`.
 
-    A pointer is a hint: no decision depends on it, and one that cannot be read is skipped.
-    Cost: one read of each pointer that is not a link.
+    A pointer is a hint: no decision depends on it. `named` is what `pointer_numbers` returns.
     """
-    numbers = {step.name: step.number for step in listing.steps}
-    for pointer in listing.pointers:
-        number = _pointed(_content(store, pointer), numbers, pattern)
-        if number is None or number == chosen:
+    numbers = [step.number for step in listing.steps]
+    for path, number in named.items():
+        if number == chosen:
             continue
-        there = number in numbers.values()
+        there = number in numbers
         what = "" if there else ", which does not exist"
         better = "none is taken" if chosen is None else f"step {chosen} is the newest usable one"
         yield Finding(
             "pointer.differs",
-            pointer.path,
-            f"{pointer.path} names step {number}{what}; {better}",
+            path,
+            f"{path} names step {number}{what}; {better}",
             expected="no usable step" if chosen is None else f"step {chosen}",
             found=f"step {number}",
         )
@@ -332,19 +342,19 @@ def pointed_steps(
 
     Cost: one read of each pointer that is not a link.
     """
-    numbers = {step.name: step.number for step in listing.steps}
-    contents = {pointer.path: _content(store, pointer) for pointer in listing.pointers}
-    named = {
-        _pointed(content, numbers, pattern): path
-        for path, content in {**listing.links, **contents}.items()
+    by_links = _numbers_in(listing.links, listing, pattern)
+    by_pointers = pointer_numbers(store, listing, pattern)
+    return {number: path for path, number in (*by_links.items(), *by_pointers.items())}
+
+
+def _numbers_in(
+    contents: Mapping[str, str | None], listing: RootListing, pattern: re.Pattern[str] | None
+) -> Mapping[str, int]:
+    names = {step.name: step.number for step in listing.steps}
+    numbers = {
+        path: pointed_step(content, names, pattern) for path, content in contents.items() if content
     }
-    return {number: path for number, path in named.items() if number is not None}
-
-
-def _pointed(
-    content: str | None, numbers: Mapping[str, int], pattern: re.Pattern[str] | None
-) -> int | None:
-    return pointed_step(content, numbers, pattern) if content else None
+    return {path: number for path, number in numbers.items() if number is not None}
 
 
 def _content(store: Store, pointer: FileInfo) -> str | None:

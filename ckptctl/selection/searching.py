@@ -6,11 +6,12 @@ Opens the roots, lists each once, and lets `choosing` inspect from the newest st
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptctl.checks.shape import weights_written_s
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, Verdict
@@ -42,6 +43,7 @@ from ckptctl.selection.roots import (
     duplicates,
     list_root,
     older_steps,
+    pointer_numbers,
     too_large_numbers,
 )
 from ckptctl.selection.targets import OpenRoot, Roots, Trees, open_roots, unavailable
@@ -111,7 +113,7 @@ def search(
     choice = choose(candidates, inspector, policy)
     _check_are_steps(opened_roots, choice)
     _check_counts(opened_roots, candidates, inspector, policy, choice)
-    findings = root_findings(opened_roots, choice, pattern)
+    findings = root_findings(opened_roots, choice, inspector, pattern)
     beginning = None
     if choice.chosen is None:
         beginning = _beginning(opened_roots, choice, findings, pattern, storage)
@@ -142,8 +144,7 @@ def _check_counts(
     choice: Choice,
 ) -> None:
     """Raise `UsageError` if a save whose name has another count is further than the chosen one."""
-    by_report = {id(one.report): candidate for candidate, one in inspector.inspected.items()}
-    chosen = by_report.get(id(choice.chosen))
+    chosen = inspector.candidate_of(choice.chosen)
     other = chosen and further_by_another_count(chosen, candidates, inspector, policy)
     if chosen is None or other is None:
         return
@@ -223,6 +224,19 @@ class CachingInspector:
                         return True
         return False
 
+    def listed(self, candidate: Candidate) -> Inspection:
+        """An inspection of names, sizes and metadata, if there is none at any level yet."""
+        known = self.inspected.get(candidate)
+        if known is None:
+            step = OpenStep(self._roots[candidate.root_index].store, candidate.named)
+            known = inspect_step(step, self._requirements, level=Level.LISTING)
+        return known
+
+    def candidate_of(self, report: Report | None) -> Candidate | None:
+        """The candidate that a report is about; None if it was not inspected here."""
+        found = (one for one, known in self.inspected.items() if known.report is report)
+        return next(found, None)
+
     def found(self, candidate: Candidate) -> Report | None:
         """The report on a candidate that was already inspected."""
         known = self.inspected.get(candidate)
@@ -276,13 +290,53 @@ def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
 
 
 def root_findings(
-    opened_roots: Sequence[OpenRoot], choice: Choice, pattern: re.Pattern[str] | None
+    opened_roots: Sequence[OpenRoot],
+    choice: Choice,
+    inspector: CachingInspector,
+    pattern: re.Pattern[str] | None,
 ) -> list[Finding]:
-    """Findings about the roots themselves."""
-    number = choice.chosen.number if choice.chosen else None
+    """Findings about the roots themselves.
+
+    Cost: a read of each pointer, and an inspection of each older step that one names.
+    """
+    chosen = inspector.candidate_of(choice.chosen)
+    number = chosen.named.number if chosen else None
     findings = [*unavailable(opened_roots), *suspect_storage(choice)]
     for root in opened_roots:
         findings += duplicates(root.listing.steps)
         findings += too_large_numbers(root.listing)
-        findings += check_pointers(root.store, root.listing, number, pattern)
+        named = pointer_numbers(root.store, root.listing, pattern)
+        findings += check_pointers(named, root.listing, number)
+        if chosen is not None and opened_roots[chosen.root_index] is root:
+            findings += _went_back(named, root, chosen, inspector)
     return findings
+
+
+def _went_back(
+    named: Mapping[str, int], root: OpenRoot, chosen: Candidate, inspector: CachingInspector
+) -> Iterator[Finding]:
+    """Yield `pointer.rolled-back` for each pointer to an older step that was written later.
+
+    A run that went back saves again under smaller numbers than those of the branch it left.
+    """
+    for path, number in named.items():
+        older = next((one for one in root.listing.steps if one.number == number), None)
+        if older is None or number >= chosen.named.number:
+            continue
+        other = Candidate(chosen.root_index, older, chosen.optional)
+        found = inspector.listed(other)
+        at_s, chosen_s = (weights_written_s(one.step) for one in (found, inspector.listed(chosen)))
+        if found.report.verdict is not Verdict.COMPLETE or at_s is None or chosen_s is None:
+            continue
+        if at_s <= chosen_s:
+            continue
+        yield Finding(
+            "pointer.rolled-back",
+            path,
+            f"{path} names step {number}, which was written after step {chosen.named.number}: if "
+            "the run went back to an earlier step, its later steps are of the branch that it left",
+            expected=f"step {number} written before step {chosen.named.number}",
+            found=f"step {number} at {rfc3339(at_s, 'seconds')}, step {chosen.named.number} at "
+            f"{rfc3339(chosen_s, 'seconds')}",
+            next_command=command_line("pick", root.store.url, "--before", str(number + 1)),
+        )

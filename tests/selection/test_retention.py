@@ -202,6 +202,21 @@ def test_a_step_that_a_pointer_or_a_link_names_stays(put, root, pointer):
     assert found.decisions[-1].reason == f"{pointer} names it"
 
 
+def test_pick_warns_of_a_pointer_to_an_older_step_that_was_written_later(put, root):
+    put(100, 200, 300)
+    (root / "latest").write_text("step_200\n")
+    assert [one.code for one in ckptctl.pick(str(root)).findings] == ["pointer.differs"]
+    for file in (root / "step_200").iterdir():
+        os.utime(file)
+    found = ckptctl.pick(str(root))
+    assert (found.step, found.exit_code) == (300, 0)
+    (warning,) = [one for one in found.findings if one.code == "pointer.rolled-back"]
+    assert warning.next_command == f"ckptctl pick {root} --before 201"
+    assert ckptctl.pick(str(root), before=201).step == 200
+    (root / "step_200" / ".metadata").unlink()
+    assert [one.code for one in ckptctl.pick(str(root)).findings] == ["pointer.differs"]
+
+
 def test_a_step_that_was_saved_after_the_run_went_back_stays(put, root):
     put(100, 200, 300, 400)
     for file in (root / "step_200").iterdir():
