@@ -27,7 +27,6 @@ from ckptctl.formats.archive.writing import WRITABLE
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is"),
 ]
 
 

@@ -84,7 +84,6 @@ def check_same(ours: object, theirs: object) -> None:
         assert (type(ours), ours) == (type(theirs), theirs)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("n_ranks", [1, 4])
 def test_stock_load_gives_every_tensor_and_value_of_the_file(tmp_path, n_ranks):
     state = trained()
@@ -98,7 +97,6 @@ def test_stock_load_gives_every_tensor_and_value_of_the_file(tmp_path, n_ranks):
     assert again.records_proven == again.n_records
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_every_dtype_goes_over(tmp_path):
     import torch
 
@@ -115,7 +113,6 @@ def test_every_dtype_goes_over(tmp_path):
     check_same(loaded(step, state), state)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_views_of_one_storage_become_tensors_of_their_own(tmp_path):
     import torch
 

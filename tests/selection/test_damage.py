@@ -340,7 +340,6 @@ def test_an_extra_shard_is_a_remark_and_nothing_more(root):
     assert [f.code for f in report.findings] == ["shard.orphan"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_step_that_holds_nothing_is_nothing_to_resume_from(root):
     import torch.distributed.checkpoint as dcp
 
@@ -351,7 +350,6 @@ def test_a_step_that_holds_nothing_is_nothing_to_resume_from(root):
     assert ckptctl.pick(str(root)).step == 500
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_part_that_is_empty_beside_others_is_no_fault(root):
     import torch.distributed.checkpoint as dcp
 

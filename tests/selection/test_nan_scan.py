@@ -15,10 +15,7 @@ from ckptctl.records import byte_pass
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = pytest.mark.torch
 
 NAN, INF = float("nan"), float("inf")
 

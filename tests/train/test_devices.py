@@ -21,10 +21,7 @@ from ckptctl.train import Reader, Writer, check_gpu  # noqa: E402
 from ckptctl.train.random_states import restore_rng, rng_state  # noqa: E402
 from ckptctl.train.tensor_copy import Stager  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = pytest.mark.torch
 
 RANKS = Path(__file__).with_name("device_ranks.py")
 

@@ -60,10 +60,10 @@ KINDS = ["qint8", "quint8", "qint32", "per channel"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_tensor_loads_as_stock_dcp_loads_it(tmp_path: Path, kind: str):
     saved = quantized(kind)
-    dcp.save({"w": saved}, checkpoint_id=str(tmp_path / "step_1"), no_dist=True)
+    dcp.save({"w": saved}, checkpoint_id=str(tmp_path / "step_1"))
     stock, ours = ({"w": quantized(kind, 1)} for _ in range(2))
-    dcp.load(stock, checkpoint_id=str(tmp_path / "step_1"), no_dist=True)
-    dcp.load(ours, storage_reader=Reader(tmp_path / "step_1"), no_dist=True)
+    dcp.load(stock, checkpoint_id=str(tmp_path / "step_1"))
+    dcp.load(ours, storage_reader=Reader(tmp_path / "step_1"))
     assert torch.equal(ours["w"].int_repr(), stock["w"].int_repr())
     assert torch.equal(ours["w"].int_repr(), saved.int_repr())
     # Stock `dcp.load` keeps the scales of the tensor that it loads into.
@@ -86,13 +86,11 @@ def test_a_model_with_a_quantized_buffer_resumes(tmp_path: Path, kind: str):
 
 
 def test_a_damaged_quantized_record_is_damage(tmp_path: Path):
-    dcp.save({"w": quantized("qint8")}, checkpoint_id=str(tmp_path / "step_1"), no_dist=True)
+    dcp.save({"w": quantized("qint8")}, checkpoint_id=str(tmp_path / "step_1"))
     shard = tmp_path / "step_1" / "__0_0.distcp"
     flip(shard)
     with pytest.raises(dcp.api.CheckpointException, match="checksum"):
-        dcp.load(
-            {"w": quantized("qint8")}, storage_reader=Reader(tmp_path / "step_1"), no_dist=True
-        )
+        dcp.load({"w": quantized("qint8")}, storage_reader=Reader(tmp_path / "step_1"))
 
 
 class WithState(torch.nn.Linear):

@@ -130,7 +130,6 @@ def test_reshard_decodes_the_metadata_of_its_source_once(root: Path, tmp_path: P
     assert set(counts.opened.values()) == {1}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_reader_of_an_open_step_reads_its_metadata_no_second_time(root: Path):
     from torch.distributed.checkpoint import load
 

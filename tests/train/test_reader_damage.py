@@ -27,10 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from ckptctl.errors import CkptctlError, PathNotFound, RecordUnsafe, StepDamaged  # noqa: E402
 from ckptctl.train import Reader  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = pytest.mark.torch
 
 LARGE = 100_000
 """Elements whose bytes are not read with the frame of their record."""

@@ -22,7 +22,6 @@ from ckptctl.train import Reader  # noqa: E402
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.server,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
 N_LARGE = 3 << 20

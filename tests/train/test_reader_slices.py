@@ -23,10 +23,7 @@ from ckptctl.storage.contract import spread  # noqa: E402
 from ckptctl.train import Reader  # noqa: E402
 from ckptctl.train.tensor_copy import TensorSink  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = pytest.mark.torch
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
