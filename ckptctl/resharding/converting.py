@@ -288,7 +288,7 @@ def _from_step(
         try:
             return _made(asked, found, inspected, place)
         except SourceDamaged as damage:
-            report = inspected.report.with_findings(damage.finding)
+            report = source_in(inspected, ()).with_damage(damage)
             return not_converted(found.url, place.url, report)
 
 

@@ -229,8 +229,7 @@ def _import(
             files,
         )
     except SourceDamaged as damage:
-        report = read.report.with_findings(damage.finding)
-        return not_converted(source.url, into.place.url, report)
+        return not_converted(source.url, into.place.url, read.with_damage(damage))
     if isinstance(written, Report):
         return not_converted(source.url, into.place.url, written)
     return _answer(source, into, planned, read.report, written.report, notes)

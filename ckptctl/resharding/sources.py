@@ -173,8 +173,19 @@ class Source:
 
         Each record of either save matches its own checksum. Cost: one listing.
         """
-        for finding in check_unchanged(self.url, self.listed, self.list_again()):
+        for finding in self._changes():
             raise SourceDamaged(finding)
+
+    def with_damage(self, damage: SourceDamaged) -> Report:
+        """The report with the damage that was found, or `step.changed` if files were written since.
+
+        What was read of two saves does not prove that either of them is damaged. Cost: one
+        listing.
+        """
+        return self.report.with_findings(next(self._changes(), damage.finding))
+
+    def _changes(self) -> Iterator[Finding]:
+        return check_unchanged(self.url, self.listed, self.list_again())
 
 
 def source_in(

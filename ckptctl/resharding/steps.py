@@ -233,8 +233,7 @@ def _reshard(
         try:
             written = write(planned, found, place, room, options)
         except SourceDamaged as damage:
-            report = inspected.report.with_findings(damage.finding)
-            return _refused(found.url, place.url, asked, report)
+            return _refused(found.url, place.url, asked, source_step.with_damage(damage))
         if isinstance(written, Report):
             return _refused(found.url, place.url, asked, written)
         answer = _answer(planned, place.url)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from damage import flip
 from made_steps import grid, write_step
 
 import ckptctl
@@ -76,6 +78,23 @@ def test_a_save_over_the_source_meanwhile_is_noticed(tmp_path, target, write):
     assert (answer.written, answer.exit_code) == (False, 26)
     assert "step.changed" in [finding.code for finding in answer.report.findings]
     assert [path.name for path in target.iterdir()] == [".ckptctl"]
+
+
+@pytest.mark.parametrize(("is_written_to", "code"), [(False, 21), (True, 26)])
+def test_damage_in_a_source_that_was_written_to_meanwhile_is_a_change(
+    tmp_path, target, is_written_to, code
+):
+    step = made(tmp_path / "run" / "step_400", n_rows=1 << 18)
+    shard = step / "__1_0.distcp"
+    # Two ranks get a part of this record each: only the comparison behind the copy finds it.
+    flip(shard, shard.read_bytes().index(struct.pack("<f", 170.0)))
+
+    def write_to(*_: int) -> None:
+        if is_written_to:
+            (step / "__0_0.distcp").touch()
+
+    answer = resharded(step, target, on_progress=write_to)
+    assert (answer.written, answer.exit_code) == (False, code)
 
 
 @WAYS
