@@ -52,7 +52,7 @@ class Row(_Unparsed):
     position: LogPosition
     """Where the row is."""
     loss: Number | None = None
-    """The loss; its value may be NaN or infinite."""
+    """The loss; as in the next two, and in these alone, a value may be NaN or infinite."""
     lr: Number | None = None
     """The learning rate."""
     grad_norm: Number | None = None

@@ -7,6 +7,7 @@ import math
 import pytest
 from test_reading_logs import megatron, nanogpt, read, steps
 
+from ckptctl.loss.checking import check_rows
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.text_logs import _MAX_READERS
 
@@ -108,6 +109,18 @@ def test_json_that_is_not_finite_is_read(spelling):
     found = read(f'{{"step": 1, "loss": {spelling}}}\n{{"step": 2, "loss": 2.5}}\n')
     assert not math.isfinite(found[0].loss.value)
     assert steps(found) == [1, 2]
+
+
+@pytest.mark.parametrize("value", ["inf", "-Infinity", "nan", "1e999"])
+def test_a_count_or_a_time_that_is_not_finite_is_no_value(value):
+    (row,) = read(
+        f"step 7 | loss 2.5 | grad_norm {value} | tokens {value} | step_time_ms {value}\n"
+    )
+    assert (row.tokens, row.step_time_s) == (None, None)
+    assert not math.isfinite(row.grad_norm.value)
+    counted = [f"step {n} loss 2.5 tokens {value if n == 4 else 1e6 * n}\n" for n in range(2, 7)]
+    report = check_rows([*read("".join(counted)), *read("step 5 loss 2.5\nstep 6 loss 2.5\n")])
+    assert report.recomputed.tokens is None
 
 
 def test_a_row_of_skipped_steps_has_no_loss():

@@ -112,6 +112,9 @@ _FOLDERS = re.compile(
 )
 _VALUE_OF = re.compile(r"[/.]values?$")
 
+_DIVERGING = frozenset({"loss", "lr", "grad_norm"})
+"""The fields whose NaN or infinity is evidence; in any other it is no value."""
+
 _T = TypeVar("_T")
 
 _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
@@ -255,13 +258,15 @@ class RowMaker:
         values: dict[str, Number | None] = {}
         for field, column in self.precision.items():
             number = parse_number(texts[field]) if field in texts else None
-            if number is None:
+            if number is None or (field not in _DIVERGING and not math.isfinite(number.value)):
                 continue
             if field == "lr" and self._trimmed:
                 number = at_least_digits(number, _LR_DIGITS)
             values[field] = column.refine(number)
         if values.get("step_time_s") is None and "step_time_ms" in texts:
-            values["step_time_s"] = _scaled(parse_number(texts["step_time_ms"]), 0.001)
+            number = parse_number(texts["step_time_ms"])
+            if number is not None and math.isfinite(number.value):
+                values["step_time_s"] = _scaled(number, 0.001)
         elif (seconds := values.get("step_time_s")) is not None and seconds.value > _EPOCH_S:
             values["step_time_s"] = None
         if "mfu" in values:
@@ -280,8 +285,8 @@ def parse_step(text: str) -> int | None:
     return int(number.value)
 
 
-def _scaled(number: Number | None, factor: float) -> Number | None:
-    return None if number is None else Number(number.value * factor, number.quantum * factor)
+def _scaled(number: Number, factor: float) -> Number:
+    return Number(number.value * factor, number.quantum * factor)
 
 
 def _fraction(mfu: Number | None, text: str) -> Number | None:
