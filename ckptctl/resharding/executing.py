@@ -9,7 +9,7 @@ read again, and the step is sealed. The same call continues an interrupted write
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckptctl.data_classes import dataclass, field, replace
@@ -85,16 +85,17 @@ class Place:
             if file.path not in expected:
                 self.store.remove(f"{folder}/{file.path}")
 
-    def move(self, identity: str, leftovers: Iterable[str] = ()) -> None:
-        """Publish what was written aside, and remove the work folder with its `leftovers`."""
+    def move(self, identity: str) -> None:
+        """Publish what was written aside, and remove the work folder."""
         folders = self.store.folders
         assert folders is not None  # noqa: S101 - `is_moved`
         folders.move(self.written_at(identity), self.name)
         # Leftovers of the work folder are harmless, so errors are ignored.
         with suppress(StorageError):
             aside = work_folder(identity)
+            folders.remove_folder(aside)
             above = aside.rpartition("/")[0]
-            for path in (*leftovers, aside, above, above.rpartition("/")[0]):
+            for path in (above, above.rpartition("/")[0]):
                 self.store.remove(path)
 
 
@@ -347,9 +348,7 @@ class _Work:
             for path, data in self._metadata().items():
                 store.put(f"{name}/{path}", data)
             return
-        entries = (entry_path(self.identity, name, file.path) for file in self.plan.shards)
-        journal = f"{work_folder(self.identity)}/{name}.written"
-        self.place.move(self.identity, (*entries, journal))
+        self.place.move(self.identity)
 
 
 def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:

@@ -164,7 +164,18 @@ def test_killed_at_any_moment_nothing_is_published_and_the_same_call_goes_on(sou
         assert run_ckptctl(*words).returncode == 0
     report = ckptctl.verify(str(target), level=Level.CONTENT, require_seal=True)
     assert report.usable, report.findings
-    assert not [*target.parent.rglob("*.tmp")]
+
+
+def test_what_an_interrupted_call_left_is_removed_by_the_one_that_goes_on(source, target):
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ckptctl.reshard(str(source), str(target), world_size=5, jobs=1, on_progress=interrupt)
+    (journal,) = target.parent.rglob("step_300.written")
+    (journal / ".ckptctl-0123456789abcdef.tmp").touch()
+    assert ckptctl.reshard(str(source), str(target), world_size=5).written
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
 @pytest.fixture
