@@ -10,7 +10,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts slow-work trips bench loss-bench shape modules golden fuzz dist pictures docs docs-serve campaign clean
+.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts slow-work trips bench loss-bench shape modules golden fuzz properties dist pictures docs docs-serve campaign clean
 # The second step of CI leaves out `long`.
 SLOW := slow or long
 TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
@@ -98,6 +98,9 @@ loss-bench: $(READY) ## Measure which faults of a resume each loss rule detects,
 fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute for each
 	@$(BIN)/python -m pip install -qq -c constraints.txt --group fuzz
 	@$(BIN)/python tests/fuzz/fuzz.py
+
+properties: $(READY) ## Run the property tests with new examples, ten times (ten minutes)
+	@for round in 1 2 3 4 5 6 7 8 9 10; do $(TESTS) --hypothesis-profile chance -m hypothesis || exit; done
 
 golden: $(READY) ## Record again what the commands answer for every sound, damaged and odd root
 	@$(BIN)/python -m pytest -q tests/fixtures
