@@ -12,10 +12,17 @@ if TYPE_CHECKING:
 
 
 class CkptctlError(Exception):
-    """Base class: `message` states what happened, `next_command` what to run next."""
+    """Base class: `message` states what happened, `next_command` what to run next.
+
+    A subclass states its `code` and `exit_code`, or has those of its base.
+    """
 
     exit_code = 1
     code = "internal"
+
+    def __init_subclass__(cls, *, code: str | None = None, exit_code: int | None = None) -> None:
+        cls.code = code or cls.code
+        cls.exit_code = cls.exit_code if exit_code is None else exit_code
 
     def __init__(self, message: str, *, next_command: str | None = None) -> None:
         super().__init__(message)
@@ -23,16 +30,13 @@ class CkptctlError(Exception):
         self.next_command = next_command
 
 
-class UsageError(CkptctlError):
+class UsageError(CkptctlError, code="usage", exit_code=2):
     """An argument or option is wrong or missing, or a name does not exist.
 
     The command line builds the next command from the caller's own arguments: `instead` is the
     corrected or missing option; with `instead_of` it replaces that argument. `without` lists
     options to leave out, each with its value.
     """
-
-    exit_code = 2
-    code = "usage"
 
     def __init__(
         self,
@@ -49,123 +53,80 @@ class UsageError(CkptctlError):
         self.without = without
 
 
-class MissingExtra(UsageError):
+class MissingExtra(UsageError, code="usage.missing-extra"):
     """A dependency that is an extra is not installed; the message names the extra."""
 
-    code = "usage.missing-extra"
 
-
-class BinaryData(UsageError):
+class BinaryData(UsageError, code="usage.binary-data"):
     """A file that was given as a log is no text."""
 
-    code = "usage.binary-data"
 
-
-class OutOfMemory(CkptctlError, MemoryError):
+class OutOfMemory(CkptctlError, MemoryError, code="process.out-of-memory", exit_code=75):
     """The process may not use as much memory, or as many threads, as the work needs.
 
     The result is then unknown, as for a storage that does not answer. Python's own
     `MemoryError` means the same and is not wrapped.
     """
 
-    exit_code = 75
-    code = "process.out-of-memory"
 
-
-class StorageError(CkptctlError):
+class StorageError(CkptctlError, code="storage", exit_code=75):
     """Base class of storage errors; never raised itself."""
 
-    exit_code = 75
-    code = "storage"
 
-
-class StorageUnavailable(StorageError):
+class StorageUnavailable(StorageError, code="storage.unavailable"):
     """The storage did not answer in time; a later attempt may succeed."""
 
-    code = "storage.unavailable"
 
-
-class StorageFull(StorageUnavailable):
+class StorageFull(StorageUnavailable, code="storage.full"):
     """There is no space left for a write, or a quota is used up."""
 
-    code = "storage.full"
 
-
-class AccessDenied(StorageError):
+class AccessDenied(StorageError, code="storage.denied", exit_code=77):
     """The storage denied access."""
 
-    exit_code = 77
-    code = "storage.denied"
 
-
-class ObjectArchived(StorageUnavailable):
+class ObjectArchived(StorageUnavailable, code="storage.archived"):
     """The object is in an archive tier and must be restored before it can be read."""
 
-    code = "storage.archived"
 
-
-class StorageMisconfigured(StorageError):
+class StorageMisconfigured(StorageError, code="storage.misconfigured", exit_code=2):
     """The storage rejected the configuration: region, endpoint or bucket."""
 
-    exit_code = 2
-    code = "storage.misconfigured"
 
-
-class PathNotFound(StorageError):
+class PathNotFound(StorageError, code="storage.not-found", exit_code=2):
     """The storage answered that there is no such file, folder or bucket.
 
     Most callers turn it into a finding. It reaches the user only for a path that the user
     gave.
     """
 
-    exit_code = 2
-    code = "storage.not-found"
 
-
-class PathEscape(StorageError):
+class PathEscape(StorageError, code="path.escape", exit_code=25):
     """A path or a link leads outside its folder; it was not followed."""
 
-    exit_code = 25
-    code = "path.escape"
 
-
-class AlreadyExists(StorageError):
+class AlreadyExists(StorageError, code="storage.exists", exit_code=1):
     """A write that must create a file found one already there."""
 
-    exit_code = 1
-    code = "storage.exists"
 
-
-class MetadataUnsafe(CkptctlError):
+class MetadataUnsafe(CkptctlError, code="metadata.unsafe", exit_code=25):
     """A pickle refers to a type that metadata never contains. Nothing of it was run."""
 
-    exit_code = 25
-    code = "metadata.unsafe"
 
-
-class MetadataUnreadable(CkptctlError):
+class MetadataUnreadable(CkptctlError, code="metadata.unreadable", exit_code=21):
     """A pickle is truncated, is not a pickle, or does not have the form of metadata."""
 
-    exit_code = 21
-    code = "metadata.unreadable"
 
-
-class RecordUnreadable(CkptctlError):
+class RecordUnreadable(CkptctlError, code="record.framing", exit_code=21):
     """A byte range does not contain one sound `torch.save` archive."""
 
-    exit_code = 21
-    code = "record.framing"
 
-
-class StepDamaged(CkptctlError):
+class StepDamaged(CkptctlError, code="step.damaged", exit_code=21):
     """A step is found to be damaged while it is loaded; `finding` states how.
 
     `code` and `exit_code` are those of the finding. The exception can be pickled, because DCP
     sends what one rank raises to all other ranks.
     """
-
-    exit_code = 21
-    code = "step.damaged"
 
     def __init__(self, url: str, finding: Finding) -> None:
         where = f"{finding.where}: " if finding.where and finding.where not in url else ""
@@ -183,102 +144,64 @@ class StepDamaged(CkptctlError):
         return type(self), (self.url, self.finding)
 
 
-class RecordUnsafe(CkptctlError):
+class RecordUnsafe(CkptctlError, code="record.unsafe", exit_code=25):
     """An entry contains a type that is not loaded. Nothing of it was run.
 
     The storage is not at fault: older steps of the same program contain the same type.
     """
 
-    exit_code = 25
-    code = "record.unsafe"
 
-
-class OwnFileUnreadable(CkptctlError):
+class OwnFileUnreadable(CkptctlError, code="own-file.unreadable", exit_code=22):
     """A seal or a mark is damaged."""
 
-    exit_code = 22
-    code = "own-file.unreadable"
 
-
-class OwnFileUnsupported(OwnFileUnreadable):
+class OwnFileUnsupported(OwnFileUnreadable, code="own-file.unsupported"):
     """A seal or a mark that a newer ckptctl wrote."""
 
-    code = "own-file.unsupported"
 
-
-class LogUnreadable(CkptctlError):
+class LogUnreadable(CkptctlError, code="loss.unreadable", exit_code=31):
     """A training log is damaged, or is not a training log."""
 
-    exit_code = 31
-    code = "loss.unreadable"
 
-
-class LogWithoutLoss(LogUnreadable):
+class LogWithoutLoss(LogUnreadable, code="loss.no-loss"):
     """The logs contain no step with a loss."""
 
-    code = "loss.no-loss"
 
-
-class NothingToResume(CkptctlError):
+class NothingToResume(CkptctlError, code="pick.none"):
     """No step was chosen; `exit_code` is 10 (fresh run), 11 (none usable) or 75 (unknown)."""
-
-    code = "pick.none"
 
     def __init__(self, message: str, *, exit_code: int, next_command: str | None = None) -> None:
         super().__init__(message, next_command=next_command)
         self.exit_code = exit_code
 
 
-class Fenced(CkptctlError):
+class Fenced(CkptctlError, code="root.fenced", exit_code=93):
     """A newer attempt owns the root: this one may no longer publish, seal or prune."""
 
-    exit_code = 93
-    code = "root.fenced"
 
-
-class AlreadySupervised(CkptctlError):
+class AlreadySupervised(CkptctlError, code="run.supervised", exit_code=75):
     """Another `ckptctl run` supervises the job of this root, and is alive."""
 
-    exit_code = 75
-    code = "run.supervised"
 
-
-class RanksLost(CkptctlError):
+class RanksLost(CkptctlError, code="ranks.lost", exit_code=75):
     """Another rank of the job failed, or did not answer in time."""
 
-    exit_code = 75
-    code = "ranks.lost"
 
-
-class ModelDiffers(UsageError):
+class ModelDiffers(UsageError, code="model.differs"):
     """The step was saved from a different model or optimizer than it is loaded into."""
 
-    code = "model.differs"
 
-
-class StateRefused(CkptctlError):
+class StateRefused(CkptctlError, code="state.refused", exit_code=23):
     """The step is complete, but train state that the policy requires could not be restored."""
 
-    exit_code = 23
-    code = "state.refused"
 
-
-class LoadFailed(CkptctlError):
+class LoadFailed(CkptctlError, code="load.failed", exit_code=21):
     """A step that passed its inspection could not be loaded; an older one may load."""
 
-    exit_code = 21
-    code = "load.failed"
 
-
-class SaveFailed(CkptctlError):
+class SaveFailed(CkptctlError, code="save.failed", exit_code=75):
     """A step could not be saved or not verified after the save; older steps are unchanged."""
 
-    exit_code = 75
-    code = "save.failed"
 
-
-class GpuFailed(CkptctlError):
+class GpuFailed(CkptctlError, code="gpu.failed", exit_code=75):
     """A rank's GPU does not answer or computes wrong results; another node may work."""
-
-    exit_code = 75
-    code = "gpu.failed"

@@ -205,10 +205,8 @@ def _without(words: Sequence[str], name: str) -> list[str]:
     return kept
 
 
-class _Ended(CkptctlError):
+class _Ended(CkptctlError, code="ended"):
     """A signal ended the command."""
-
-    code = "ended"
 
     def __init__(self, exit_code: int, next_command: str | None) -> None:
         name = signal.Signals(exit_code - 128).name

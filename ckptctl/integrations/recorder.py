@@ -32,10 +32,8 @@ LOG = "train.jsonl"
 """The log in the root, where the caller names no other."""
 
 
-class LossDiscontinuous(CkptctlError):
+class LossDiscontinuous(CkptctlError, exit_code=30):
     """The loss is not continuous across the resume: the training must stop."""
-
-    exit_code = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

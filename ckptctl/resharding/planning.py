@@ -52,11 +52,8 @@ class PerRank(str, Enum):
     REFUSE = "refuse"
 
 
-class PerRankRefused(UsageError):
+class PerRankRefused(UsageError, code="state.lost", exit_code=EXIT_WORLD_SIZE):
     """State that exists once per rank cannot be resharded for another world size."""
-
-    exit_code = EXIT_WORLD_SIZE
-    code = "state.lost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,14 +41,11 @@ from ckptctl.model import (
 from ckptctl.records.slices import Dims, TensorSlice
 
 
-class SourceDamaged(CkptctlError):
+class SourceDamaged(CkptctlError, code="step.damaged", exit_code=21):
     """The source does not match what was saved; `finding` names the place and the difference.
 
     Every process of a group gets it where one of them finds the damage.
     """
-
-    exit_code = 21
-    code = "step.damaged"
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message, next_command=finding.next_command)

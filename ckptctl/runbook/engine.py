@@ -41,10 +41,8 @@ _STEP_HOLDS = (0, 31, 32)
 """Exit codes of a run after which the chosen step remains verified."""
 
 
-class NoTerminal(UsageError):
+class NoTerminal(UsageError, code="runbook.nobody-to-ask"):
     """A decision is needed, but no terminal is attached."""
-
-    code = "runbook.nobody-to-ask"
 
 
 class Talk(Protocol):

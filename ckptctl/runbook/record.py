@@ -62,24 +62,16 @@ _LAST_YEAR = 9999
 _EVENT_NAME = re.compile(r"[0-9]{6}\.json")
 
 
-class TakenOver(CkptctlError):
+class TakenOver(CkptctlError, code="runbook.taken-over", exit_code=26):
     """Another process continued this run."""
 
-    exit_code = 26
-    code = "runbook.taken-over"
 
-
-class RunUnreadable(CkptctlError):
+class RunUnreadable(CkptctlError, code="runbook.unreadable", exit_code=21):
     """A file of a run was not written by ckptctl."""
 
-    exit_code = 21
-    code = "runbook.unreadable"
 
-
-class RunFull(UsageError):
+class RunFull(UsageError, code="runbook.full"):
     """The record of a run has no space for a further block."""
-
-    code = "runbook.full"
 
 
 class RunRecord:
@@ -244,11 +236,8 @@ SILENT_S = 60.0
 _MAX_BYTES = 4096
 
 
-class RunHeld(CkptctlError):
+class RunHeld(CkptctlError, code="runbook.held", exit_code=26):
     """Another person is working on the run."""
-
-    exit_code = 26
-    code = "runbook.held"
 
 
 @dataclass(frozen=True, slots=True)

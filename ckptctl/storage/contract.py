@@ -31,11 +31,8 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.waiting import Retries
 
 
-class ShortRead(StorageError):
+class ShortRead(StorageError, code="step.changed", exit_code=26):
     """The file ends before the requested range; `size` is its current size, if known."""
-
-    exit_code = 26
-    code = "step.changed"
 
     def __init__(
         self, message: str, *, size: int | None = None, next_command: str | None = None
@@ -48,17 +45,12 @@ class Replaced(ShortRead):
     """The file was replaced by another one while parts of it were read."""
 
 
-class TooLarge(StorageError):
+class TooLarge(StorageError, code="storage.too-large"):
     """A limit of ckptctl is exceeded: the size of a file or the depth of nested folders."""
 
-    code = "storage.too-large"
 
-
-class NotSupported(StorageError):
+class NotSupported(StorageError, code="storage.not-supported", exit_code=2):
     """The storage or its client does not support the operation."""
-
-    exit_code = 2
-    code = "storage.not-supported"
 
 
 Data = bytes | memoryview
