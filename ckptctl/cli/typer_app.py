@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -156,37 +157,49 @@ _WIDE, _NARROW = 30, 12
 """The width of the column with the names of options; a longer name gets a line of its own."""
 
 
+def _columns() -> int:
+    return min(shutil.get_terminal_size().columns, 80)
+
+
 def _help_settings() -> dict[str, Any]:
-    columns = shutil.get_terminal_size().columns
     names = {"help_option_names": ["-h", "--help"]}
-    return names if columns >= _LEAST_OF_TYPER else names | {"terminal_width": columns}
+    return names if _columns() >= _LEAST_OF_TYPER else names | {"terminal_width": _columns()}
 
 
 def _end(examples: Sequence[str], exit_codes: Sequence[int]) -> str:
     """The end of the help of a command."""
-    # A backspace on a line of its own keeps typer from filling the block below it.
+    # typer indents by two columns, leaves two free, and does not fill a block that begins
+    # with a backspace.
+    width = _columns() - 4
     variables = (
-        "Variables set options too (--max-fallback: CKPTCTL_MAX_FALLBACK), but no\n"
+        "Variables set options too (--max-fallback: CKPTCTL_MAX_FALLBACK), but no "
         "switches that change or remove something."
     )
-    shown = "\n".join(f"  {line}" for example in examples for line in _folded(example))
-    codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)
-    return f"{variables}\n\n\b\nExamples:\n{shown}\n\n\b\nExit codes:\n{codes}"
+    shown = [f"  {line}" for example in examples for line in _folded(example, width - 2)]
+    codes = [line for code in exit_codes for line in _exit_code(code, width)]
+    blocks = (["Examples:", *shown], ["Exit codes:", *codes])
+    filled = variables.replace("-", _HYPHEN)
+    return "\n\n".join([filled, *("\n".join(["\b", *block]) for block in blocks)])
+
+
+def _exit_code(code: int, width: int) -> list[str]:
+    return textwrap.wrap(
+        EXIT_CODES[code].title, width, initial_indent=f"  {code:<3} ", subsequent_indent=" " * 6
+    )
 
 
 _WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
 _PIECE = re.compile(rf"-\S+ (?!-){_WORD}|{_WORD}")
 """A word, or an option with its value, which stay on one line."""
+_CONTINUED = " \\"
 
-_HELP_COLUMNS = 74
 
-
-def _folded(example: str) -> Iterator[str]:
-    """A command in as many lines as help has room for, continued as in a shell."""
+def _folded(example: str, width: int) -> Iterator[str]:
+    """A command in lines of at most `width` columns, continued as in a shell."""
     line, indent = "", ""
     for piece in _PIECE.findall(example):
-        if line and len(indent) + len(line) + 1 + len(piece) > _HELP_COLUMNS:
-            yield f"{indent}{line} \\"
+        if line and len(indent) + len(line) + 1 + len(piece) > width - len(_CONTINUED):
+            yield f"{indent}{line}{_CONTINUED}"
             line, indent = "", "  "
         line = f"{line} {piece}" if line else piece
     yield indent + line

@@ -342,12 +342,13 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
     if age_s is None or not (young and unfinished):
         yield from findings
         return
+    what = unfinished[0].message.removesuffix(": the save was interrupted")
     when = f"{age_s:.0f} s ago" if age_s >= 0 else f"{-age_s:.0f} s in the future"
     yield from (finding for finding in findings if finding.code not in codes)
     yield Finding(
         "step.in-progress",
         unfinished[0].where,
-        f"{unfinished[0].message}, but the last write was {when}: a save may still be running",
+        f"{what}; the last write was {when}: the save may still be running",
         expected=f"no write for {grace_s:.0f} s",
         found=f"a write {when}",
         next_command=command_line("verify", step.url),

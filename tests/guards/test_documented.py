@@ -108,7 +108,7 @@ def test_help_begins_with_a_statement_and_ends_with_the_exit_codes(command):
     for example in loaded.examples:
         assert f"ckptctl {command} " in example
         assert example in shown
-    assert max(map(len, end.splitlines())) <= 78
+    assert max(map(len, end.splitlines()[1:])) <= 76  # typer fills the first paragraph
     assert [int(each.split()[0]) for each in end.split("Exit codes:\n")[1].splitlines()] == [
         *loaded.exit_codes
     ]
