@@ -193,23 +193,50 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
     """Yield `file.fewer` for a kind that more ranks wrote in the step `before` than in this one.
 
     The names of some frameworks do not state how many ranks there were: the files of the
-    last ranks can be missing without a trace. The job may also have got fewer ranks.
+    last ranks can be missing without a trace. The job may also have got fewer ranks. It has
+    not where all ranks wrote another kind as well, and it has as many files as before: then
+    the finding is `file.missing`.
     """
-    was = {(one.framework, one.what): one for other in before.parts for one in other.grids}
+    was = {_kind(one): one for other in before.parts for one in other.grids}
+    unchanged = {
+        one.n_present
+        for one in part.grids
+        if one.n_ranks == one.n_present and _present(was, one) == one.n_present
+    }
     for one in part.grids:
-        other = was.get((one.framework, one.what))
-        if other is None or one.stated or one.missing or other.n_present <= one.n_present:
+        n_before = _present(was, one)
+        if one.stated or one.missing or n_before <= one.n_present:
+            continue
+        files = f"{counted(one.n_present, 'file')} with the {one.what}"
+        if one.n_ranks == one.n_present and n_before in unchanged:
+            yield _missing_file(
+                step,
+                one.folder.rstrip("/"),
+                f"{files}, where {before.name} has {n_before:,}; other files show that as many "
+                "ranks wrote this step: those of the last ranks are missing",
+                counted(n_before, "file"),
+                counted(one.n_present, "file"),
+            )
             continue
         yield Finding(
             "file.fewer",
             one.folder.rstrip("/"),
-            f"{counted(one.n_present, 'file')} with the {one.what}, where {before.name} has "
-            f"{other.n_present:,}: the job ran on fewer ranks, or the files of the last ranks are "
-            "missing",
-            expected=counted(other.n_present, "file"),
+            f"{files}, where {before.name} has {n_before:,}: the job ran on fewer ranks, or the "
+            "files of the last ranks are missing",
+            expected=counted(n_before, "file"),
             found=counted(one.n_present, "file"),
             next_command=command_line("show", step.url),
         )
+
+
+def _kind(grid: Grid) -> tuple[str, str]:
+    return grid.framework, grid.what
+
+
+def _present(was: Mapping[tuple[str, str], Grid], grid: Grid) -> int:
+    """How many files of the same kind the step before has."""
+    other = was.get(_kind(grid))
+    return other.n_present if other else 0
 
 
 def _missing(step: Step, grid: Grid) -> Finding:

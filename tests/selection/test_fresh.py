@@ -161,6 +161,12 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(root, monkeypatch):
         ("checkpoint", "saved weights"),
         ("model.onnx", "saved weights"),
         ("final/default/_CHECKPOINT_METADATA", "an Orbax checkpoint"),
+        ("last/.snapshot_metadata", "a TorchSnapshot checkpoint"),
+        ("model-last/vocab/key2row", "a spaCy pipeline"),
+        ("checkpoint/model-3.mpk", "saved weights"),
+        ("catboost_info/snapshot.cbsnapshot", "saved weights"),
+        ("boosting/model_100.json", "saved weights"),
+        ("LightGBM_model.txt.snapshot_iter_100", "saved weights"),
     ],
 )
 def test_saved_weights_are_named_and_the_run_is_not_fresh(root, name, kind):

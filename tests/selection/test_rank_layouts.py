@@ -9,6 +9,7 @@ diffusers' training scripts.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -218,6 +219,54 @@ def test_a_kind_of_file_has_as_many_ranks_as_the_others(tmp_path):
     report = ckptctl.verify(str(step), grace_s=0)
     assert (report.exit_code, faults(report)) == (0, set())
     assert "file.fewer" in {finding.code for finding in report.findings}
+
+
+def by_axes(root: Path, step: int, names: Sequence[str], ranks: int = 4) -> Path:
+    folder = root / f"epoch=0-step={step}.ckpt"
+    for name, rank in ((name, rank) for name in names for rank in range(ranks)):
+        save(folder / name.format(rank), {"w": torch.ones(4) * rank, "step": step})
+    return folder
+
+
+@pytest.mark.parametrize("optimizer", ["dp_rank_00_tp_rank_{:02}", "dp_rank_{:02}_tp_rank_00"])
+def test_a_kind_with_fewer_files_than_before_is_damage_where_another_kind_has_as_many(
+    tmp_path, optimizer
+):
+    model = "model/dp_rank_00_tp_rank_{:02}_pp_rank_00.pt"
+    names = (model, f"optim/{optimizer}_pp_rank_00.pt")
+    by_axes(tmp_path, 20, names)
+    step = by_axes(tmp_path, 30, names)
+    assert ckptctl.verify(str(step)).exit_code == 0
+    (step / names[1].format(3)).unlink()
+    report = ckptctl.verify(str(step), grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+    (step / model.format(3)).unlink()
+    report = ckptctl.verify(str(step), grace_s=0)
+    assert (report.exit_code, faults(report)) == (0, set())
+    assert "file.fewer" in {finding.code for finding in report.findings}
+
+
+def test_a_kind_with_as_many_files_as_model_parallel_ranks_does_not_count_all_ranks(tmp_path):
+    names = ("model/tp_rank_{:02}_pp_rank_00.pt", "optim/dp_rank_{:02}_tp_rank_00.pt")
+    by_axes(tmp_path, 20, names)
+    by_axes(tmp_path, 30, names[:1])
+    step = by_axes(tmp_path, 30, names[1:], ranks=2)
+    report = ckptctl.verify(str(step), grace_s=0)
+    assert (report.exit_code, faults(report)) == (0, set())
+
+
+def test_the_arguments_of_megatron_count_the_shards_that_dlrover_saves(tmp_path):
+    arguments = argparse.Namespace(world_size=4, tensor_model_parallel_size=2)
+    step = tmp_path / "iter_0000100"
+    for rank in range(4):
+        save(step / f"rank_{rank:05}" / "distrib_optim.pt", {"w": torch.ones(4) * rank})
+    for rank in range(2):
+        saved = {"model": {"w": torch.ones(4)}, "iteration": 100, "args": arguments}
+        save(step / f"mp_rank_{rank:02}" / "model_optim_rng.pt", saved)
+    assert ckptctl.verify(str(step)).exit_code == 0
+    (step / "rank_00003" / "distrib_optim.pt").unlink()
+    report = ckptctl.verify(str(step), grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -71,6 +71,12 @@ SAVES = {
     "mxnet": b"\x12\x01" + bytes(100),
     "darknet": bytes(4) + b"\x02\0\0\0\x05\0\0\0" + bytes(100),
     "gguf": b"GGUF\x03\0\0\0" + bytes(100),
+    "xgboost": b"{L" + bytes(7) + b"\x07learner{",
+    "xgboost before 2.0": b"binf" + bytes(100),
+    "catboost": b"CBM1" + bytes(100),
+    "lightgbm": b"tree\nversion=v4\nnum_class=1\n",
+    "kaldi": b"\0B<TransitionModel> ",
+    "julia": b"HDF5-based Julia Data Format, version 0.1.1\0",
     **{
         f"pickle, protocol {n}": pickle.dumps({"step": 7, "w": np.zeros(3)}, protocol=n)
         for n in range(2, 6)

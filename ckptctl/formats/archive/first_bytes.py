@@ -6,7 +6,9 @@ format of `FORMATS` begins in a way that text, pictures and tables do not.
 Source: torch 2.13 `caffe2/serialize/inline_container.cc` and `torch/serialization.py`;
 safetensors 0.8 `safetensors/src/tensor.rs`; NumPy 2.3 `lib/_npyio_impl.py` (`savez`); Keras
 3.11 `saving/saving_lib.py`; stable-baselines3 2.7 `common/save_util.py`; flax 0.12
-`serialization.py`; MXNet 1.9 `src/ndarray/ndarray.cc`; darknet `src/parser.c`; GGUF 3.
+`serialization.py`; MXNet 1.9 `src/ndarray/ndarray.cc`; darknet `src/parser.c`; GGUF 3; XGBoost
+3.1 `src/c_api/c_api.cc` (UBJSON) and 1.7 (`binf`); CatBoost 1.2 `libs/model/model.cpp`; LightGBM
+4.6 `src/boosting/gbdt_model_text.cpp`; Kaldi `util/kaldi-io-inl.h`; JLD2 0.6.
 """
 
 from __future__ import annotations
@@ -61,6 +63,11 @@ FORMATS = (
     _Format("MXNet weights", rb"\x12\x01\0{14}"),
     _Format("darknet weights", rb"\0{4}[\x01-\x02]\0{3}[\0-\x09]\0{3}"),
     _Format("a GGUF file", rb"GGUF[\x01-\x09]\0{3}"),
+    _Format("an XGBoost model", rb"\{L\0{7}\x07learner|\{ *\"learner\"|binf"),
+    _Format("a CatBoost model", rb"CBM1"),
+    _Format("a LightGBM model", rb"tree\nversion=v[0-9]"),
+    _Format("a Kaldi model", rb"\0B<[A-Z]\w*>"),
+    _Format("a JLD2 file", rb"HDF5-based Julia Data Format"),
 )
 
 

@@ -176,6 +176,14 @@ FILES = (
         what="model",
         weights=_MEGATRON_WEIGHTS,
     ),
+    # DLRover's flash checkpoints: each rank saves its shard of Megatron's distributed optimizer.
+    FileName(
+        rf"{_ABOVE}rank_(?P<rank>{_N})/distrib_optim\.pt",
+        "optimizer",
+        grid="dlrover",
+        what="optimizer",
+        weights=_MEGATRON_WEIGHTS,
+    ),
     FileName(
         rf"{_MEGATRON}(?:distrib_)?optim\.pt",
         "optimizer",
@@ -362,9 +370,13 @@ FILES = (
     FileName(
         r".*ckpt.*\.index|saved_model\.pb|variables\.index", weights="a TensorFlow checkpoint"
     ),
-    # AllenNLP and Torch, older PaddlePaddle, Equinox, Caffe
+    FileName(r"\.snapshot_metadata", weights="a TorchSnapshot checkpoint"),
+    FileName(r"key2row", weights="a spaCy pipeline"),
+    # AllenNLP and Torch, older PaddlePaddle, Equinox, Caffe, Burn, CatBoost, XGBoost, LightGBM
     FileName(
-        r".+\.(?:th|t7|pdckpt|eqx|caffemodel)|.+\.(?:pt|pth|ckpt)\.(?:gz|zst|xz|bak)",
+        r".+\.(?:th|t7|pdckpt|eqx|caffemodel|mpk|cbm|cbsnapshot|ubj)"
+        r"|(?:.*[-_.])?(?:model|booster|xgb|xgboost)[-_]?[0-9]+\.json|.+\.snapshot_iter_[0-9]+"
+        r"|.+\.(?:pt|pth|ckpt)\.(?:gz|zst|xz|bak)",
         weights="saved weights",
     ),
     FileName(

@@ -47,6 +47,7 @@ _DATA_PARALLEL = ("rank", "dp", "sdp")
 CONVERSIONS: Mapping[str, str] = {
     "verl": "python -m verl.model_merger merge --backend fsdp --local_dir {step} --target_dir OUT",
     "deepspeed": "ds_to_universal --input_folder {step} --output_folder {step}-universal",
+    "dlrover": "ckptctl show {step}",
     "nvrx": "ckptctl show {step}",
     "composer": "ckptctl show {step}",
     "verl-megatron": "python -m verl.model_merger merge --backend megatron --local_dir {step} "
@@ -56,7 +57,7 @@ CONVERSIONS: Mapping[str, str] = {
     "--saver mcore --load-dir {root} --save-dir OUT --target-tensor-parallel-size N",
 }
 """The frameworks whose files hold shards, which only as many ranks can load, and each one's own
-way to another number of ranks; NVRx and Composer have none."""
+way to another number of ranks; NVRx, Composer and DLRover have none."""
 
 MAX_NAMED = 8
 
@@ -67,6 +68,7 @@ STATED_INSIDE: Mapping[tuple[str, ...], str] = {
     ("mp_world_size",): "mp",
     ("args", "tensor_model_parallel_size"): "tp",
     ("args", "pipeline_model_parallel_size"): "pp",
+    ("args", "world_size"): "rank",
     ("distributed_state", "num_processes"): "rank",
 }
 """Where files state the length of an axis: DeepSpeed's model states, Megatron's, and
