@@ -1,7 +1,7 @@
 """The state of the pickle interpreter: stack, memo, position.
 
 Position, stack, marks and memo, and the checks that each step makes before it
-allocates anything. What each opcode does is `pickle_opcodes`.
+allocates anything. What each opcode does is in `reading`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHARS_PER_CONTAINER = 64
 INT64 = 1 << 63
 _PROTO, _STOP = 0x80, 0x2E
 
-Opcodes = Sequence[Callable[["Machine"], None]]
+Opcodes = Sequence[Callable[["Machine"], object]]
 
 
 class Shape(Protocol):

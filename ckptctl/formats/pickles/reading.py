@@ -83,89 +83,13 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-_Opcode = Callable[[Machine], None]
-
-
-def _not_an_opcode(m: Machine) -> None:
-    m.damaged(f"0x{m.data[m.at]:02x} is no opcode of pickle protocols 2 to 5")
-
-
-_table: list[_Opcode] = [_not_an_opcode] * 256
-OPCODES: Opcodes = _table
-
-
-def _opcode(code: int) -> Callable[[_Opcode], _Opcode]:
-    def register(op: _Opcode) -> _Opcode:
-        _table[code] = op
-        return op
-
-    return register
-
-
-def _constant(code: int, value: object) -> None:
-    @_opcode(code)
-    def push(m: Machine) -> None:
-        m.stack.append(value)
-
-
-_constant(0x4E, None)  # NONE
-_constant(0x88, True)  # NEWTRUE
-_constant(0x89, False)  # NEWFALSE
-_constant(0x29, ())  # EMPTY_TUPLE
-
-
-# Numbers and strings.
-
-
-@_opcode(0x4B)  # BININT1
-def _binint1(m: Machine) -> None:
-    m.push(m.take(1)[0])
-
-
-@_opcode(0x4D)  # BININT2
-def _binint2(m: Machine) -> None:
-    m.push(int.from_bytes(m.take(2), "little"))
-
-
-@_opcode(0x4A)  # BININT
-def _binint(m: Machine) -> None:
-    m.push(int.from_bytes(m.take(4), "little", signed=True))
-
-
-@_opcode(0x8A)  # LONG1
-def _long1(m: Machine) -> None:
-    _push_long(m, m.take(1)[0])
-
-
-@_opcode(0x8B)  # LONG4
-def _long4(m: Machine) -> None:
-    _push_long(m, int.from_bytes(m.take(4), "little", signed=True))
+# What an opcode does that takes more than an expression.
 
 
 def _push_long(m: Machine, n_bytes: int) -> None:
     if not 0 <= n_bytes <= m.grammar.max_int_bytes:
         m.damaged(f"an integer of {n_bytes:,} bytes")
     m.push(int.from_bytes(m.take(n_bytes), "little", signed=True))
-
-
-@_opcode(0x47)  # BINFLOAT
-def _binfloat(m: Machine) -> None:
-    m.push(struct.unpack(">d", m.take(8))[0])
-
-
-@_opcode(0x8C)  # SHORT_BINUNICODE
-def _short_binunicode(m: Machine) -> None:
-    _push_text(m, 1)
-
-
-@_opcode(0x58)  # BINUNICODE
-def _binunicode(m: Machine) -> None:
-    _push_text(m, 4)
-
-
-@_opcode(0x8D)  # BINUNICODE8
-def _binunicode8(m: Machine) -> None:
-    _push_text(m, 8)
 
 
 def _push_text(m: Machine, length_bytes: int) -> None:
@@ -176,30 +100,10 @@ def _push_text(m: Machine, length_bytes: int) -> None:
         m.damaged("a string is not UTF-8")
 
 
-@_opcode(0x43)  # SHORT_BINBYTES
-def _short_binbytes(m: Machine) -> None:
-    m.push(m.take(m.take(1)[0]))
+def _taken(m: Machine, length_bytes: int) -> bytes:
+    return m.take(int.from_bytes(m.take(length_bytes), "little"))
 
 
-@_opcode(0x42)  # BINBYTES
-def _binbytes(m: Machine) -> None:
-    m.push(m.take(int.from_bytes(m.take(4), "little")))
-
-
-@_opcode(0x8E)  # BINBYTES8
-def _binbytes8(m: Machine) -> None:
-    m.push(m.take(int.from_bytes(m.take(8), "little")))
-
-
-@_opcode(0x96)  # BYTEARRAY8
-def _bytearray8(m: Machine) -> None:
-    m.push(bytearray(m.take(int.from_bytes(m.take(8), "little"))))
-
-
-# Containers.
-
-
-@_opcode(0x28)  # MARK
 def _mark(m: Machine) -> None:
     if len(m.marks) == MAX_MARKS:
         m.damaged(f"more than {MAX_MARKS:,} containers are open at once")
@@ -207,69 +111,40 @@ def _mark(m: Machine) -> None:
     m.stack = []
 
 
-@_opcode(0x85)  # TUPLE1
-def _tuple1(m: Machine) -> None:
-    m.push_container((m.pop(),))
+def _popped(m: Machine, n_values: int) -> tuple[object, ...]:
+    """The topmost values, the lowest of them first."""
+    if m.has_runs or len(m.stack) < n_values:
+        return tuple([m.pop() for _ in range(n_values)][::-1])
+    values = tuple(m.stack[-n_values:])
+    del m.stack[-n_values:]
+    return values
 
 
-@_opcode(0x86)  # TUPLE2
-def _tuple2(m: Machine) -> None:
-    second, first = m.pop(), m.pop()
-    m.push_container((first, second))
-
-
-@_opcode(0x87)  # TUPLE3
-def _tuple3(m: Machine) -> None:
-    third, second, first = m.pop(), m.pop(), m.pop()
-    m.push_container((first, second, third))
-
-
-@_opcode(0x74)  # TUPLE
-def _tuple(m: Machine) -> None:
-    m.push_container(tuple(m.pop_to_mark()))
-
-
-@_opcode(0x5D)  # EMPTY_LIST
-def _empty_list(m: Machine) -> None:
-    m.push_container([])
-
-
-@_opcode(0x61)  # APPEND
 def _append(m: Machine) -> None:
     item = m.pop()
     m.append_items(m.top(), [item])
 
 
-@_opcode(0x65)  # APPENDS
 def _appends(m: Machine) -> None:
     items = m.pop_runs_to_mark()
     m.append_items(m.top(), items)
 
 
-@_opcode(0x7D)  # EMPTY_DICT
-def _empty_dict(m: Machine) -> None:
-    m.push_container({})
-
-
-@_opcode(0x73)  # SETITEM
 def _setitem(m: Machine) -> None:
-    value, key = m.pop(), m.pop()
-    m.set_items(m.top(), [key, value])
+    pair = _popped(m, 2)
+    m.set_items(m.top(), [*pair])
 
 
-@_opcode(0x75)  # SETITEMS
 def _setitems(m: Machine) -> None:
     items = m.pop_runs_to_mark()
     m.set_items(m.top(), items)
 
 
-@_opcode(0x8F)  # EMPTY_SET
-def _empty_set(m: Machine) -> None:
+def _push_set(m: Machine, made: set[object] | frozenset[object]) -> None:
     m.n_left -= 3  # the empty set is four times as large as the empty list
-    m.push_container(set())
+    m.push_container(made)
 
 
-@_opcode(0x90)  # ADDITEMS
 def _additems(m: Machine) -> None:
     items = m.pop_to_mark()
     target = m.top()
@@ -278,16 +153,6 @@ def _additems(m: Machine) -> None:
     target.update(map(m.checked_key, items))
 
 
-@_opcode(0x91)  # FROZENSET
-def _frozenset(m: Machine) -> None:
-    m.n_left -= 3
-    m.push_container(frozenset(map(m.checked_key, m.pop_to_mark())))
-
-
-# The stack and the memo.
-
-
-@_opcode(0x30)  # POP
 def _pop(m: Machine) -> None:
     if m.stack:
         m.pop()
@@ -295,55 +160,10 @@ def _pop(m: Machine) -> None:
         m.pop_to_mark()
 
 
-@_opcode(0x31)  # POP_MARK
-def _pop_mark(m: Machine) -> None:
-    m.pop_to_mark()
-
-
-@_opcode(0x32)  # DUP
-def _dup(m: Machine) -> None:
-    m.push(m.top())
-
-
-@_opcode(0x94)  # MEMOIZE
-def _memoize(m: Machine) -> None:
-    m.remember(m.memo.n_slots)
-
-
-@_opcode(0x71)  # BINPUT
-def _binput(m: Machine) -> None:
-    m.remember(m.take(1)[0])
-
-
-@_opcode(0x72)  # LONG_BINPUT
-def _long_binput(m: Machine) -> None:
-    m.remember(int.from_bytes(m.take(4), "little"))
-
-
-@_opcode(0x68)  # BINGET
-def _binget(m: Machine) -> None:
-    m.push(m.recall(m.take(1)[0]))
-
-
-@_opcode(0x6A)  # LONG_BINGET
-def _long_binget(m: Machine) -> None:
-    m.push(m.recall(int.from_bytes(m.take(4), "little")))
-
-
-@_opcode(0x95)  # FRAME
 def _frame(m: Machine) -> None:
     n_bytes = int.from_bytes(m.take(8), "little")
     if n_bytes > m.end - m.pos:
         m.damaged(f"a frame of {n_bytes:,} bytes begins, {m.end - m.pos:,} are left")
-
-
-# Names, calls and objects.
-
-
-@_opcode(0x63)  # GLOBAL
-def _global(m: Machine) -> None:
-    module, name = _line(m), _line(m)
-    m.push_global(module, name)
 
 
 def _line(m: Machine) -> str:
@@ -358,33 +178,13 @@ def _line(m: Machine) -> str:
         m.damaged("the name of a global is not UTF-8")
 
 
-@_opcode(0x93)  # STACK_GLOBAL
-def _stack_global(m: Machine) -> None:
-    name, module = m.pop(), m.pop()
-    m.push_global(module, name)
-
-
-@_opcode(0x52)  # REDUCE
-def _reduce(m: Machine) -> None:
-    args, function = m.pop(), m.pop()
-    m.call(function, args)
-
-
-@_opcode(0x81)  # NEWOBJ
-def _newobj(m: Machine) -> None:
-    args, cls = m.pop(), m.pop()
-    m.call(cls, args)
-
-
-@_opcode(0x92)  # NEWOBJ_EX
 def _newobj_ex(m: Machine) -> None:
-    kwargs, args, cls = m.pop(), m.pop(), m.pop()
+    cls, args, kwargs = _popped(m, 3)
     if kwargs:
         m.unsafe("makes an object from keyword arguments")
     m.call(cls, args)
 
 
-@_opcode(0x62)  # BUILD
 def _build(m: Machine) -> None:
     state = m.pop()
     target = m.top()
@@ -393,7 +193,6 @@ def _build(m: Machine) -> None:
         m.shapes[target.kind].take(m)
 
 
-@_opcode(0x51)  # BINPERSID
 def _binpersid(m: Machine) -> None:
     if m.grammar.persistent is None:
         m.unsafe("asks for a persistent id")
@@ -403,23 +202,76 @@ def _binpersid(m: Machine) -> None:
         m.damaged(str(wrong))
 
 
-_NEVER_HARMLESS: Mapping[int, str] = {
-    0x50: "PERSID",
-    0x69: "INST",
-    0x6F: "OBJ",
-    0x82: "EXT1",
-    0x83: "EXT2",
-    0x84: "EXT4",
-    0x97: "NEXT_BUFFER",
-    0x98: "READONLY_BUFFER",
+def _refuse(name: str) -> Callable[[Machine], object]:
+    return lambda m: m.unsafe(f"holds the opcode {name}, which no writer of checkpoints uses")
+
+
+_KNOWN: Mapping[int, Callable[[Machine], object]] = {
+    # Constants, numbers and strings.
+    0x4E: lambda m: m.push(None),  # NONE
+    0x88: lambda m: m.push(True),  # NEWTRUE
+    0x89: lambda m: m.push(False),  # NEWFALSE
+    0x4B: lambda m: m.push(m.take(1)[0]),  # BININT1
+    0x4D: lambda m: m.push(int.from_bytes(m.take(2), "little")),  # BININT2
+    0x4A: lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),  # BININT
+    0x8A: lambda m: _push_long(m, m.take(1)[0]),  # LONG1
+    0x8B: lambda m: _push_long(m, int.from_bytes(m.take(4), "little", signed=True)),  # LONG4
+    0x47: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),  # BINFLOAT
+    0x8C: lambda m: _push_text(m, 1),  # SHORT_BINUNICODE
+    0x58: lambda m: _push_text(m, 4),  # BINUNICODE
+    0x8D: lambda m: _push_text(m, 8),  # BINUNICODE8
+    0x43: lambda m: m.push(_taken(m, 1)),  # SHORT_BINBYTES
+    0x42: lambda m: m.push(_taken(m, 4)),  # BINBYTES
+    0x8E: lambda m: m.push(_taken(m, 8)),  # BINBYTES8
+    0x96: lambda m: m.push(bytearray(_taken(m, 8))),  # BYTEARRAY8
+    # Containers.
+    0x28: _mark,  # MARK
+    0x29: lambda m: m.push(()),  # EMPTY_TUPLE
+    0x85: lambda m: m.push_container((m.pop(),)),  # TUPLE1
+    0x86: lambda m: m.push_container(_popped(m, 2)),  # TUPLE2
+    0x87: lambda m: m.push_container(_popped(m, 3)),  # TUPLE3
+    0x74: lambda m: m.push_container(tuple(m.pop_to_mark())),  # TUPLE
+    0x5D: lambda m: m.push_container([]),  # EMPTY_LIST
+    0x61: _append,  # APPEND
+    0x65: _appends,  # APPENDS
+    0x7D: lambda m: m.push_container({}),  # EMPTY_DICT
+    0x73: _setitem,  # SETITEM
+    0x75: _setitems,  # SETITEMS
+    0x8F: lambda m: _push_set(m, set()),  # EMPTY_SET
+    0x90: _additems,  # ADDITEMS
+    0x91: lambda m: _push_set(m, frozenset(map(m.checked_key, m.pop_to_mark()))),  # FROZENSET
+    # The stack and the memo.
+    0x30: _pop,  # POP
+    0x31: lambda m: m.pop_to_mark(),  # POP_MARK
+    0x32: lambda m: m.push(m.top()),  # DUP
+    0x94: lambda m: m.remember(m.memo.n_slots),  # MEMOIZE
+    0x71: lambda m: m.remember(m.take(1)[0]),  # BINPUT
+    0x72: lambda m: m.remember(int.from_bytes(m.take(4), "little")),  # LONG_BINPUT
+    0x68: lambda m: m.push(m.recall(m.take(1)[0])),  # BINGET
+    0x6A: lambda m: m.push(m.recall(int.from_bytes(m.take(4), "little"))),  # LONG_BINGET
+    0x95: _frame,  # FRAME
+    # Names, calls and objects.
+    0x63: lambda m: m.push_global(_line(m), _line(m)),  # GLOBAL
+    0x93: lambda m: m.push_global(*_popped(m, 2)),  # STACK_GLOBAL
+    0x52: lambda m: m.call(*_popped(m, 2)),  # REDUCE
+    0x81: lambda m: m.call(*_popped(m, 2)),  # NEWOBJ
+    0x92: _newobj_ex,  # NEWOBJ_EX
+    0x62: _build,  # BUILD
+    0x51: _binpersid,  # BINPERSID
+    # What reaches outside the pickle is never harmless.
+    0x50: _refuse("PERSID"),
+    0x69: _refuse("INST"),
+    0x6F: _refuse("OBJ"),
+    0x82: _refuse("EXT1"),
+    0x83: _refuse("EXT2"),
+    0x84: _refuse("EXT4"),
+    0x97: _refuse("NEXT_BUFFER"),
+    0x98: _refuse("READONLY_BUFFER"),
 }
 
 
-def _forbid(code: int, name: str) -> None:
-    @_opcode(code)
-    def refuse(m: Machine) -> None:
-        m.unsafe(f"holds the opcode {name}, which no writer of checkpoints uses")
+def _not_an_opcode(m: Machine) -> None:
+    m.damaged(f"0x{m.data[m.at]:02x} is no opcode of pickle protocols 2 to 5")
 
 
-for _code, _name in _NEVER_HARMLESS.items():
-    _forbid(_code, _name)
+OPCODES: Opcodes = [_KNOWN.get(code, _not_an_opcode) for code in range(256)]
