@@ -47,65 +47,59 @@ def classify(
     logs: Annotated[
         list[str] | None,
         argument(
-            metavar="LOG...",
-            help="Files, folders of logs, URLs, or - for standard input; compressed or not, "
+            "LOG...",
+            "Files, folders of logs, URLs, or - for standard input; compressed or not, "
             "of the ranks, the launcher, the kernel, the scheduler; torchrun's error "
             "files too.",
         ),
     ] = None,
     exit_code: Annotated[
-        str | None,
-        option(
-            "--exit-code", metavar="N", help="The exit code of the job: 137, -9, or SLURM's 0:9."
-        ),
+        str | None, option("--exit-code N", "The exit code of the job: 137, -9, or SLURM's 0:9.")
     ] = None,
     state: Annotated[
         str | None,
         option(
-            "--state",
-            metavar="WORD",
-            help="The scheduler's state of the job: OUT_OF_MEMORY, NODE_FAIL, OOMKilled, Evicted.",
+            "--state WORD",
+            "The scheduler's state of the job: OUT_OF_MEMORY, NODE_FAIL, OOMKilled, Evicted.",
         ),
     ] = None,
     scheduler: Annotated[
         SchedulerChoice | None,
         option(
             "--scheduler",
-            help="Which program reports the exit code; torchrun turns every failure into 1.",
+            "Which program reports the exit code; torchrun turns every failure into 1.",
         ),
     ] = None,
     flight_recorder: Annotated[
         str | None,
         option(
-            "--flight-recorder",
-            metavar="DIR",
-            help="Dumps of torch's flight recorder, one for each rank. Without it, dumps in a "
+            "--flight-recorder DIR",
+            "Dumps of torch's flight recorder, one for each rank. Without it, dumps in a "
             "folder of logs or beside a log are read.",
         ),
     ] = None,
     deadline: Annotated[
-        str, option("--deadline", metavar="TIME", help="Read for at most this long: 30s, 5m.")
+        str, option("--deadline TIME", "Read for at most this long: 30s, 5m.")
     ] = f"{DEADLINE_S / 60:.0f}m",
     print_nodes: Annotated[
         bool,
         option(
             "--print-nodes",
-            help="Print only the suspected nodes on standard output, one per line, and the "
+            "Print only the suspected nodes on standard output, one per line, and the "
             "evidence on standard error; without nodes of low confidence.",
         ),
     ] = False,
     min_confidence: Annotated[
         ConfidenceChoice,
         option(
-            "--min-confidence",
-            help="With --print-nodes: how certain it has to be that a node failed.",
+            "--min-confidence", "With --print-nodes: how certain it has to be that a node failed."
         ),
     ] = ConfidenceChoice.MEDIUM,
     print_word: Annotated[
         bool,
         option(
             "--print-word",
-            help="Print only the word on standard output, and the evidence on standard error.",
+            "Print only the word on standard output, and the evidence on standard error.",
         ),
     ] = False,
     *,

@@ -35,47 +35,38 @@ def convert(
     source: Annotated[
         str,
         argument(
-            metavar="SRC",
-            help="A step, as for verify; a torch.save file; safetensors: a file, an index, "
-            "or a folder.",
+            "SRC",
+            "A step, as for verify; a torch.save file; safetensors: a file, an index, or a folder.",
         ),
     ],
     target: Annotated[
         str,
         argument(
-            metavar="DST",
-            help="The result, which must not exist. From a step: a name in .pt gives a "
+            "DST",
+            "The result, which must not exist. From a step: a name in .pt gives a "
             "torch.save file, in .safetensors one safetensors file, any other name a "
             "folder of them.",
         ),
     ],
     world_size: Annotated[
         int | None,
-        option(
-            "--world-size",
-            metavar="N",
-            help="Into a step: how many ranks to shard it for; 1 by default.",
-        ),
+        option("--world-size N", "Into a step: how many ranks to shard it for; 1 by default."),
     ] = None,
     only: OnlyOpt = None,
     strip: Annotated[
-        str,
-        option("--strip", metavar="TEXT", help="Into safetensors: remove this prefix from names."),
+        str, option("--strip TEXT", "Into safetensors: remove this prefix from names.")
     ] = "",
     under: Annotated[
         str,
         option(
-            "--under",
-            metavar="KEY",
-            help="From safetensors: put the tensors below this key of the state dict, as model.",
+            "--under KEY",
+            "From safetensors: put the tensors below this key of the state dict, as model.",
         ),
     ] = "",
     file_size: Annotated[
         str | None,
         option(
-            "--file-size",
-            metavar="SIZE",
-            help="Into safetensors: the largest size of a file; 5 GB by default.",
+            "--file-size SIZE", "Into safetensors: the largest size of a file; 5 GB by default."
         ),
     ] = None,
     memory: MemoryOpt = "256M",

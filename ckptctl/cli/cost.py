@@ -20,70 +20,54 @@ EXAMPLES = (
 )
 EXIT_CODES = (0, 2, 75, 77)
 
-_TIME = "TIME"
-
 
 def cost(
     root: Annotated[
         str | None,
-        argument(
-            metavar="ROOT",
-            help="Folder or URL of a run; what its attempts recorded need not be given.",
-        ),
+        argument("ROOT", "Folder or URL of a run; what its attempts recorded need not be given."),
     ] = None,
     interval: Annotated[
-        str | None,
-        option("--interval", metavar=_TIME, help="Time from save to save: 30m, 1.5h, 3600."),
+        str | None, option("--interval TIME", "Time from save to save: 30m, 1.5h, 3600.")
     ] = None,
     save_time: Annotated[
-        str | None, option("--save-time", metavar=_TIME, help="How long training stops for a save.")
+        str | None, option("--save-time TIME", "How long training stops for a save.")
     ] = None,
     mtbf: Annotated[
-        str | None,
-        option("--mtbf", metavar=_TIME, help="Mean time between failures of the whole job."),
+        str | None, option("--mtbf TIME", "Mean time between failures of the whole job.")
     ] = None,
     nodes: Annotated[
         int | None,
-        option(
-            "--nodes",
-            metavar="N",
-            min=1,
-            help="Number of nodes, to compute --mtbf from their failure rate.",
-        ),
+        option("--nodes N", "Number of nodes, to compute --mtbf from their failure rate.", min=1),
     ] = None,
     failures_per_node_day: Annotated[
         float | None,
         option(
-            "--failures-per-node-day",
-            metavar="RATE",
+            "--failures-per-node-day RATE",
+            "Failures per node and day; 0.0065 and 0.00234 were measured on two clusters.",
             min=0,
-            help="Failures per node and day; 0.0065 and 0.00234 were measured on two clusters.",
         ),
     ] = None,
     reschedule: Annotated[
-        str | None,
-        option("--reschedule", metavar=_TIME, help="T1: time from the failure to new processes."),
+        str | None, option("--reschedule TIME", "T1: time from the failure to new processes.")
     ] = None,
     connect: Annotated[
-        str | None,
-        option("--connect", metavar=_TIME, help="T2: time until the ranks are connected."),
+        str | None, option("--connect TIME", "T2: time until the ranks are connected.")
     ] = None,
     load: Annotated[
-        str | None, option("--load", metavar=_TIME, help="T3: time until the checkpoint is loaded.")
+        str | None, option("--load TIME", "T3: time until the checkpoint is loaded.")
     ] = None,
     compiling: Annotated[
-        str | None, option("--compile", metavar=_TIME, help="T4: time until the model is compiled.")
+        str | None, option("--compile TIME", "T4: time until the model is compiled.")
     ] = None,
     gpus: Annotated[
-        int | None,
-        option("--gpus", metavar="N", min=1, help="Number of GPUs, to print GPU hours as well."),
+        int | None, option("--gpus N", "Number of GPUs, to print GPU hours as well.", min=1)
     ] = None,
     pattern: PatternOpt = None,
     print_cadence: Annotated[
         bool,
         option(
             "--print-cadence",
-            help="Print only how the interval compares with the time between failures: "
+            "Print only how the interval compares with the time between failures: "
             "short-enough, longer-than-best, above-mtbf or unknown; the rest on standard error.",
         ),
     ] = False,

@@ -22,13 +22,13 @@ _STEP = "PATH of a step, ROOT@1200, ROOT@latest or ROOT@auto."
 
 
 def diff(
-    a: Annotated[str, argument(metavar="A", help=_STEP)],
-    b: Annotated[str, argument(metavar="B", help=f"The other: {_STEP}")],
+    a: Annotated[str, argument("A", _STEP)],
+    b: Annotated[str, argument("B", f"The other: {_STEP}")],
     values: Annotated[
         bool,
         option(
             "--values",
-            help="Also compare every value: by checksums for tensors with the same sharding, "
+            "Also compare every value: by checksums for tensors with the same sharding, "
             "otherwise by bytes.",
         ),
     ] = False,

@@ -48,14 +48,13 @@ def doctor(
     what: Annotated[
         Subject,
         argument(
-            metavar="WHAT",
-            help="slurm: a job script; env: versions and variables of this environment; "
+            "WHAT",
+            "slurm: a job script; env: versions and variables of this environment; "
             "storage: a root.",
         ),
     ],
     target: Annotated[
-        str | None,
-        argument(metavar="TARGET", help="The job script (- for standard input), or the root."),
+        str | None, argument("TARGET", "The job script (- for standard input), or the root.")
     ] = None,
     *,
     storage: StorageOptions,

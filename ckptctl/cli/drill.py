@@ -28,16 +28,15 @@ def drill(
     root: Annotated[
         str,
         option(
-            "--root",
-            metavar="ROOT",
-            help="Folder or URL with the steps of the run. It is read once and never written.",
+            "--root ROOT",
+            "Folder or URL with the steps of the run. It is read once and never written.",
         ),
     ],
     command: Annotated[
         list[str] | None,
         argument(
-            metavar="CMD...",
-            help="The command of the job, after --. {root} becomes the copy of the root, and "
+            "CMD...",
+            "The command of the job, after --. {root} becomes the copy of the root, and "
             "{step} the step to resume from.",
         ),
     ] = None,
@@ -45,40 +44,33 @@ def drill(
     fault: Annotated[
         list[str] | None,
         option(
-            "--fault",
-            metavar="NAME",
-            help=f"A fault to inject; may be given several times. By default all: "
-            f"{', '.join(FAULTS)}.",
+            "--fault NAME",
+            f"A fault to inject; may be given several times. By default all: {', '.join(FAULTS)}.",
         ),
     ] = None,
-    seed: Annotated[
-        int, option("--seed", metavar="N", help="Determines ranks, moments and bytes.")
-    ] = 0,
+    seed: Annotated[int, option("--seed N", "Determines ranks, moments and bytes.")] = 0,
     nodes: NodesOpt = None,
     world_sizes: WorldSizesOpt = None,
     hosts_file: HostsFileOpt = None,
     work: Annotated[
         str,
         option(
-            "--work",
-            metavar="DIR",
-            help="A new folder for copies, logs and reports; on the file system of the root the "
+            "--work DIR",
+            "A new folder for copies, logs and reports; on the file system of the root the "
             "copies may share its blocks.",
         ),
     ] = "drill",
-    keep: Annotated[bool, option("--keep", help="Keep the copies of the root.")] = False,
+    keep: Annotated[bool, option("--keep", "Keep the copies of the root.")] = False,
     hang_after: Annotated[
         str | None,
         option(
-            "--hang-after",
-            metavar="TIME",
-            help="How long the sound job may write no step; by default five times the longest "
+            "--hang-after TIME",
+            "How long the sound job may write no step; by default five times the longest "
             "pause of a run without a fault.",
         ),
     ] = None,
     patience: Annotated[
-        str,
-        option("--patience", metavar="TIME", help="How long to wait for a save, a step, an end."),
+        str, option("--patience TIME", "How long to wait for a save, a step, an end.")
     ] = "30m",
     *,
     storage: StorageOptions,

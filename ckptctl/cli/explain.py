@@ -30,17 +30,16 @@ def explain(
     name: Annotated[
         str | None,
         argument(
-            metavar="CODE",
-            help="A finding code, a verdict, an exit code, a cause of classify, a check of doctor, "
+            "CODE",
+            "A finding code, a verdict, an exit code, a cause of classify, a check of doctor, "
             "or the name of a document; without one all of them but the documents are listed.",
         ),
     ] = None,
     site: Annotated[
         str | None,
         option(
-            "--site",
-            metavar="URL",
-            help="Where the documentation is published, as `make docs` builds it; the address of "
+            "--site URL",
+            "Where the documentation is published, as `make docs` builds it; the address of "
             "the page is then printed as well.",
         ),
     ] = None,

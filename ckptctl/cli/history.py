@@ -29,23 +29,19 @@ MOST_ROWS = 20
 
 
 def history(
-    roots: Annotated[
-        list[str], argument(metavar="ROOT...", help="Roots of runs, each of its own run.")
-    ],
+    roots: Annotated[list[str], argument("ROOT...", "Roots of runs, each of its own run.")],
     state: Annotated[
         str | None,
         option(
-            "--state",
-            metavar="DIR",
-            help="The DIR of run --state, if it was given; by default the root holds the state.",
+            "--state DIR",
+            "The DIR of run --state, if it was given; by default the root holds the state.",
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
         option(
-            "--log",
-            metavar="FILE",
-            help="A log of the job, or a folder of logs, in which NVRx or Megatron report slow "
+            "--log FILE",
+            "A log of the job, or a folder of logs, in which NVRx or Megatron report slow "
             "ranks; may be given several times.",
         ),
     ] = None,

@@ -32,116 +32,77 @@ def loss(
     logs: Annotated[
         list[str] | None,
         argument(
-            metavar="LOG...",
-            help="Training logs in the order of time: files, folders, URLs, or - for standard "
-            "input.",
+            "LOG...",
+            "Training logs in the order of time: files, folders, URLs, or - for standard input.",
         ),
     ] = None,
     log: Annotated[
-        list[str] | None,
-        option("--log", metavar="FILE", help="One more log, after those named as LOG."),
+        list[str] | None, option("--log FILE", "One more log, after those named as LOG.")
     ] = None,
     resume_step: Annotated[
         int | None,
         option(
-            "--resume-step",
-            metavar="N",
-            min=0,
-            help="The training step that the checkpoint holds: that of its train state, which "
+            "--resume-step N",
+            "The training step that the checkpoint holds: that of its train state, which "
             "the number in a name need not be. The log must begin after it.",
+            min=0,
         ),
     ] = None,
     resume_tokens: Annotated[
         int | None,
-        option(
-            "--resume-tokens",
-            metavar="N",
-            min=0,
-            help="The token count of the checkpoint at that step.",
-        ),
+        option("--resume-tokens N", "The token count of the checkpoint at that step.", min=0),
     ] = None,
     resume_samples: Annotated[
         int | None,
-        option(
-            "--resume-samples",
-            metavar="N",
-            min=0,
-            help="The sample count of the checkpoint at that step.",
-        ),
+        option("--resume-samples N", "The sample count of the checkpoint at that step.", min=0),
     ] = None,
     world_size: Annotated[
         int | None,
         option(
-            "--world-size",
-            metavar="N",
+            "--world-size N",
+            "The ranks of the resumed job; with --saved-world-size, the speed is scaled.",
             min=1,
-            help="The ranks of the resumed job; with --saved-world-size, the speed is scaled.",
         ),
     ] = None,
     saved_world_size: Annotated[
         int | None,
-        option(
-            "--saved-world-size",
-            metavar="N",
-            min=1,
-            help="The ranks of the job that saved the checkpoint.",
-        ),
+        option("--saved-world-size N", "The ranks of the job that saved the checkpoint.", min=1),
     ] = None,
     resume_report: Annotated[
         str | None,
         option(
-            "--resume-report",
-            metavar="PATH",
-            help="The resume report that ckptctl.train wrote, or the checkpoint root that holds "
-            "it.",
+            "--resume-report PATH",
+            "The resume report that ckptctl.train wrote, or the checkpoint root that holds it.",
         ),
     ] = None,
     resume: Annotated[
-        str,
-        option(
-            "--resume",
-            metavar="last|all|N",
-            help="Which resume to check where the logs hold several.",
-        ),
+        str, option("--resume last|all|N", "Which resume to check where the logs hold several.")
     ] = "last",
     strict: Annotated[
-        bool,
-        option(
-            "--strict",
-            help="Require steps that were logged twice: no-jump exits with 31.",
-        ),
+        bool, option("--strict", "Require steps that were logged twice: no-jump exits with 31.")
     ] = False,
     format: Annotated[  # noqa: A002 - the option is called so
-        str | None,
-        option(
-            "--format",
-            metavar="NAME",
-            help="The format of the logs; detected by default.",
-        ),
+        str | None, option("--format NAME", "The format of the logs; detected by default.")
     ] = None,
     pattern: Annotated[
         str | None,
         option(
-            "--pattern",
-            metavar="REGEX",
-            help="A regular expression that matches a line of the log; its groups have the names "
+            "--pattern REGEX",
+            "A regular expression that matches a line of the log; its groups have the names "
             "of fields: (?P<step>[0-9]+), (?P<loss>...).",
         ),
     ] = None,
     key: Annotated[
         list[str] | None,
         option(
-            "--key",
-            metavar="FIELD=NAME",
-            help="The name of a field in JSON lines or in a table: loss=train/ce.",
+            "--key FIELD=NAME", "The name of a field in JSON lines or in a table: loss=train/ce."
         ),
     ] = None,
     plot: Annotated[
         str | None,
         option(
-            "--plot",
-            metavar="FILE",
-            help="Also write the plot to a file: .svg or .png; .html is the page of --html.",
+            "--plot FILE",
+            "Also write the plot to a file: .svg or .png; .html is the page of --html.",
         ),
     ] = None,
     html: HtmlOpt = None,
@@ -149,7 +110,7 @@ def loss(
         bool,
         option(
             "--canary",
-            help="Compare the last LOG, of a short resume, with the same steps in the other logs. "
+            "Compare the last LOG, of a short resume, with the same steps in the other logs. "
             "Without a LOG, print how to make one.",
         ),
     ] = False,
@@ -157,34 +118,32 @@ def loss(
         bool,
         option(
             "--follow",
-            help="Watch the logs until more rows would not change the verdict; with --json, one "
+            "Watch the logs until more rows would not change the verdict; with --json, one "
             "document per line.",
         ),
     ] = False,
     max_steps: Annotated[
         int | None,
         option(
-            "--max-steps",
-            metavar="N",
+            "--max-steps N",
+            "With --follow: stop N steps after the resume, with the verdict of that moment.",
             min=1,
-            help="With --follow: stop N steps after the resume, with the verdict of that moment.",
         ),
     ] = None,
     timeout: Annotated[
         float | None,
         option(
-            "--timeout",
-            metavar="SECONDS",
-            min=0.1,
-            help="With --follow: stop after this time, with the verdict of that moment. Otherwise: "
+            "--timeout SECONDS",
+            "With --follow: stop after this time, with the verdict of that moment. Otherwise: "
             "the time limit for one storage request, 30 s by default.",
+            min=0.1,
         ),
     ] = None,
     print_throughput: Annotated[
         bool,
         option(
             "--print-throughput",
-            help="Print only how the speed after the resume compares with the run before it "
+            "Print only how the speed after the resume compares with the run before it "
             "(in-band, slower, faster, watching while there are too few rows, or unknown), and "
             "the verdict on standard error; --follow waits for the speed.",
         ),
@@ -193,7 +152,7 @@ def loss(
         bool,
         option(
             "--print-suspect",
-            help="Print only the range of steps whose weights may be lost, because no loss behind "
+            "Print only the range of steps whose weights may be lost, because no loss behind "
             "the first of them is finite, and nothing where the last loss is; then the exit code "
             "is 0. It is 31 where the logs count no training steps.",
         ),

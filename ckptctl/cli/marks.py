@@ -30,18 +30,13 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 EXIT_CODES = (0, 2, 10, 11, 25, 75, 77)
 
 ByOpt = Annotated[
-    str | None,
-    option("--by", metavar="NAME", help="Who decided it; by default the user and the host."),
+    str | None, option("--by NAME", "Who decided it; by default the user and the host.")
 ]
 EvidenceOpt = Annotated[
     list[str] | None,
-    option(
-        "--evidence",
-        metavar="TEXT",
-        help="Evidence: a URL or a log file; may be given several times.",
-    ),
+    option("--evidence TEXT", "Evidence: a URL or a log file; may be given several times."),
 ]
-ReasonOpt = Annotated[str, option("--reason", metavar="TEXT", help="The reason, in one sentence.")]
+ReasonOpt = Annotated[str, option("--reason TEXT", "The reason, in one sentence.")]
 
 
 def reject(
@@ -88,7 +83,7 @@ def accept(
 def pin(
     step: StepArg,
     reason: ReasonOpt = "",
-    off: Annotated[bool, option("--off", help="Remove the pin.")] = False,
+    off: Annotated[bool, option("--off", "Remove the pin.")] = False,
     evidence: EvidenceOpt = None,
     by: ByOpt = None,
     marks: MarksOpt = None,

@@ -56,31 +56,35 @@ class Declared(NamedTuple):
     envvar: str | None = None
 
 
-def option(*names: str, **about: Any) -> Declared:
-    """An option of a command, with its variable unless it is in `COMMAND_LINE_ONLY`."""
+def option(spec: str, help_text: str, *, min: float | None = None) -> Declared:  # noqa: A002
+    """An option of a command, as help shows it: `--quiet -q`, `--mtbf TIME`.
+
+    It has a variable unless it is in `COMMAND_LINE_ONLY`.
+    """
+    names = tuple(word for word in spec.split() if word.startswith("-"))
+    metavar = spec.partition(" ")[2] if len(names) == 1 else ""
     variable = None if names[0] in COMMAND_LINE_ONLY else variable_of(names[0])
-    return Declared(names, envvar=variable, **about)
+    return Declared(names, help_text, metavar or None, min, variable)
 
 
-def argument(**about: Any) -> Declared:
+def argument(metavar: str, help_text: str) -> Declared:
     """An argument of a command."""
-    return Declared((), **about)
+    return Declared((), help_text, metavar)
 
 
 RootsArg = Annotated[
     list[str],
     argument(
-        metavar="ROOT...",
-        help="One root, or several roots with steps of the same run; if two hold the same "
+        "ROOT...",
+        "One root, or several roots with steps of the same run; if two hold the same "
         "step, the earlier root is used.",
     ),
 ]
 OptionalRootOpt = Annotated[
     list[str] | None,
     option(
-        "--optional-root",
-        metavar="ROOT",
-        help="Another root of the same run that may be missing or unavailable, such as a "
+        "--optional-root ROOT",
+        "Another root of the same run that may be missing or unavailable, such as a "
         "local disk; may be given several times. It comes after the other roots, or "
         "keeps its place if it is also named among them.",
     ),
@@ -88,8 +92,8 @@ OptionalRootOpt = Annotated[
 StepArg = Annotated[
     str,
     argument(
-        metavar="STEP",
-        help="PATH of a step, ROOT@1200, ROOT@latest (newest by number) or ROOT@auto (what "
+        "STEP",
+        "PATH of a step, ROOT@1200, ROOT@latest (newest by number) or ROOT@auto (what "
         "pick chooses).",
     ),
 ]
@@ -97,7 +101,7 @@ LevelOpt = Annotated[
     Level | None,
     option(
         "--level",
-        help="How deep to inspect: listing reads the metadata, structure also the framing of "
+        "How deep to inspect: listing reads the metadata, structure also the framing of "
         "every record, content every byte. Default: structure on a file system where that "
         "takes at most 10,000 reads, else listing.",
     ),
@@ -106,7 +110,7 @@ AllowFreshOpt = Annotated[
     bool,
     option(
         "--allow-fresh",
-        help="Exit with 0 and print nothing for a new run; for a root that does not exist "
+        "Exit with 0 and print nothing for a new run; for a root that does not exist "
         "only with --create.",
     ),
 ]
@@ -114,99 +118,78 @@ CreateOpt = Annotated[
     bool,
     option(
         "--create",
-        help="With --allow-fresh: create the root of a new run and its sentinel, which shows "
+        "With --allow-fresh: create the root of a new run and its sentinel, which shows "
         "later starts that the storage is mounted.",
     ),
 ]
 PatternOpt = Annotated[
     str | None,
     option(
-        "--pattern",
-        metavar="REGEX",
-        help="A regular expression for names of step folders that ckptctl does not know; it "
+        "--pattern REGEX",
+        "A regular expression for names of step folders that ckptctl does not know; it "
         "must match the whole name, and its group (?P<step>[0-9]+) is the number.",
     ),
 ]
 GraceOpt = Annotated[
     float,
     option(
-        "--grace",
-        metavar="SECONDS",
+        "--grace SECONDS",
+        "How long after its last write an unfinished save counts as running.",
         min=0,
-        help="How long after its last write an unfinished save counts as running.",
     ),
 ]
 
 KeyFileOpt = Annotated[
     str | None,
     option(
-        "--key-file",
-        metavar="FILE",
-        help=f"File with the key of seals; without it {SEAL_KEY} is the key, if it is set.",
+        "--key-file FILE",
+        f"File with the key of seals; without it {SEAL_KEY} is the key, if it is set.",
     ),
 ]
-OnlyOpt = Annotated[
-    str | None, option("--only", metavar="KIND", help="Keep only this kind of train state: model.")
-]
+OnlyOpt = Annotated[str | None, option("--only KIND", "Keep only this kind of train state: model.")]
 MemoryOpt = Annotated[
     str,
     option(
-        "--memory",
-        metavar="SIZE",
-        help="How much memory to use at most, whatever the size of the step: 256M, 1G.",
+        "--memory SIZE", "How much memory to use at most, whatever the size of the step: 256M, 1G."
     ),
 ]
 JobsOpt = Annotated[
     int | None,
-    option(
-        "--jobs",
-        metavar="N",
-        min=1,
-        help="How many threads read; the default depends on the storage.",
-    ),
+    option("--jobs N", "How many threads read; the default depends on the storage.", min=1),
 ]
 AcceptAsItIsOpt = Annotated[
-    bool, option("--accept-unverifiable", help="Accept a step that cannot be proven good.")
+    bool, option("--accept-unverifiable", "Accept a step that cannot be proven good.")
 ]
 RootEnvOpt = Annotated[
     str | None,
     option(
-        "--root-env",
-        metavar="NAME",
-        help="The environment variable in which the job finds its root, instead of {root}.",
+        "--root-env NAME",
+        "The environment variable in which the job finds its root, instead of {root}.",
     ),
 ]
 HtmlOpt = Annotated[
     str | None,
-    option(
-        "--html",
-        metavar="FILE",
-        help="Also write the answer to FILE as one self-contained HTML page.",
-    ),
+    option("--html FILE", "Also write the answer to FILE as one self-contained HTML page."),
 ]
 MetricsOpt = Annotated[
     str | None,
     option(
-        "--metrics",
-        metavar="FILE",
-        help="Also write the figures to FILE for the textfile collector of Prometheus.",
+        "--metrics FILE", "Also write the figures to FILE for the textfile collector of Prometheus."
     ),
 ]
 NotifyOpt = Annotated[
     str | None,
     option(
-        "--notify",
-        metavar="COMMAND|URL",
-        help="Run COMMAND with the JSON document of what went wrong on standard input, or POST it "
+        "--notify COMMAND|URL",
+        "Run COMMAND with the JSON document of what went wrong on standard input, or POST it "
         "to URL; a command is split into words, and no shell runs it.",
     ),
 ]
 MarksOpt = Annotated[
     str | None,
     option(
-        "--marks",
-        metavar="FILE",
-        help="File of marks for read-only roots, one per line; read in addition to the marks "
+        "--marks FILE",
+        "File of marks for read-only roots, one per line; read in addition to the marks "
         "in the steps.",
     ),
 ]
@@ -228,13 +211,15 @@ class Offer(NamedTuple):
 def _offer(
     kind: Any,
     default: Any,
-    *names: str,
+    spec: str,
+    help_text: str,
+    *,
+    min: float | None = None,  # noqa: A002
     field: str = "",
     read: Callable[[Any], Any] | None = None,
-    **about: Any,
 ) -> Offer:
     """The offer of an option that no command declares itself."""
-    return Offer(Annotated[kind, option(*names, **about)], default, field, read)
+    return Offer(Annotated[kind, option(spec, help_text, min=min)], default, field, read)
 
 
 OFFERS: Mapping[type, Mapping[str, Offer]] = {
@@ -244,64 +229,54 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             bool,
             False,
             "--allow-missing-state",
-            help="Allow a step without train state that older steps have.",
+            "Allow a step without train state that older steps have.",
         ),
         "accept_unverifiable": _offer(
             bool,
             False,
             "--accept-unverifiable",
-            help="Allow a step that cannot be proven good at the requested level.",
+            "Allow a step that cannot be proven good at the requested level.",
         ),
         "before": _offer(
-            int | None,
-            None,
-            "--before",
-            metavar="STEP",
-            min=0,
-            help="Only steps older than this one.",
+            int | None, None, "--before STEP", "Only steps older than this one.", min=0
         ),
         "skip": _offer(
             list[str] | None,
             None,
-            "--skip",
-            metavar="STEP,...",
-            help="Steps to skip, even if they cannot be inspected.",
+            "--skip STEP,...",
+            "Steps to skip, even if they cannot be inspected.",
             read=parse_steps,
         ),
         "max_fallback": _offer(
             int,
             2,
-            "--max-fallback",
-            metavar="N",
+            "--max-fallback N",
+            "How many damaged steps may be skipped; interrupted saves do not count.",
             min=0,
-            help="How many damaged steps may be skipped; interrupted saves do not count.",
         ),
     },
     Requirements: {
         "require": _offer(
             list[str] | None,
             None,
-            "--require",
-            metavar="KIND,...",
-            help=f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
+            "--require KIND,...",
+            f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
             read=parse_kinds,
         ),
         "world_size": _offer(
             int | None,
             None,
-            "--world-size",
-            metavar="N",
-            min=1,
-            help="How many ranks will load the step; reports what that requires, or that it is "
+            "--world-size N",
+            "How many ranks will load the step; reports what that requires, or that it is "
             "impossible.",
+            min=1,
         ),
         "saved_world_size": _offer(
             int | None,
             None,
-            "--saved-world-size",
-            metavar="N",
+            "--saved-world-size N",
+            "How many ranks wrote the step; each must have written a shard file.",
             min=1,
-            help="How many ranks wrote the step; each must have written a shard file.",
         ),
         "pattern": Offer(PatternOpt, None),
         "grace": Offer(GraceOpt, 600.0, "grace_s"),
@@ -309,14 +284,14 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             bool,
             False,
             "--require-seal",
-            help="Require a seal that proves the step, made with the key if one is given.",
+            "Require a seal that proves the step, made with the key if one is given.",
         ),
         "key_file": Offer(KeyFileOpt, None, "key", seal_key),
         "remote_checksums": _offer(
             bool,
             False,
             "--remote-checksums",
-            help="Also compare the checksums that the object store keeps with those in the seal, "
+            "Also compare the checksums that the object store keeps with those in the seal, "
             "and download nothing for it; 22 where there are none.",
         ),
         "marks": Offer(MarksOpt, None),
@@ -325,17 +300,15 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
         "subset": _offer(
             str | None,
             None,
-            "--subset",
-            metavar="PART",
-            help="Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
+            "--subset PART",
+            "Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
             "PART always selects the same records.",
         ),
         "deadline": _offer(
             str | None,
             None,
-            "--deadline",
-            metavar="TIME",
-            help="Level content: stop comparing after this time, 120s or 5m, and report what is "
+            "--deadline TIME",
+            "Level content: stop comparing after this time, 120s or 5m, and report what is "
             "proven until then; 22 where that is not everything.",
             field="deadline_s",
             read=parse_duration,
@@ -343,16 +316,15 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
         "jobs": _offer(
             int | None,
             None,
-            "--jobs",
-            metavar="N",
+            "--jobs N",
+            "Level content: how many threads read; the default depends on the storage.",
             min=1,
-            help="Level content: how many threads read; the default depends on the storage.",
         ),
         "nan_scan": _offer(
             bool,
             False,
             "--nan-scan",
-            help="Level content: also look for NaN and infinity in floating-point tensors; what "
+            "Level content: also look for NaN and infinity in floating-point tensors; what "
             "is found is a warning.",
         ),
     },
@@ -360,28 +332,22 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
         "storage_option": _offer(
             list[str] | None,
             None,
-            "--storage-option",
-            metavar="KEY=VALUE",
-            help="Option for the storage client; may be given several times. A JSON value is "
+            "--storage-option KEY=VALUE",
+            "Option for the storage client; may be given several times. A JSON value is "
             "passed as JSON.",
             field="storage_options",
             read=parse_storage_options,
         ),
         "endpoint_url": _offer(
-            str | None,
-            None,
-            "--endpoint-url",
-            metavar="URL",
-            help="Address of an S3 service other than Amazon's.",
+            str | None, None, "--endpoint-url URL", "Address of an S3 service other than Amazon's."
         ),
         "timeout": _offer(
             float,
             TIMEOUT_S,
-            "--timeout",
-            metavar="SECONDS",
-            min=0.1,
-            help="How long to wait for one answer of the storage; a mount that hangs four times "
+            "--timeout SECONDS",
+            "How long to wait for one answer of the storage; a mount that hangs four times "
             "as long ends the command with 75.",
+            min=0.1,
             field="timeout_s",
         ),
     },
@@ -405,23 +371,16 @@ COMMON_GROUP = "Output and help"
 
 COMMON = {
     "as_json": _offer(
-        bool, False, "--json", help="Write one JSON document to standard output, also on failure."
+        bool, False, "--json", "Write one JSON document to standard output, also on failure."
     ),
-    "quiet": _offer(bool, False, "--quiet", "-q", help="Print only the result."),
+    "quiet": _offer(bool, False, "--quiet -q", "Print only the result."),
     "report": _offer(
-        str | None,
-        None,
-        "--report",
-        metavar="FILE",
-        help="Also write the JSON document to this file, atomically.",
+        str | None, None, "--report FILE", "Also write the JSON document to this file, atomically."
     ),
     "color": _offer(
-        Color,
-        Color.AUTO,
-        "--color",
-        help="When to use colour; auto follows NO_COLOR and FORCE_COLOR.",
+        Color, Color.AUTO, "--color", "When to use colour; auto follows NO_COLOR and FORCE_COLOR."
     ),
-    "debug": _offer(bool, False, "--debug", help="Show the traceback of an error."),
+    "debug": _offer(bool, False, "--debug", "Show the traceback of an error."),
 }
 """What every command has: how an answer is shown, which is no part of what was asked."""
 

@@ -36,11 +36,10 @@ def pick(
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     detailed_exitcode: Annotated[
-        bool,
-        option("--detailed-exitcode", help="Exit with 3 instead of 0 if newer steps were refused."),
+        bool, option("--detailed-exitcode", "Exit with 3 instead of 0 if newer steps were refused.")
     ] = False,
     printed: Annotated[
-        Printed, option("--print", help="What to print on standard output.")
+        Printed, option("--print", "What to print on standard output.")
     ] = Printed.PATH,
     *,
     policy: PickPolicy,

@@ -31,50 +31,43 @@ def preflight(
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     mtbf: Annotated[
-        str | None,
-        option("--mtbf", metavar="TIME", help="Mean time between failures of the whole job."),
+        str | None, option("--mtbf TIME", "Mean time between failures of the whole job.")
     ] = None,
     room_for: Annotated[
         int,
         option(
-            "--room-for",
-            metavar="N",
-            min=0,
-            help="How many more steps must fit; 0 for a job that saves nothing.",
+            "--room-for N", "How many more steps must fit; 0 for a job that saves nothing.", min=0
         ),
     ] = 1,
     probe_storage: Annotated[
         bool,
         option(
             "--probe-storage",
-            help="Write up to 64 MiB to a new folder under ROOT/.ckptctl, read them back, "
+            "Write up to 64 MiB to a new folder under ROOT/.ckptctl, read them back, "
             "compare, and remove them; report what damaged steps have in common.",
         ),
     ] = False,
     world_sizes: Annotated[
         list[str] | None,
         option(
-            "--world-sizes",
-            metavar="N,...",
-            help="Other possible numbers of ranks: report for each what is lost, what is "
+            "--world-sizes N,...",
+            "Other possible numbers of ranks: report for each what is lost, what is "
             "read, and what each rank holds.",
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
         option(
-            "--log",
-            metavar="FILE",
-            help="A training log of the job that died, oldest first: count the steps, tokens "
+            "--log FILE",
+            "A training log of the job that died, oldest first: count the steps, tokens "
             "and seconds after the chosen step, which are repeated.",
         ),
     ] = None,
     launcher: Annotated[
         list[str] | None,
         option(
-            "--launcher",
-            metavar="COMMAND",
-            help="Also check the storage on the nodes of the job, with this command: 'srun "
+            "--launcher COMMAND",
+            "Also check the storage on the nodes of the job, with this command: 'srun "
             "--jobid 4711 --overlap --ntasks-per-node=1', 'kubectl exec worker-0 -- "
             "ckptctl'. It is run without a shell. May be given several times.",
         ),
@@ -82,25 +75,23 @@ def preflight(
     node_report: Annotated[
         str | None,
         option(
-            "--node-report",
-            metavar="STEP",
-            help="Print only what this node sees of the roots and of STEP (none: of no "
+            "--node-report STEP",
+            "Print only what this node sees of the roots and of STEP (none: of no "
             "step), as a line of JSON; --launcher uses it.",
         ),
     ] = None,
     node_probe: Annotated[
         str | None,
         option(
-            "--node-probe",
-            metavar="TOKEN",
-            help="With --node-report: compare the files of this probe, and write some.",
+            "--node-probe TOKEN",
+            "With --node-report: compare the files of this probe, and write some.",
         ),
     ] = None,
     print_capacity: Annotated[
         bool,
         option(
             "--print-capacity",
-            help="Print on standard output how the number of ranks compares with that of the "
+            "Print on standard output how the number of ranks compares with that of the "
             "save, instead of the path.",
         ),
     ] = False,

@@ -20,34 +20,31 @@ EXAMPLES = (
 )
 EXIT_CODES = (0, 2, 75, 77)
 
-RootArg = Annotated[
-    str, argument(metavar="ROOT", help="Folder or URL that holds the steps of one run.")
-]
+RootArg = Annotated[str, argument("ROOT", "Folder or URL that holds the steps of one run.")]
 
 
 def prune(
     root: RootArg,
-    keep: Annotated[int, option("--keep", metavar="N", min=1, help="How many good steps to keep.")],
+    keep: Annotated[int, option("--keep N", "How many good steps to keep.", min=1)],
     apply: Annotated[
-        bool, option("--apply", help="Remove the steps; without it only the plan is printed.")
+        bool, option("--apply", "Remove the steps; without it only the plan is printed.")
     ] = False,
     unsealed: Annotated[
-        bool, option("--unsealed", help="Also count steps without a seal as good.")
+        bool, option("--unsealed", "Also count steps without a seal as good.")
     ] = False,
     level: LevelOpt = None,
     accept_unverifiable: Annotated[
         bool,
         option(
             "--accept-unverifiable",
-            help="Also count sealed steps whose format has no checksums, as pick takes them.",
+            "Also count sealed steps whose format has no checksums, as pick takes them.",
         ),
     ] = False,
     other_root: Annotated[
         list[str] | None,
         option(
-            "--other-root",
-            metavar="ROOT",
-            help="Another root of the run: its marks and records count; nothing is removed there.",
+            "--other-root ROOT",
+            "Another root of the run: its marks and records count; nothing is removed there.",
         ),
     ] = None,
     *,

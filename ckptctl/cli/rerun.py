@@ -30,29 +30,23 @@ def rerun(
     root: Annotated[
         str,
         option(
-            "--root",
-            metavar="ROOT",
-            help="Folder or URL with the steps of the run. It is read and never written.",
+            "--root ROOT", "Folder or URL with the steps of the run. It is read and never written."
         ),
     ],
-    step: Annotated[
-        int,
-        option("--step", metavar="N", min=1, help="The training step whose loss is suspicious."),
-    ],
+    step: Annotated[int, option("--step N", "The training step whose loss is suspicious.", min=1)],
     log: Annotated[
         list[str],
         option(
-            "--log",
-            metavar="FILE",
-            help="A log of the run that holds this step, or a folder of logs; may be given "
+            "--log FILE",
+            "A log of the run that holds this step, or a folder of logs; may be given "
             "several times, as with one log for each rank.",
         ),
     ],
     command: Annotated[
         list[str] | None,
         argument(
-            metavar="CMD...",
-            help="The command of the job, after --. {root} becomes a copy of the root, {step} the "
+            "CMD...",
+            "The command of the job, after --. {root} becomes a copy of the root, {step} the "
             "step to resume from, {steps} how many steps to train and {last} the last one, "
             "{node_list} the nodes with commas and {nodes} their number, {log_dir} a folder for "
             "logs that the job writes besides its output.",
@@ -61,54 +55,47 @@ def rerun(
     steps: Annotated[
         int | None,
         option(
-            "--steps",
-            metavar="K",
+            "--steps K",
+            "How many steps to train again; by default up to the suspicious one.",
             min=1,
-            help="How many steps to train again; by default up to the suspicious one.",
         ),
     ] = None,
     from_step: Annotated[
         int | None,
         option(
-            "--from-step",
-            metavar="N",
-            min=0,
-            help="The saved step to begin from; by default the newest usable one with a logged "
+            "--from-step N",
+            "The saved step to begin from; by default the newest usable one with a logged "
             "step between it and the suspicious one.",
+            min=0,
         ),
     ] = None,
     nodes: NodesOpt = None,
     other_nodes: Annotated[
         list[str] | None,
         option(
-            "--other-nodes",
-            metavar="NODE,...",
-            help="As many other nodes. Without them a value that repeats stays undecided.",
+            "--other-nodes NODE,...",
+            "As many other nodes. Without them a value that repeats stays undecided.",
         ),
     ] = None,
     hosts_file: HostsFileOpt = None,
     exclude_command: Annotated[
         str | None,
         option(
-            "--exclude-command",
-            metavar="COMMAND",
-            help="How to exclude the node at fault, if it is one; {node} and {cause} are filled "
+            "--exclude-command COMMAND",
+            "How to exclude the node at fault, if it is one; {node} and {cause} are filled "
             "in, and no shell runs it.",
         ),
     ] = None,
     root_env: RootEnvOpt = None,
     work: Annotated[
-        str,
-        option(
-            "--work", metavar="DIR", help="A new folder for copies and logs, which all nodes see."
-        ),
+        str, option("--work DIR", "A new folder for copies and logs, which all nodes see.")
     ] = "rerun",
-    keep: Annotated[bool, option("--keep", help="Keep the copies of the root.")] = False,
+    keep: Annotated[bool, option("--keep", "Keep the copies of the root.")] = False,
     dry_run: Annotated[
-        bool, option("--dry-run", help="Show the step and the commands, and start nothing.")
+        bool, option("--dry-run", "Show the step and the commands, and start nothing.")
     ] = False,
     patience: Annotated[
-        str, option("--patience", metavar="TIME", help="How long to wait for a next step.")
+        str, option("--patience TIME", "How long to wait for a next step.")
     ] = "30m",
     *,
     storage: StorageOptions,

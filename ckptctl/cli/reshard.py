@@ -46,48 +46,40 @@ class PerRankChoice(str, Enum):
 
 def reshard(
     step: StepArg,
-    target: Annotated[
-        str, argument(metavar="DST", help="Path or URL of the new step; it must not exist.")
-    ],
+    target: Annotated[str, argument("DST", "Path or URL of the new step; it must not exist.")],
     world_size: Annotated[
-        int | None,
-        option(
-            "--world-size", metavar="N", min=1, help="How many ranks to shard the new step for."
-        ),
+        int | None, option("--world-size N", "How many ranks to shard the new step for.", min=1)
     ] = None,
     mesh: Annotated[
         str | None,
         option(
-            "--mesh",
-            metavar="NAME=N,...",
-            help="The arrangement of the ranks, as dp=4,tp=2: dp and fsdp shard every "
+            "--mesh NAME=N,...",
+            "The arrangement of the ranks, as dp=4,tp=2: dp and fsdp shard every "
             "sharded tensor, tp and ep those that --shard names, rep holds replicas.",
         ),
     ] = None,
     shard: Annotated[
         list[str] | None,
         option(
-            "--shard",
-            metavar="PATTERN=DIM",
-            help="Shard the tensors with a matching name along this dimension, counted from "
+            "--shard PATTERN=DIM",
+            "Shard the tensors with a matching name along this dimension, counted from "
             "0; may be given several times, the last match applies.",
         ),
     ] = None,
     like: Annotated[
-        str | None,
-        option("--like", metavar="STEP", help="Use the sharding of this step, tensor by tensor."),
+        str | None, option("--like STEP", "Use the sharding of this step, tensor by tensor.")
     ] = None,
     per_rank: Annotated[
         PerRankChoice,
         option(
             "--per-rank",
-            help="What to do with state that exists once per rank (RNG states, data loaders) "
+            "What to do with state that exists once per rank (RNG states, data loaders) "
             "and cannot be resharded: keep it unchanged, drop it, or refuse.",
         ),
     ] = PerRankChoice.KEEP,
     only: OnlyOpt = None,
     apply: Annotated[
-        bool, option("--apply", help="Write the new step; without it only the plan is printed.")
+        bool, option("--apply", "Write the new step; without it only the plan is printed.")
     ] = False,
     memory: MemoryOpt = "256M",
     jobs: JobsOpt = None,

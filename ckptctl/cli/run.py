@@ -35,26 +35,23 @@ _STDERR = 2
 NodesOpt = Annotated[
     list[str] | None,
     option(
-        "--nodes",
-        metavar="NODE,...",
-        help="The nodes of the job; by default those that SLURM allocated, or this machine.",
+        "--nodes NODE,...",
+        "The nodes of the job; by default those that SLURM allocated, or this machine.",
     ),
 ]
 WorldSizesOpt = Annotated[
     str | None,
     option(
-        "--world-sizes",
-        metavar="N,...",
-        help="The numbers of ranks that the job can run with, the largest for all its nodes; "
+        "--world-sizes N,...",
+        "The numbers of ranks that the job can run with, the largest for all its nodes; "
         "the one that fits is filled in for {world_size} and {nodes} of the command.",
     ),
 ]
 HostsFileOpt = Annotated[
     str | None,
     option(
-        "--hosts-file",
-        metavar="FILE",
-        help="Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
+        "--hosts-file FILE",
+        "Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
         "for a launcher such as mpirun --hostfile FILE.",
     ),
 ]
@@ -64,41 +61,36 @@ def run(
     root: Annotated[
         list[str],
         option(
-            "--root",
-            metavar="ROOT",
-            help="Folder or URL with the steps of the run; progress is a newer usable step; "
+            "--root ROOT",
+            "Folder or URL with the steps of the run; progress is a newer usable step; "
             "may be given several times.",
         ),
     ],
     command: Annotated[
-        list[str] | None,
-        argument(metavar="CMD...", help="The command and its arguments, after --."),
+        list[str] | None, argument("CMD...", "The command and its arguments, after --.")
     ] = None,
     optional_root: OptionalRootOpt = None,
     job: Annotated[
         str | None,
         option(
-            "--job",
-            metavar="FILE",
-            help="A job file with phases, instead of a command: each begins when the one before "
+            "--job FILE",
+            "A job file with phases, instead of a command: each begins when the one before "
             "it is done.",
         ),
     ] = None,
     log_dir: Annotated[
         str | None,
         option(
-            "--log-dir",
-            metavar="DIR",
-            help="Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
+            "--log-dir DIR",
+            "Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
             "decisions to DIR/run.log; with --job by default .ckptctl/supervisor/logs of the root.",
         ),
     ] = None,
     evidence_dir: Annotated[
         str | None,
         option(
-            "--evidence-dir",
-            metavar="DIR",
-            help="Keep the stacks and flight-recorder dumps of a hang in DIR/attempt-N; by default "
+            "--evidence-dir DIR",
+            "Keep the stacks and flight-recorder dumps of a hang in DIR/attempt-N; by default "
             "in a new folder for temporary files on this node. DIR must not be on a storage that "
             "can hang.",
         ),
@@ -106,74 +98,61 @@ def run(
     max_restarts: Annotated[
         int,
         option(
-            "--max-restarts",
-            metavar="N",
-            min=0,
-            help="How many restarts are allowed without a newer usable step.",
+            "--max-restarts N", "How many restarts are allowed without a newer usable step.", min=0
         ),
     ] = MAX_RESTARTS,
     max_free_restarts: Annotated[
         int,
         option(
-            "--max-free-restarts",
-            metavar="N",
-            min=0,
-            help="How many restarts for causes outside the job, such as preemption, are allowed "
+            "--max-free-restarts N",
+            "How many restarts for causes outside the job, such as preemption, are allowed "
             "without a newer usable step.",
+            min=0,
         ),
     ] = MAX_FREE_RESTARTS,
     progress_level: Annotated[
         Level,
-        option(
-            "--progress-level",
-            help="How deep a step is inspected before it counts as progress.",
-        ),
+        option("--progress-level", "How deep a step is inspected before it counts as progress."),
     ] = Level.STRUCTURE,
     backoff: Annotated[
         str,
         option(
-            "--backoff",
-            metavar="TIME",
-            help="The first pause before a restart; it doubles without progress, up to 5 minutes.",
+            "--backoff TIME",
+            "The first pause before a restart; it doubles without progress, up to 5 minutes.",
         ),
     ] = "10s",
     no_restart_on: Annotated[
         list[str] | None,
         option(
-            "--no-restart-on",
-            metavar="CODE,...",
-            help="Exit codes after which not to restart, besides 2, 11, 17, 23, 24, 25, 77, 93, "
+            "--no-restart-on CODE,...",
+            "Exit codes after which not to restart, besides 2, 11, 17, 23, 24, 25, 77, 93, "
             "94, 126 and 127.",
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
         option(
-            "--log",
-            metavar="FILE",
-            help="A log that the command writes to; may be given several times. What an attempt "
+            "--log FILE",
+            "A log that the command writes to; may be given several times. What an attempt "
             "adds is classified, and a failure that a restart would meet again ends the run.",
         ),
     ] = None,
     create: Annotated[
-        bool,
-        option("--create", help="Create the root and its sentinel if it does not exist."),
+        bool, option("--create", "Create the root and its sentinel if it does not exist.")
     ] = False,
     wait_storage: Annotated[
         str,
         option(
-            "--wait-storage",
-            metavar="TIME",
-            help="How long to wait for a storage that does not answer, before the first attempt "
+            "--wait-storage TIME",
+            "How long to wait for a storage that does not answer, before the first attempt "
             "and after a failed one.",
         ),
     ] = "15m",
     section_timeouts: Annotated[
         str | None,
         option(
-            "--section-timeouts",
-            metavar="SECTION:TIME,...",
-            help="How long a rank may report nothing in setup, first-step, step, checkpoint, "
+            "--section-timeouts SECTION:TIME,...",
+            "How long a rank may report nothing in setup, first-step, step, checkpoint, "
             "async-save or evaluation before the job counts as hung; by default learned from "
             "earlier attempts.",
         ),
@@ -181,87 +160,67 @@ def run(
     out_of_section_timeout: Annotated[
         str | None,
         option(
-            "--out-of-section-timeout",
-            metavar="TIME",
-            help="The same outside of sections, and for the growth of --log and of the output in "
+            "--out-of-section-timeout TIME",
+            "The same outside of sections, and for the growth of --log and of the output in "
             "--log-dir in a job without heartbeats.",
         ),
     ] = None,
     state: Annotated[
         str | None,
         option(
-            "--state",
-            metavar="DIR",
-            help="Folder or URL for the state of the run, instead of .ckptctl/supervisor in the "
+            "--state DIR",
+            "Folder or URL for the state of the run, instead of .ckptctl/supervisor in the "
             "first root.",
         ),
     ] = None,
     reset_budget: Annotated[
-        str | None,
-        option(
-            "--reset-budget",
-            metavar="REASON",
-            help="Begin a new budget; the reason is recorded.",
-        ),
+        str | None, option("--reset-budget REASON", "Begin a new budget; the reason is recorded.")
     ] = None,
     exclude_command: Annotated[
         str | None,
         option(
-            "--exclude-command",
-            metavar="COMMAND",
-            help="How to exclude a node that is at fault; {node} and {cause} are filled in, and "
+            "--exclude-command COMMAND",
+            "How to exclude a node that is at fault; {node} and {cause} are filled in, and "
             "no shell runs it. An argument of the job with {excluded} gets the excluded nodes, "
             "and is left out while there are none.",
         ),
     ] = None,
     max_excluded: Annotated[
-        int,
-        option(
-            "--max-excluded",
-            metavar="N",
-            min=0,
-            help="How many nodes are excluded without a person.",
-        ),
+        int, option("--max-excluded N", "How many nodes are excluded without a person.", min=0)
     ] = 1,
     nodes: NodesOpt = None,
     world_sizes: WorldSizesOpt = None,
     min_world_size: Annotated[
         int,
         option(
-            "--min-world-size",
-            metavar="N",
-            min=1,
-            help="Wait for capacity (94) rather than run with fewer ranks.",
+            "--min-world-size N", "Wait for capacity (94) rather than run with fewer ranks.", min=1
         ),
     ] = 1,
     hosts_file: HostsFileOpt = None,
     nnodes: Annotated[
         int | None,
         option(
-            "--nnodes",
-            metavar="N",
-            min=1,
-            help="How many `ckptctl run` start the job together, one on each node; they agree on "
+            "--nnodes N",
+            "How many `ckptctl run` start the job together, one on each node; they agree on "
             "each attempt, and all end with the same exit code. Default: from srun, mpirun or "
             "PET_NNODES, else 1.",
+            min=1,
         ),
     ] = None,
     node_rank: Annotated[
         int | None,
         option(
-            "--node-rank",
-            metavar="N",
-            min=0,
-            help="Which of them this is, from 0. Default: from srun, mpirun, PET_NODE_RANK or "
+            "--node-rank N",
+            "Which of them this is, from 0. Default: from srun, mpirun, PET_NODE_RANK or "
             "JOB_COMPLETION_INDEX.",
+            min=0,
         ),
     ] = None,
     wait_nodes: Annotated[
         str,
         option(
-            "--wait-nodes",
-            metavar="TIME",
-            help="How long the others of --nnodes are waited for, before each attempt. After that "
+            "--wait-nodes TIME",
+            "How long the others of --nnodes are waited for, before each attempt. After that "
             "the job runs with fewer nodes if --world-sizes allows it, and else waits for "
             "capacity (94).",
         ),
@@ -270,7 +229,7 @@ def run(
         bool,
         option(
             "--allow-missing-state",
-            help="Count a step that lacks train state of older ones as progress, and run with a "
+            "Count a step that lacks train state of older ones as progress, and run with a "
             "number of ranks at which required state is lost.",
         ),
     ] = False,

@@ -72,20 +72,19 @@ def runbook(
     action: Annotated[
         RunbookAction,
         argument(
-            metavar="ACTION",
-            help="list: all runbooks; show: print one; lint: check the form of one; run: run "
+            "ACTION",
+            "list: all runbooks; show: print one; lint: check the form of one; run: run "
             "one step by step.",
         ),
     ],
     name: Annotated[
-        str | None,
-        argument(metavar="NAME", help="The runbook: its name, or a file that ends in .md."),
+        str | None, argument("NAME", "The runbook: its name, or a file that ends in .md.")
     ] = None,
     roots: Annotated[
         list[str] | None,
         argument(
-            metavar="ROOT",
-            help="The checkpoint root that it is run on, where its record is kept; more roots that "
+            "ROOT",
+            "The checkpoint root that it is run on, where its record is kept; more roots that "
             "hold steps of the same run become OTHER_ROOTS.",
         ),
     ] = None,
@@ -93,41 +92,34 @@ def runbook(
     given: Annotated[
         list[str] | None,
         option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="The value of an input; several times for several inputs, or for the items of a "
+            "--set NAME=VALUE",
+            "The value of an input; several times for several inputs, or for the items of a "
             "list. The runbook's page lists its inputs.",
         ),
     ] = None,
-    yes: Annotated[
-        bool, option("--yes", help="Make changes without asking, for automation.")
-    ] = False,
+    yes: Annotated[bool, option("--yes", "Make changes without asking, for automation.")] = False,
     dry_run: Annotated[
         bool,
-        option(
-            "--dry-run", help="Run blocks that only read, show the others, and write no record."
-        ),
+        option("--dry-run", "Run blocks that only read, show the others, and write no record."),
     ] = False,
     new: Annotated[
-        bool, option("--new", help="Start a new run, even if there is an unfinished one.")
+        bool, option("--new", "Start a new run, even if there is an unfinished one.")
     ] = False,
     go_on: Annotated[
-        bool,
-        option("--continue", help="Continue the last run where it stopped, whoever started it."),
+        bool, option("--continue", "Continue the last run where it stopped, whoever started it.")
     ] = False,
     take_over: Annotated[
-        bool, option("--take-over", help="Continue a run that another person is working on.")
+        bool, option("--take-over", "Continue a run that another person is working on.")
     ] = False,
     transcript: Annotated[
         str | None,
         option(
-            "--transcript",
-            metavar="DIR",
-            help="Also write the transcript to this folder: Markdown, JSON Lines and HTML.",
+            "--transcript DIR",
+            "Also write the transcript to this folder: Markdown, JSON Lines and HTML.",
         ),
     ] = None,
     folder: Annotated[
-        str | None, option("--folder", metavar="DIR", help="A folder with your own runbooks.")
+        str | None, option("--folder DIR", "A folder with your own runbooks.")
     ] = None,
     notify: NotifyOpt = None,
     *,

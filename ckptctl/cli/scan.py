@@ -51,8 +51,7 @@ def scan(
     roots: RootsArg,
     optional_root: OptionalRootOpt = None,
     last: Annotated[
-        int,
-        option("--last", metavar="N", min=0, help="Only the newest N steps; 0 for all of them."),
+        int, option("--last N", "Only the newest N steps; 0 for all of them.", min=0)
     ] = NEWEST,
     metrics: MetricsOpt = None,
     html: HtmlOpt = None,

@@ -22,10 +22,10 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 def seal(
     step: StepArg,
     replace: Annotated[
-        bool, option("--replace", help="Replace an existing seal, if the step has no fault.")
+        bool, option("--replace", "Replace an existing seal, if the step has no fault.")
     ] = False,
     accept_unverifiable: Annotated[
-        bool, option("--accept-unverifiable", help="Seal a step that cannot be proven good.")
+        bool, option("--accept-unverifiable", "Seal a step that cannot be proven good.")
     ] = False,
     jobs: JobsOpt = None,
     *,

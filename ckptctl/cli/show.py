@@ -49,15 +49,14 @@ def show(
     tensors: Annotated[
         bool,
         option(
-            "--tensors",
-            help="List every tensor, instead of one row for the same tensor of all layers.",
+            "--tensors", "List every tensor, instead of one row for the same tensor of all layers."
         ),
     ] = False,
     printed: Annotated[
         Printed | None,
         option(
             "--print",
-            help="Print only this: the training step that the train state holds, its token count, "
+            "Print only this: the training step that the train state holds, its token count, "
             "or how many ranks saved it; nothing where it is not known.",
         ),
     ] = None,

@@ -32,22 +32,16 @@ EXIT_CODES = (0, 2, 10, 20, 21, 22, 23, 25, 75, 77)
 
 
 def watch(
-    root: Annotated[
-        str, argument(metavar="ROOT", help="Folder or URL that holds the steps of a run.")
-    ],
+    root: Annotated[str, argument("ROOT", "Folder or URL that holds the steps of a run.")],
     once: Annotated[
         bool,
-        option(
-            "--once", help="List the root once, and finish what an earlier watch saw; for cron."
-        ),
+        option("--once", "List the root once, and finish what an earlier watch saw; for cron."),
     ] = False,
     interval: Annotated[
-        str,
-        option("--interval", metavar="TIME", help="The pause between two listings of the root."),
+        str, option("--interval TIME", "The pause between two listings of the root.")
     ] = f"{INTERVAL_S:.0f}s",
     bandwidth: Annotated[
-        str,
-        option("--bandwidth", metavar="SIZE", help="How many bytes are read per second at most."),
+        str, option("--bandwidth SIZE", "How many bytes are read per second at most.")
     ] = f"{BYTES_PER_S >> 20}M",
     notify: NotifyOpt = None,
     metrics: MetricsOpt = None,
