@@ -10,7 +10,18 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.model import ExitCode, FindingCode, Hex, Level, Ordered, TrainState, WorldSize
+from ckptctl.model import (
+    ExitCode,
+    FindingCode,
+    Hex,
+    Level,
+    NextCommand,
+    Ordered,
+    StepNumber,
+    StepUrl,
+    TrainState,
+    WorldSize,
+)
 
 
 class Severity(str, Enum):
@@ -259,8 +270,7 @@ class Finding:
     """What should be there, with its unit."""
     found: str | None = None
     """What is there, with its unit."""
-    next_command: str | None = None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand = None
 
     @property
     def severity(self) -> Severity:
@@ -332,10 +342,8 @@ class ByStore:
 class Report:
     """The result of the inspection of one step."""
 
-    url: str
-    """The address of the step."""
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    url: StepUrl
+    number: StepNumber
     layout: str
     """The framework whose layout the step has: `dcp`, `torchtitan`, `megatron`, …"""
     verdict: Verdict

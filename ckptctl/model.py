@@ -17,11 +17,14 @@ from typing import Annotated, NamedTuple, overload
 
 from ckptctl.data_classes import dataclass, field
 
-# Types of fields of JSON documents. The constraint is part of the JSON Schema; integers
-# are never negative unless they come from a log.
+# Types of fields of JSON documents. What is beside the type is part of the JSON Schema; a field
+# has a description of its own where it means anything else. Integers are never negative unless
+# they come from a log.
 Positive = Annotated[int, ("minimum", 1)]
 Pid = Annotated[int, ("minimum", 1), ("maximum", (1 << 31) - 1)]
-ExitCode = Annotated[int, ("minimum", 0), ("maximum", 255)]
+ExitCode = Annotated[
+    int, ("minimum", 0), ("maximum", 255), ("description", "The exit code of the command.")
+]
 NonNegative = Annotated[float, ("minimum", 0)]
 Fraction = Annotated[float, ("minimum", 0), ("maximum", 1)]
 Time = Annotated[str, ("format", "date-time")]
@@ -31,6 +34,14 @@ Hex = Annotated[str, ("pattern", "^[0-9a-f]*$")]
 Id = Annotated[str, ("pattern", "^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, ("pattern", "^[0-9a-f]{64}$")]
 FindingCode = Annotated[str, ("pattern", r"^[a-z-]+\.[a-z-]+$")]
+Message = Annotated[str, ("description", "The answer in one line.")]
+NextCommand = Annotated[
+    str | None, ("description", "The command to run next; null where there is nothing to do.")
+]
+StepNumber = Annotated[
+    int | None, ("description", "The training step; null where the folder's name gives none.")
+]
+StepUrl = Annotated[str, ("description", "The address of the step.")]
 
 NO_FILE = -1
 """In `Chunks.files`: the metadata names no byte range for this chunk."""

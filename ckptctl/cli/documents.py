@@ -18,7 +18,7 @@ from ckptctl.data_classes import fields
 from ckptctl.errors import CkptctlError
 from ckptctl.findings import Report
 from ckptctl.formatting import rfc3339
-from ckptctl.model import ExitCode, Time
+from ckptctl.model import ExitCode, NextCommand, Time
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -51,7 +51,6 @@ class Envelope(TypedDict):
     ok: bool
     """The exit code is 0, or 3 where that was asked for."""
     exit_code: ExitCode
-    """The exit code of the command."""
 
 
 class Verified(TypedDict):
@@ -59,8 +58,7 @@ class Verified(TypedDict):
 
     report: Report
     """The report of the step."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 class Chosen(TypedDict):
@@ -119,8 +117,7 @@ class Failed(TypedDict):
     """The kind of error, such as `usage`, `storage.unavailable` or `internal`."""
     message: str
     """What happened, in one line."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 class DocumentKind(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Severity
-from ckptctl.model import ExitCode
+from ckptctl.model import ExitCode, NextCommand
 
 EXIT_FAULTS = 29
 
@@ -38,9 +38,7 @@ class Diagnosis:
     facts: tuple[tuple[str, str], ...]
     """What was found, by name."""
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 def fault(name: str, where: str, message: str, fix: str) -> Advice:

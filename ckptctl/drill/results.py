@@ -12,7 +12,7 @@ from ckptctl import markup
 from ckptctl.data_classes import dataclass
 from ckptctl.formatting import duration, safe
 from ckptctl.markup import as_text, page, table
-from ckptctl.model import ExitCode, NonNegative
+from ckptctl.model import ExitCode, NextCommand, NonNegative
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,7 @@ class Drilled:
     message: str
     """The grade in one line."""
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 COLUMNS = (

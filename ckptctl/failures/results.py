@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from ckptctl.data_classes import dataclass
-from ckptctl.model import Ordered, Positive
+from ckptctl.model import Message, Ordered, Positive
 
 
 class Domain(str, Enum):
@@ -308,8 +308,7 @@ class Classification:
     time."""
     confidence: str
     """How certain the class is: `high`, `medium` or `low`."""
-    message: str
-    """The answer in one line."""
+    message: Message
     advice: str
     """What to do, in a sentence."""
     node: str | None

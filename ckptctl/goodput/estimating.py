@@ -20,7 +20,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formatting import DAY_S, command_line, duration
 from ckptctl.goodput.measuring import Measured, measured
-from ckptctl.model import ExitCode, Fraction, NonNegative
+from ckptctl.model import ExitCode, Fraction, Message, NextCommand, NonNegative
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 
 if TYPE_CHECKING:
@@ -141,12 +141,9 @@ class RecoveryCost:
     """Effective training time ratio at Daly's interval."""
     lost_gpu_hours_per_failure: NonNegative | None
     """GPU hours that a failure costs; null where the number of GPUs was not given."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
     cadence: Cadence = Cadence.UNKNOWN
     """The interval compared with the mean time between failures."""
     share_low: Fraction | None = None

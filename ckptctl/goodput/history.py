@@ -14,7 +14,7 @@ from ckptctl.findings import Finding
 from ckptctl.formatting import counted, duration, percent
 from ckptctl.goodput.records import read_records
 from ckptctl.goodput.timeline import Goodput, PastAttempt, attempts_of, goodput_of
-from ckptctl.model import ExitCode
+from ckptctl.model import ExitCode, Message, NextCommand
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.roots import list_root
@@ -48,12 +48,9 @@ class RunHistory:
     """The roots, in the order in which they were given."""
     findings: tuple[Finding, ...]
     """Ranks that are slow: in the last attempt of each root, and in the logs that were given."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 def run_history(

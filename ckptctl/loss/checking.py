@@ -50,7 +50,6 @@ class LossReport:
     verdict: LossVerdict
     """Whether the loss continued: the worst verdict of the assessments."""
     exit_code: ExitCode
-    """The exit code of the command."""
     message: str
     """The verdict and its reason in one line."""
     logs: tuple[str, ...]

@@ -6,7 +6,7 @@ from enum import Enum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
-from ckptctl.model import ExitCode, NonNegative, Positive
+from ckptctl.model import ExitCode, Message, NextCommand, NonNegative, Positive
 from ckptctl.resharding.advising import ReadAdvice
 from ckptctl.selection.results import Pick
 
@@ -31,8 +31,7 @@ class Check:
     """The result in one line."""
     exit_code: int = 0
     """The exit code of a failed check."""
-    next_command: str | None = None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +116,9 @@ class Preflight:
     resharding: ReadAdvice | None
     """What a load reads where the world size differs from that of the save; null where it does
     not, or is unknown."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
     capacity: Capacity = Capacity.UNKNOWN
     """The number of ranks compared with those that saved the step. With fewer ranks a person
     decides: wait for the rest, or resume with fewer."""

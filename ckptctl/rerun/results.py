@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptctl.data_classes import dataclass
-from ckptctl.model import ExitCode, NonNegative
+from ckptctl.model import ExitCode, NextCommand, NonNegative
 from ckptctl.rerun.deciding import ReplayNodes, ValueOrigin
 from ckptctl.rerun.recording import Comparison
 
@@ -72,6 +72,4 @@ class Rerun:
     root_unchanged: bool
     """Whether the real root is the same as before."""
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, Report
 from ckptctl.formatting import command_line, some_of
-from ckptctl.model import ExitCode, Positive
+from ckptctl.model import ExitCode, Message, NextCommand, Positive, StepNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ class Reshard:
     """The address of the step that is resharded."""
     target: str
     """The address of the new step."""
-    number: int | None = None
-    """The training step; null where the folder's name gives none."""
+    number: StepNumber = None
     saved_world_size: Positive | None
     """How many ranks saved the source; null where that is unknown."""
     world_size: int
@@ -66,12 +65,9 @@ class Reshard:
     """The report of the source."""
     continued: int = 0
     """Shard files that an earlier, interrupted call had written."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode = 0
-    """The exit code of the command."""
-    next_command: str | None = None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand = None
 
     @property
     def largest(self) -> int:
@@ -122,12 +118,9 @@ class Diff:
     """Tensors whose values were compared byte by byte."""
     differences: tuple[Difference, ...]
     """The differences, layouts included."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,12 +148,9 @@ class Converted:
     """Notes on what is not converted."""
     report: Report
     """The report of the source; null where it is not a step."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode = 0
-    """The exit code of the command."""
-    next_command: str | None = None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand = None
 
 
 def not_converted(source: str, target: str, report: Report) -> Converted:

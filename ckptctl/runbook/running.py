@@ -43,7 +43,6 @@ class Ran:
     url: str | None
     """The folder of the record; null for a dry run."""
     exit_code: ExitCode
-    """The exit code of the command."""
     finished: bool
     """Whether the run ended."""
     reason: str

@@ -20,7 +20,7 @@ from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.seal_and_marks import MarksInFile, read_marks_file
-from ckptctl.model import ExitCode, Level, Positive
+from ckptctl.model import ExitCode, Level, Message, NextCommand, Positive
 from ckptctl.options import (
     PickPolicy,
     Requirements,
@@ -72,12 +72,9 @@ class Pruned:
     n_bytes_to_prove: int
     """Size of the steps that count only once all of their bytes are compared; `--apply` does
     that first."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
     n_uploads: int = 0
     """Unfinished uploads of killed saves; `--apply` aborts them."""
 

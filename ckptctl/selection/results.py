@@ -12,7 +12,16 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import train_step_of
-from ckptctl.model import ExitCode, Level, TrainState, WorldSize
+from ckptctl.model import (
+    ExitCode,
+    Level,
+    Message,
+    NextCommand,
+    StepNumber,
+    StepUrl,
+    TrainState,
+    WorldSize,
+)
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.marks import Mark
@@ -37,9 +46,7 @@ class Scan:
     n_steps: int
     """Steps under the root, including those that were not inspected."""
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
     message: str
     """The answer of `pick` in one line."""
     refused: tuple[tuple[str, str], ...] = ()
@@ -89,12 +96,9 @@ class Pick:
     level_reason: str | None
     """Why a deeper level was not inspected, and what it would cost; null where the level was
     given."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
     required: tuple[str, ...] = ()
     """The kinds of train state that the chosen step had to hold: demanded by the caller, or held
     by the steps before it."""
@@ -171,14 +175,11 @@ class ShardRow:
 class Contents:
     """The content of a step: the result of `show`."""
 
-    url: str
-    """The address of the step."""
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    url: StepUrl
+    number: StepNumber
     layout: str
     """The framework whose layout the step has."""
     exit_code: ExitCode
-    """The exit code of the command."""
     tensors: tuple[TensorRow, ...]
     """Every tensor; in rank files and safetensors those of each file."""
     bytes_entries: tuple[str, ...]
@@ -203,8 +204,7 @@ class Contents:
     """The range of torch versions that write such metadata."""
     findings: tuple[Finding, ...]
     """The findings, worst first."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
     unlisted: tuple[str, ...] = ()
     """Files whose tensors are not listed: damaged ones, and those after 200,000 tensors."""
 
@@ -218,10 +218,8 @@ class Contents:
 class Sealed:
     """The result of `seal`: a seal was written, or the step cannot be sealed."""
 
-    url: str
-    """The address of the step."""
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    url: StepUrl
+    number: StepNumber
     path: str | None
     """The address of the seal; null where the step was refused."""
     replaced: bool
@@ -234,12 +232,9 @@ class Sealed:
     """Bytes that were digested."""
     report: Report
     """The report of the step before it was sealed."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
     n_stored: int = 0
     """Files for which the seal also has the store's own checksum."""
 
@@ -248,10 +243,8 @@ class Sealed:
 class Marked:
     """The result of `mark`: the mark that was written, None if nothing changed."""
 
-    url: str
-    """The address of the step."""
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    url: StepUrl
+    number: StepNumber
     mark: Mark | None
     """The mark that was written; null where there was nothing to lift."""
     path: str | None
@@ -260,12 +253,9 @@ class Marked:
     """The marks that it lifts."""
     standing: tuple[Mark, ...]
     """The marks in force on this save of the step from now on, oldest first."""
-    message: str
-    """The answer in one line."""
+    message: Message
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +264,7 @@ class PruneDecision:
 
     number: int
     """The training step."""
-    url: str
-    """The address of the step."""
+    url: StepUrl
     verdict: Verdict
     """The verdict of the step."""
     n_bytes: int

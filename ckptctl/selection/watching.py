@@ -22,7 +22,7 @@ from ckptctl.formats.own.documents import WatchDocument, WatchedStep
 from ckptctl.formats.own.files import as_stored, read_back
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, rfc3339, seconds_of
-from ckptctl.model import ExitCode, Level
+from ckptctl.model import ExitCode, Level, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
 from ckptctl.selection.choosing import Candidate, refusal, why_not
@@ -83,8 +83,7 @@ class Watched:
     exit_code: ExitCode
     """0 for a step that was sealed, 10 for a root that does not exist; else that of the step or
     of the storage."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand
 
 
 def watch(

@@ -6,7 +6,7 @@ from enum import Enum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.formatting import duration
-from ckptctl.model import ExitCode, NonNegative, Positive, Time
+from ckptctl.model import ExitCode, NextCommand, NonNegative, Positive, Time
 
 
 class Decision(str, Enum):
@@ -103,6 +103,4 @@ class Supervised:
     message: str
     """How it ended, in one line."""
     exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    next_command: NextCommand

@@ -11,7 +11,7 @@ more, and all but the resume report a `digest`: the SHA-256 of the document with
 # Annotations stay objects, so that reading a document evaluates no string as code.
 from typing import TYPE_CHECKING, TypedDict
 
-from ckptctl.model import Positive, Sha256, Time
+from ckptctl.model import Positive, Sha256, StepNumber, Time
 
 if TYPE_CHECKING:
     from ckptctl.distributed.launcher import Cluster
@@ -22,8 +22,7 @@ class MarkedStep(TypedDict):
 
     url: str
     """The address of the step at that time."""
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    number: StepNumber
     metadata: Sha256 | None
     """A SHA-256 over the metadata of the save that is meant; null where it could not be read."""
 
@@ -56,8 +55,7 @@ class ProofDocument(TypedDict):
     """The program that made it, with its version."""
     at: Time
     """When the bytes had been compared."""
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    number: StepNumber
     metadata: Sha256 | None
     """A SHA-256 over the metadata files by path, each with its SHA-256."""
     files: Sha256
@@ -146,8 +144,7 @@ class BranchDocument(TypedDict):
 class NotTaken(TypedDict):
     """A newer step that was not loaded."""
 
-    step: int | None
-    """The training step; null where the folder's name gives none."""
+    step: StepNumber
     path: str
     """Its address."""
     verdict: str

@@ -195,6 +195,8 @@ def _check_of(hint: Any, /, *, strict: bool = False) -> _Check:
         limits = dict(of[1:])
         if of[0] is str:
             return _check_text(limits.get("maxLength", MAX_STRING), limits.get("pattern"))
+        if of[0] not in (int, float):
+            return _check_of(of[0], strict=strict)
         return _check_number(of[0], limits.get("minimum"), limits.get("maximum"))
     if origin in (list, Sequence, tuple):
         return partial(

@@ -18,7 +18,7 @@ from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
 from ckptctl.formats.own.documents import MarkDocument, MarkedStep
 from ckptctl.formats.own.files import as_fields, as_stored, canonical, read_back
-from ckptctl.model import Time
+from ckptctl.model import StepNumber, Time
 
 MARKS_FOLDER = f"{OWN_FOLDER}/marks"
 """Where the marks of a step lie in it."""
@@ -63,8 +63,7 @@ class Mark:
     """Why; may be empty."""
     url: str
     """The address of the step at that time."""
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    number: StepNumber
     metadata: str | None
     """A SHA-256 over the metadata of the save that is meant; null where it could not be read."""
     evidence: tuple[str, ...] = ()

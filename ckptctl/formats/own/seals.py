@@ -18,7 +18,7 @@ from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.files import Fields, as_fields, canonical, digest_of, opened, typed
-from ckptctl.model import Hex, Sha256, Time
+from ckptctl.model import Hex, Sha256, StepNumber, Time
 
 SEAL = f"{OWN_FOLDER}/seal.json"
 """Where the seal lies in its step."""
@@ -35,8 +35,7 @@ _MAX_OBJECTS = 1_000_000
 class Identity:
     """The step that was sealed."""
 
-    number: int | None
-    """The training step; null where the folder's name gives none."""
+    number: StepNumber
     name: str
     """The name of the step's folder."""
     layout: str

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import read_back
-from ckptctl.model import Id, Positive, Time
+from ckptctl.model import Id, Message, Positive, Time
 
 STATE_SCHEMA = "ckptctl.supervisor/1"
 LEASE_SCHEMA = "ckptctl.lease/1"
@@ -211,8 +211,7 @@ class CauseDocument(TypedDict):
     """How certain the class is: `high`, `medium` or `low`."""
     rule: str
     """The rule that decided; empty where none did."""
-    message: str
-    """The answer in one line."""
+    message: Message
     rank: int | None
     """The rank that failed first."""
     nodes: list[str]
