@@ -235,7 +235,8 @@ class Checkpointer:
 
         One save is in flight at a time: a second call waits for the first. An error is
         raised at the next call of `save`, `save_async`, `flush` or `close`, and at the end of
-        `with` unless another error ends it. The step is complete and sealed once `flush` has
+        `with` unless another error ends it; a call that raises the error of an earlier save
+        saves nothing itself. The step is complete and sealed once `flush` has
         returned. Costs one copy of this rank's state in memory, which the next save reuses.
         """
         if self._replay is not None:

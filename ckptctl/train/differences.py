@@ -16,7 +16,8 @@ from ckptctl.errors import StateRefused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
-from ckptctl.train.state import PARTS, part_of
+from ckptctl.train.optimizers import is_of_torch
+from ckptctl.train.state import part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class _Comparison:
                 self._entries(part, _of("model", unused), _of("model", missing))
             elif part == "optimizer":
                 keeps = self._optimizer(set(names).difference(unused), unused, missing)
-            elif part not in PARTS:
+            elif part != "dataloader":
+                self._value(part, names)
                 name = part.removeprefix("extra ")
                 self._entries(part, [], _of(f"extra_tensors.{name}", missing))
         for kind, there, here in sorted({cast for rank in self.ranks for cast in rank.casts}):
@@ -111,12 +113,26 @@ class _Comparison:
                 f"step does not have, such as {missing[0]})"
             )
 
+    def _value(self, part: str, names: Sequence[str]) -> None:
+        """A part whose state is one value here, which another program may have divided."""
+        if part.replace(" ", ".", 1) not in self.saved.bytes_entries:
+            held = [name for name in names if part_of(name) == part]
+            self.lost.append(f"{part} (the step holds {some_of(held)}, and not one value)")
+
     def _optimizer(
         self, used: Collection[str], unused: Sequence[str], missing: Sequence[str]
     ) -> tuple[bool, bool]:
         """Compare the optimizers; whether their state is restored, and the options of groups."""
         paths = {name: one.path for name, one in self.saved.tensors.items()}
         paths |= {name: one.path for name, one in self.saved.bytes_entries.items()}
+        odd = [name for name in paths if name.partition(".")[0] == "optimizer"]
+        odd = [name for name in odd if not is_of_torch(paths[name])]
+        if odd:
+            self.lost.append(
+                f"optimizer (the step holds {some_of(odd)}, in another form than that of torch's "
+                "get_optimizer_state_dict)"
+            )
+            return False, False
         state = [paths[name][2:] for name in unused if name.startswith("optimizer.state.")]
         lacking = [name for name in missing if name.startswith("optimizer.state.")]
         restored = {paths[name][2] for name in used if name.startswith("optimizer.state.")}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ckptctl.formatting import counted
@@ -87,6 +87,71 @@ def without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
                 del optimizer.state[parameter]
 
 
+def is_of_torch(path: Sequence[str | int]) -> bool:
+    """Whether an entry has a name that torch's `get_optimizer_state_dict` gives."""
+    return len(path) > 3 and path[1] in ("state", "param_groups")
+
+
+@contextmanager
+def loaded_as_saved(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Keep torch from changing the state of optimizers that is loaded inside.
+
+    torch (2.13, `Optimizer.load_state_dict`) casts each tensor to the dtype of its parameter: the
+    float32 weights that an optimizer keeps of bfloat16 parameters would lose their low bits. It
+    also makes text anew, as any value that can be iterated, and gets the name of a generator.
+    """
+    import torch
+
+    with ExitStack() as hooks:
+        for one in optimizers:
+            inner = getattr(one, "optimizer", None)  # that of accelerate wraps another
+            _register(inner if isinstance(inner, torch.optim.Optimizer) else one, hooks)
+        yield
+
+
+def _register(optimizer: Any, hooks: ExitStack) -> None:
+    given: dict[Any, Any] = {}
+    own: dict[Any, Any] = {}
+
+    def before(one: Any, loaded: Mapping[str, Any]) -> None:
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+        # torch reports groups of other sizes after this.
+        for number, parameter in zip(numbers, parameters, strict=False):
+            given[parameter] = loaded["state"].get(number)
+        own.update(one.state)
+
+    def after(one: Any) -> None:
+        for parameter, state in one.state.items():
+            if given.get(parameter) is not None:
+                one.state[parameter] = _as_saved(given[parameter], state, own.get(parameter))
+
+    hooks.callback(optimizer.register_load_state_dict_pre_hook(before).remove)
+    hooks.callback(optimizer.register_load_state_dict_post_hook(after).remove)
+
+
+def _as_saved(saved: Any, loaded: Any, own: Any) -> Any:
+    """A value of optimizer state as it was saved, on the device on which torch loaded it.
+
+    A tensor has the dtype of the optimizer's own one, which another dtype of the model changes,
+    and that of torch where it has none.
+    """
+    import torch
+
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(own, torch.Tensor) or own.dtype == loaded.dtype:
+            return loaded
+        return saved.to(loaded.device, own.dtype)
+    if isinstance(saved, dict):
+        own = own if isinstance(own, dict) else {}
+        return {key: _as_saved(one, loaded[key], own.get(key)) for key, one in saved.items()}
+    if type(saved) in (list, tuple):
+        held = [*own] if isinstance(own, list | tuple) else []
+        both = zip(saved, loaded, [*held, *[None] * len(saved)], strict=False)
+        return type(saved)(_as_saved(*each) for each in both)
+    return saved
+
+
 Leaf = tuple[tuple[int, ...], str] | None
 """Shape and dtype of a tensor; None of any other value."""
 
@@ -113,7 +178,7 @@ def fit_state(optimizer: Mapping[str, Any], saved: Metadata, *, formless: bool) 
     for path, leaf in entries:
         if path[:2] == ("optimizer", "state") and path[3:]:
             there.setdefault(path[2], {}).setdefault(path[3], {})[path[4:]] = leaf
-        elif path[:2] == ("optimizer", "param_groups"):
+        elif path[:2] == ("optimizer", "param_groups") and path[3:]:
             options.setdefault(path[2], set()).add(path[3])
     own = [_named(group) for group in optimizer["param_groups"]]
     same = bool(own) and sorted(map(sorted, own)) == sorted(map(sorted, options.values()))

@@ -33,7 +33,12 @@ from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
 from ckptctl.train.agreement import ResumeDecision, check_one_metadata
 from ckptctl.train.differences import Differences, refuse_lost
-from ckptctl.train.optimizers import forget_unsaved, same_groups, without_a_step
+from ckptctl.train.optimizers import (
+    forget_unsaved,
+    loaded_as_saved,
+    same_groups,
+    without_a_step,
+)
 from ckptctl.train.random_states import reseed, restore_rng
 from ckptctl.train.state import (
     GLOBAL_DATA,
@@ -81,8 +86,10 @@ def progress_of(loaded: Mapping[str, Any], step: int) -> SavedProgress:
     """The progress in the step, with the step's own number as fallback."""
     numbers = loaded.get("train_state", {})
     names = ("tokens", "samples", "world_size", "dp_size", "seed")
-    known = {name: int(numbers[name]) for name in names if name in numbers}
-    return SavedProgress(step=int(numbers.get("step", step)), **known)
+    with _accepting("train_state"):
+        known = {name: int(numbers[name]) for name in names if name in numbers}
+        step = int(numbers.get("step", step))
+    return SavedProgress(step=step, **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +143,9 @@ class _Restore:
 
     def run(self, path: str | None) -> Inventory:
         """Restore every kind of state of the step at `path`."""
-        self._restore_sharded()
-        self._restore_values()
+        with loaded_as_saved(one for _, one in self._parts.named_optimizers()):
+            self._restore_sharded()
+            self._restore_values()
         self._restore_data()
         self._restore_rng()  # last: the objects above may draw random numbers as they load
         held = self._loaded.get("train_state", {})
@@ -185,12 +193,14 @@ class _Restore:
         for name in PLAIN:
             part = getattr(self._parts, name)
             if part is not None and name in self._loaded:
-                self._restore_value(name, part, self._loaded[name][0])
+                with _accepting(name):
+                    self._restore_value(name, part, *self._loaded[name])
         held, tensors = self._loaded.get("extra", {}), self._loaded.get("extra_tensors", {})
         for name, part in self._parts.extra.items():
             if name in held:
                 with _accepting(f"extra {name}"):
-                    part.load_state_dict(joined(held[name][0], tensors[name]))
+                    (values,) = held[name]
+                    part.load_state_dict(joined(values, tensors[name]))
                 self._note(f"extra {name}", restored=True)
 
     def _restore_value(self, name: str, part: Any, saved: dict[str, Any]) -> None:
@@ -203,8 +213,7 @@ class _Restore:
                 f"job's {only_here[0] if only_here else 'no state'}: it was saved by another class)"
             )
             return
-        with _accepting(name):
-            part.load_state_dict(saved)
+        part.load_state_dict(saved)
         for only, whose in ((only_there, "the step's"), (only_here, "this job's")):
             if only:
                 self._inventory.notes.append(f"{name}: only {whose} has {some_of(only)}")
@@ -216,10 +225,12 @@ class _Restore:
             return
         held = self._loaded.get("dataloader", {})
         if parts.has_global_loader and GLOBAL_DATA in held:
-            self._restore_position(held[GLOBAL_DATA][0])
+            with _accepting("dataloader"):
+                self._restore_position(*held[GLOBAL_DATA])
             return
         same = saved.dp_size in (None, position.dp_size)
-        own = held.get(position.data_key, (None,))[0]
+        with _accepting("dataloader"):
+            (own,) = held.get(position.data_key, (None,))
         workers = (_n_workers(own), getattr(parts.dataloader, "num_workers", None))
         same_workers = None in workers or workers[0] == workers[1]
         takes = parts.keeps_data and not parts.has_global_loader and position.data_key in held
@@ -292,9 +303,11 @@ class _Restore:
         if saved.world_size in (None, position.world_size):
             if own is not None:
                 generator = loader_generator(self._parts)
-                if generator is not None and "dataloader" in own[0]:
-                    generator.set_state(own[0]["dataloader"])
-                inventory.lost += restore_rng(own[0]["state"])
+                with _accepting("rng"):
+                    (states,) = own
+                    if generator is not None and "dataloader" in states:
+                        generator.set_state(states["dataloader"])
+                    inventory.lost += restore_rng(states["state"])
             self._note("rng", restored=own is not None)
             return
         why = (
@@ -358,7 +371,7 @@ def _accepting(what: str) -> Iterator[None]:
         first = (str(error).splitlines() or [""])[0][:300]
         raise ModelDiffers(
             f"{what} does not accept its state in the step ({type(error).__name__}: {first}): it "
-            "was saved by another class or version"
+            "was saved by another class, version or program"
         ) from error
 
 

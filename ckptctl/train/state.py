@@ -301,7 +301,7 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
             torch.save(leaf, buffer)
             safe_copy(buffer.getvalue(), fqn)
         except Exception as error:
-            why = (str(error).splitlines() or [""])[0]
+            why = (str(error).splitlines() or [""])[0].partition(", so it was not loaded")[0]
             raise UsageError(
                 f"{fqn} is a {type(leaf).__name__}, which can be saved but not loaded "
                 f"({why[:160]}); use plain values and tensors"
@@ -387,7 +387,7 @@ def _extra_tensors(name: str, part: Stateful, saved: Metadata) -> dict[str, Any]
         start = f"extra_tensors.{name}."
         tensors = {key: one for key, one in tensors.items() if start + key in saved.tensors}
     for entry in saved.tensors.values():
-        if entry.path[:2] != ("extra_tensors", name):
+        if entry.path[:2] != ("extra_tensors", name) or not entry.path[2:]:
             continue
         key, dtype = str(entry.path[2]), getattr(torch, entry.dtype)
         own = tensors.get(key)

@@ -152,7 +152,8 @@ class Wanted:
         saved = {
             str(entry.path[depth])
             for entry in self._saved.tensors.values()
-            if entry.path[0] == kind and (depth == 1 or entry.path[1:2] == ("state",))
+            if entry.path[0] == kind and entry.path[depth:]
+            if depth == 1 or entry.path[1] == "state"
         }
         if own and saved and not saved.intersection(own):
             raise ModelDiffers(

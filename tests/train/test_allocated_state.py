@@ -431,3 +431,65 @@ def test_a_tensor_in_place_of_another_value_is_of_another_optimizer(tmp_path: Pa
         ModelDiffers, match=r"used\.weight\.n is a Tensor here and another value in"
     ):
         Checkpointer(str(tmp_path / "run"), model=model, optimizer=other).resume()
+
+
+class OfManyTypes(torch.optim.Optimizer):
+    """Keeps float32 weights of bfloat16 parameters, and values that are no such tensors."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            if one.grad is None:
+                continue
+            state = self.state[one]
+            if not state:
+                state.update(phase="warm", names=("a", ["b"]), seen=torch.tensor(0))
+                state.update(inner={"weight": one.float()}, last=[one.float(), b"12"])
+                state.update(bytes=torch.full_like(one, 200, dtype=torch.uint8))
+            state["seen"] += 1
+            state["bytes"] += 1
+            state["last"][0] = one.grad.float() + state["last"][0] / 3
+            state["inner"]["weight"] -= state["last"][0] * 1e-3
+            one.copy_(state["inner"]["weight"])
+
+
+def values_of(state: Any) -> Any:
+    """What a state consists of, with the dtypes and all digits of its tensors."""
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), state.tolist()
+    if isinstance(state, dict):
+        return {name: values_of(one) for name, one in state.items()}
+    return type(state)(map(values_of, state)) if isinstance(state, list | tuple) else state
+
+
+OTHER_DTYPES = {
+    "of many types": OfManyTypes,
+    "NAdam": torch.optim.NAdam,
+    "ASGD": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+@pytest.mark.parametrize("where", ["optimizer", "extra"])
+def test_state_of_another_dtype_than_its_parameter_is_restored_as_it_was_saved(
+    name: str, where: str, tmp_path: Path
+):
+    def run(n_steps: int, path: Path) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(1)
+        model = TwoHeads().bfloat16()
+        optimizer = OTHER_DTYPES[name](model.parameters())
+        given = {"extra": {"other": optimizer}} if where == "extra" else {"optimizer": optimizer}
+        with Checkpointer(str(path), model=model, **given) as ckpt:
+            for step in range(ckpt.resume().step + 1, n_steps + 1):
+                model(torch.ones(1, 4, dtype=torch.bfloat16) * step).pow(2).sum().backward()
+                optimizer.step()
+                model.zero_grad()
+                ckpt.save(step)
+        return list(map(values_of, model.parameters())), [*map(values_of, optimizer.state.values())]
+
+    unbroken = run(4, tmp_path / "unbroken")
+    run(2, tmp_path / "run")
+    assert run(4, tmp_path / "run") == unbroken

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from small_job import Lines  # noqa: E402
 from torch.optim import SGD, AdamW  # noqa: E402
 from torch.optim.lr_scheduler import (  # noqa: E402
@@ -399,6 +400,129 @@ def test_an_extra_gets_its_state_in_the_form_in_which_it_was_saved(
     ours, theirs = split(counter.state)[1], split(state)[1]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+# Steps of other programs
+
+
+def of_torch() -> Parts:
+    """Model and optimizer as torch's functions return them."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    parts = job()
+    train(parts["model"], parts["optimizer"])
+    return dict(
+        zip(("model", "optimizer"), get_state_dict(parts["model"], parts["optimizer"]), strict=True)
+    )
+
+
+def flat(values: Parts, name: str) -> Parts:
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return {f"{name}{key}": one for key, one in flatten_state_dict(values)[0].items()}
+
+
+FOREIGN: dict[str, tuple[Callable[[Parts], Parts], str]] = {
+    # What another program saves instead, and what is lost
+    "options without values": (
+        lambda one: {"optimizer": one["optimizer"] | {"param_groups": [3, 4]}},
+        "optimizer (the step holds optimizer.param_groups",
+    ),
+    "options that are a tensor": (
+        lambda one: {"optimizer": one["optimizer"] | {"param_groups": torch.ones(2)}},
+        "optimizer (the step holds optimizer.param_groups, in another",
+    ),
+    "a tensor for each parameter": (
+        lambda one: {"optimizer": one["optimizer"] | {"state": {"0.weight": torch.ones(4)}}},
+        "optimizer (the step holds optimizer.state.0.weight, in another",
+    ),
+    "one tensor for all state": (
+        lambda one: {"optimizer": one["optimizer"] | {"state": torch.ones(4)}},
+        "optimizer (the step holds optimizer.state, in another",
+    ),
+    "more beside the state": (
+        lambda one: {"optimizer": one["optimizer"] | {"scale": 2.0}},
+        "optimizer (the step holds optimizer.scale, in another",
+    ),
+    "an optimizer without levels": (
+        lambda one: {"optimizer": flat(one["optimizer"], "")},
+        "optimizer (the step holds optimizer.state.0.weight.step, ",
+    ),
+    "no levels at all": (
+        lambda one: flat({"optimizer": one.pop("optimizer")}, ""),
+        "optimizer (the step holds optimizer.state.0.weight.step, ",
+    ),
+    "a scheduler in values": (
+        lambda one: {"scheduler": {"last_epoch": 4, "base_lrs": [0.1, 0.2]}},
+        "scheduler (the step holds scheduler.last_epoch, ",
+    ),
+    "a scaler in values": (
+        lambda one: {"grad_scaler": {"scale": 4.0}},
+        "grad_scaler (the step holds grad_scaler.scale, and not one value)",
+    ),
+    "an extra that is a tensor": (
+        lambda one: {"extra": {"counter": torch.ones(2)}},
+        "extra counter (the step holds extra.counter, and not one value)",
+    ),
+    "a model that is a tensor": (
+        lambda one: {"model": torch.ones(2)},
+        "model (4 entries of this job that the step does not have, such as 0.bias)",
+    ),
+}
+
+
+def others_of(names: Iterable[str]) -> Parts:
+    """The parts of a job of which a step has these kinds of state."""
+    parts = job()
+    more = {
+        "scheduler": lambda: StepLR(parts["optimizer"], 3),
+        "grad_scaler": lambda: torch.amp.GradScaler("cpu"),
+        "extra": lambda: {"counter": Counter({"n": 1})},
+        "dataloader": lambda: GlobalLoader(Lines(), 8, seed=1),
+    }
+    return parts | {name: make() for name, make in more.items() if name in names}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a save without a process group
+@pytest.mark.parametrize("name", FOREIGN)
+def test_state_in_another_form_than_that_of_a_checkpointer_is_refused_unless_accepted(
+    name: str, tmp_path: Path
+):
+    change, lost = FOREIGN[name]
+    state = of_torch()
+    state |= change(state)
+    dcp.save(state, checkpoint_id=str(tmp_path / "step_1"))
+    kind = lost.split()[0]
+    with pytest.raises(StateRefused) as refused:
+        resumed(tmp_path, others_of(state), accept_lost=["rng"])
+    assert refused.value.message.startswith(f"step 1 cannot restore {lost}")
+    parts = others_of(state)
+    inventory, _ = resumed(tmp_path, parts, accept_lost=["rng", kind])
+    assert kind not in inventory["restored"] or kind == "model"
+    train(parts["model"], parts["optimizer"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scheduler", 5),
+        ("scheduler", ({"last_epoch": 1}, 2)),
+        ("rng", {"rank_0": 5}),
+        ("rng", {"rank_0": ({"state": 3},)}),
+        ("dataloader", {"global": ({},)}),
+        ("dataloader", {"global": 7}),
+        ("extra", {"counter": 3}),
+        ("train_state", {"step": 1, "tokens": "many"}),
+    ],
+)
+def test_a_value_that_no_checkpointer_saved_is_of_another_program(
+    name: str, value: Any, tmp_path: Path
+):
+    state = of_torch() | {name: value}
+    dcp.save(state, checkpoint_id=str(tmp_path / "step_1"))
+    with pytest.raises(ModelDiffers, match=rf"^{name}.* does not accept its state in the step"):
+        resumed(tmp_path, others_of(state), accept_lost=["rng"])
 
 
 def test_two_tensors_of_an_extra_with_one_name_are_refused():
