@@ -8,7 +8,9 @@ py-spy and faulthandler print stacks; `matching` passes the lines of a log, in o
 that hangs has ranks that wait in a collective, and one or a few that are somewhere else:
 those are the suspects.
 
-Source: torch 2.4 to 2.13 `torch/csrc/distributed/c10d/FlightRecorder*.hpp`; py-spy 0.4 `dump`;
+Source: torch `torch/csrc/distributed/c10d/`: `TraceUtils.h` (version 2.0 of the dump, torch 2.4),
+`FlightRecorder.cpp` (2.4), `FlightRecorderDetail.hpp` (2.10, torch 2.13 and main of 2026);
+py-spy 0.4 `dump`;
 CPython 3.12 `Python/traceback.c`, `Modules/faulthandler.c`.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError
@@ -35,6 +37,11 @@ _RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle|bin))?$")
 _PLAIN_DATA = Grammar({})
 _OWN_FRAMES = re.compile(r"(?:^|/)(?:torch|site-packages|dist-packages)/|^<frozen ")
 _BATCH = "coalesced"
+# gloo has no events to query: what it completed is retired, and remains scheduled. What NCCL
+# retired without completing it has timed out.
+_WITHOUT_EVENTS = "gloo:"
+DEFAULT_GROUP = "default_pg"
+_DEFAULT_GROUP_ID = "0"
 _PAIR = re.compile(r"(?:send|recv) (\d{1,7})(->|<-)(\d{1,7})")
 
 
@@ -72,6 +79,8 @@ class Dump:
 
     `uncounted` are the groups in which batches of point-to-point operations took numbers of
     collectives, each rank as many as it had batches: those numbers cannot be compared.
+    `enqueued` are the last numbers that the recorder states beside its calls, by group: a dump
+    of pending calls only may have no call of a group in which the rank is further than others.
     """
 
     rank: int
@@ -79,13 +88,21 @@ class Dump:
     calls: tuple[Call, ...]
     members: Mapping[str, tuple[int, ...]]
     uncounted: frozenset[str] = frozenset()
+    enqueued: Mapping[str, int] = field(default_factory=dict)
+
+
+_JSON_KEYS = (
+    (b'"pg_config"', b'"version"'),
+    # In JSON the keys are sorted, and the calls can be longer than the head of a file.
+    (b'"entries"', b'"collective_seq_id"', b'"p2p_seq_id"'),
+)
 
 
 def may_be_dump(name: str, head: bytes) -> bool:
     """Whether a file may be a dump, by its name and first bytes."""
     return bool(_RANK.search(name)) and (
         (head.startswith(_PICKLE) and (b"pg_config" in head or b"entries" in head))
-        or (head.lstrip()[:1] == b"{" and b'"pg_config"' in head and b'"version"' in head)
+        or (head.lstrip()[:1] == b"{" and any(all(key in head for key in of) for of in _JSON_KEYS))
     )
 
 
@@ -103,7 +120,8 @@ def read_dump(name: str, data: bytes) -> Dump:
     if not isinstance(entries, list) or not isinstance(config, dict):
         raise NotADump(f"{name}: not a dump of the flight recorder")
     calls, uncounted = _calls(entry for entry in entries if isinstance(entry, dict))
-    return Dump(int(found[1]), name, calls, dict(_members(config)), uncounted)
+    enqueued = dict(_enqueued(config, document.get("pg_status"), {call.group for call in calls}))
+    return Dump(int(found[1]), name, calls, dict(_members(config)), uncounted, enqueued)
 
 
 def _decoded(name: str, data: bytes) -> object:
@@ -122,6 +140,22 @@ def _members(config: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, 
             ranks = [int(each) for each in re.findall(r"\d{1,7}", ranks[: 8 * _MAX_RANKS])]
         if isinstance(ranks, list) and ranks:
             yield str(name), tuple(rank for rank in ranks if isinstance(rank, int))
+
+
+def _enqueued(
+    config: Mapping[object, object], status: object, recorded: Collection[str]
+) -> Iterator[tuple[str, int]]:
+    """The last number of the default group, where the dump has no call of it.
+
+    The status of a group has the number of the group in this process, which only for the
+    default group shows its name. It may be that of a point-to-point operation.
+    """
+    default = status.get(_DEFAULT_GROUP_ID) if isinstance(status, dict) else None
+    last = default.get("last_enqueued_collective") if isinstance(default, dict) else None
+    for name, group in config.items():
+        is_default = isinstance(group, dict) and group.get("desc") == DEFAULT_GROUP
+        if is_default and str(name) not in recorded and str(last).isdecimal():
+            yield str(name), int(str(last))
 
 
 def _calls(entries: Iterator[Mapping[object, object]]) -> tuple[tuple[Call, ...], frozenset[str]]:
@@ -167,7 +201,8 @@ def _calls(entries: Iterator[Mapping[object, object]]) -> tuple[tuple[Call, ...]
 def _call(entry: Mapping[object, object]) -> Call | None:
     group = entry.get("process_group")
     name, description = group if isinstance(group, (list, tuple)) and len(group) == 2 else ("", "")
-    operation = str(entry.get("profiling_name", "")).rpartition(":")[2]
+    profiled = str(entry.get("profiling_name", ""))
+    operation = profiled.rpartition(":")[2]
     pair = _PAIR.search(operation)
     is_p2p = bool(entry.get("is_p2p")) and pair is not None
     sequence = entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")
@@ -180,7 +215,8 @@ def _call(entry: Mapping[object, object]) -> Call | None:
         description=str(description),
         operation=operation,
         sequence=sequence,
-        done=entry.get("state") == "completed" or entry.get("retired") is True,
+        done=entry.get("state") == "completed"
+        or (entry.get("retired") is True and profiled.startswith(_WITHOUT_EVENTS)),
         inputs=_shapes(inputs),
         outputs=_shapes(outputs),
         types=", ".join(dict.fromkeys(map(str, types))),

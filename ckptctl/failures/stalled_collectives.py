@@ -13,14 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
-from ckptctl.failures.rank_dumps import Call, Dump
+from ckptctl.failures.rank_dumps import DEFAULT_GROUP, Call, Dump
 from ckptctl.failures.results import Evidence, Role, StalledCollective
 from ckptctl.formatting import verb
 
 # Operations that no member can complete before every member has started them.
 _SYMMETRIC = ("all_reduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "barrier")
 _SAME_SHAPE = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "broadcast", "reduce")
-_DEFAULT_GROUP = "default_pg"
 _MAX_REPORTED = 50
 
 
@@ -120,12 +119,16 @@ def ranges_of(ranks: Collection[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A process group: its members, and the calls of each member with a dump."""
+    """A process group: its members, and the calls of each member with a dump.
+
+    `enqueued` are the last numbers that members without a call here state.
+    """
 
     name: str
     description: str
     members: tuple[int, ...]
     calls: Mapping[int, Mapping[int, Call]]
+    enqueued: Mapping[int, int]
 
     def last(self, rank: int) -> int:
         """The last sequence number that the rank reached, -1 for none."""
@@ -141,6 +144,10 @@ class _Group:
         Dumps of pending calls only omit completed ones.
         """
         return self.last(rank) >= sequence and not self.pending(rank, sequence)
+
+    def never_reached(self, rank: int, sequence: int) -> bool:
+        """Whether the rank did not reach the collective, also by what it states itself."""
+        return max(self.last(rank), self.enqueued.get(rank, -1)) < sequence
 
 
 def compare_dumps(dumps: Sequence[Dump]) -> Stall:
@@ -197,13 +204,16 @@ def _groups(dumps: Mapping[int, Dump]) -> Iterator[_Group]:
         listed = members[name] or {tuple(sorted(_recorded(described[name], by_rank, dumps)))}
         for ranks in sorted(listed):
             inside = {rank: by_rank.get(rank, {}) for rank in ranks if rank in dumps}
-            yield _Group(name, described[name], ranks, inside)
+            enqueued = {
+                rank: dumps[rank].enqueued[name] for rank in inside if name in dumps[rank].enqueued
+            }
+            yield _Group(name, described[name], ranks, inside, enqueued)
 
 
 def _recorded(
     description: str, by_rank: Mapping[int, object], dumps: Mapping[int, Dump]
 ) -> Sequence[int]:
-    return range(max(dumps) + 1) if description == _DEFAULT_GROUP else [*by_rank]
+    return range(max(dumps) + 1) if description == DEFAULT_GROUP else [*by_rank]
 
 
 def _stalled(group: _Group) -> StalledCollective | None:
@@ -241,7 +251,7 @@ def _collective(group: _Group, sequence: int) -> StalledCollective:
         types=first.types,
         frame=first.frame,
         joined=tuple(rank for rank in sorted(group.calls) if group.last(rank) >= sequence),
-        missing=tuple(rank for rank in sorted(group.calls) if group.last(rank) < sequence),
+        missing=tuple(rank for rank in sorted(group.calls) if group.never_reached(rank, sequence)),
         differing=differing,
         behind=tuple(_behind(group)),
         without_dump=tuple(sorted({*group.members} - group.calls.keys())),

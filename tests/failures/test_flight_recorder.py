@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -14,7 +15,7 @@ from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import BinaryData, PathNotFound
-from ckptctl.failures.rank_dumps import Dump, NotADump, read_dump
+from ckptctl.failures.rank_dumps import Dump, NotADump, may_be_dump, read_dump
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps
 
 JOB = Path(__file__).parents[1] / "jobs" / "flight_recorder_job.py"
@@ -114,6 +115,91 @@ def nccl_entry(operation: str, collective: int, p2p: int, state: str) -> dict[st
         "state": state,
         "retired": False,
     }
+
+
+def recorded_by(version: str, calls: list[dict[str, object]]) -> dict[str, object]:
+    """A document with what each version of the recorder writes beside the calls."""
+    group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}
+    last = max((int(str(call["collective_seq_id"])) for call in calls), default=3)
+    status = {"last_enqueued_collective": last, "last_started_collective": -1}
+    minor = int(version.partition(".")[2])
+    return {
+        "version": version,
+        "pg_config": {"0": group},
+        **({"pg_status": {"0": status}} if minor >= 3 else {}),
+        **({"nccl_version": "2.27.3"} if 5 <= minor <= 9 else {}),
+        **({"comm_lib_version": "2.28.9"} if minor >= 10 else {}),
+        **({"nccl_comm_state": {"0xa": {"rank": "0"}}} if minor in (0, 4) else {}),
+        **({"entries": calls} if calls or minor < 5 else {}),
+    }
+
+
+def called(sequence: int, state: str, version: str, **other: object) -> dict[str, object]:
+    minor = int(version.partition(".")[2])
+    kind = "float" if minor < 3 else "Float"
+    return {
+        **nccl_entry("all_reduce", sequence, 0, state),
+        "process_group": ("0", "default_pg"),
+        "input_sizes": [[4, 2]],
+        "input_dtypes": [kind],
+        "output_sizes": [[4, 2]],
+        "output_dtypes": [kind],
+        **({"timeout_ms": 600_000} if minor >= 2 else {}),
+        **({"thread_id": "139", "thread_name": "pt_nccl"} if minor >= 9 else {}),
+        **other,
+    }
+
+
+VERSIONS = ("2.0", "2.2", "2.3", "2.4", "2.5", "2.9", "2.10")
+
+
+def written(version: str, form: str, rank: int, calls: list[dict[str, object]]) -> Dump:
+    document = recorded_by(version, calls)
+    if form == "json":
+        data = json.dumps(document, sort_keys=True).encode()
+        assert may_be_dump(f"trace_{rank}.json", data[:700])
+        return read_dump(f"trace_{rank}.json", data)
+    return read_dump(f"nccl_trace_rank_{rank}", pickle.dumps(document, 2))
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_same_rank_is_named_in_the_dumps_of_each_version(version, form):
+    done = [called(n, "completed", version, retired=True) for n in (1, 2, 3)]
+    waiting = called(4, "scheduled", version)
+    frame = {"name": "step", "filename": "/app/train.py", "line": 7}
+    for pending in (waiting, {**waiting, "frames": [frame]}, {**waiting, "state": "started"}):
+        calls = ([*done, pending], done, [*done, pending])
+        stall = compare_dumps([written(version, form, r, each) for r, each in enumerate(calls)])
+        assert (stall.never_joined, stall.behind, stall.differing) == ((1,), (), ())
+        (stalled,) = stall.collectives
+        assert (stalled.operation, stalled.sequence, stalled.shape) == (
+            "all_reduce",
+            4,
+            "4x2 -> 4x2",
+        )
+        assert stalled.frame == ("/app/train.py:7 in step" if "frames" in pending else None)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_call_that_nccl_retired_without_completing_it_has_timed_out(version):
+    done = [called(n, "completed", version, retired=True) for n in (1, 2, 3)]
+    timed_out = called(4, "started", version, retired=True)
+    calls = ([*done, timed_out], done, [*done, timed_out])
+    dumps = [written(version, "pickle", rank, each) for rank, each in enumerate(calls)]
+    assert compare_dumps(dumps).never_joined == (1,)
+
+
+@pytest.mark.parametrize("version", VERSIONS[2:])
+def test_of_pending_calls_only_the_stated_number_excludes_a_rank_that_is_further(version):
+    waiting = [called(4, "scheduled", version)]
+    dumps = [written(version, "pickle", rank, waiting) for rank in (0, 2)]
+    assert compare_dumps([*dumps, written(version, "pickle", 1, [])]).never_joined == (1,)
+    document = recorded_by(version, [])
+    document["pg_status"] = {"0": {"last_enqueued_collective": 5}}
+    further = read_dump("nccl_trace_rank_1", pickle.dumps(document, 2))
+    assert compare_dumps([*dumps, further]).ranks == ()
+    assert len(compare_dumps([*dumps, further]).collectives) == 1
 
 
 PIPE = (("send 0->1",), ("recv 1<-0", "send 1->2"), ("recv 2<-1",))
