@@ -10,6 +10,7 @@ guess. Only `torch.distributed` knows ranks that a script assigns itself (`mp.sp
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 from ckptctl.data_classes import dataclass, fields, replace
 from ckptctl.formatting import counted, rfc3339, seconds_of
@@ -30,6 +31,10 @@ RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RESTART
 
 _NUMBER = re.compile("[0-9]{1,18}")
 _FIRST_NODE = re.compile(r"([^,\[]+)(?:\[([0-9]+))?")
+_MAX_NODES = 65_536
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_LISTED = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _FIRST_PORT = 20_000
 _N_PORTS = 20_000
 
@@ -332,3 +337,42 @@ def _pod(read: _Variables, scheduler: str) -> str | None:
 
 def _rfc3339(seconds: int | None) -> str | None:
     return None if seconds is None else rfc3339(seconds, "seconds")
+
+
+def is_node(name: str) -> bool:
+    """Whether a name can be that of one host, and nothing that a command reads otherwise."""
+    return _NODE.fullmatch(name) is not None
+
+
+def expand(short: str, most: int = _MAX_NODES) -> tuple[str, ...]:
+    """The nodes of a list in SLURM's short form; none where it is malformed, or names more.
+
+    Source: `hostlist` of SLURM: `gpu-[007-009,012],login1`, several brackets in one name.
+    """
+    found: list[str] = []
+    entries = _LISTED.findall(short)
+    if ",".join(entries) != short:
+        return ()
+    for entry in entries:
+        pieces = re.split(r"\[([^\]]*)\]", entry)
+        choices = [_numbers(each, most) if n % 2 else (each,) for n, each in enumerate(pieces)]
+        for names in product(*choices):
+            found.append("".join(names))
+            if len(found) > most:
+                return ()
+    return tuple(found) if all(map(is_node, found)) else ()
+
+
+def _numbers(ranges: str, most: int) -> tuple[str, ...]:
+    """The numbers of `007-009,012`, as wide as they are written."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            return ("[",)  # makes a name that is none
+        first, last = match[1], match[2] or match[1]
+        numbers = range(int(first), int(last) + 1)
+        if len(found) + len(numbers) > most:
+            return ("[",)
+        found += [f"{n:0{len(first)}}" for n in numbers]
+    return tuple(found)

@@ -12,9 +12,10 @@ import shlex
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.data_classes import dataclass, field
+from ckptctl.distributed.launcher import expand
 from ckptctl.errors import UsageError
 from ckptctl.failures.deciding import WeighedEvidence, decide, hardware
 from ckptctl.failures.matching import LogReader
@@ -194,8 +195,6 @@ def _next(
 
 
 # A log is untrusted, and a node's name may end up in a command that drains the node.
-_HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
-_HOST_LIST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\[([0-9,-]+)\]")
 _MAX_TEXT = 1000
 _MOST_NODES = 64
 
@@ -248,81 +247,52 @@ def _places(
 
 def host_names(text: str) -> tuple[str, ...]:
     """The host names in a SLURM host list (`node[017-018,020],gpu1`); () for anything else."""
-    names: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text[:_MAX_TEXT]):
-        names += [part] if _HOST_NAME.fullmatch(part) else _expanded(part)
-        if len(names) > _MOST_NODES:
-            return ()
-    return tuple(dict.fromkeys(names))
-
-
-def _expanded(part: str) -> Iterator[str]:
-    listed = _HOST_LIST.fullmatch(part)
-    if listed is None:
-        return
-    for piece in listed[2].split(","):
-        first, _, last = piece.partition("-")
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal() and len(last) <= 9):
-            continue
-        numbers = range(int(first), min(int(last), int(first) + _MOST_NODES) + 1)
-        yield from (f"{listed[1]}{number:0{len(first)}d}" for number in numbers)
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text[:_MAX_TEXT])
+    names = [name for part in parts for name in expand(part, _MOST_NODES)]
+    return tuple(dict.fromkeys(names)) if len(names) <= _MOST_NODES else ()
 
 
 SCHEDULERS = ("slurm", "kubernetes", "torchrun", "ft_launcher", "shell")
 
-# failure, role, description, action, restart
-_Meaning = tuple[str, Role, str, str, str]
 
+class _Meaning(NamedTuple):
+    """What an exit code or a signal shows; `action` and `restart` if they differ from the class."""
+
+    failure: str
+    description: str
+    role: Role = Role.SUSPECT
+    action: str = ""
+    restart: str = ""
+
+
+_RERUN = "Megatron requests a rerun on another device"
 _CODES: Mapping[int, _Meaning] = {
-    2: ("job-config", Role.SUSPECT, "exit code 2: usually a wrong argument", "", ""),
-    16: (
-        "job-divergence",
-        Role.SUSPECT,
-        "exit code 16: Megatron requests a rerun on another device",
-        "resume-elsewhere",
-        "free",
-    ),
-    17: ("job-divergence", Role.SUSPECT, "exit code 17: Megatron's validation failed", "", "no"),
-    53: ("infra-node", Role.SUSPECT, "exit code 53: SLURM could not start or write there", "", ""),
-    75: ("infra-storage", Role.SUSPECT, "exit code 75: the storage did not answer", "", "yes"),
-    93: ("job-code", Role.SUSPECT, "exit code 93: the supervisor stopped restarting", "", "no"),
-    126: ("job-config", Role.ROOT, "exit code 126: the command cannot be executed", "", "no"),
-    127: ("job-config", Role.ROOT, "exit code 127: the command was not found", "", "no"),
+    2: _Meaning("job-config", "usually a wrong argument"),
+    16: _Meaning("job-divergence", _RERUN, action="resume-elsewhere", restart="free"),
+    17: _Meaning("job-divergence", "Megatron's validation failed", restart="no"),
+    53: _Meaning("infra-node", "SLURM could not start or write there"),
+    75: _Meaning("infra-storage", "the storage did not answer", restart="yes"),
+    93: _Meaning("job-code", "the supervisor stopped restarting", restart="no"),
+    126: _Meaning("job-config", "the command cannot be executed", Role.ROOT, restart="no"),
+    127: _Meaning("job-config", "the command was not found", Role.ROOT, restart="no"),
 }
+_WARNED = _Meaning("preemption", "nobody handled the scheduler's warning")
+_SHORT_FILE = "usually a truncated memory-mapped file, or full shared memory"
 _SIGNALS: Mapping[int, _Meaning] = {
-    signal.SIGHUP: ("user", Role.SUSPECT, "its terminal session was closed", "", ""),
-    signal.SIGINT: ("user", Role.ROOT, "somebody pressed Ctrl-C", "", ""),
-    signal.SIGQUIT: ("user", Role.SUSPECT, "somebody pressed Ctrl-\\", "", ""),
-    signal.SIGILL: (
-        "job-code",
-        Role.SUSPECT,
-        "an instruction that the processor does not support",
-        "",
-        "",
-    ),
-    signal.SIGTRAP: ("job-code", Role.SUSPECT, "a trap", "", ""),
-    signal.SIGABRT: ("unknown", Role.CASCADE, "the process aborted after an error", "", ""),
-    signal.SIGBUS: (
-        "infra-storage",
-        Role.SUSPECT,
-        "usually a truncated memory-mapped file, or full shared memory",
-        "",
-        "",
-    ),
-    signal.SIGFPE: ("job-code", Role.SUSPECT, "an arithmetic error", "", ""),
-    signal.SIGKILL: (
-        "unknown",
-        Role.SUSPECT,
-        "killed; this alone does not show that memory ran out",
-        "",
-        "",
-    ),
-    signal.SIGUSR1: ("preemption", Role.SUSPECT, "nobody handled the scheduler's warning", "", ""),
-    signal.SIGUSR2: ("preemption", Role.SUSPECT, "nobody handled the scheduler's warning", "", ""),
-    signal.SIGSEGV: ("job-code", Role.SUSPECT, "an access to invalid memory", "", ""),
-    signal.SIGTERM: ("preemption", Role.SUSPECT, "the process was asked to end", "", ""),
-    signal.SIGXCPU: ("walltime", Role.ROOT, "its CPU time limit was reached", "", ""),
+    signal.SIGHUP: _Meaning("user", "its terminal session was closed"),
+    signal.SIGINT: _Meaning("user", "somebody pressed Ctrl-C", Role.ROOT),
+    signal.SIGQUIT: _Meaning("user", "somebody pressed Ctrl-\\"),
+    signal.SIGILL: _Meaning("job-code", "an instruction that the processor does not support"),
+    signal.SIGTRAP: _Meaning("job-code", "a trap"),
+    signal.SIGABRT: _Meaning("unknown", "the process aborted after an error", Role.CASCADE),
+    signal.SIGBUS: _Meaning("infra-storage", _SHORT_FILE),
+    signal.SIGFPE: _Meaning("job-code", "an arithmetic error"),
+    signal.SIGKILL: _Meaning("unknown", "killed; this alone does not show that memory ran out"),
+    signal.SIGUSR1: _WARNED,
+    signal.SIGUSR2: _WARNED,
+    signal.SIGSEGV: _Meaning("job-code", "an access to invalid memory"),
+    signal.SIGTERM: _Meaning("preemption", "the process was asked to end"),
+    signal.SIGXCPU: _Meaning("walltime", "its CPU time limit was reached", Role.ROOT),
 }
 _OOM_BY_SLURM = 125
 _FORM = re.compile(r"(-?\d{1,4})(?::(\d{1,3}))?")
@@ -349,35 +319,32 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
     if code == 1 and scheduler in ("torchrun", "ft_launcher"):
         return None
     meaning = _CODES.get(code)
-    return None if meaning is None else _evidence(str(exit_code), meaning, f"exit.{code}")
+    if meaning is None:
+        return None
+    return _evidence(str(exit_code), f"exit code {code}", meaning, f"exit.{code}")
 
 
 def _of_signal(given: str, number: int, scheduler: str | None) -> Evidence | None:
     if number == _OOM_BY_SLURM and scheduler in (None, "slurm"):
-        meaning = ("job-oom", Role.CAUSE, "SLURM: out of memory", "", "")
-        return _evidence(given, meaning, "exit.oom")
-    known = _SIGNALS.get(number)
-    if known is None:
+        meaning = _Meaning("job-oom", "out of memory", Role.CAUSE)
+        return _evidence(given, "SLURM", meaning, "exit.oom")
+    if number not in _SIGNALS:
         return None
-    failure, role, description, action, restart = known
     name = signal.Signals(number).name
-    return _evidence(
-        given, (failure, role, f"{name}: {description}", action, restart), f"exit.{name}"
-    )
+    return _evidence(given, name, _SIGNALS[number], f"exit.{name}")
 
 
-def _evidence(given: str, meaning: _Meaning, rule: str) -> Evidence:
-    failure, role, description, action, restart = meaning
+def _evidence(given: str, source: str, meaning: _Meaning, rule: str) -> Evidence:
     return Evidence(
         rule=rule,
-        failure=failure,
-        role=role,
-        description=description,
+        failure=meaning.failure,
+        role=meaning.role,
+        description=f"{source}: {meaning.description}",
         file="--exit-code",
         line=0,
         text=given,
-        action=action,
-        restart=restart,
+        action=meaning.action,
+        restart=meaning.restart,
     )
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.launcher import cluster_context, expand
 from ckptctl.drill.copying import (
     copy_step,
     fingerprint,
@@ -38,7 +38,7 @@ from ckptctl.rerun.recording import (
 )
 from ckptctl.rerun.results import LoggedLoss, Replay, Rerun
 from ckptctl.selection.picking import pick
-from ckptctl.supervisor.nodes import SUSPECT, NodeOptions, expand, run_exclusion
+from ckptctl.supervisor.nodes import SUSPECT, NodeOptions, run_exclusion
 
 EXIT_CODES: Mapping[ValueOrigin, int] = {
     ValueOrigin.TRANSIENT: 0,

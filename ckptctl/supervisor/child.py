@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process
@@ -70,28 +69,27 @@ class EndedElsewhere:
 Stop = Hang | EndedElsewhere
 
 
-class Watcher(Protocol):
+class Watcher:
     """Watches one attempt after the other; called in the main thread only."""
 
-    def prepare(self, attempt: int, logs: Sequence[str]) -> Mapping[str, str]:
+    def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
         """Forget all that is in progress, and return variables for the environment of the job.
 
         Called before each attempt (numbered from 1 over all invocations of `run`), when no
-        process of an earlier one is left. `logs` are the files that it writes to.
+        process of an earlier one is left. The logs are the files that it writes to.
         """
-        ...
+        return {}
 
-    def poll(self, running: Running, now_s: float) -> Stop | None:
-        """Return why the attempt must be ended, or None; `now_s` is the monotonic clock.
+    def poll(self, _running: Running, _now_s: float) -> Stop | None:
+        """Return why the attempt must be ended, or None, by the time of the monotonic clock.
 
         Must return within a few seconds, except when it collects evidence of a hang.
         Exceptions end the job.
         """
-        ...
+        return None
 
     def finish(self) -> None:
         """Keep what the attempt taught; called when all its processes have ended."""
-        ...
 
 
 PASSED_ON = (

@@ -26,7 +26,7 @@ from ckptctl.formats.own.supervision import (
 )
 from ckptctl.formatting import duration
 from ckptctl.supervisor.attempts import ended_together, share_document
-from ckptctl.supervisor.child import EndedElsewhere, Running, Signals
+from ckptctl.supervisor.child import EndedElsewhere, Running, Signals, Watcher
 from ckptctl.supervisor.holding import LEASE_S, HeldState, end_left_behind, marker_of
 from ckptctl.supervisor.launchers import POLL_S, Launchers
 from ckptctl.supervisor.nodes import Place
@@ -66,7 +66,7 @@ class Turn(NamedTuple):
     alone: OwnerDocument | None
 
 
-class Coordination:
+class Coordination(Watcher):
     """The agreement of this launcher with the others; a watcher of its shares.
 
     `held` is the state while this launcher leads, else None.
@@ -374,10 +374,6 @@ class Coordination:
         self._launchers.report(running=None, share=share_document(number, ended))
         return ended
 
-    def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
-        """See `Watcher.prepare`."""
-        return {}
-
     def poll(self, _running: Running, _now_s: float) -> EndedElsewhere | None:
         """Whether the attempt has ended on another node; passes on signals of others."""
         self._launchers.check()
@@ -398,9 +394,6 @@ class Coordination:
         if state["owner"] is None or self._is_gone(state["owner"], launch):
             return EndedElsewhere("the `ckptctl run` that leads is gone")
         return None
-
-    def finish(self) -> None:
-        """See `Watcher.finish`."""
 
     def _of_others(self, number: int) -> EndedElsewhere | None:
         """Why the attempt must end on all nodes; a signal is passed on instead."""

@@ -21,7 +21,7 @@ from ckptctl.distributed.process_table import Process, state_of
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import duration
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.supervisor.child import Hang, Running, log_size
+from ckptctl.supervisor.child import Hang, Running, Watcher, log_size
 from ckptctl.supervisor.evidence import HangEvidence, collect
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
@@ -57,8 +57,8 @@ class _Late(NamedTuple):
     waited_s: float
 
 
-class HangWatcher:
-    """Watches one attempt after the other; a `Watcher`.
+class HangWatcher(Watcher):
+    """Finds hangs in one attempt after the other.
 
     `limits` are extended by what the ranks needed. The logs of an attempt are watched where it
     writes no heartbeats. Evidence is kept in `folder`, by default a new one for temporary

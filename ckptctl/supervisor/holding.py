@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from ckptctl.formatting import command_line
 from ckptctl.selection.marking import user_name
 from ckptctl.storage.opening import absolute_url
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
-from ckptctl.supervisor.child import Hang, Running, Signals
+from ckptctl.supervisor.child import Hang, Running, Signals, Watcher
 from ckptctl.supervisor.processes import GRACE_S, end_processes, marked
 from ckptctl.supervisor.results import Decision
 from ckptctl.supervisor.state import LocalCopy, Revisions, bounded, new_state, newer
@@ -60,7 +60,16 @@ _held: set[str] = set()
 """The names of the holders in this process."""
 
 
-class HeldState:
+class StatePlace(NamedTuple):
+    """Where the state of a run is kept, and where its warnings go."""
+
+    revisions: Revisions
+    copy: LocalCopy
+    root: str
+    tell: Callable[[str], None]
+
+
+class HeldState(Watcher):
     """The state of a run that this process holds; a watcher of its attempts.
 
     `state` is the newest; `save` replaces it. Everything is called in the main thread, only
@@ -69,20 +78,16 @@ class HeldState:
 
     def __init__(
         self,
-        revisions: Revisions,
-        copy: LocalCopy,
+        place: StatePlace,
         state: SupervisorDocument,
         number: int,
-        tell: Callable[[str], None],
         signals: Signals | None = None,
     ) -> None:
         self.state = state
         self._signals = signals
-        self._revisions = revisions
-        self._copy = copy
+        self._revisions, self._copy, _, self._tell = place
         self._owner = state["owner"]["id"] if state["owner"] else ""
         self._number = number
-        self._tell = tell
         self._written = state
         self._overtaken = False
         self._failure: str | None = None
@@ -127,10 +132,6 @@ class HeldState:
         """Whether the store has the state."""
         return self._written is self.state
 
-    def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
-        """See `Watcher.prepare`."""
-        return {}
-
     def poll(self, _running: Running | None = None, _now_s: float = 0.0) -> Hang | None:
         """Raise `Fenced` where another process has taken the state over."""
         self._report()
@@ -144,9 +145,6 @@ class HeldState:
                 self.state = {**self.state, "attempts": [*earlier, {**last, "free": True}]}
                 self._changed.notify_all()
         return None
-
-    def finish(self) -> None:
-        """See `Watcher.finish`."""
 
     def _report(self) -> None:
         if self._overtaken:
@@ -226,15 +224,6 @@ def marker_of(state: SupervisorDocument, root: str, place: int | None = None) ->
     return f"{state['run']}{part}@{absolute_url(root)}"
 
 
-class StatePlace(NamedTuple):
-    """Where the state of a run is kept, and where its warnings go."""
-
-    revisions: Revisions
-    copy: LocalCopy
-    root: str
-    tell: Callable[[str], None]
-
-
 def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> HeldState | None:
     """Hold the state of a run; None where a signal asked to end meanwhile.
 
@@ -248,7 +237,7 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
     while True:
         number, state = _read(place, reset)
         owner = state["owner"]
-        if owner is not None and not is_over(owner, revisions, root, signals, tell):
+        if owner is not None and not is_over(owner, place, signals):
             return None
         n_ended = end_left_behind(marker_of(state, root), tell)
         state = _owned(_closed(state, n_ended), os.urandom(16).hex(), root, reset)
@@ -258,11 +247,11 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
             continue  # another one came first
         except StorageError:
             # The thread writes it later; until then no other process finds this one.
-            held = HeldState(revisions, copy, state, number, tell, signals)
+            held = HeldState(place, state, number, signals)
             held.save({**state})
             return held
         copy.write(state)
-        return HeldState(revisions, copy, state, number + 1, tell, signals)
+        return HeldState(place, state, number + 1, signals)
 
 
 def lead(
@@ -279,7 +268,7 @@ def lead(
     alone, a leader holds nothing that is not written: the others read its decisions there.
     Raises as `take_over` does.
     """
-    revisions, copy, root, tell = place
+    revisions, copy, root, _ = place
     number, state = _read(place, reset, alone=False)
     owner = state["owner"]
     if owner is not None and owner["id"] != gone:
@@ -290,7 +279,7 @@ def lead(
     except AlreadyExists:
         return None
     copy.write(state)
-    return HeldState(revisions, copy, state, number + 1, tell)
+    return HeldState(place, state, number + 1)
 
 
 def _owned(
@@ -341,17 +330,12 @@ def _read(
     return number, stored or new_state(root)
 
 
-def is_over(
-    owner: OwnerDocument,
-    revisions: Revisions,
-    root: str,
-    signals: Signals,
-    tell: Callable[[str], None],
-) -> bool:
+def is_over(owner: OwnerDocument, place: StatePlace, signals: Signals) -> bool:
     """Wait until the holder of the state is known to be gone; False after a signal.
 
     Raises `AlreadySupervised` where it is alive.
     """
+    revisions, _, root, tell = place
     if owner["machine"] and owner["machine"] == machine():
         process = Process(owner["pid"], owner["started"])
         of_copy = owner["root"] != absolute_url(root)  # the root was copied with its state

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
-from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.launcher import cluster_context, is_node
 from ckptctl.distributed.process_table import Process, is_alive, machine, own_process
 from ckptctl.errors import CkptctlError, Fenced, OwnFileUnreadable, StorageUnavailable, UsageError
 from ckptctl.formats.own.supervision import (
@@ -32,7 +32,6 @@ from ckptctl.formats.own.supervision import (
 from ckptctl.options import not_negative
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor import holding
-from ckptctl.supervisor.nodes import is_node
 from ckptctl.supervisor.state import Revisions
 
 POLL_S = 1.0

@@ -7,15 +7,13 @@ cluster. What is left of the nodes decides how many ranks can run.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.commands import run_bounded
-from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.launcher import cluster_context, expand, is_node
 from ckptctl.errors import UsageError
 from ckptctl.failures.results import CLASSES, Domain
 from ckptctl.formats.own.files import time_now
@@ -41,11 +39,7 @@ _N_SHORT = 3
 _SHORT_S = 600
 """Source: `suspect_node` of nvrx_watch: in 3 or more consecutive cycles under 10 minutes."""
 
-_MAX_NODES = 65_536
 _COMMAND_S = 60.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
-_LISTED = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*")
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,45 +80,6 @@ class NodeOptions:
             raise UsageError("--world-sizes and --min-world-size must be 1 or more")
         if self.max_excluded < 0:
             raise UsageError("--max-excluded must be 0 or more")
-
-
-def is_node(name: str) -> bool:
-    """Whether a name can be that of one host, and nothing that a command reads otherwise."""
-    return _NAME.fullmatch(name) is not None
-
-
-def expand(short: str) -> tuple[str, ...]:
-    """The nodes of a list in SLURM's short form, at most 65,536; none where it is malformed.
-
-    Source: `hostlist` of SLURM: `gpu-[007-009,012],login1`, several brackets in one name.
-    """
-    found: list[str] = []
-    entries = _LISTED.findall(short)
-    if ",".join(entries) != short:
-        return ()
-    for entry in entries:
-        pieces = re.split(r"\[([^\]]*)\]", entry)
-        choices = [_numbers(each) if n % 2 else (each,) for n, each in enumerate(pieces)]
-        for names in product(*choices):
-            found.append("".join(names))
-            if len(found) > _MAX_NODES:
-                return ()
-    return tuple(found) if all(map(is_node, found)) else ()
-
-
-def _numbers(ranges: str) -> tuple[str, ...]:
-    """The numbers of `007-009,012`, as wide as they are written."""
-    found: list[str] = []
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            return ("[",)  # makes a name that is none
-        first, last = match[1], match[2] or match[1]
-        numbers = range(int(first), int(last) + 1)
-        if len(found) + len(numbers) > _MAX_NODES:
-            return ("[",)
-        found += [f"{n:0{len(first)}}" for n in numbers]
-    return tuple(found)
 
 
 def blamed(

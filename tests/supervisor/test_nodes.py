@@ -11,8 +11,9 @@ from command_line import run_ckptctl
 from supervisor.supervised_root import states
 
 import ckptctl
+from ckptctl.distributed.launcher import expand, is_node
 from ckptctl.errors import UsageError
-from ckptctl.supervisor.nodes import NodeOptions, expand, is_node
+from ckptctl.supervisor.nodes import NodeOptions
 
 XID = "gpu-002 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
 NODES = ("gpu-001", "gpu-002", "gpu-003", "gpu-004")
