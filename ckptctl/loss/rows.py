@@ -5,7 +5,7 @@ The check of a resume uses nothing else of a log.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
@@ -139,3 +139,20 @@ class Marker:
     """The last step that the loaded checkpoint holds; null where the line does not name it."""
     fresh: bool = False
     """The process started without a checkpoint."""
+
+
+class RankReader:
+    """Reads the lines of one rank in one format."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the next line may belong to a row that is not complete."""
+        return False
+
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
+        """The rows that this line completes."""
+        raise NotImplementedError
+
+    def end(self) -> Iterator[Row]:
+        """The rows that waited for more lines."""
+        raise NotImplementedError

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
@@ -26,7 +25,7 @@ from ckptctl.loss.formats.text_lines import (
     split_prefix,
     split_stamp,
 )
-from ckptctl.loss.rows import LogPosition, Marker, Row, set_interval
+from ckptctl.loss.rows import LogPosition, Marker, RankReader, Row, set_interval
 from ckptctl.storage.logs import MAX_MATCHED
 
 # Rows of fallback formats that wait for a better format.
@@ -38,23 +37,6 @@ _MAX_HELD = 64
 _MAX_MENTION = 160
 
 Keys = Mapping[str, str] | None
-
-
-class RankReader(Protocol):
-    """Reads the lines of one rank in one format."""
-
-    @property
-    def open(self) -> bool:
-        """Whether the next line may belong to a row that is not complete."""
-        ...
-
-    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
-        """The rows that this line completes."""
-        ...
-
-    def end(self) -> Iterator[Row]:
-        """The rows that waited for more lines."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

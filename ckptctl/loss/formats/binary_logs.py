@@ -21,8 +21,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 
-from ckptctl.loss.formats.fields import RowMaker
-from ckptctl.loss.formats.records import StepMerger, decode_record, flat_pairs
+from ckptctl.loss.formats.records import RecordFile, RecordRows, decode_record, flat_pairs
 from ckptctl.loss.rows import LogPosition, Marker, Row
 
 Value = int | bytes
@@ -162,24 +161,20 @@ def is_event_file(head: bytes) -> bool:
     return masked_crc32c(head[:8]) == int(crc)
 
 
-class EventFile:
-    """One event file, fed in pieces of any length.
+class EventFile(RecordFile):
+    """One event file.
 
     Reading stops at the first record with a wrong CRC, since the start of the next record
     is then unknown; `damage` is set.
     """
 
     format = "tensorboard"
-    n_without_step = 0
 
     def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
-        self._name = name
-        self._maker = RowMaker(keys)
-        self._merger = StepMerger()
+        self._rows = RecordRows(keys)
+        super().__init__(name, self._rows)
         self._buffer = bytearray()
         self._skip = 0
-        self._n_records = 0
-        self.damage: str | None = None
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
@@ -193,10 +188,6 @@ class EventFile:
                     yield from self._event(event)
                 except NotAMessage as error:
                     self.damage = f"record {self._n_records:,} is not an event: {error}"
-
-    def end(self) -> Iterator[Row | Marker]:
-        """The last row."""
-        yield from self._merger.end()
 
     def _next(self) -> bytes | None:
         """The next event; empty where it is too large for a scalar, None without enough bytes."""
@@ -245,14 +236,12 @@ class EventFile:
                 session = (1, _START) in fields(packed(value))
         position = LogPosition(self._name, self._n_records)
         if session:
-            yield from self._merger.end()
+            yield from self._rows.end()
             # The log restarts at this step, so the checkpoint holds the step before it.
             held = step - 1 if step > 0 else None
             yield Marker(position, f"SessionLog START at step {step}", held, fresh=held is None)
         if pairs:
-            row = self._maker.row(pairs, position, step=step, at=at)
-            if row is not None:
-                yield from self._merger.add(row)
+            yield from self._rows.add(pairs, position, step=step, at=at)
 
 
 def _scalars(summary: bytes) -> Iterator[tuple[str, str]]:
@@ -306,22 +295,18 @@ _HISTORY = 2  # field of Record
 _ITEM, _STEP = 1, 2  # fields of HistoryRecord
 
 
-class WandbFile:
-    """The file of one run, fed in pieces of any length; `damage` is why reading stopped."""
+class WandbFile(RecordFile):
+    """The file of one run."""
 
     format = "wandb"
-    n_without_step = 0
 
     def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
-        self._name = name
-        self._maker = RowMaker(keys, trimmed=True)
-        self._merger = StepMerger()
+        self._rows = RecordRows(keys, trimmed=True)
+        super().__init__(name, self._rows)
         self._buffer = bytearray()
         self._offset = 0
         self._record = bytearray()
         self._whole: bytes | None = None
-        self._n_records = 0
-        self.damage: str | None = None
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
@@ -338,10 +323,6 @@ class WandbFile:
                 yield from self._history(record)
             except NotAMessage as error:
                 self.damage = f"record {self._n_records:,} cannot be read: {error}"
-
-    def end(self) -> Iterator[Row | Marker]:
-        """The last row."""
-        yield from self._merger.end()
 
     def _part(self) -> bool:
         """Take the next part of a record; False where bytes are missing or damaged."""
@@ -390,9 +371,8 @@ class WandbFile:
                     pairs += _item(packed(part))
                 elif inner == _STEP:
                     step = next((signed(v) for n, v in fields(packed(part)) if n == 1), 0)
-            row = self._maker.row(pairs, LogPosition(self._name, self._n_records), step=step)
-            if row is not None:
-                yield from self._merger.add(row)
+            position = LogPosition(self._name, self._n_records)
+            yield from self._rows.add(pairs, position, step=step)
 
 
 def _item(item: bytes) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from copy import copy
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.fields import FIELDS, Precision, RowMaker, clock_in, parse_step
 from ckptctl.loss.formats.line_formats import LineFormat
-from ckptctl.loss.rows import LogPosition, Number, Row
+from ckptctl.loss.rows import LogPosition, Number, RankReader, Row
 
 _MAX_WRAPS = 8
 
@@ -37,7 +37,7 @@ def pattern_format(pattern: str) -> LineFormat:
     return LineFormat("pattern", "", pattern)
 
 
-class LineReader:
+class LineReader(RankReader):
     """Reads the lines of one rank in one format of one line a step."""
 
     def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:

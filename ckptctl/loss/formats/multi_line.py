@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.fields import RowMaker, clock_in, parse_step
-from ckptctl.loss.rows import LogPosition, Row
+from ckptctl.loss.rows import LogPosition, RankReader, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ BLOCK_FORMATS = (
 _TRAINS = re.compile(r"train|epoch", re.IGNORECASE)
 
 
-class BlockReader:
+class BlockReader(RankReader):
     """Reads the lines of one rank in a format with one block per step."""
 
     def __init__(self, form: BlockFormat, keys: Mapping[str, str] | None = None) -> None:
@@ -161,7 +161,7 @@ _KERAS_BAR = re.compile(r"^\s{0,99}(\d{1,12})/(\d{1,12}) [^/]{1,200}?(\d{1,9}(?:
 _KERAS_PAIR = re.compile(r"(?<!\w)([A-Za-z]\w{0,99}): ([^\s\x08]+)")
 
 
-class KerasReader:
+class KerasReader(RankReader):
     """Reads the bars of `Model.fit`: a heading names the epoch, and a bar its batches.
 
     The loss is the mean since the epoch began. A bar is drawn repeatedly, and its last
@@ -176,8 +176,6 @@ class KerasReader:
         self._maker = RowMaker(keys)
         self._epoch: int | None = None
         self._drawn: Row | None = None
-
-    open = False
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The row of the batch before the one of this line."""
@@ -212,7 +210,7 @@ _BAR = re.compile(
 _BLANKS = " " * 16
 
 
-class HfConsoleReader:
+class HfConsoleReader(RankReader):
     """Reads the dictionaries and progress bars of one rank.
 
     The bar is drawn again directly after a dictionary, with the step of the dictionary. A

@@ -10,14 +10,14 @@ from __future__ import annotations
 import codecs
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptctl.data_classes import replace
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
 from ckptctl.loss.formats.console import FirstModel
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, parse_step, plain_name
-from ckptctl.loss.rows import LogPosition, Marker, Row
+from ckptctl.loss.rows import LogPosition, Marker, RankReader, Row
 
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
@@ -30,24 +30,30 @@ _NAMES_OF_ONE = ("name", "key", "tag", "metric")
 _OF_RECORD = ("step", "at", "attempt")
 
 
-class StepMerger:
-    """Merges neighbouring records of one step that do not contradict each other."""
+class RecordRows:
+    """Makes rows of records; neighbouring ones of one step that agree become one row."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Mapping[str, str] | None, *, trimmed: bool = False) -> None:
+        self.maker = RowMaker(keys, trimmed=trimmed)
         self._held: Row | None = None
 
-    def add(self, row: Row) -> Iterator[Row]:
+    def add(
+        self,
+        pairs: Iterable[tuple[str, str]],
+        position: LogPosition,
+        *,
+        step: int | None = None,
+        at: float | None = None,
+        counts: str | None = None,
+    ) -> Iterator[Row]:
         """Add a record; yield the row before it, if it belongs to another one."""
-        if not _has_values(row):
+        row = self.maker.row(pairs, position, step=step, at=at, counts=counts)
+        if row is None or not _has_values(row):
             return
         held = self._held
-        if held is not None and held.step == row.step:
-            both = _merged(held, row)
-            if both is not None:
-                self._held = both
-                return
-        self._held = row
-        if held is not None:
+        both = _merged(held, row) if held is not None and held.step == row.step else None
+        self._held = both or row
+        if held is not None and both is None:
             yield held
 
     def end(self) -> Iterator[Row]:
@@ -55,6 +61,37 @@ class StepMerger:
         held, self._held = self._held, None
         if held is not None:
             yield held
+
+
+class RecordReader(RankReader):
+    """Reads the lines of one rank in a format that is one record a line."""
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._rows = RecordRows(keys, trimmed=True)
+        self._maker = self._rows.maker
+
+    def end(self) -> Iterator[Row]:
+        """The last row."""
+        return self._rows.end()
+
+
+class RecordFile:
+    """A log that is one file of records, fed in pieces of any length.
+
+    `damage` is why reading stopped.
+    """
+
+    n_without_step = 0
+
+    def __init__(self, name: str, rows: RecordRows | RecordReader) -> None:
+        self._name = name
+        self._of_records = rows
+        self._n_records = 0
+        self.damage: str | None = None
+
+    def end(self) -> Iterator[Row | Marker]:
+        """The last row."""
+        return self._of_records.end()
 
 
 def _has_values(row: Row) -> bool:
@@ -122,17 +159,11 @@ def is_training(record: Mapping[str, Any]) -> bool:
     return not ("mode" in record and "iter" in record and "step" not in record)
 
 
-class JsonLinesReader:
+class JsonLinesReader(RecordReader):
     """Reads lines that are or end with one JSON object."""
 
     name = "jsonl"
     hint = "{"
-
-    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._maker = RowMaker(keys, trimmed=True)
-        self._merger = StepMerger()
-
-    open = False
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that this line completes."""
@@ -158,16 +189,10 @@ class JsonLinesReader:
         ):
             epoch = record["epoch"]
             step, counts = parse_step(epoch) if isinstance(epoch, str) else None, "epochs"
-        row = self._maker.row(pairs, position, step=step, counts=counts)
-        if row is not None:
-            yield from self._merger.add(row)
-
-    def end(self) -> Iterator[Row]:
-        """The last row."""
-        yield from self._merger.end()
+        yield from self._rows.add(pairs, position, step=step, counts=counts)
 
 
-class TableReader:
+class TableReader(RecordReader):
     """Reads the lines of a table with a header, such as Lightning's `metrics.csv`."""
 
     name = "csv"
@@ -176,13 +201,10 @@ class TableReader:
     """None is any white space."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._maker = RowMaker(keys, trimmed=True)
-        self._merger = StepMerger()
+        super().__init__(keys)
         self._names: tuple[str, ...] = ()
         self._delimiter: str | None = None
         self._counts: str | None = None
-
-    open = False
 
     @property
     def begun(self) -> bool:
@@ -197,13 +219,7 @@ class TableReader:
         if not self._is_row(cells):
             return
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
-        row = self._maker.row(pairs, position, counts=self._counts)
-        if row is not None:
-            yield from self._merger.add(row)
-
-    def end(self) -> Iterator[Row]:
-        """The last row."""
-        yield from self._merger.end()
+        yield from self._rows.add(pairs, position, counts=self._counts)
 
     def _is_row(self, cells: Sequence[str]) -> bool:
         return bool(cells)
@@ -303,8 +319,8 @@ def is_document(name: str, head: bytes) -> bool:
     return name.endswith("trainer_state.json") or _DOCUMENT.match(head) is not None
 
 
-class TrainerState:
-    """One `trainer_state.json` or list of records, fed in pieces; `damage` is why reading stopped.
+class TrainerState(RecordFile):
+    """One `trainer_state.json` or list of records.
 
     The records are in the list `log_history`. A resumed trainer continues the history of
     its checkpoint, so the steps that it repeats occur once: compare with the file of the
@@ -312,17 +328,14 @@ class TrainerState:
     """
 
     format = "trainer-state"
-    n_without_step = 0
 
     def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
-        self._name = name
         self._reader = JsonLinesReader(keys)
+        super().__init__(name, self._reader)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._began = False
         self._in_list = False
-        self._n_records = 0
-        self.damage: str | None = None
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
@@ -348,10 +361,6 @@ class TrainerState:
             if isinstance(record, dict):
                 position = LogPosition(self._name, self._n_records)
                 yield from self._reader.add(record, position)
-
-    def end(self) -> Iterator[Row | Marker]:
-        """The last row."""
-        yield from self._reader.end()
 
     def _record(self) -> object | None:
         rest = self._rest.lstrip(" \t\r\n,")
