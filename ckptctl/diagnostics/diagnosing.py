@@ -16,7 +16,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 import ckptctl
-from ckptctl.diagnostics.results import Advice, Diagnosis, diagnosis
+from ckptctl.diagnostics.names import CHECKS
+from ckptctl.diagnostics.results import Advice, Diagnosis, diagnosis, fault, warning
 from ckptctl.diagnostics.slurm_checks import check_script
 from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.diagnostics.storage_traits import check_storage
@@ -201,12 +202,10 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
         if value and (not values or value.lower() in [each.lower() for each in values]):
             yield Advice("variable.harmful", severity, name, f"{name}={value}: {does}", fix)
     if environment.get("RANK") and not environment.get("WORLD_SIZE"):
-        yield Advice(
+        yield fault(
             "variable.half",
-            Severity.FAULT,
             "RANK",
             f"RANK={environment['RANK']} without WORLD_SIZE: each process acts as a job of its own",
-            "unset RANK, or start with torchrun",
         )
     if environment.get("SLURM_JOB_ID") and not environment.get("PYTHONUNBUFFERED"):
         yield Advice(
@@ -214,50 +213,42 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
             Severity.NOTE,
             "PYTHONUNBUFFERED",
             "Python buffers its output: the last lines before a kill are lost",
-            "export PYTHONUNBUFFERED=1",
+            CHECKS["variable.buffered"].fix,
         )
     folder = environment.get("TMPDIR")
     if folder and not os.access(folder, os.W_OK):
-        yield Advice(
+        yield fault(
             "variable.tmpdir",
-            Severity.FAULT,
             "TMPDIR",
             f"TMPDIR={folder} cannot be written to",
-            "export TMPDIR=/tmp",
         )
 
 
 def _own_variables(environment: Mapping[str, str], known: frozenset[str]) -> Iterator[Advice]:
     for name in sorted(environment):
         if name.startswith("CKPTCTL_") and name not in known:
-            yield Advice(
+            yield fault(
                 "variable.unknown",
-                Severity.FAULT,
                 name,
                 f"ckptctl has no variable {name}: it has no effect",
-                "correct it: docs/reference.md lists them all",
             )
 
 
 def _limits(environment: Mapping[str, str]) -> Iterator[Advice]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
-        yield Advice(
+        yield warning(
             "limit.files",
-            Severity.WARNING,
             "ulimit -n",
             f"a process may open {files:,} files; data loaders and sharded saves need more",
-            "ulimit -n 65536",
         )
     try:
         shared = shutil.disk_usage("/dev/shm").total  # noqa: S108 - its size is asked for
     except OSError:
         return
     if shared < _LEAST_SHM and "KUBERNETES_SERVICE_HOST" in environment:
-        yield Advice(
+        yield warning(
             "limit.shm",
-            Severity.WARNING,
             "/dev/shm",  # noqa: S108
             f"shared memory is {shared >> 20:,} MiB: workers of data loaders end with a bus error",
-            "an emptyDir volume with medium: Memory at /dev/shm",
         )

@@ -90,8 +90,8 @@ CHECKS: Mapping[str, Check] = {
     "signal.notice-short": Check(
         "the notice ends before the save",
         "The job is killed while it saves.",
-        "Give a notice that is a minute longer than the save and the time that the job waits for "
-        "it: SLURM may signal up to a minute late.",
+        "Give a notice that is a minute longer than the save (`ckptctl cost` reports its time) and "
+        "the time that the job waits for it: SLURM may signal up to a minute late.",
     ),
     "requeue.none": Check(
         "nothing restarts the job",
@@ -126,7 +126,8 @@ CHECKS: Mapping[str, Check] = {
     "exit-code.swallowed": Check(
         "the exit code of the training is lost",
         "A crash ends with 0, because of `|| true` or of a later command.",
-        "End the script with the exit code of the training.",
+        "End the script with the exit code of the training: `set -e` without `|| true`, or "
+        "`exit $exit_code`.",
     ),
     "exit-code.pick": Check(
         "the exit code of ckptctl is ignored",

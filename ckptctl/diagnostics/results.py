@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptctl.data_classes import dataclass
+from ckptctl.diagnostics.names import CHECKS
 from ckptctl.findings import Severity
 from ckptctl.model import ExitCode, NextCommand
 
@@ -41,9 +42,14 @@ class Diagnosis:
     next_command: NextCommand
 
 
-def fault(name: str, where: str, message: str, fix: str) -> Advice:
-    """Advice against a fault."""
-    return Advice(name, Severity.FAULT, where, message, fix)
+def fault(name: str, where: str, message: str, fix: str | None = None) -> Advice:
+    """Advice against a fault; what to do is that of `CHECKS`, if no `fix` is given."""
+    return Advice(name, Severity.FAULT, where, message, fix or CHECKS[name].fix)
+
+
+def warning(name: str, where: str, message: str) -> Advice:
+    """Advice against what may be a mistake."""
+    return Advice(name, Severity.WARNING, where, message, CHECKS[name].fix)
 
 
 def diagnosis(

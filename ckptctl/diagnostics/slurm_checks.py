@@ -13,9 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from ckptctl.diagnostics.results import Advice, fault
+from ckptctl.diagnostics.results import Advice, fault, warning
 from ckptctl.diagnostics.slurm_script import Script, Training
-from ckptctl.findings import Severity
 
 _LEAST_NOTICE_S = 60
 _PREEMPTIBLE = re.compile(r"pre-?empt|spot|scaveng|low-?prio|backfill|interruptible", re.IGNORECASE)
@@ -54,31 +53,24 @@ def _line_of(advice: Advice) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _warning(name: str, where: str, message: str, fix: str) -> Advice:
-    return Advice(name, Severity.WARNING, where, message, fix)
-
-
 def _form(name: str, script: Script) -> Iterator[Advice]:
     if not script.lines or not script.lines[0].startswith("#!"):
         yield fault(
             "script.shebang",
             f"{name}:1",
             "the first line names no shell: sbatch rejects the script",
-            "start it with #!/bin/bash",
         )
     if any(line.endswith("\r") for line in script.lines[:1]):
         yield fault(
             "script.line-ends",
             f"{name}:1",
             "the script has Windows line ends: the shell treats CR as part of each line",
-            "sed -i 's/\\r$//' FILE",
         )
     for each in script.late_options:
         yield fault(
             "sbatch.ignored",
             f"{name}:{each.line}",
             f"#SBATCH {each.text}: SLURM ignores directives after the first command",
-            "move it above the first command",
         )
     for each in script.options:
         if re.search(r"\$\{?\w", each.text):
@@ -86,20 +78,16 @@ def _form(name: str, script: Script) -> Iterator[Advice]:
                 "sbatch.variable",
                 f"{name}:{each.line}",
                 f"#SBATCH {each.text}: variables in #SBATCH lines are not expanded",
-                "write the value, or pass it to sbatch on the command line; in file names, %j is "
-                "the job id",
             )
 
 
 def _signals(name: str, script: Script) -> Iterator[Advice]:
     given = script.option("--signal")
     if given is None:
-        yield _warning(
+        yield warning(
             "signal.none",
             f"{name}:1",
             "no --signal: at the time limit a job has only the 30 s of KillWait to save",
-            "#SBATCH --signal=TERM@300 with srun, or --signal=B:TERM@300 with a trap that passes "
-            "it on",
         )
         return
     line, value = given
@@ -154,21 +142,18 @@ def _to_shell(
             f"{name}:{training.line}",
             f"the trap of line {trap[0]} runs only after this command has ended: bash waits for "
             "foreground commands",
-            'add & after it, keep its process id (pid=$!), then: wait "$pid"',
         )
     elif training.in_pipeline and re.search(r"\$\{?!|\$pid|\$\{?PID|\$child", _traps(script)):
         yield fault(
             "signal.pipeline",
             f"{name}:{training.line}",
             "$! is the last command of the pipeline: the trap signals that one, not the training",
-            "write to the log with --output or > FILE 2>&1, without a pipe",
         )
     elif script.search(r"\bwait\b") is None:
         yield fault(
             "signal.no-wait",
             f"{name}:{training.line}",
             "nothing waits for the background command: the script ends, and the job with it",
-            'add wait "$pid" after it, and again after the trap has run',
         )
 
 
@@ -190,11 +175,10 @@ def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
                     f"@{int(match[1]) + 60} or more: SLURM may signal up to a minute late",
                 )
     if seconds < _LEAST_NOTICE_S:
-        yield _warning(
+        yield warning(
             "signal.notice-short",
             where,
             f"the notice is {seconds} s; a save of many ranks takes longer",
-            "@300, or the save time that `ckptctl cost` reports plus a minute",
         )
 
 
@@ -206,7 +190,6 @@ def _wrapped(name: str, script: Script) -> Iterator[Advice]:
                 "signal.wrapped",
                 f"{name}:{each.line}",
                 "srun signals the shell of bash -c, which does not pass the signal on to Python",
-                "add exec before the last command inside the quotes",
             )
 
 
@@ -222,24 +205,21 @@ def _requeue(name: str, script: Script) -> Iterator[Advice]:
             "requeue.preemptible",
             f"{name}:{refused[0]}",
             f"--no-requeue, and {place[1]} is preemptible by its name: a preemption ends the job",
-            "#SBATCH --requeue",
         )
         return
     given = script.option("--requeue")
     if given is None and script.search(r"\bscontrol\s+requeue\b|\bsbatch\b") is None:
-        yield _warning(
+        yield warning(
             "requeue.none",
             f"{name}:1",
             "neither --requeue nor scontrol requeue: after a node failure or a preemption the job "
             "is not restarted",
-            "#SBATCH --requeue",
         )
     elif script.option("--open-mode") is None and given is not None:
-        yield _warning(
+        yield warning(
             "requeue.log-lost",
             f"{name}:{given[0]}",
             "a requeued job overwrites its log: the error of the first attempt is lost",
-            "#SBATCH --open-mode=append",
         )
 
 
@@ -251,7 +231,6 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
                 f"{name}:{each.line}",
                 "the step is chosen by its mtime, which copies, rsync and touch change; it may "
                 "also be incomplete",
-                'step=$(ckptctl pick "$ROOT")',
             )
     for training in script.trainings:
         searched = " ".join([training.text, *(c.text for c in script.commands if "=" in c.text)])
@@ -260,7 +239,6 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
                 "resume.absent",
                 f"{name}:{training.line}",
                 "the training has no resume option: a requeued job starts at step 0",
-                'train.py --resume-from "$(ckptctl pick "$ROOT")", or --resume-from auto',
             )
 
 
@@ -276,14 +254,12 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
                 "exit-code.pipe",
                 where,
                 "the exit code is that of the last command of the pipe: a crash ends with 0",
-                "set -o pipefail",
             )
         if re.search(r"\|\|\s*(?:true|:)\s*$", each.text):
             yield fault(
                 "exit-code.swallowed",
                 where,
                 "|| true: the job always ends with 0 and is never restarted",
-                "remove it, or act on $?",
             )
         elif last is not None and last.line > each.line and not exits_on_error:
             kept = any(
@@ -292,11 +268,10 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
                 if c.line > each.line
             )
             if not kept and "$?" not in each.text:
-                yield _warning(
+                yield warning(
                     "exit-code.swallowed",
                     where,
                     f"the job ends with the exit code of line {last.line}, not with this one",
-                    "set -e, or: exit_code=$? ... exit $exit_code",
                 )
     if exits_on_error:
         return
@@ -312,7 +287,6 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
                 f"{name}:{command.line}",
                 "the exit code of ckptctl is ignored: with 75 the path is empty, and the job "
                 "starts fresh",
-                'step=$(ckptctl pick "$ROOT") || exit $?',
             )
 
 
@@ -324,7 +298,6 @@ def _masked(name: str, script: Script) -> Iterator[Advice]:
                 f"{name}:{command.line}",
                 f"{command.text.split()[0]} has its own exit code, which hides that of ckptctl, "
                 "even under set -e",
-                'step=$(ckptctl pick "$ROOT") || exit $?, then export step',
             )
 
 
@@ -338,7 +311,6 @@ def _hangs(name: str, script: Script) -> Iterator[Advice]:
                 "srun.no-kill",
                 f"{name}:{each.line}",
                 "when one rank dies, the others wait until their timeout, or forever",
-                "srun --kill-on-bad-exit=1",
             )
 
 
@@ -354,7 +326,6 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
                 "torchrun.ft-options",
                 f"{name}:{each.line}",
                 f"{ignored[1]} is an option of ft_launcher; torchrun detects no hang",
-                "ft_launcher instead of torchrun",
             )
     hard = script.search(r"hard[-_]timeout[=\s]+(\d{1,9})")
     for pattern, unit_s in _WATCHDOGS:
@@ -365,7 +336,6 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
                 f"{name}:{watchdog[0]}",
                 f"the NCCL watchdog ends the process after {int(watchdog[1][1]) * unit_s} s, and "
                 f"the in-process restart acts after {hard[1][1]} s (hard timeout)",
-                "a watchdog that is longer than the hard timeout",
             )
     saved = script.search(r"--async-save\b|\basync_save=[Tt]rue\b")
     form = script.search(r"\b(?:dist[-_])?ckpt[-_]format[=\s]+[\"']?(\w+)")
@@ -374,7 +344,6 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
             "save.async-format",
             f"{name}:{saved[0]}",
             f"asynchronous saves need the format torch_dist, not {form[1][1]}",
-            "--ckpt-format torch_dist",
         )
 
 

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ckptctl.diagnostics.results import Advice, fault
+from ckptctl.diagnostics.results import Advice, fault, warning
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError
-from ckptctl.findings import Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions
 from ckptctl.selection.roots import list_root
@@ -81,7 +80,6 @@ def _listing(store: Store, folder: str) -> Advice | None:
         store.url,
         f"{missing} of {_ROUNDS} new files are missing from the listing: a complete step would "
         "look incomplete",
-        "disable the cache of listings (s3fs: use_listings_cache=false; NFS: lookupcache=none)",
     )
 
 
@@ -94,12 +92,9 @@ def _overwriting(store: Store, folder: str) -> Advice | None:
                 "storage.stale",
                 store.url,
                 "a read after an overwrite returned the old bytes",
-                "disable the cache of the mount, or save every step under its own name",
             )
     if read_range(store, name, _BYTES - 10, 10) != b"c" * 10:
-        return fault(
-            "storage.ranges", store.url, "a read of a range returned other bytes", "report it"
-        )
+        return fault("storage.ranges", store.url, "a read of a range returned other bytes")
     return None
 
 
@@ -113,7 +108,6 @@ def _exclusive(store: Store, folder: str) -> Advice | None:
                 "storage.exclusive",
                 store.url,
                 f"{len(won)} of {_WRITERS} writers of one new file succeeded",
-                "let only one process write to a root: fencing cannot separate two attempts",
             )
     return None
 
@@ -155,7 +149,6 @@ def _atomic(store: Store, folder: str) -> Advice | None:
         "storage.atomic",
         store.url,
         f"while a file was replaced, {wrong[0]}",
-        "never overwrite an existing step, and do not read `latest` while it is replaced",
     )
 
 
@@ -164,13 +157,11 @@ def _clock(store: Store, folder: str) -> Advice | None:
     at = storage_time_s(store, f"{folder}/clock")
     if before - _CLOCK_S <= at <= time.time() + _CLOCK_S:
         return None
-    return Advice(
+    return warning(
         "storage.clock",
-        Severity.WARNING,
         store.url,
         f"a new file has a time {at - before:+.0f} s from the clock of this machine: a save in "
         "progress may be taken for an interrupted one",
-        "synchronize the clocks (chronyc tracking), or use a longer --grace",
     )
 
 
@@ -205,12 +196,10 @@ def _removed(store: Store, url: str, folder: str, storage: StorageOptions) -> Ad
         else:
             _remove_objects(join_url(url, folder), storage)
     except (StorageError, OSError, ImportError) as error:
-        return Advice(
+        return warning(
             "storage.left",
-            Severity.WARNING,
             join_url(url, folder),
             f"what was written could not be removed ({error})",
-            "remove it by hand",
         )
     return None
 
