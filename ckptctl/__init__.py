@@ -9,138 +9,80 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptctl.diagnostics.diagnosing import doctor
-    from ckptctl.diagnostics.results import Advice, Diagnosis
-    from ckptctl.errors import (
-        AccessDenied,
-        CkptctlError,
-        MissingExtra,
-        NothingToResume,
-        PathNotFound,
-        StorageError,
-        StorageUnavailable,
-        UsageError,
-    )
-    from ckptctl.failures.classifying import classify
-    from ckptctl.failures.results import Classification, Evidence
-    from ckptctl.findings import Finding, Report, Severity, Verdict
-    from ckptctl.formats.own.marks import Mark, MarkKind
-    from ckptctl.goodput.estimating import RecoveryCost, recovery_cost
-    from ckptctl.goodput.history import RunHistory, run_history
-    from ckptctl.goodput.timeline import Goodput, PastAttempt
-    from ckptctl.loss.checking import LossReport, check_loss
-    from ckptctl.loss.verdict import LossVerdict
-    from ckptctl.model import Level, StatePart, TrainState, WorldSize
-    from ckptctl.options import (
-        ContentOptions,
-        PickPolicy,
-        Requirements,
-        StorageOptions,
-        TrainOptions,
-    )
-    from ckptctl.preflight_checks.results import Check, Preflight
-    from ckptctl.preflight_checks.running import preflight
-    from ckptctl.resharding.comparing import diff
-    from ckptctl.resharding.converting import convert
-    from ckptctl.resharding.results import Converted, Diff, Difference, RankShare, Reshard
-    from ckptctl.resharding.steps import plan_reshard, reshard
-    from ckptctl.selection.marking import mark
-    from ckptctl.selection.picking import pick
-    from ckptctl.selection.pruning import Pruned, prune
-    from ckptctl.selection.results import (
-        Answer,
-        Contents,
-        Marked,
-        PassedOver,
-        Pick,
-        PruneDecision,
-        Scan,
-        Sealed,
-    )
-    from ckptctl.selection.scanning import scan
-    from ckptctl.selection.sealing import seal
-    from ckptctl.selection.verifying import show, verify
-    from ckptctl.selection.watching import Watched, watch
-    from ckptctl.supervisor.nodes import NodeOptions
-    from ckptctl.supervisor.restarting import keep_running
-    from ckptctl.supervisor.results import Attempt, Supervised
+    from ckptctl.diagnostics.diagnosing import doctor as doctor
+    from ckptctl.diagnostics.results import Advice as Advice
+    from ckptctl.diagnostics.results import Diagnosis as Diagnosis
+    from ckptctl.errors import AccessDenied as AccessDenied
+    from ckptctl.errors import CkptctlError as CkptctlError
+    from ckptctl.errors import MissingExtra as MissingExtra
+    from ckptctl.errors import NothingToResume as NothingToResume
+    from ckptctl.errors import PathNotFound as PathNotFound
+    from ckptctl.errors import StorageError as StorageError
+    from ckptctl.errors import StorageUnavailable as StorageUnavailable
+    from ckptctl.errors import UsageError as UsageError
+    from ckptctl.failures.classifying import classify as classify
+    from ckptctl.failures.results import Classification as Classification
+    from ckptctl.failures.results import Evidence as Evidence
+    from ckptctl.findings import Finding as Finding
+    from ckptctl.findings import Report as Report
+    from ckptctl.findings import Severity as Severity
+    from ckptctl.findings import Verdict as Verdict
+    from ckptctl.formats.own.marks import Mark as Mark
+    from ckptctl.formats.own.marks import MarkKind as MarkKind
+    from ckptctl.goodput.estimating import RecoveryCost as RecoveryCost
+    from ckptctl.goodput.estimating import recovery_cost as recovery_cost
+    from ckptctl.goodput.history import RunHistory as RunHistory
+    from ckptctl.goodput.history import run_history as run_history
+    from ckptctl.goodput.timeline import Goodput as Goodput
+    from ckptctl.goodput.timeline import PastAttempt as PastAttempt
+    from ckptctl.loss.checking import LossReport as LossReport
+    from ckptctl.loss.checking import check_loss as check_loss
+    from ckptctl.loss.verdict import LossVerdict as LossVerdict
+    from ckptctl.model import Level as Level
+    from ckptctl.model import StatePart as StatePart
+    from ckptctl.model import TrainState as TrainState
+    from ckptctl.model import WorldSize as WorldSize
+    from ckptctl.options import ContentOptions as ContentOptions
+    from ckptctl.options import PickPolicy as PickPolicy
+    from ckptctl.options import Requirements as Requirements
+    from ckptctl.options import StorageOptions as StorageOptions
+    from ckptctl.options import TrainOptions as TrainOptions
+    from ckptctl.preflight_checks.results import Check as Check
+    from ckptctl.preflight_checks.results import Preflight as Preflight
+    from ckptctl.preflight_checks.running import preflight as preflight
+    from ckptctl.resharding.comparing import diff as diff
+    from ckptctl.resharding.converting import convert as convert
+    from ckptctl.resharding.results import Converted as Converted
+    from ckptctl.resharding.results import Diff as Diff
+    from ckptctl.resharding.results import Difference as Difference
+    from ckptctl.resharding.results import RankShare as RankShare
+    from ckptctl.resharding.results import Reshard as Reshard
+    from ckptctl.resharding.steps import plan_reshard as plan_reshard
+    from ckptctl.resharding.steps import reshard as reshard
+    from ckptctl.selection.marking import mark as mark
+    from ckptctl.selection.picking import pick as pick
+    from ckptctl.selection.pruning import Pruned as Pruned
+    from ckptctl.selection.pruning import prune as prune
+    from ckptctl.selection.results import Answer as Answer
+    from ckptctl.selection.results import Contents as Contents
+    from ckptctl.selection.results import Marked as Marked
+    from ckptctl.selection.results import PassedOver as PassedOver
+    from ckptctl.selection.results import Pick as Pick
+    from ckptctl.selection.results import PruneDecision as PruneDecision
+    from ckptctl.selection.results import Scan as Scan
+    from ckptctl.selection.results import Sealed as Sealed
+    from ckptctl.selection.scanning import scan as scan
+    from ckptctl.selection.sealing import seal as seal
+    from ckptctl.selection.verifying import show as show
+    from ckptctl.selection.verifying import verify as verify
+    from ckptctl.selection.watching import Watched as Watched
+    from ckptctl.selection.watching import watch as watch
+    from ckptctl.supervisor.nodes import NodeOptions as NodeOptions
+    from ckptctl.supervisor.restarting import keep_running as keep_running
+    from ckptctl.supervisor.results import Attempt as Attempt
+    from ckptctl.supervisor.results import Supervised as Supervised
 
 __version__ = "0.1.0.dev0"
-
-__all__ = [
-    "AccessDenied",
-    "Advice",
-    "Answer",
-    "Attempt",
-    "Check",
-    "CkptctlError",
-    "Classification",
-    "ContentOptions",
-    "Contents",
-    "Converted",
-    "Diagnosis",
-    "Diff",
-    "Difference",
-    "Evidence",
-    "Finding",
-    "Goodput",
-    "Level",
-    "LossReport",
-    "LossVerdict",
-    "Mark",
-    "MarkKind",
-    "Marked",
-    "MissingExtra",
-    "NodeOptions",
-    "NothingToResume",
-    "PassedOver",
-    "PastAttempt",
-    "PathNotFound",
-    "Pick",
-    "PickPolicy",
-    "Preflight",
-    "PruneDecision",
-    "Pruned",
-    "RankShare",
-    "RecoveryCost",
-    "Report",
-    "Requirements",
-    "Reshard",
-    "RunHistory",
-    "Scan",
-    "Sealed",
-    "Severity",
-    "StatePart",
-    "StorageError",
-    "StorageOptions",
-    "StorageUnavailable",
-    "Supervised",
-    "TrainOptions",
-    "TrainState",
-    "UsageError",
-    "Verdict",
-    "Watched",
-    "WorldSize",
-    "check_loss",
-    "classify",
-    "convert",
-    "diff",
-    "doctor",
-    "keep_running",
-    "mark",
-    "pick",
-    "plan_reshard",
-    "preflight",
-    "prune",
-    "recovery_cost",
-    "reshard",
-    "run_history",
-    "scan",
-    "seal",
-    "show",
-    "verify",
-    "watch",
-]
 
 _HOMES = {
     "ckptctl.selection.pruning": "Pruned prune",
@@ -179,6 +121,7 @@ _HOMES = {
     "ckptctl.resharding.steps": "plan_reshard reshard",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:

@@ -60,40 +60,26 @@ _EXIT_CODES = {
     LossVerdict.CONTINUOUS: 0,
 }
 
-_WRONG, _DOUBTFUL, _OPEN = (
-    LossVerdict.DISCONTINUOUS,
-    LossVerdict.SUSPECT,
-    LossVerdict.INCONCLUSIVE,
-)
 FORCES: Mapping[str, LossVerdict] = {
-    "loss.restarted": _WRONG,
-    "loss.not-finite": _WRONG,
-    "loss.step": _WRONG,
-    "loss.tokens": _WRONG,
-    "loss.batch": _WRONG,
-    "loss.lr": _WRONG,
-    "loss.data": _WRONG,
-    "loss.higher": _WRONG,
-    "loss.jump": _WRONG,
-    "loss.spike": _WRONG,
-    "loss.gap": _DOUBTFUL,
-    "loss.lr-lower": _DOUBTFUL,
-    "loss.other-samples": _DOUBTFUL,
-    "loss.drift": _DOUBTFUL,
-    "loss.differs": _DOUBTFUL,
-    "loss.lower": _DOUBTFUL,
-    "loss.level-shift": _DOUBTFUL,
-    "loss.grad-norm": _DOUBTFUL,
-    "loss.later": _DOUBTFUL,
-    "loss.copied": _OPEN,
-    "loss.constant": _OPEN,
-    "loss.other-data": _OPEN,
-    "loss.too-little": _OPEN,
-    "loss.noisy": _OPEN,
-    "loss.no-resume": _OPEN,
-    "loss.none": _OPEN,
-    "loss.interleaved": _OPEN,
-    "loss.unread": _OPEN,
+    code: verdict
+    for verdict, codes in (
+        (
+            LossVerdict.DISCONTINUOUS,
+            """loss.restarted loss.not-finite loss.step loss.tokens loss.batch loss.lr loss.data
+            loss.higher loss.jump loss.spike""",
+        ),
+        (
+            LossVerdict.SUSPECT,
+            """loss.gap loss.lr-lower loss.other-samples loss.drift loss.differs loss.lower
+            loss.level-shift loss.grad-norm loss.later""",
+        ),
+        (
+            LossVerdict.INCONCLUSIVE,
+            """loss.copied loss.constant loss.other-data loss.too-little loss.noisy loss.no-resume
+            loss.none loss.interleaved loss.unread""",
+        ),
+    )
+    for code in codes.split()
 }
 """The verdict that each finding forces, most specific first; other findings force none."""
 

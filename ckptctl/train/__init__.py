@@ -11,46 +11,31 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from ckptctl.distributed.launcher import Cluster, cluster_context
-    from ckptctl.distributed.process_group import ProcessGroup, make_group
-    from ckptctl.train.checkpointer import Checkpointer
-    from ckptctl.train.graceful import GracefulStop, outlive_stop
-    from ckptctl.train.heartbeats import heartbeat
-    from ckptctl.train.job import Start
-    from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping, simulate_fault
-    from ckptctl.train.loss_guard import GuardVerdict, LossAction, LossGuard, LossKind
-    from ckptctl.train.reader import Reader
-    from ckptctl.train.resolving import resolve
-    from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
-    from ckptctl.train.writer import Writer
-
-__all__ = [
-    "Checkpointer",
-    "Cluster",
-    "GlobalLoader",
-    "GpuReport",
-    "GracefulStop",
-    "GuardVerdict",
-    "Liveness",
-    "LossAction",
-    "LossGuard",
-    "LossKind",
-    "Order",
-    "ProcessGroup",
-    "Reader",
-    "SamplesDigest",
-    "Start",
-    "Writer",
-    "check_gpu",
-    "cluster_context",
-    "heartbeat",
-    "make_group",
-    "outlive_stop",
-    "ping",
-    "resolve",
-    "samples_digest",
-    "simulate_fault",
-]
+    from ckptctl.distributed.launcher import Cluster as Cluster
+    from ckptctl.distributed.launcher import cluster_context as cluster_context
+    from ckptctl.distributed.process_group import ProcessGroup as ProcessGroup
+    from ckptctl.distributed.process_group import make_group as make_group
+    from ckptctl.train.checkpointer import Checkpointer as Checkpointer
+    from ckptctl.train.graceful import GracefulStop as GracefulStop
+    from ckptctl.train.graceful import outlive_stop as outlive_stop
+    from ckptctl.train.heartbeats import heartbeat as heartbeat
+    from ckptctl.train.job import Start as Start
+    from ckptctl.train.liveness import GpuReport as GpuReport
+    from ckptctl.train.liveness import Liveness as Liveness
+    from ckptctl.train.liveness import check_gpu as check_gpu
+    from ckptctl.train.liveness import ping as ping
+    from ckptctl.train.liveness import simulate_fault as simulate_fault
+    from ckptctl.train.loss_guard import GuardVerdict as GuardVerdict
+    from ckptctl.train.loss_guard import LossAction as LossAction
+    from ckptctl.train.loss_guard import LossGuard as LossGuard
+    from ckptctl.train.loss_guard import LossKind as LossKind
+    from ckptctl.train.reader import Reader as Reader
+    from ckptctl.train.resolving import resolve as resolve
+    from ckptctl.train.samples import GlobalLoader as GlobalLoader
+    from ckptctl.train.samples import Order as Order
+    from ckptctl.train.samples import SamplesDigest as SamplesDigest
+    from ckptctl.train.samples import samples_digest as samples_digest
+    from ckptctl.train.writer import Writer as Writer
 
 _HOMES = {
     "ckptctl.train.checkpointer": "Checkpointer",
@@ -67,6 +52,7 @@ _HOMES = {
     "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
