@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptctl.diagnostics.advice import Advice as Advice
+    from ckptctl.diagnostics.advice import Diagnosis as Diagnosis
     from ckptctl.diagnostics.diagnosing import doctor as doctor
-    from ckptctl.diagnostics.results import Advice as Advice
-    from ckptctl.diagnostics.results import Diagnosis as Diagnosis
     from ckptctl.errors import AccessDenied as AccessDenied
     from ckptctl.errors import CkptctlError as CkptctlError
     from ckptctl.errors import MissingExtra as MissingExtra
@@ -92,7 +92,7 @@ _HOMES = {
     "ckptctl.preflight_checks.running": "preflight",
     "ckptctl.preflight_checks.results": "Check Preflight",
     "ckptctl.diagnostics.diagnosing": "doctor",
-    "ckptctl.diagnostics.results": "Advice Diagnosis",
+    "ckptctl.diagnostics.advice": "Advice Diagnosis",
     "ckptctl.goodput.estimating": "RecoveryCost recovery_cost",
     "ckptctl.goodput.history": "RunHistory run_history",
     "ckptctl.goodput.timeline": "Goodput PastAttempt",

@@ -23,7 +23,7 @@ from ckptctl.cli.rendering import (
     section,
 )
 from ckptctl.cli.values import SEAL_KEY
-from ckptctl.diagnostics.results import Advice, Diagnosis
+from ckptctl.diagnostics.advice import Advice, Diagnosis
 from ckptctl.findings import Severity
 from ckptctl.formatting import counted, listed
 from ckptctl.options import StorageOptions

@@ -169,7 +169,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "runbook": DocumentKind("ckptctl runbook run --json", ("runbook.running:Ran",)),
     "classify": DocumentKind("ckptctl classify --json", ("failures.results:Classification",)),
     "loss": DocumentKind("ckptctl loss --json", ("loss.checking:LossReport",)),
-    "doctor": DocumentKind("ckptctl doctor --json", ("diagnostics.results:Diagnosis",)),
+    "doctor": DocumentKind("ckptctl doctor --json", ("diagnostics.advice:Diagnosis",)),
     "explain": DocumentKind("ckptctl explain --json", ("cli.documents:Explained",)),
     "error": DocumentKind("An error, with --json", ("cli.documents:Failed",)),
     "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument", "seals"),

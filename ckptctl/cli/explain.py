@@ -16,7 +16,7 @@ from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.diagnostics.names import CHECKS
+from ckptctl.diagnostics.advice import CHECKS
 from ckptctl.errors import UsageError
 from ckptctl.failures.results import CLASSES, FailureClass, Restart
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict

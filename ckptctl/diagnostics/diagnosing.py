@@ -16,8 +16,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 import ckptctl
-from ckptctl.diagnostics.names import CHECKS
-from ckptctl.diagnostics.results import Advice, Diagnosis, diagnosis, fault, warning
+from ckptctl.diagnostics.advice import CHECKS, Advice, Diagnosis, diagnosis, fault, warning
 from ckptctl.diagnostics.slurm_checks import check_script
 from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.diagnostics.storage_traits import check_storage

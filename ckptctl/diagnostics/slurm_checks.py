@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from ckptctl.diagnostics.results import Advice, fault, warning
+from ckptctl.diagnostics.advice import Advice, fault, warning
 from ckptctl.diagnostics.slurm_script import Script, Training
 
 _LEAST_NOTICE_S = 60

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ckptctl.diagnostics.results import Advice, fault, warning
+from ckptctl.diagnostics.advice import Advice, fault, warning
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions

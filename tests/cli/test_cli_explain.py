@@ -13,7 +13,7 @@ from every_case import all_cases
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, index_lines, page
 from ckptctl.cli.rendering import page_lines, wrapped
-from ckptctl.diagnostics.names import CHECKS
+from ckptctl.diagnostics.advice import CHECKS
 from ckptctl.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def names_of_doctor() -> Iterator[str]:
     for path in (REPOSITORY / "ckptctl" / "diagnostics").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = getattr(node, "func", None)
-            if isinstance(called, ast.Name) and called.id in ("Advice", "fault", "_warning"):
+            if isinstance(called, ast.Name) and called.id in ("Advice", "fault", "warning"):
                 name = node.args[0]
                 if isinstance(name, ast.Constant):
                     yield name.value
