@@ -317,12 +317,10 @@ class DigestRun:
 
     @property
     def path(self) -> str:
-        """See `byte_pass.Run`."""
         return self.stretch.path
 
     @property
     def n_bytes(self) -> int:
-        """See `byte_pass.Run`."""
         return self.stretch.length
 
     @property
@@ -331,7 +329,6 @@ class DigestRun:
         return self._digester.digests() if self._n_taken == self.stretch.length else None
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        """See `byte_pass.Run`."""
         if self._around is not None:
             yield from self._around.pieces(limit)
             return
@@ -340,7 +337,6 @@ class DigestRun:
             yield Piece(at, min(limit, end - at))
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """See `byte_pass.Run`."""
         if self._around is not None:
             self._around.take(piece, data)
         if not piece.ahead:
@@ -412,11 +408,9 @@ class CrcRun:
         self._start = start
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        """See `byte_pass.Run`."""
         end = self._start + self.n_bytes
         for at in range(self._start, end, limit):
             yield Piece(at, min(limit, end - at))
 
     def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - in order
-        """See `byte_pass.Run`."""
         self.crc = crc32(data, self.crc)

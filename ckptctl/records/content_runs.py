@@ -156,12 +156,10 @@ class RecordRun:
 
     @property
     def path(self) -> str:
-        """See `byte_pass.Run`."""
         return self._results.path_of(self._numbers[0])
 
     @property
     def n_bytes(self) -> int:
-        """See `byte_pass.Run`."""
         return self._end - self.start
 
     def pieces(self, limit: int) -> Iterator[Piece]:
@@ -195,7 +193,6 @@ class RecordRun:
         yield from _in_turn(start, stop, limit, place)
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """See `byte_pass.Run`."""
         assert isinstance(piece, _Piece)  # noqa: S101 - it comes from `pieces`
         ranges = self._results.ranges
         if piece.last:

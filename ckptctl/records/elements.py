@@ -89,7 +89,6 @@ class ElementRun:
     _n_taken: int = 0
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        """See `byte_pass.Run`."""
         for part in self._slices(self.elements, self.n_bytes):
             memory = self.sink.memory_for(part)
             if memory is None:
@@ -112,7 +111,6 @@ class ElementRun:
         return byte_slices(sink.shape, elements, sink.item_bytes, most=most, skip=self.skip)
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """See `byte_pass.Run`."""
         if self.checksum is not None:
             if not self._n_taken:
                 self._start = piece.start - self.first_byte

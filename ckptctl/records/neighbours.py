@@ -148,7 +148,6 @@ class NeighbourRun:
         yield from call.pieces()
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """See `byte_pass.Run`."""
         assert isinstance(piece, _Piece)  # noqa: S101 - it comes from `pieces`
         for check, record, part in piece.checks:
             # Elements that take several reads have a piece to themselves.

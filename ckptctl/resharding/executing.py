@@ -25,7 +25,7 @@ from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
 from ckptctl.resharding.reading import Piece, SourceFiles, source_files
 from ckptctl.resharding.sources import SourceDamaged
-from ckptctl.resharding.unpublished import WithFiles
+from ckptctl.resharding.unpublished import with_files
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
     FileCopy,
@@ -339,7 +339,7 @@ class _Work:
         if self.place.is_moved:
             return LocalStore(join_url(_local(store), work_folder(self.identity)))
         metadata = self._metadata()
-        return WithFiles(store, {f"{self.place.name}/{p}": d for p, d in metadata.items()})
+        return with_files(store, {f"{self.place.name}/{p}": d for p, d in metadata.items()})
 
     def publish(self) -> None:
         """Publish the step, atomically for each part."""

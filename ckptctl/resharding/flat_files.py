@@ -49,7 +49,7 @@ from ckptctl.resharding.sources import (
     SourcePart,
     SourceTensor,
 )
-from ckptctl.resharding.unpublished import WithFiles
+from ckptctl.resharding.unpublished import with_files
 from ckptctl.storage.contract import Span, Store, read_range
 
 MAX_PICKLE_BYTES = 64 << 20
@@ -187,7 +187,7 @@ class _FlatFiles(SourceFiles):
 
     def holding(self, views: Mapping[str, Opened], values: bytes) -> SourceFiles:
         """The same with the positions of tensors, by FQN, and the records of values."""
-        files = _FlatFiles(WithFiles(self.store, {self.values: values}), self.path, self.url)
+        files = _FlatFiles(with_files(self.store, {self.values: values}), self.path, self.url)
         files._views = views
         return files
 

@@ -53,7 +53,7 @@ from ckptctl.resharding.sources import (
     SourceTensor,
 )
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, read_range
+from ckptctl.storage.contract import Closing, OpenFile, Span, Store, StoreKind, read_range
 
 _MAX_OPEN = 8
 _WASTE = 4
@@ -264,7 +264,7 @@ class _FileSlice(NamedTuple):
     strides: Dims
 
 
-class SliceReader:
+class SliceReader(Closing):
     """Reads slices of tensors from one source folder, in one thread.
 
     A context manager: it keeps a few shard files open until it is closed.
@@ -368,12 +368,6 @@ class SliceReader:
         """Close the files."""
         while self._open:
             self._open.popitem()[1].close()
-
-    def __enter__(self) -> SliceReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 # Entries that are no tensors

@@ -23,12 +23,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.waiting import Retries
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ShortRead(StorageError, code="step.changed", exit_code=26):
@@ -89,6 +92,21 @@ class Upload:
 
 MAX_BUFFERS = 1024
 """How many buffers Linux fills in one call (`IOV_MAX`)."""
+
+
+class Closing:
+    """What the end of a `with` block closes."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Release what is held; nothing by default."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class OpenFile(Protocol):
@@ -313,6 +331,16 @@ class Store(Protocol):
     def __enter__(self) -> Store: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+class Wrapped(Closing):
+    """A store over another one, which answers what a subclass does not; `close` leaves it open."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def read_range(store: Store, path: str, offset: int, length: int) -> bytes:

@@ -32,7 +32,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import StoreKind, parts_of
+from ckptctl.storage.contract import Closing, StoreKind, parts_of
 from ckptctl.storage.waiting import Transient, beat, busy
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -195,7 +195,7 @@ def _lacks_inodes(about: os.statvfs_result) -> bool:
     return about.f_files > 0 and about.f_favail == 0 and about.f_bavail > 0
 
 
-class Descriptor:
+class Descriptor(Closing):
     """An open file or folder; closed once, and never by the garbage collector."""
 
     __slots__ = ("fd",)
@@ -208,12 +208,6 @@ class Descriptor:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
-
-    def __enter__(self) -> Descriptor:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class RootFolder:

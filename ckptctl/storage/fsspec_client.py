@@ -132,7 +132,6 @@ class FsspecClient:
             self._ask(lambda: self._fs.rm_file(key), key)
 
     def exists(self, key: str) -> bool:
-        """See `Client.exists`."""
         try:
             self._ask(lambda: self._fs.info(key), key)
         except PathNotFound:
@@ -160,7 +159,6 @@ class FsspecClient:
         *,
         token: object,  # noqa: ARG002 - there is one page
     ) -> tuple[Sequence[Upload], object]:
-        """See `Client.list_uploads`."""
         if self._protocol in _OF_OBJECTS - _EXPIRE:
             raise NotSupported(
                 f"{self._address(prefix)}: unfinished uploads cannot be listed through fsspec; "

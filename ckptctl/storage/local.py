@@ -16,6 +16,7 @@ from typing import TypeVar
 from ckptctl.errors import AlreadyExists, PathEscape, StorageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
+    Closing,
     FileSystem,
     OpenFile,
     ShortRead,
@@ -50,7 +51,7 @@ _MAX_DEPTH = 100
 _PIECE = 0x7FFFF000  # Linux reads no more a call; several pieces are copied together
 
 
-class LocalStore:
+class LocalStore(Closing):
     """A folder on a local or mounted file system.
 
     Keeps no descriptor open between calls, except in `open_file`. `root` is the path that
@@ -75,7 +76,6 @@ class LocalStore:
 
     @property
     def folders(self) -> LocalStore:
-        """See `Store.folders`."""
         return self
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:
@@ -83,11 +83,9 @@ class LocalStore:
         return self._tried(path, lambda: sorted(self._names(path), key=attrgetter("path")))
 
     def list_tree(self, path: str = "") -> Sequence[FileInfo]:
-        """See `Store.list_tree`."""
         return self._tried(path, lambda: sorted(self._tree(path), key=attrgetter("path")))
 
     def read(self, path: str, *, limit: int) -> bytes:
-        """See `Store.read`."""
         return self._tried(path, partial(self._whole, path, limit))
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
@@ -121,16 +119,13 @@ class LocalStore:
         self._publish(path, pieces(), size, replace=True)
 
     def path_of(self, path: str) -> str:
-        """See `Folders.path_of`."""
         root = os.path.abspath(self._root.path)
         return os.path.join(root, *parts_of(path))
 
     def file_id(self, path: str) -> tuple[int, int]:
-        """See `Folders.file_id`."""
         return self._tried(path, partial(self._id, path))
 
     def make_folder(self, path: str) -> None:
-        """See `Folders.make_folder`."""
         *folders, name = parts_of(path)
         with self._writing(path):
             self._root.make()
@@ -140,24 +135,20 @@ class LocalStore:
     def write_in_place(
         self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int
     ) -> None:
-        """See `Folders.write_in_place`."""
         *folders, name = parts_of(path)
         with self._writing(path, size), self._root.folder(folders) as folder:
             write_in_place(name, pieces(), within=folder.fd)
 
     def sync_folder(self, path: str) -> None:
-        """See `Folders.sync_folder`."""
         with self._writing(path), self._root.folder(parts_of(path)) as folder:
             os.fsync(folder.fd)
 
     def append_line(self, path: str, line: bytes) -> None:
-        """See `Folders.append_line`."""
         with self._writing(path), self._root.folder(parts_of(path)[:-1]):
             pass  # no link leads to it
         append_line(self.path_of(path), line)
 
     def move(self, path: str, target: str) -> None:
-        """See `Folders.move`."""
         old, new = parts_of(path), parts_of(target)
         with (
             self._writing(target),
@@ -196,7 +187,6 @@ class LocalStore:
             os.fsync(above.fd)
 
     def file_system(self) -> FileSystem:
-        """See `Folders.file_system`."""
         with busy(self.url):
             folder = self._root.existing()
             try:
@@ -217,17 +207,7 @@ class LocalStore:
         """See `Store.abort_upload`."""
 
     def retrying(self, retries: Retries) -> LocalStore:  # noqa: ARG002
-        """See `Store.retrying`."""
         return self
-
-    def close(self) -> None:
-        """Does nothing: no descriptor is kept open."""
-
-    def __enter__(self) -> LocalStore:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # Writing
 
@@ -392,7 +372,7 @@ class LocalStore:
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
 
-class _LocalFile:
+class _LocalFile(Closing):
     """An open file of a `LocalStore`."""
 
     def __init__(self, store: LocalStore, path: str) -> None:
@@ -426,12 +406,6 @@ class _LocalFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> _LocalFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _after(buffers: Sequence[memoryview], n_bytes: int) -> list[memoryview]:

@@ -15,6 +15,7 @@ from ckptctl.data_classes import replace as with_fields
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
+    Closing,
     Data,
     OpenFile,
     Replaced,
@@ -112,7 +113,7 @@ class Client(Protocol):
         ...
 
 
-class ObjectStore:
+class ObjectStore(Closing):
     """A prefix of an object store, through a client.
 
     A prefix is no folder: one without keys lists as empty, and only a missing bucket raises
@@ -129,11 +130,9 @@ class ObjectStore:
         self._retries = retries
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:
-        """See `Store.list_dir`."""
         return self._listing(path, deep=False)
 
     def list_tree(self, path: str = "") -> Sequence[FileInfo]:
-        """See `Store.list_tree`."""
         return self._listing(path, deep=True)
 
     def read(self, path: str, *, limit: int) -> bytes:
@@ -148,7 +147,6 @@ class ObjectStore:
         return bytes(data)
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
-        """See `Store.read_spans`."""
         return ((span, bytes(data)) for span, data in self.view_spans(spans))
 
     def view_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
@@ -160,7 +158,6 @@ class ObjectStore:
         return _OpenObject(partial(self._span, etags={}), path)
 
     def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
-        """See `Store.kept`."""
         for path, kept in in_flight(self._kept, paths):
             yield with_fields(kept, path=path)
 
@@ -200,7 +197,6 @@ class ObjectStore:
         self._tried(path, partial(self._client.delete, key))
 
     def list_uploads(self, path: str = "") -> Sequence[Upload]:
-        """See `Store.list_uploads`."""
         prefix = self._prefix(path)
         found: list[Upload] = []
         token: object = None
@@ -216,23 +212,14 @@ class ObjectStore:
         )
 
     def abort_upload(self, upload: Upload) -> None:
-        """See `Store.abort_upload`."""
         key = self._key(upload.path)
         self._tried(upload.path, partial(self._client.abort_upload, key, upload.id))
 
     def retrying(self, retries: Retries) -> ObjectStore:
-        """See `Store.retrying`."""
         return ObjectStore(self._client, url=self.url, retries=retries)
 
     def close(self) -> None:
-        """See `Store.close`."""
         self._client.close()
-
-    def __enter__(self) -> ObjectStore:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _listing(self, path: str, *, deep: bool) -> list[FileInfo]:
         prefix = self._prefix(path)
@@ -325,7 +312,7 @@ class ObjectStore:
         return f"{self.url}/{path}" if path else self.url
 
 
-class _OpenObject:
+class _OpenObject(Closing):
     """An object that is read in pieces."""
 
     def __init__(self, get: Callable[[Span], Data], path: str) -> None:
@@ -334,15 +321,6 @@ class _OpenObject:
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         spread(self._get(Span(self._path, offset, sum(map(len, buffers)))), buffers)
-
-    def close(self) -> None:
-        """Does nothing: the store owns the connections."""
-
-    def __enter__(self) -> _OpenObject:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _in_parts(pieces: Iterator[memoryview], n_part: int) -> Iterator[bytes]:

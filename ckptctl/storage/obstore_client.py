@@ -132,7 +132,6 @@ class ObstoreClient:
         return found, None
 
     def get(self, key: str, start: int, end: int) -> tuple[Data, str]:
-        """See `Client.get`."""
         import obstore
 
         def once() -> tuple[Data, str]:
@@ -147,7 +146,6 @@ class ObstoreClient:
         return self._ask(once, key)
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
-        """See `Client.put`."""
         import obstore
 
         mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
@@ -217,7 +215,6 @@ class ObstoreClient:
         raise NotSupported(f"s3://{self._bucket}/{key}: obstore cannot abort an upload by its id")
 
     def delete(self, key: str) -> None:
-        """See `Client.delete`."""
         import obstore
 
         with suppress(PathNotFound):

@@ -12,13 +12,13 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ckptctl.data_classes import dataclass, field, fields
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.formatting import path_word
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Store, Wrapped
 from ckptctl.storage.waiting import Retries
 
 if TYPE_CHECKING:
@@ -176,31 +176,12 @@ class SharedStores(StorageOptions):
         key = (_without_slash(url), 0.0 if is_local(url) else self.timeout_s)
         if key not in self.stores:
             self.stores[key] = _opened(url, self)
-        return cast("Store", _Lent(self.stores[key].retrying(_retries(self))))
+        return cast("Store", Wrapped(self.stores[key].retrying(_retries(self))))
 
     def close(self) -> None:
         """Close all stores that were opened."""
         while self.stores:
             self.stores.popitem()[1].close()
-
-
-class _Lent:
-    """A store that is closed by its owner."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def close(self) -> None:
-        """Leave the store open."""
-
-    def __enter__(self) -> _Lent:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _seconds(given: object) -> float:

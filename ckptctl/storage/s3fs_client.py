@@ -74,16 +74,13 @@ class S3fsClient:
             raise Transient(f"the answer is not a listing: {exc} is missing") from exc
 
     def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
-        """See `Client.get`."""
         return self._ask(self._get(key, start, end), key)
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
-        """See `Client.put`."""
         with needs_no_key():
             self._ask(self._put(key, data, create=create), key)
 
     def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
-        """See `Client.put_parts`."""
         upload, summed = retried(lambda: self._begin_parts(key), what=what, retries=retries)
         named = {"Key": key, "UploadId": upload}
 
@@ -131,7 +128,6 @@ class S3fsClient:
         return found, following
 
     def abort_upload(self, key: str, upload_id: str) -> None:
-        """See `Client.abort_upload`."""
         with suppress(NoSuchUpload):
             self._ask(self._call("abort_multipart_upload", Key=key, UploadId=upload_id), key)
 
@@ -148,7 +144,6 @@ class S3fsClient:
         return begun["UploadId"], summed
 
     def delete(self, key: str) -> None:
-        """See `Client.delete`."""
         self._ask(self._call("delete_object", Key=key), key)
 
     def exists(self, key: str) -> bool:
