@@ -68,7 +68,7 @@ def measured(
     """
     with open_store(root, storage) as store:
         compiled = compile_pattern(pattern)
-        check_has_steps(store, list_root(store, compiled), compiled)
+        check_has_steps(store, list_root(store, compiled))
         return measured_in(store, pattern)
 
 

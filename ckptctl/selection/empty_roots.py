@@ -70,7 +70,6 @@ class Beginning:
 
 def decide_beginning(
     opened_roots: Sequence[OpenRoot],
-    pattern: re.Pattern[str] | None = None,
     *,
     interrupted: Sequence[Report] = (),
     pointers: Sequence[Finding] = (),
@@ -100,9 +99,7 @@ def decide_beginning(
     ]
     for root, history in zip(opened_roots, histories, strict=True):
         try:
-            check_empty(
-                root.store, root.listing, pattern, open_other=open_other, is_root=history.used
-            )
+            check_empty(root.store, root.listing, open_other=open_other, is_root=history.used)
         except UsageError as error:
             if not interrupted:
                 raise
@@ -228,22 +225,19 @@ def _neighbours(store: Store, open_other: OpenStore | None) -> list[str]:
     return [join_url(parent, other) for other in alike]
 
 
-def check_has_steps(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
-) -> None:
+def check_has_steps(store: Store, listing: RootListing) -> None:
     """Raise if the path given to a command that needs steps is wrong.
 
     An existing root without steps is wrong too: see `check_empty`.
     """
     check_root_there(store, listing)
     if not listing.steps:
-        check_empty(store, listing, pattern)
+        check_empty(store, listing)
 
 
 def check_empty(
     store: Store,
     listing: RootListing,
-    pattern: re.Pattern[str] | None = None,
     *,
     open_other: OpenStore | None = None,
     is_root: bool = False,
@@ -257,7 +251,7 @@ def check_empty(
     `is_root`: ckptctl has used it as a root, so it may contain more folders than are
     inspected.
     """
-    check_listed_again(store, listing, pattern)
+    check_listed_again(store, listing)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
     if not (listing.exists and holds_other):
         _check_path(store, exists=listing.exists)
@@ -268,7 +262,7 @@ def check_empty(
             f"{store.url} is a step itself, not a root that holds steps",
             next_command=command_line("verify", store.url),
         )
-    below, n_left_out = _listed_below(store, listing, pattern, open_other)
+    below, n_left_out = _listed_below(store, listing, open_other)
     inside = [(path, one) for path, one in below if _holds(one)]
     roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
     # A folder of digits that holds weights is a step.
@@ -364,14 +358,12 @@ def _is_one_save(names: Collection[str]) -> bool:
     return len(names) > 1 and any(kind and kind.names == ("optimizer",) for kind in kinds)
 
 
-def check_unnumbered(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
-) -> Iterator[Finding]:
+def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
     """Yield `root.unnumbered` for checkpoints without a step number, which `pick` never chooses.
 
     Cost: one listing per folder that is not a step, at most `MAX_FOLDERS_TRIED`.
     """
-    inside = _listed_folders(store, listing, pattern)
+    inside = _listed_folders(store, listing)
     folders = [name for name, one in inside if one.is_step or one.unnumbered]
     names = [*listing.unnumbered, *(name for name in folders if not is_beside(name))]
     if not names:
@@ -410,10 +402,7 @@ Below = tuple[str, RootListing]
 
 
 def _listed_below(
-    store: Store,
-    listing: RootListing,
-    pattern: re.Pattern[str] | None,
-    open_other: OpenStore | None,
+    store: Store, listing: RootListing, open_other: OpenStore | None
 ) -> tuple[list[Below], int]:
     """The folders below a root, and how many were left out.
 
@@ -423,12 +412,12 @@ def _listed_below(
     found = [
         (name, one)
         for name in listing.links
-        if (one := _behind_link(store, name, pattern, open_other)) is not None
+        if (one := _behind_link(store, name, listing.pattern, open_other)) is not None
     ]
     level = _folders_of(listing)
     for _ in range(_MAX_DEPTH):
         below: list[str] = []
-        for path, one in _listed(store, level[:left], pattern):
+        for path, one in _listed(store, level[:left], listing.pattern):
             found.append((path, one))
             below += [f"{path}/{name}" for name in _folders_of(one)]
         if len(level) > left or any(_holds(one) for _, one in found):
@@ -474,12 +463,10 @@ def _names_in(store: Store, folder: str) -> list[FileInfo]:
     return [entry.at(entry.path.rsplit("/", 1)[-1]) for entry in entries]
 
 
-def _listed_folders(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None
-) -> Iterator[tuple[str, RootListing]]:
+def _listed_folders(store: Store, listing: RootListing) -> Iterator[Below]:
     for folder in listing.folders[:MAX_FOLDERS_TRIED]:
         with suppress(StorageError):
-            yield folder, read_listing(_names_in(store, folder), pattern)
+            yield folder, read_listing(_names_in(store, folder), listing.pattern)
 
 
 def _behind_link(

@@ -128,7 +128,7 @@ def prune(
         roots = roots_in((root, *other_roots))
         opened, *others = open_roots(stack, roots, lambda store: list_all(store, compiled), storage)
         store, listing = opened.store, opened.listing
-        check_has_steps(store, listing, compiled)
+        check_has_steps(store, listing)
         protected = _resumed_from(store, listing.steps)
         uploads = abandoned_uploads(store, compiled)
         rules = Rules(keep, requirements, policy, unsealed=unsealed, protected=protected)

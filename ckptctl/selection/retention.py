@@ -20,7 +20,6 @@ from ckptctl.findings import Report, Verdict
 from ckptctl.formats.frameworks.layouts import (
     REMOVING,
     StepName,
-    compile_pattern,
     counted_by,
     is_own,
 )
@@ -133,8 +132,7 @@ class RetentionPlan:
             for named in moved_aside(root.store)
         ]
         self._result = Retained()
-        pattern = compile_pattern(rules.requirements.pattern)
-        self._pointed = pointed_steps(root.store, root.listing, pattern)
+        self._pointed = pointed_steps(root.store, root.listing)
         self._counted: list[_Counted] = []
         self._being_removed: str | None = None
         self._count(prove)

@@ -48,7 +48,7 @@ class RootListing:
     whose names do not tell whether they are saves. `exists` is false if the root does not
     exist, which on an object store is a prefix without objects. `known` is true if ckptctl
     has written there before, and `is_step` if the folder is a step itself. `doubt` is about
-    files among the unnumbered that may be steps.
+    files among the unnumbered that may be steps. `pattern` is how the caller names steps.
     """
 
     steps: tuple[StepName, ...]
@@ -61,6 +61,7 @@ class RootListing:
     known: bool = False
     is_step: bool = False
     doubt: Doubt | None = None
+    pattern: re.Pattern[str] | None = None
 
 
 def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
@@ -74,7 +75,7 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
     except PathNotFound:
         if store.kind is StoreKind.OBJECT:
             raise
-        return RootListing((), exists=False)
+        return RootListing((), exists=False, pattern=pattern)
     listing = _without_doubt(store, read_listing(entries, pattern))
     is_decided = listing.doubt is None or not listing.doubt.why
     if pattern is None and is_decided and all(step.bare for step in listing.steps):
@@ -217,6 +218,7 @@ def read_listing(
         known=known,
         is_step=is_step,
         doubt=doubt,
+        pattern=pattern,
     )
 
 
@@ -244,15 +246,13 @@ def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
     return tuple(step for step in steps if step.number < number and not step.unfinished)
 
 
-def check_listed_again(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
-) -> None:
+def check_listed_again(store: Store, listing: RootListing) -> None:
     """Raise `StorageUnavailable` if a second listing shows other steps than `listing`.
 
     For answers that something does not exist, which a stale listing must not cause. A local
     file system is not listed again. Cost: one listing.
     """
-    if store.kind is StoreKind.LOCAL or list_root(store, pattern).steps == listing.steps:
+    if store.kind is StoreKind.LOCAL or list_root(store, listing.pattern).steps == listing.steps:
         return
     raise _contradicted(store)
 
@@ -300,16 +300,14 @@ def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
         )
 
 
-def pointer_numbers(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
-) -> Mapping[str, int]:
+def pointer_numbers(store: Store, listing: RootListing) -> Mapping[str, int]:
     """The step numbers that the pointers of a root name, by the path of the pointer.
 
     One that cannot be read or names no step is left out. Cost: one read of each pointer that
     is not a link.
     """
     contents = {pointer.path: _content(store, pointer) for pointer in listing.pointers}
-    return _numbers_in(contents, listing, pattern)
+    return _numbers_in(contents, listing)
 
 
 def check_pointers(
@@ -335,24 +333,22 @@ def check_pointers(
         )
 
 
-def pointed_steps(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
-) -> Mapping[int, str]:
+def pointed_steps(store: Store, listing: RootListing) -> Mapping[int, str]:
     """The numbers of the steps that pointers and links of a root name, each with that name.
 
     Cost: one read of each pointer that is not a link.
     """
-    by_links = _numbers_in(listing.links, listing, pattern)
-    by_pointers = pointer_numbers(store, listing, pattern)
+    by_links = _numbers_in(listing.links, listing)
+    by_pointers = pointer_numbers(store, listing)
     return {number: path for path, number in (*by_links.items(), *by_pointers.items())}
 
 
-def _numbers_in(
-    contents: Mapping[str, str | None], listing: RootListing, pattern: re.Pattern[str] | None
-) -> Mapping[str, int]:
+def _numbers_in(contents: Mapping[str, str | None], listing: RootListing) -> Mapping[str, int]:
     names = {step.name: step.number for step in listing.steps}
     numbers = {
-        path: pointed_step(content, names, pattern) for path, content in contents.items() if content
+        path: pointed_step(content, names, listing.pattern)
+        for path, content in contents.items()
+        if content
     }
     return {path: number for path, number in numbers.items() if number is not None}
 

@@ -115,7 +115,7 @@ def _answer(
     choice, begins = done.choice, done.beginning
     findings = [*done.findings]
     for root in done.opened_roots if done.n_steps else ():
-        findings += check_unnumbered(root.store, root.listing, done.pattern)
+        findings += check_unnumbered(root.store, root.listing)
     message, next_command = _formatted(done)
     return Scan(
         root=done.roots.first,

@@ -72,7 +72,6 @@ class Search:
 
     roots: Roots
     opened_roots: tuple[OpenRoot, ...]
-    pattern: re.Pattern[str] | None
     policy: PickPolicy
     inspect: CachingInspector
     candidates: list[Candidate]
@@ -113,13 +112,11 @@ def search(
     choice = choose(candidates, inspector, policy)
     _check_are_steps(opened_roots, choice)
     _check_counts(opened_roots, candidates, inspector, policy, choice)
-    findings = root_findings(opened_roots, choice, inspector, pattern)
+    findings = root_findings(opened_roots, choice, inspector)
     beginning = None
     if choice.chosen is None:
-        beginning = _beginning(opened_roots, choice, findings, pattern, storage)
-    return Search(
-        roots, opened_roots, pattern, policy, inspector, candidates, choice, findings, beginning
-    )
+        beginning = _beginning(opened_roots, choice, findings, storage)
+    return Search(roots, opened_roots, policy, inspector, candidates, choice, findings, beginning)
 
 
 def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
@@ -259,7 +256,6 @@ def _beginning(
     opened_roots: Sequence[OpenRoot],
     choice: Choice,
     findings: Sequence[Finding],
-    pattern: re.Pattern[str] | None,
     storage: StorageOptions,
 ) -> Beginning | None:
     """What it means that no step was chosen, where the roots hold none but unfinished saves.
@@ -275,9 +271,7 @@ def _beginning(
 
     pointers = [finding for finding in findings if finding.code == "pointer.differs"]
     opened = partial(open_store, storage=storage)
-    return decide_beginning(
-        opened_roots, pattern, interrupted=over, pointers=pointers, open_other=opened
-    )
+    return decide_beginning(opened_roots, interrupted=over, pointers=pointers, open_other=opened)
 
 
 def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
@@ -290,10 +284,7 @@ def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
 
 
 def root_findings(
-    opened_roots: Sequence[OpenRoot],
-    choice: Choice,
-    inspector: CachingInspector,
-    pattern: re.Pattern[str] | None,
+    opened_roots: Sequence[OpenRoot], choice: Choice, inspector: CachingInspector
 ) -> list[Finding]:
     """Findings about the roots themselves.
 
@@ -305,7 +296,7 @@ def root_findings(
     for root in opened_roots:
         findings += duplicates(root.listing.steps)
         findings += too_large_numbers(root.listing)
-        named = pointer_numbers(root.store, root.listing, pattern)
+        named = pointer_numbers(root.store, root.listing)
         findings += check_pointers(named, root.listing, number)
         if chosen is not None and opened_roots[chosen.root_index] is root:
             findings += _went_back(named, root, chosen, inspector)

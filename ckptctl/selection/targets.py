@@ -285,7 +285,7 @@ def named_step(
     wanted = [s for s in steps if target.which == "latest" or s.number == target.which]
     if wanted:
         return wanted[0]
-    check_listed_again(store, listing, pattern)
+    check_listed_again(store, listing)
     scan = command_line("scan", store.url)
     if not steps:
         raise UsageError(f"{store.url} holds no steps", next_command=scan)
