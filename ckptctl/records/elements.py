@@ -161,15 +161,15 @@ def record_of(
 
     `blocks` are all elements of the tensor, in row-major order or in that of `strides`.
     Each piece is consumed before the next block is requested, so blocks may share one
-    buffer. The size of the record is `tensor_frame(dtype, shape, strides).length`.
+    buffer. The size of the record is `tensor_frame(dtype, shape, strides).n_bytes`.
     """
     frame = tensor_frame(dtype, shape, strides)
-    yield memoryview(frame.before)
+    yield memoryview(frame.between(()))
     crc = 0
     for block in blocks:
         crc = crc32_combine(crc, block.crc, len(block.data))
         yield block.data
-    yield memoryview(frame.after(crc))
+    yield memoryview(frame.between((crc,)))
 
 
 def joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -22,8 +22,8 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes, is_name
-from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nested, pickled_state
-from ckptctl.formats.archive.writing import strides_of
+from ckptctl.formats.archive.state_file import Leaf, NotPlain, nested, pickled_state
+from ckptctl.formats.archive.writing import Archive, strides_of
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import command_line, counted
@@ -144,7 +144,7 @@ def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) 
     except NotPlain as error:
         raise UsageError(f"{source.url}: {error}") from error
     sizes = [one.n_bytes for one in tensors.values()]
-    file = _FlatFile(tuple(tensors.values()), FlatArchive(pickled_state(state), sizes))
+    file = _FlatFile(tuple(tensors.values()), Archive(pickled_state(state), sizes))
     findings = [*_files_left_out(source)]
     if others:
         named = counted(len(others), "entry", "entries")
@@ -179,7 +179,7 @@ class _FlatFile:
     """See `WholeFile`."""
 
     tensors: tuple[WholeTensor, ...]
-    archive: FlatArchive
+    archive: Archive
     name: str = ""
 
     @property

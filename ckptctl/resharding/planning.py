@@ -263,7 +263,7 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
         chunks = []
         for one, rank in zip(own, ranks, strict=True):
             file = files[rank or 0]
-            length = tensor_frame(tensor.entry.dtype, one.elements.sizes).length
+            length = tensor_frame(tensor.entry.dtype, one.elements.sizes).n_bytes
             record = ByteRange(_name(file), file.n_bytes, length)
             chunks.append(Chunk(*one.elements, record))
             _append(file, tensor, one.elements, length)

@@ -297,7 +297,7 @@ def _record_of(item: WriteItem, planner: SavePlanner) -> _Record:
         elements = elements_of(tensor.detach(), strides)
         return record_of(dtype, shape, map(block_of, elements), strides)
 
-    return _Record(item.index, tensor_frame(dtype, shape, strides).length, pieces)
+    return _Record(item.index, tensor_frame(dtype, shape, strides).n_bytes, pieces)
 
 
 def _held(item: WriteItem, data: memoryview) -> _Record:

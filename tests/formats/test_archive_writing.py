@@ -24,8 +24,8 @@ EMPTY = [(0,), (0, 4), (4, 0, 3)]
 
 def written(dtype: str, shape: tuple[int, ...], data: bytes) -> bytes:
     frame = tensor_frame(dtype, shape)
-    record = frame.before + data + frame.after(crc32(data))
-    assert len(record) == frame.length
+    record = frame.between(()) + data + frame.between((crc32(data),))
+    assert len(record) == frame.n_bytes
     return record
 
 
@@ -85,8 +85,8 @@ def test_what_surrounds_more_than_four_gigabytes_is_what_torch_writes():
     zeros, n_zeros = crc32(bytes(1 << 20)), 1 << 20
     for _ in range(2**32 >> 20):
         crc, length = crc32_combine(crc, zeros, n_zeros), length + n_zeros
-    assert (length, frame.before, frame.after(crc)) == (n_bytes, head, tail)
-    directory = parse_directory(tail, frame.length)
-    view = View(frame.length, head, tail)
+    assert (length, frame.between(()), frame.between((crc,))) == (n_bytes, head, tail)
+    directory = parse_directory(tail, frame.n_bytes)
+    view = View(frame.n_bytes, head, tail)
     check_headers(directory, view)
     check_frame(directory, view)

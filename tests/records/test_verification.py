@@ -239,8 +239,8 @@ def compressed(*records: bytes, shape: int, dtype: str = "float32") -> tuple[byt
 
 def tensor_record(n_elements: int, seed: int = 0) -> bytes:
     frame = tensor_frame("float32", (n_elements,))
-    data = random.Random(seed).randbytes(frame.n_data)
-    return frame.before + data + frame.after(crc32(data))
+    data = random.Random(seed).randbytes(4 * n_elements)
+    return frame.between(()) + data + frame.between((crc32(data),))
 
 
 def test_compressed_records_are_read_through(tmp_path, pieces):

@@ -21,8 +21,7 @@ from next_commands import run_and_follow as run_ckptctl
 import ckptctl
 from ckptctl.formats.archive.directory import parse_directory, tail_needed
 from ckptctl.formats.archive.safetensors import NAMES
-from ckptctl.formats.archive.state_file import FlatArchive
-from ckptctl.formats.archive.writing import WRITABLE
+from ckptctl.formats.archive.writing import WRITABLE, Archive
 
 pytestmark = [
     pytest.mark.torch,
@@ -233,7 +232,7 @@ def test_key_paths_that_are_no_state_dict_are_refused(paths):
 
 @pytest.mark.parametrize("sizes", [[5 << 30, 3, 0, 7], [1] * 70_000])
 def test_an_archive_of_any_length_says_where_each_storage_lies(sizes):
-    archive = FlatArchive(b"\x80\x02}.", sizes)
+    archive = Archive(b"\x80\x02}.", sizes)
     tail = archive.between([7] * len(sizes))
     assert tail_needed(tail, archive.n_bytes) <= len(tail)
     members = parse_directory(tail, archive.n_bytes).members

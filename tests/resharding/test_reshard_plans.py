@@ -22,7 +22,7 @@ N_TENSORS, N_RANKS, ROWS = 2000, 256, 25_600
 def large_source(report: ckptctl.Report) -> Source:
     """512,000 chunks: 2,000 tensors on 256 ranks, as an inspection of a step returns them."""
     each = ROWS // N_RANKS
-    length = tensor_frame("float32", (each, 8)).length
+    length = tensor_frame("float32", (each, 8)).n_bytes
     tensors = []
     for t in range(N_TENSORS):
         chunks = tuple(

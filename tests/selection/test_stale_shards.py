@@ -58,7 +58,7 @@ def save(
                 else Random(repr((fqn, rank, values))).randbytes(n_data)
             )
             frame = tensor_frame("float32", (ROWS, 8))
-            record = frame.before + data + frame.after(crc32(data))
+            record = frame.between(()) + data + frame.between((crc32(data),))
             chunks.append(
                 Chunk((ROWS * rank, 0), (ROWS, 8), ByteRange(name, len(files[name]), len(record)))
             )

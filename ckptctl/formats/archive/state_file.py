@@ -1,14 +1,10 @@
-"""Flatten and nest states, and write a whole file of `torch.save` a piece at a time.
+"""Flatten and nest states, and pickle them as `torch.save` would.
 
 A nested state becomes entries whose keys are joined with dots, as in torch's own
 checkpoints; entries are put back by their key paths. A value that is neither a tensor
 nor plain is refused by its key: what it was is not known, because nothing of a pickle
-runs.
-
-A file is one archive: the pickle of a nested state dict, and the storage of each tensor
-as a member. All but the elements and their checksums is known beforehand, and with it the
-position of every byte. `torch.load(weights_only=True)` reads the file: the pickle calls
-only what rebuilds tensors and ordered dicts.
+runs. `torch.load(weights_only=True)` reads the pickles: they call only what rebuilds tensors
+and ordered dicts.
 
 Source: torch 2.13 `torch/distributed/checkpoint/_traverse.py`, `_nested_dict.py`,
 `torch/serialization.py`, `torch/_utils.py`, `torch/_weights_only_unpickler.py`;
@@ -17,34 +13,14 @@ CPython 3.11 `Lib/pickle.py`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from struct import pack
 from types import NoneType
 from typing import Any, NamedTuple
 
-from zlib_ng.zlib_ng import crc32
-
-from ckptctl.formats.archive.writing import (
-    ID,
-    SMALL_MEMBERS,
-    VERSION,
-    Placed,
-    end,
-    folded,
-    pickled_integer,
-    place,
-    tensor_value,
-)
+from ckptctl.formats.archive.writing import pickled_integer, tensor_value
 from ckptctl.formats.pickles.stubs import Dtype, Ordered
 from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub, TimeDelta
-
-_ID_DIGITS = 20
-
-
-class _Member(NamedTuple):
-    placed: Placed
-    crc: int
 
 
 def pickled_state(state: object) -> bytes:
@@ -73,65 +49,6 @@ def _state(value: object) -> Iterator[bytes]:
         yield b"e"
     else:
         yield b"N"
-
-
-class FlatArchive:
-    """A file of `torch.save` but for its elements: what comes before, between and behind them.
-
-    `sizes` are the bytes of each storage, in the order of their keys `0`, `1`, …;
-    `n_bytes` those of the whole file.
-    """
-
-    def __init__(self, pickle: bytes, sizes: Sequence[int]) -> None:
-        self._front: list[_Member] = []
-        at = 0
-        for name, data in ((b"data.pkl", pickle), *SMALL_MEMBERS):
-            placed = place(at, name, data, len(data))
-            self._front.append(_Member(placed, crc32(data)))
-            at = placed.following
-        self._storages: list[Placed] = []
-        for key, size in enumerate(sizes):
-            self._storages.append(place(at, b"data/%d" % key, b"", size))
-            at = self._storages[-1].following
-        self._version = _Member(place(at, *VERSION, len(VERSION[1])), crc32(VERSION[1]))
-        self._last = place(self._version.placed.following, ID, b"", 2 * _ID_DIGITS)
-        members = [member.placed for member in self._front]
-        self._members = (*members, *self._storages, self._version.placed, self._last)
-        n_directory = sum(len(member.entry(0)) for member in self._members)
-        self.n_bytes = self._last.following + n_directory + len(end(0, 0, 0))
-
-    def between(self, crcs: Sequence[int]) -> bytes:
-        """What stands behind the first storages, whose checksums are `crcs`, up to the next."""
-        n = len(crcs)
-        if n:
-            before = self._storages[n - 1].descriptor(crcs[-1])
-        else:
-            before = b"".join(member.placed.whole(member.crc) for member in self._front)
-        if n < len(self._storages):
-            return before + self._storages[n].header
-        return before + self._end(crcs)
-
-    def _end(self, crcs: Sequence[int]) -> bytes:
-        version = self._version
-        every = [*(member.crc for member in self._front), *crcs, version.crc]
-        identity = self._of_names() + folded(every)
-        every.append(crc32(identity))
-        directory = b"".join(
-            member.entry(crc) for member, crc in zip(self._members, every, strict=True)
-        )
-        return (
-            version.placed.whole(version.crc)
-            + self._last.header
-            + identity
-            + self._last.descriptor(every[-1])
-            + directory
-            + end(len(every), len(directory), self._last.following)
-        )
-
-    def _of_names(self) -> bytes:
-        """The first half of `serialization_id`: torch, too, makes it of the members' names."""
-        digest = hashlib.sha256(b"\0".join(member.path for member in self._members)).digest()
-        return b"%020d" % int.from_bytes(digest[:8], "little")
 
 
 Path = tuple[str | int, ...]

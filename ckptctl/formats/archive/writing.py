@@ -1,4 +1,4 @@
-"""Write a record as `torch.save` would write it, member by member, and check that one is so.
+"""Write an archive as `torch.save` would write it, and check that one is so.
 
 Everything around the elements is known before the first of them: how many bytes come
 before and after, and so where each record of a file will lie. Only the checksums are
@@ -17,8 +17,10 @@ Source: torch 2.13 `torch/serialization.py`, `torch/_tensor.py`,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 from math import prod
 from struct import pack
 
@@ -105,12 +107,8 @@ def _wide(size: int, at: int, stored: int | None = None) -> bytes:
     return pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
 
 
-def folded(crcs: Iterable[int]) -> bytes:
-    """The second half of `serialization_id`: what the checksums of the members come to."""
-    return b"%020d" % _fold(crcs)
-
-
 def _fold(crcs: Iterable[int]) -> int:
+    """The second half of `serialization_id`: what the checksums of the members come to."""
     fold = 0
     for one in crcs:
         fold ^= (one + _GOLDEN + (fold << 6) + (fold >> 2)) % _WORD
@@ -129,6 +127,7 @@ def end(n_members: int, size: int, at: int) -> bytes:
 
 
 ID = b".data/serialization_id"
+_ID_DIGITS = 40
 _OF_NAMES = b"15728199511854643026"
 """The first half of `serialization_id`: a hash of the names of a tensor's members."""
 
@@ -142,85 +141,70 @@ WRITABLE = frozenset(DTYPE_SIZES) - _QUANTIZED
 """The dtypes of which a record can be made; quantized ones carry scales of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """What surrounds the elements of one tensor: `before` them, and `n_after` bytes behind.
+class Archive:
+    """An archive but for the elements of its tensors: what is before, between and behind them.
 
-    `n_data` are the bytes of the elements, `length` those of the whole record.
+    `sizes` are the bytes of each storage, in the order of their keys `0`, `1`, …; `n_bytes`
+    those of the whole archive. `of_names` is the first half of `serialization_id`, where the
+    one of torch is known.
     """
 
-    before: bytes
-    n_data: int
-    n_after: int
-    _placed: tuple[Placed, ...]
-    _crcs: tuple[int, ...]
+    def __init__(self, pickle: bytes, sizes: Sequence[int] = (), of_names: bytes = b"") -> None:
+        small = ((b"data.pkl", pickle), *SMALL_MEMBERS)
+        members = [(name, data, len(data)) for name, data in small]
+        members += [(b"data/%d" % key, b"", size) for key, size in enumerate(sizes)]
+        members += [(*VERSION, len(VERSION[1])), (ID, b"", _ID_DIGITS)]
+        self._members: list[Placed] = []
+        at = 0
+        for name, data, size in members:
+            self._members.append(place(at, name, data, size))
+            at = self._members[-1].following
+        front = self._members[: len(small)]
+        self._storages = self._members[len(small) : -2]
+        self._crcs = [crc32(member.data) for member in front]
+        self._front = b"".join(m.whole(crc) for m, crc in zip(front, self._crcs, strict=True))
+        self._of_names = of_names
+        n_directory = sum(len(member.entry(0)) for member in self._members)
+        self.n_bytes = at + n_directory + len(end(0, 0, 0))
 
-    @property
-    def length(self) -> int:
-        """The bytes of the whole record."""
-        return len(self.before) + self.n_data + self.n_after
+    def between(self, crcs: Sequence[int]) -> bytes:
+        """What stands behind the first storages, whose checksums are `crcs`, up to the next."""
+        n = len(crcs)
+        before = self._storages[n - 1].descriptor(crcs[-1]) if n else self._front
+        if n < len(self._storages):
+            return before + self._storages[n].header
+        version, last = self._members[-2:]
+        every = [*self._crcs, *crcs, crc32(version.data)]
+        identity = (self._of_names or self._hash_of_names()) + b"%020d" % _fold(every)
+        parts = [before, version.whole(every[-1]), last.header, identity]
+        every.append(crc32(identity))
+        directory = [m.entry(crc) for m, crc in zip(self._members, every, strict=True)]
+        parts += [last.descriptor(every[-1]), *directory]
+        return b"".join((*parts, end(len(every), sum(map(len, directory)), last.following)))
 
-    def after(self, crc: int) -> bytes:
-        """What follows the elements, whose CRC-32 is `crc`."""
-        return b"".join(self._pieces(crc))
-
-    def _pieces(self, crc: int) -> Iterator[bytes]:
-        data, version, last = self._placed[-3:]
-        crcs = [*self._crcs, crc, crc32(version.data)]
-        identity = _OF_NAMES + folded(crcs)
-        crcs.append(crc32(identity))
-        yield data.descriptor(crc)
-        yield version.whole(crcs[-2])
-        yield last.header + identity + last.descriptor(crcs[-1])
-        at = last.following
-        directory = [member.entry(one) for member, one in zip(self._placed, crcs, strict=True)]
-        yield from directory
-        yield end(len(directory), sum(map(len, directory)), at)
+    def _hash_of_names(self) -> bytes:
+        # torch, too, makes it of the members' names, by a hash of its own.
+        digest = hashlib.sha256(b"\0".join(member.path for member in self._members)).digest()
+        return b"%020d" % int.from_bytes(digest[:8], "little")
 
 
 @lru_cache(maxsize=4096)
 def tensor_frame(
     dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
-) -> Frame:
-    """The frame of a tensor whose `prod(shape)` elements of `dtype` lie without gaps.
+) -> Archive:
+    """The record of a tensor whose `prod(shape)` elements of `dtype` lie without gaps.
 
     They are in row-major order, or in that of `strides`, which are in elements. `dtype` is
     one of `WRITABLE`.
     """
-    n_elements = prod(shape)
-    n_data = n_elements * DTYPE_SIZES[dtype]
-    small = ((b"data.pkl", _tensor_pickle(dtype, shape, strides, n_elements)), *SMALL_MEMBERS)
-    placed: list[Placed] = []
-    for name, data in small:
-        placed.append(place(_next(placed), name, data, len(data)))
-    before = b"".join(p.whole(crc32(p.data)) for p in placed)
-    placed.append(place(_next(placed), b"data/0", b"", n_data))
-    before += placed[-1].header
-    placed.append(place(_next(placed), *VERSION, 2))
-    placed.append(place(_next(placed), ID, b"", 2 * len(_OF_NAMES)))
-    crcs = tuple(crc32(p.data) for p in placed[:-3])
-    directory = sum(len(p.entry(0)) for p in placed)
-    length = placed[-1].following + directory + len(end(0, 0, 0))
-    return Frame(before, n_data, length - len(before) - n_data, tuple(placed), crcs)
+    numbers = count()
+    pickled = tensor_value(dtype, shape, "0", strides, lambda: b"q%c" % next(numbers))
+    return Archive(b"\x80\2" + pickled + b".", (prod(shape) * DTYPE_SIZES[dtype],), _OF_NAMES)
 
 
 def value_record(pickled: bytes) -> bytes:
     """The record of a value that is no tensor, from its pickle."""
-    small = [(b"data.pkl", pickled), *SMALL_MEMBERS, VERSION]
-    small.append((ID, _OF_VALUE_NAMES + folded([crc32(data) for _, data in small])))
-    placed: list[Placed] = []
-    for name, data in small:
-        placed.append(place(_next(placed), name, data, len(data)))
-    crcs = [crc32(member.data) for member in placed]
-    members = zip(placed, crcs, strict=True)
-    written = b"".join(m.whole(crc) for m, crc in members)
-    directory = b"".join(m.entry(crc) for m, crc in zip(placed, crcs, strict=True))
-    return written + directory + end(len(placed), len(directory), len(written))
-
-
-def _next(placed: Sequence[Placed]) -> int:
-    """Where the member behind these begins."""
-    return placed[-1].following if placed else 0
+    return Archive(pickled, of_names=_OF_VALUE_NAMES).between(())
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -233,35 +217,18 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def tensor_value(dtype: str, shape: Sequence[int], key: str) -> bytes:
-    """The pickle of a row-major tensor whose storage is called `key`, without memo."""
-    n_elements = prod(shape)
-    storage = _STORAGES.get(dtype)
-    kind = f"torch\n{storage}\n" if storage else "torch.storage\nUntypedStorage\n"
-    n_stored = n_elements if storage else n_elements * DTYPE_SIZES[dtype]
-    name = key.encode()
-    pickled = b"ctorch._utils\n_rebuild_tensor_v%d\n((X\7\0\0\0storagec" % (2 if storage else 3)
-    pickled += kind.encode() + b"X" + pack("<I", len(name)) + name + b"X\3\0\0\0cpu"
-    pickled += pickled_integer(n_stored) + b"tQK\0(" + b"".join(map(pickled_integer, shape)) + b"t("
-    pickled += (
-        b"".join(map(pickled_integer, strides_of(shape))) + b"t\x89ccollections\nOrderedDict\n)R"
-    )
-    return pickled + (b"" if storage else f"ctorch\n{dtype}\n".encode()) + b"tR"
-
-
-def _tensor_pickle(
-    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, n_elements: int
+def tensor_value(
+    dtype: str,
+    shape: Sequence[int],
+    key: str,
+    strides: Sequence[int] | None = None,
+    memoized: Callable[[], bytes] = bytes,
 ) -> bytes:
-    """What `pickle` writes of a tensor at protocol 2, memo and all."""
-    storage = _STORAGES.get(dtype)
-    n_stored = n_elements if storage else n_elements * DTYPE_SIZES[dtype]
-    kind = f"torch\n{storage}\n" if storage else "torch.storage\nUntypedStorage\n"
-    memo = 6
+    """The pickle of a tensor whose storage is called `key`, at protocol 2.
 
-    def memoized() -> bytes:
-        nonlocal memo
-        memo += 1
-        return b"q" + bytes((memo - 1,))
+    It is row-major, or has `strides`. `memoized` returns what puts a value into the memo, as
+    `pickle` does it; without it there is no memo.
+    """
 
     def dims(values: Sequence[int]) -> bytes:
         items = b"".join(map(pickled_integer, values))
@@ -271,16 +238,21 @@ def _tensor_pickle(
             return items + bytes((0x84 + len(values),)) + memoized()
         return b"(" + items + b"t" + memoized()
 
-    pickled = b"\x80\2ctorch._utils\n_rebuild_tensor_v%d\nq\0((X\7\0\0\0storageq\1c" % (
-        2 if storage else 3
-    )
-    pickled += kind.encode() + b"q\2X\1\0\0\0000q\3X\3\0\0\0cpuq\4" + pickled_integer(n_stored)
-    strides = strides_of(shape) if strides is None else strides
-    pickled += b"tq\5QK\0" + dims(shape) + dims(strides) + b"\x89"
+    def string(value: str) -> bytes:
+        return b"X" + pack("<I", len(value)) + value.encode() + memoized()
+
+    n_elements, storage = prod(shape), _STORAGES.get(dtype)
+    kind = f"torch\n{storage}\n" if storage else "torch.storage\nUntypedStorage\n"
+    n_stored = n_elements if storage else n_elements * DTYPE_SIZES[dtype]
+    pickled = b"ctorch._utils\n_rebuild_tensor_v%d\n" % (2 if storage else 3) + memoized()
+    pickled += b"((" + string("storage") + b"c" + kind.encode() + memoized()
+    pickled += string(key) + string("cpu") + pickled_integer(n_stored) + b"t" + memoized()
+    pickled += b"QK\0" + dims(shape)
+    pickled += dims(strides_of(shape) if strides is None else strides) + b"\x89"
     pickled += b"ccollections\nOrderedDict\n" + memoized() + b")R" + memoized()
     if not storage:
         pickled += b"ctorch\n" + dtype.encode() + b"\n" + memoized()
-    return pickled + b"t" + memoized() + b"R" + memoized() + b"."
+    return pickled + b"t" + memoized() + b"R" + memoized()
 
 
 def pickled_integer(value: int) -> bytes:
@@ -304,8 +276,6 @@ _PAD = b"Z"
 # Versions, times and attributes: alike in all members of a record.
 _ALIKE_CENTRAL = (slice(4, 8), slice(12, 16), slice(36, 42))
 _ALIKE_LOCAL = (slice(4, 6), slice(10, 14))
-
-_ID_DIGITS = 40
 
 
 def check_frame(directory: RecordDirectory, view: Readable) -> None:
