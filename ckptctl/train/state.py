@@ -158,6 +158,8 @@ def _sharded(parts: Parts, kinds: Collection[str]) -> dict[str, Any]:
 
     state: dict[str, Any] = {}
     if parts.model is not None and "model" in kinds:
+        for name, parameter in parts.model.named_parameters():
+            check_has_memory(f"model.{name}", parameter)  # torch 2.4 leaves those without it out
         state["model"] = get_model_state_dict(parts.model)
     if parts.optimizer is not None and "optimizer" in kinds:
         with without_a_step(parts.optimizers):
@@ -281,8 +283,9 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
 
     if isinstance(leaf, torch.Tensor):
         for tensor in local_tensors(leaf):
+            check_has_memory(fqn, tensor)
             plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            if plain and tensor.layout is torch.strided and not tensor.is_meta:
+            if plain and tensor.layout is torch.strided:
                 continue
             buffer = io.BytesIO()
             try:
@@ -306,6 +309,15 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
                 f"{fqn} is a {type(leaf).__name__}, which can be saved but not loaded "
                 f"({why[:160]}); use plain values and tensors"
             ) from error
+
+
+def check_has_memory(name: str, tensor: Any) -> None:
+    """Raise `UsageError` for a tensor of a model that is not materialized."""
+    if tensor.is_meta:
+        raise UsageError(
+            f"{name} is on the meta device, which has no memory: materialize the model before "
+            "resume() and save(), as with model.to_empty(device=...)"
+        )
 
 
 def local_tensors(tensor: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from ckptctl.errors import ModelDiffers, UsageError
 from ckptctl.formatting import counted
 from ckptctl.model import Metadata
 from ckptctl.train.differences import Differences, RankEntries, names_in
-from ckptctl.train.state import Parts, local_tensors
+from ckptctl.train.state import Parts, check_has_memory, local_tensors
 
 
 class Wanted:
@@ -171,11 +171,7 @@ def _key(container: Any, part: str | int) -> Any:
 
 def _check_can_be_written(name: str, tensor: Any) -> None:
     """Raise `UsageError` for a tensor without memory, or of which elements share their memory."""
-    if tensor.is_meta:
-        raise UsageError(
-            f"{name} is on the meta device, which has no memory to load into: materialize the "
-            "model before resume(), as with model.to_empty(device=...)"
-        )
+    check_has_memory(name, tensor)
     is_strided = str(tensor.layout) == "torch.strided"
     steps = zip(tensor.shape, tensor.stride(), strict=True) if is_strided else ()
     if tensor.numel() and any(n > 1 and step == 0 for n, step in steps):
