@@ -67,7 +67,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     22: ExitCode(
         "unverifiable",
         "The step may be good, but nothing proves it at the requested level. Request a shallower "
-        "level, or use another step.",
+        "level, accept it with `--accept-unverifiable`, or use another step.",
         "no; use another step",
     ),
     23: ExitCode(
@@ -88,7 +88,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     26: ExitCode(
         "changed during the inspection, or a save is in progress",
-        "Try again in a few minutes. Only `verify` returns it; `pick` skips such a step.",
+        "Try again in a few minutes. `pick` skips such a step, and never ends with this code.",
         "yes",
     ),
     27: ExitCode(

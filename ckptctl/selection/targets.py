@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from ckptctl.data_classes import dataclass, field
@@ -33,7 +33,7 @@ from ckptctl.formatting import command_line, path_word
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import RecordedResume, read_resumes
-from ckptctl.selection.roots import RootListing, check_listed_again, list_root
+from ckptctl.selection.roots import RootListing, check_listed_again, list_root, read_listing
 from ckptctl.storage.contract import Store, read_range
 from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
 
@@ -246,16 +246,22 @@ def check_is_folder(store: Store) -> None:
     )
 
 
-def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
-    """Raise `UsageError` if a folder without a step number contains steps: it is a root."""
-    for part in parts_of(tuple(files)):
-        first = step_name(part.path.split("/", 1)[0])
-        if part.format in SHARDED and first is not None and not first.bare:
-            raise UsageError(
-                f"{url} is a root that holds steps, such as {first.name}; name one of them, "
-                f"or the newest as {url}@latest",
-                next_command=command_line("scan", url),
-            )
+def check_is_step(url: str, files: Sequence[FileInfo]) -> None:
+    """Raise `UsageError` if a folder without a step number contains steps: it is a root.
+
+    One folder with a number may belong to a step, as that of DeepSpeed in one of transformers.
+    """
+    names = {file.path.partition("/")[0] for file in files}
+    top = [file for file in files if file.path in names]
+    folders = [FileInfo(name, 0, kind="dir") for name in names.difference(f.path for f in top)]
+    steps = [step for step in read_listing([*top, *folders]).steps if not step.bare]
+    saved = {part.path.partition("/")[0] for part in parts_of(files) if part.format in SHARDED}
+    if len({step.number for step in steps}) > 1 or any(step.name in saved for step in steps):
+        raise UsageError(
+            f"{url} is a root that holds steps, such as {steps[0].name}; name one of them, "
+            f"or the newest as {url}@latest",
+            next_command=command_line("scan", url),
+        )
 
 
 def _plain(target: str) -> str:

@@ -12,7 +12,8 @@ import pytest
 from storage.faulty import FaultyStore
 
 import ckptctl
-from ckptctl.findings import Severity
+from ckptctl.errors import UsageError
+from ckptctl.findings import Severity, Verdict
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
@@ -412,6 +413,19 @@ def test_a_tuple_in_a_file_from_before_archives_counts_no_steps(tmp_path):
     report = ckptctl.verify(str(step), level="structure")
     assert (report.exit_code, faults(report)) == (0, set()), report.findings
     assert ckptctl.pick(str(tmp_path)).path == str(step)
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers", "verl", "zero3"])
+def test_a_root_that_is_given_as_a_step_is_a_usage_error(rank_files, framework):
+    with pytest.raises(UsageError, match="is a root that holds steps"):
+        ckptctl.verify(str(rank_files / framework))
+
+
+def test_a_last_save_that_holds_a_folder_of_deepspeed_is_a_step(tmp_path, rank_files):
+    last = tmp_path / "last"
+    shutil.copytree(rank_files / "transformers" / "checkpoint-6", last)
+    shutil.copytree(rank_files / "zero3" / "global_step6", last / "global_step6")
+    assert ckptctl.verify(str(last)).verdict is Verdict.COMPLETE
 
 
 def test_a_file_of_torch_save_is_a_step(tmp_path, rank_files):
