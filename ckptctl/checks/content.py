@@ -180,8 +180,6 @@ class ContentCheck:
         start = ranges.starts[first]
         path = ranges.file_names[file]
         n_bytes = sum(ranges.lengths[number] for number in numbers)
-        one, many = SAYS[code]
-        what = f"a record {one}" if len(numbers) == 1 else f"{len(numbers):,} records {many}"
         names = some_of(list(dict.fromkeys(ranges.owner(n).entry.fqn for n in numbers)))
         expected = found = None
         why = alike[first].unreadable
@@ -192,12 +190,15 @@ class ContentCheck:
                 "of the file)"
             )
             expected, found = f"CRC-32 {wrong.saved:08x}", f"CRC-32 {wrong.found:08x}"
-        of = "" if len(numbers) == 1 else f" ({n_bytes:,} bytes: {names})"
-        message = (
-            f"{what}{of}, {'' if len(numbers) == 1 else 'the first being '}that of "
-            f"{ranges.owner(first).name} at bytes {start:,} to {start + ranges.lengths[first]:,}: "
-            f"{why}"
-        )
+        end = start + ranges.lengths[first]
+        where = f"of {ranges.owner(first).name}, bytes {start:,} to {end:,}"
+        one, many = SAYS[code]
+        message = f"the record {where}, {one}: {why}"
+        if len(numbers) > 1:
+            message = (
+                f"{len(numbers):,} records {many} ({n_bytes:,} bytes: {names}); the first is "
+                f"that {where}: {why}"
+            )
         return Finding(code, inside(self._part_path, path), message, expected, found)
 
     def _without_proof(self, sealed: Collection[str]) -> Iterator[Finding]:
@@ -246,7 +247,7 @@ def unverifiable(part_path: str, what: str, next_command: str | None = None) -> 
     return Finding(
         "record.unverifiable",
         part_path,
-        f"{what}: they have no checksums, and no seal covers them",
+        f"{what}; no seal covers them",
         expected="a checksum for every byte, or a seal",
         found="neither",
         next_command=next_command or "ckptctl explain record.unverifiable",

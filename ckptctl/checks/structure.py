@@ -89,10 +89,10 @@ class _Alike:
     def message(self, code: str) -> str:
         """One sentence for all of them."""
         one, many = SAYS[code]
-        first = f"that of {self.first.name}, from byte {self.start:,} on: {self.reason}"
+        where = f"of {self.first.name}, from byte {self.start:,} on"
         if self.n_records == 1:
-            return f"a record {one}, {first}"
-        return f"{self.n_records:,} records {many}; the first is {first}"
+            return f"the record {where}, {one}: {self.reason}"
+        return f"{self.n_records:,} records {many}; the first is that {where}: {self.reason}"
 
 
 class StructureCheck:

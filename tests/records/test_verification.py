@@ -118,7 +118,7 @@ def test_a_flip_anywhere_in_the_elements_is_found_with_its_place(tmp_path, piece
         check, (finding,) = compare(tmp_path, bytes(broken), saved)
         assert finding.code == "record.crc"
         assert finding.where == FILE
-        assert "that of t1 at bytes" in finding.message
+        assert "of t1, bytes" in finding.message
         place = f"bytes {begin + elements.start:,} to {begin + elements.end:,} of the file"
         assert f"data/0 ({place})" in finding.message
         assert finding.expected == f"CRC-32 {elements.crc:08x}"
@@ -184,7 +184,7 @@ def test_a_record_rewritten_with_new_checksums_contradicts_its_serialization_id(
     _, (finding,) = compare(tmp_path, data, saved)
     assert finding.code == "record.crc"
     assert "serialization_id" in finding.message
-    assert "that of t1 " in finding.message
+    assert "of t1, bytes" in finding.message
 
 
 def test_a_torch_that_makes_serialization_ids_in_another_way_is_not_accused(tmp_path):
