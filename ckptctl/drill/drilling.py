@@ -27,7 +27,7 @@ from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_wor
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
 from ckptctl.errors import UsageError
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, counted
 from ckptctl.options import StorageOptions
 from ckptctl.selection.picking import pick
 from ckptctl.supervisor.nodes import NodeOptions
@@ -197,6 +197,13 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
         raise UsageError(
             f"{failed}; see {job.log}", instead="--patience 2h waits longer"
         ) from failed
+    exit_code = next((one["exit_code"] for one in job.attempts() if one["exit_code"]), None)
+    if exit_code is not None and saves.n < SAVES_BEFORE:
+        raise UsageError(
+            f"without a fault the job ended with {exit_code} after {counted(saves.n, 'save')}; "
+            f"a drill needs {SAVES_BEFORE}; see {job.log}",
+            next_command=command_line("classify", str(job.log)),
+        )
     if not job.logged.read(to_end=True).n:
         raise UsageError(
             f"the output of the job has no loss that ckptctl reads; see {job.log}",

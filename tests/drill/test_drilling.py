@@ -84,6 +84,15 @@ def test_a_job_that_saves_nothing_is_refused_with_its_log(root: Path, tmp_path: 
 # Copies
 
 
+def test_a_job_that_fails_by_itself_is_refused_with_its_exit_code(root: Path, tmp_path: Path):
+    words = ("--work", tmp_path / "drill", "--", "sh", "-c", "no-such-launcher {root}")
+    done = run_ckptctl("drill", "--root", root, *words)
+    assert done.returncode == 2
+    assert "the job ended with 127 after 0 saves" in done.stderr
+    log = tmp_path / "drill" / "no-fault" / "logs" / "1" / "output.log"
+    assert f"next:  ckptctl classify {log}" in done.stderr
+
+
 def test_a_growing_log_is_read_on_from_where_it_was(tmp_path: Path):
     log = tmp_path / "output.log"
     logged = LoggedSteps(log)
