@@ -87,50 +87,35 @@ _LEAST_FILES = 4096
 _LEAST_SHM = 1 << 30
 _OFF = ("0", "false", "no", "off")
 
-# Variable, harmful values (empty: any), severity, effect, fix.
-_VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
-    (
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        ("0",),
-        Severity.FAULT,
-        "a rank whose peer died waits forever",
-        "unset it: 3 is torch's default",
-    ),
-    (
-        "NCCL_ASYNC_ERROR_HANDLING",
-        ("0",),
-        Severity.FAULT,
-        "a rank whose peer died waits forever",
-        "unset it",
-    ),
+_WAITS = "a rank whose peer died waits forever"
+# Variable, harmful values (empty: any), severity, effect.
+_VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str], ...] = (
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), Severity.FAULT, f"{_WAITS}; 3 is torch's default"),
+    ("NCCL_ASYNC_ERROR_HANDLING", ("0",), Severity.FAULT, _WAITS),
     (
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
         ("1", "y", "yes", "true"),
         Severity.FAULT,
         "torch.load runs code from checkpoints",
-        "unset it",
     ),
     (
         "PYTHONOPTIMIZE",
         (),
         Severity.WARNING,
         "assert is disabled, including torch's checks during a load",
-        "unset it",
     ),
     (
         "CUDA_LAUNCH_BLOCKING",
         ("1",),
         Severity.WARNING,
         "every kernel launch blocks: training is slow, and hangs show up differently",
-        "unset it after debugging",
     ),
-    ("NCCL_DEBUG", ("TRACE",), Severity.WARNING, "NCCL logs every call", "NCCL_DEBUG=WARN"),
+    ("NCCL_DEBUG", ("TRACE",), Severity.WARNING, "NCCL logs every call; WARN logs its errors"),
     (
         "TORCHELASTIC_USE_AGENT_STORE",
         _OFF,
         Severity.NOTE,
         "the rendezvous store ends with rank 0",
-        "unset it",
     ),
 )
 
@@ -196,10 +181,11 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
-    for name, values, severity, does, fix in _VARIABLES:
+    unset = CHECKS["variable.harmful"].fix
+    for name, values, severity, does in _VARIABLES:
         value = environment.get(name)
         if value and (not values or value.lower() in [each.lower() for each in values]):
-            yield Advice("variable.harmful", severity, name, f"{name}={value}: {does}", fix)
+            yield Advice("variable.harmful", severity, name, f"{name}={value}: {does}", unset)
     if environment.get("RANK") and not environment.get("WORLD_SIZE"):
         yield fault(
             "variable.half",

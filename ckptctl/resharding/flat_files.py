@@ -7,12 +7,11 @@ Tensors may share a storage; each is an entry, and the storage is verified once.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
@@ -34,20 +33,19 @@ from ckptctl.model import (
     DTYPE_SIZES,
     ByteRange,
     BytesEntry,
-    Chunks,
     FileInfo,
     Metadata,
-    RangeColumns,
     TensorEntry,
 )
 from ckptctl.records.slices import TensorSlice, aligned
 from ckptctl.resharding.reading import Opened, SourceFiles, check_held, opened_at
 from ckptctl.resharding.sources import (
-    SourceBytes,
     SourceChunk,
     SourceDamaged,
     SourcePart,
     SourceTensor,
+    part_of,
+    tensor_entry,
 )
 from ckptctl.resharding.unpublished import with_files
 from ckptctl.storage.contract import Span, Store, read_range
@@ -227,9 +225,18 @@ def flat_part(
 
 
 def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
-    stubs = {leaf.fqn: leaf.value for leaf in leaves if isinstance(leaf.value, TensorStub)}
-    kinds = entry_kinds(_metadata(leaves, stubs))
+    tensors, others = {}, {}
+    for leaf in leaves:
+        if isinstance(leaf.value, TensorStub):
+            tensors[leaf.fqn] = _entry(leaf, leaf.value)
+        else:
+            others[leaf.fqn] = BytesEntry(leaf.fqn, None, leaf.path)
+    kinds = entry_kinds(Metadata(tensors, others, ()))
     return tuple(leaf for leaf in leaves if kinds[leaf.fqn].names[0] == "model")
+
+
+def _entry(leaf: Leaf, stub: TensorStub) -> TensorEntry:
+    return tensor_entry(leaf.fqn, stub.dtype, stub.shape, leaf.path)
 
 
 def _part(
@@ -237,8 +244,8 @@ def _part(
 ) -> tuple[SourcePart, SourceFiles]:
     directory, members = opened_file.directory, opened_file.members
     views: dict[str, Opened] = {}
-    ranges: dict[str, ByteRange] = {}
-    stubs: dict[str, TensorStub] = {}
+    tensors: list[tuple[TensorEntry, list[SourceChunk]]] = []
+    others: list[tuple[BytesEntry, ByteRange]] = []
     values = bytearray()
     proven: set[str] = set()
     for leaf in leaves:
@@ -254,28 +261,19 @@ def _part(
             views[leaf.fqn] = opened._replace(crc=member.crc if has_crc else None)
             # Two tensors of one storage share what is read of it, but not what is held.
             name = files.path if opened.is_row_major else f"{files.path}/{leaf.fqn}"
-            ranges[leaf.fqn] = ByteRange(name, member.start, member.size)
-            stubs[leaf.fqn] = stub
+            place = ByteRange(name, member.start, member.size)
+            chunk = SourceChunk(TensorSlice.whole(stub.shape), place)
+            tensors.append((_entry(leaf, stub), [chunk]))
         else:
             record = value_record(pickled_value(leaf))
-            ranges[leaf.fqn] = ByteRange(files.values, len(values), len(record))
+            place = ByteRange(files.values, len(values), len(record))
+            others.append((BytesEntry(leaf.fqn, None, leaf.path), place))
             values += record
-    metadata = _metadata(leaves, stubs)
-    kinds = entry_kinds(metadata)
-    tensors, others = [], []
-    for fqn, place in ranges.items():
-        kind = kinds[fqn]
-        if fqn in stubs:
-            entry = metadata.tensors[fqn]
-            chunk = SourceChunk(TensorSlice.whole(entry.shape), place)
-            tensors.append(SourceTensor(entry, (chunk,), kind.names[0], kind.rank, 1))
-        else:
-            others.append(SourceBytes(fqn, place, kind.names[0], kind.rank))
     content = repr([(m.name, m.crc, m.size) for m in directory.members])
     digest = sha256_of((files.url + content).encode("utf-8", "surrogateescape"))
-    paths = {leaf.fqn: leaf.path for leaf in leaves}
-    part = SourcePart("", tuple(tensors), tuple(others), paths, (digest,))
-    return part, files.holding(views, bytes(values))
+    part = part_of("", tensors, digest, others)
+    in_order = replace(part, paths={leaf.fqn: leaf.path for leaf in leaves})
+    return in_order, files.holding(views, bytes(values))
 
 
 def storage_of(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Member:
@@ -299,17 +297,3 @@ def storage_of(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Mem
             "copy"
         )
     return member
-
-
-def _metadata(leaves: Sequence[Leaf], stubs: Mapping[str, TensorStub]) -> Metadata:
-    """Metadata for the entries, without byte ranges."""
-    tensors = {}
-    others = {}
-    for fqn, path in ((leaf.fqn, leaf.path) for leaf in leaves):
-        stub = stubs.get(fqn)
-        if stub is None:
-            others[fqn] = BytesEntry(fqn, None, path)
-            continue
-        chunks = Chunks(len(stub.shape), array("q"), array("q"), RangeColumns.missing(0))
-        tensors[fqn] = TensorEntry(fqn, stub.dtype, stub.shape, chunks, path)
-    return Metadata(tensors, others, ())

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,20 +34,15 @@ from ckptctl.formats.archive.safetensors import (
     parse_index,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import (
     ByteRange,
-    Chunks,
     FileInfo,
     Level,
-    Metadata,
     Part,
     PartFormat,
-    RangeColumns,
-    TensorEntry,
 )
 from ckptctl.options import StorageOptions
 from ckptctl.records.reads import read_headers
@@ -65,8 +59,10 @@ from ckptctl.resharding.sources import (
     SourceDamaged,
     SourcePart,
     SourceTensor,
+    part_of,
     refusal,
     source_in,
+    tensor_entry,
 )
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, list_if_there
@@ -383,9 +379,8 @@ def _part(
     under: str,
     digest: str,
 ) -> SourcePart:
-    entries = {}
+    tensors = []
     for name, held in by_name.items():
-        first = held[0][0]
         places = [piece.offsets for piece, _ in held if 0 not in piece.shape]
         if len(places) > len({*places}):
             files = " and ".join(sorted({place.file for _, place in held})[:2])
@@ -393,27 +388,18 @@ def _part(
                 f"{name} is in {files} with the same elements: these are several models; give the "
                 "path of one file instead of the folder"
             )
-        dtype = TORCH_NAMES.get(first.dtype)
+        dtype = TORCH_NAMES.get(held[0][0].dtype)
         if dtype is None:
-            raise UsageError(f"{name} is of dtype {first.dtype}, which torch does not support")
+            stored = held[0][0].dtype
+            raise UsageError(f"{name} is of dtype {stored}, which torch does not support")
         ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in held]
         shape = tuple(max(dim) for dim in zip(*ends, strict=True))
         fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
-        chunks = Chunks(len(shape), array("q"), array("q"), RangeColumns.missing(0))
-        entries[name] = TensorEntry(fqn, dtype, shape, chunks, keys)
-    kinds = entry_kinds(Metadata({e.fqn: e for e in entries.values()}, {}, ()), path)
-    tensors = []
-    for name, entry in entries.items():
-        chunks_of = [
-            SourceChunk(TensorSlice(piece.offsets, piece.shape), place)
-            for piece, place in sorted(by_name[name], key=lambda each: each[0].offsets)
-            if 0 not in piece.shape or 0 in entry.shape
+        chunks = [
+            SourceChunk(TensorSlice(piece.offsets, piece.shape), place) for piece, place in held
         ]
-        kept = tuple(chunks_of[:1] if 0 in entry.shape else chunks_of)
-        kind = kinds[entry.fqn]
-        tensors.append(SourceTensor(entry, kept, kind.names[0], kind.rank, len(by_name[name])))
-    paths = {entry.fqn: entry.path for entry in entries.values()}
-    return SourcePart(path, tuple(tensors), (), paths, (digest,))
+        tensors.append((tensor_entry(fqn, dtype, shape, keys), chunks))
+    return part_of(path, tensors, digest, folder=path)
 
 
 def files_of_index(store: Store, index: FileInfo, url: str) -> tuple[FileInfo, ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -26,15 +25,20 @@ from ckptctl.errors import UsageError
 from ckptctl.formats.archive.state_file import NotPlain
 from ckptctl.formats.frameworks.file_names import axes_in, kind_of_file, rank_file
 from ckptctl.formats.frameworks.grids import CONVERSIONS
-from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formats.pickles.shards import SUBCLASS, ShardStub, decode_shards
 from ckptctl.formats.pickles.values import Opaque, TensorStub
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.model import DTYPE_SIZES, ByteRange, Chunks, Metadata, RangeColumns, TensorEntry
+from ckptctl.model import DTYPE_SIZES, ByteRange, TensorEntry
 from ckptctl.records.slices import TensorSlice, row_major
 from ckptctl.resharding.flat_files import OpenFlat, open_flat, storage_of
 from ckptctl.resharding.reading import Opened, SourceFiles, opened_at
-from ckptctl.resharding.sources import SourceChunk, SourcePart, SourceTensor
+from ckptctl.resharding.sources import (
+    SourceChunk,
+    SourcePart,
+    SourceTensor,
+    part_of,
+    tensor_entry,
+)
 from ckptctl.storage.contract import Store
 
 
@@ -376,34 +380,21 @@ class _ShardFiles(SourceFiles):
 
 def _source(store: Store, url: str, folder: str, tensors: Sequence[_Tensor]) -> ShardSource:
     files = _ShardFiles(store, url, folder)
-    entries: dict[str, TensorEntry] = {}
-    chunks: dict[str, list[SourceChunk]] = defaultdict(list)
+    made: list[tuple[TensorEntry, list[SourceChunk]]] = []
     proven: set[tuple[str, str]] = set()
     digest = hashlib.sha256(os.fsencode(url))
     for tensor in tensors:
-        fqn, stub = ".".join(tensor.path), tensor.pieces[0].stub
-        empty = Chunks(len(tensor.shape), array("q"), array("q"), RangeColumns.missing(0))
-        entries[fqn] = TensorEntry(fqn, stub.dtype, tensor.shape, empty, tensor.path)
+        fqn, dtype = ".".join(tensor.path), tensor.pieces[0].stub.dtype
+        chunks = []
         for piece in tensor.pieces:
             if 0 in piece.elements.sizes and 0 not in tensor.shape:
                 continue
             view, record = _opened(fqn, piece, proven)
             files.views[fqn, piece.elements.offsets] = view
-            chunks[fqn].append(SourceChunk(piece.elements, record))
+            chunks.append(SourceChunk(piece.elements, record))
             digest.update(repr((fqn, piece.elements, record, view.crc)).encode())
-    kinds = entry_kinds(Metadata(entries, {}, ()))
-    made = tuple(
-        SourceTensor(
-            entry,
-            tuple(sorted(chunks[fqn], key=lambda chunk: chunk.elements.offsets)),
-            kinds[fqn].names[0],
-            None,
-            len(chunks[fqn]),
-        )
-        for fqn, entry in entries.items()
-    )
-    paths = {fqn: entry.path for fqn, entry in entries.items()}
-    return ShardSource(SourcePart(folder, made, (), paths, (digest.hexdigest(),)), files)
+        made.append((tensor_entry(fqn, dtype, tensor.shape, tensor.path), chunks))
+    return ShardSource(part_of(folder, made, digest.hexdigest()), files)
 
 
 def _opened(fqn: str, piece: _Piece, proven: set[tuple[str, str]]) -> tuple[Opened, ByteRange]:

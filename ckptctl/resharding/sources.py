@@ -7,6 +7,7 @@ entries are sharded in the new step.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -32,10 +33,13 @@ from ckptctl.model import (
     DTYPE_SIZES,
     SHARDED,
     ByteRange,
+    BytesEntry,
+    Chunks,
     FileInfo,
     Metadata,
     Part,
     PartFormat,
+    RangeColumns,
     TensorEntry,
 )
 from ckptctl.records.slices import Dims, TensorSlice
@@ -281,6 +285,48 @@ def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> Sour
             held.setdefault(offsets, SourceChunk(TensorSlice(offsets, sizes), record))
     in_order = sorted(held.values(), key=lambda chunk: chunk.elements.offsets)
     return SourceTensor(first, tuple(in_order[:1] if is_empty else in_order), kind, rank, n_cut)
+
+
+def tensor_entry(
+    fqn: str, dtype: str, shape: Dims, path: tuple[str | int, ...] = ()
+) -> TensorEntry:
+    """A tensor whose chunks are not those of DCP, but stated beside it."""
+    chunks = Chunks(len(shape), array("q"), array("q"), RangeColumns.missing(0))
+    return TensorEntry(fqn, dtype, shape, chunks, path)
+
+
+def part_of(
+    path: str,
+    tensors: Sequence[tuple[TensorEntry, Sequence[SourceChunk]]],
+    digest: str,
+    values: Sequence[tuple[BytesEntry, ByteRange]] = (),
+    *,
+    folder: str = "",
+) -> SourcePart:
+    """The part that tensors and other values make, each with where its bytes lie.
+
+    The name of the `folder` counts for the kinds of the entries.
+    """
+    entries = {entry.fqn: entry for entry, _ in tensors}
+    others = {entry.fqn: entry for entry, _ in values}
+    kinds = entry_kinds(Metadata(entries, others, ()), folder)
+    made = []
+    for entry, chunks in tensors:
+        held = [chunk for chunk in chunks if 0 not in chunk.elements.sizes or 0 in entry.shape]
+        in_order = sorted(held, key=lambda chunk: chunk.elements.offsets)
+        kept = in_order[:1] if 0 in entry.shape else in_order
+        kind = kinds[entry.fqn]
+        made.append(SourceTensor(entry, tuple(kept), kind.names[0], kind.rank, len(chunks)))
+    return SourcePart(
+        path,
+        tuple(made),
+        tuple(
+            SourceBytes(entry.fqn, place, kinds[entry.fqn].names[0], kinds[entry.fqn].rank)
+            for entry, place in values
+        ),
+        {fqn: entry.path for fqn, entry in (entries | others).items()},
+        (digest,),
+    )
 
 
 def _files(inspected: Inspection) -> Iterator[RankFile]:
