@@ -48,6 +48,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # a training job of a test takes eight times the processor time on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests write their folders into commands and messages without quotes.
+if shlex.quote(tempfile.gettempdir()) != tempfile.gettempdir():
+    tempfile.tempdir = "/tmp"
+
 # What tests and their programs leave behind lies in the folder of the run, which is gone with it;
 # pytest keeps its own folders of tests that failed.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_program, torch_server, validated
 from damage import flip
 from huge_step import bytes_read, make_huge
+from services.processes import free_port
 
 from ckptctl.distributed.launcher import LaunchedRank, launched_rank
 
@@ -36,13 +37,6 @@ def damage(step: Path) -> None:
         before = (step / name).stat()
         flip(step / name)
         os.utime(step / name, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def torchrun(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:

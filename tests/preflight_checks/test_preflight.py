@@ -8,13 +8,13 @@ import shlex
 import shutil
 import socket
 import subprocess
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
 from next_commands import run_and_follow as run_ckptctl
+from services.processes import free_port
 
 import ckptctl
 from ckptctl.distributed.launcher import cluster_context
@@ -228,10 +228,7 @@ def started(folder: Path, rank: int, port: int, *args: str) -> subprocess.Popen[
 
 @pytest.fixture
 def port() -> int:
-    """A port that is free when the test begins."""
-    with closing(socket.socket()) as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.torch

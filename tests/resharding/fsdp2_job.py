@@ -10,9 +10,8 @@ ranks, holds every value of every rank against each other, and prints how many.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import sys
+import tempfile
 import warnings
 from typing import Any
 
@@ -64,11 +63,10 @@ def state_of(rank: int, size: int, tp: int, seed: int) -> dict[str, Any]:
     return {"model": of_model, "optimizer": of_optimizer, "step": seed}
 
 
-def work(rank: int, asked: argparse.Namespace, port: int) -> None:
+def work(rank: int, asked: argparse.Namespace, meet: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=asked.ranks)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=asked.ranks)
     if asked.verb == "save":
         dcp.save(state_of(rank, asked.ranks, asked.tp, 7), checkpoint_id=asked.steps[0])
     else:
@@ -104,10 +102,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tp", type=int, default=1)
     asked = parser.parse_args()
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    start_processes(work, (asked, port), asked.ranks, start_method="fork")
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(work, (asked, f"file://{folder}/meet"), asked.ranks, start_method="fork")
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import COMMAND, REPOSITORY, clean_environment, torch_server
 from damage import flip
+from services.processes import free_port
 
 import ckptctl
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -159,15 +160,6 @@ def test_damage_that_one_process_finds_ends_all_with_its_exit_code(
     assert [process.returncode for process in processes] == [21, 21], said
     assert "does not match" in said[0][0] + said[0][1] or "CRC-32" in said[0][0] + said[0][1]
     assert not target.exists()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 @pytest.mark.server

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from forking import whole_run
+
 
 def free_port() -> int:
-    """A port of loopback on which nobody listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of loopback on which nobody listens, which no other test of this run is given.
+
+    It lies below those that the system chooses for connections: one of them could be gone before
+    a server has started.
+    """
+    _, folder = whole_run()
+    chosen_by_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with (folder / "ports").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        given = file.read().split()
+        while True:
+            port = random.randrange(chosen_by_system // 2, chosen_by_system)
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                if str(port) not in given:
+                    file.write(f"{port}\n")
+                    return port
 
 
 def answers(port: int, host: str = "127.0.0.1") -> bool:

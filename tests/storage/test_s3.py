@@ -511,7 +511,7 @@ def test_an_answer_that_comes_slowly_is_waited_for(s3_moto, proxy, store, client
         store.url,
         storage_options={**s3_moto.options, "client": client},
         endpoint_url=proxy.url,
-        timeout_s=1,
+        timeout_s=1.9,
         retries=0,
     ) as patient:
         # Two seconds in all, a quarter of one between bytes.

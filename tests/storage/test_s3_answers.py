@@ -124,7 +124,7 @@ def store(
         f"s3://{s3_moto.bucket}/{prefix}",
         storage_options={**s3_moto.options, "client": client},
         endpoint_url=proxy.url,
-        timeout_s=5,
+        timeout_s=600,
         retries=2,
     ) as opened:
         yield opened

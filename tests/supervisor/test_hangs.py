@@ -36,7 +36,7 @@ while True: work(50)
 """
 
 
-BESIDE = "import time; end = time.time() + 60\nwhile time.time() < end: pass"
+BESIDE = "import time; end = time.time() + 600\nwhile time.time() < end: pass"
 
 
 class Watch:

@@ -102,8 +102,16 @@ def test_handlers_are_given_back_and_a_stop_that_nobody_asked_for_ends_with_0():
 def test_a_second_signal_is_an_echo_at_first_and_means_now_later(tmp_path: Path):
     hang = """
 from ckptctl.train import GracefulStop, graceful
-graceful.ECHO_S = 1.0
-with GracefulStop() as stop:
+graceful.ECHO_S = 600.0
+class Stop(GracefulStop):
+    n_heard = 0
+    def _on_signal(self, number):
+        super()._on_signal(number)
+        self.n_heard += 1
+        if self.n_heard == 2:
+            graceful.ECHO_S = 0.0
+            say("echo")
+with Stop() as stop:
     say("ready")
     while not stop.asked:
         time.sleep(0.01)
@@ -115,8 +123,7 @@ with GracefulStop() as stop:
         process.terminate()
         wait_for(process, "saving")
         process.terminate()
-        time.sleep(1.5)
-        assert process.poll() is None
+        wait_for(process, "echo")
         process.send_signal(signal.SIGUSR1)
         ((code, _, err),) = ends([process])
     assert code == 128 + signal.SIGUSR1
