@@ -83,9 +83,11 @@ def forked_python() -> str:
 def torch_server() -> ForkServer:
     """Forks processes that have imported torch and `ckptctl.train`: each would take two seconds."""
     own = (path.stem for path in sorted((REPOSITORY / "ckptctl/train").glob("[a-z]*.py")))
-    loaded = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", *_CLIENTS)
+    # The first optimizer of a process would import `torch._dynamo`, for a second.
+    loaded = ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
     variables = clean_environment(OMP_NUM_THREADS="1")
-    return ForkServer("torch", [*loaded, *(f"ckptctl.train.{name}" for name in own)], variables)
+    loaded += [*_CLIENTS, *(f"ckptctl.train.{name}" for name in own)]
+    return ForkServer("torch", loaded, variables)
 
 
 @cache

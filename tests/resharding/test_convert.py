@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_a_large_folder_as_the_target_is_refused_without_listing_it(checkpoints,
     source = checkpoints / "fsdp_2" / "step_100"
     done = run_ckptctl("convert", source, f"{tmp_path}/out/")
     assert done.returncode == 2
-    assert f"next:  ckptctl convert {source} {tmp_path}/out/model" in done.stderr
+    assert f"next:  ckptctl convert {shlex.quote(str(source))} {tmp_path}/out/model" in done.stderr
 
 
 def test_a_folder_that_is_there_is_kept(checkpoints, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -44,7 +45,7 @@ def once(root: Path | str, *attempt: str, **about: object) -> ckptctl.Supervised
 
 
 def saving(root: Path, source: Path, step: int) -> tuple[str, ...]:
-    return "sh", "-c", f"cp -r {source} {root}/step_{step}; exit 18"
+    return "sh", "-c", f"cp -r {shlex.quote(str(source))} {root}/step_{step}; exit 18"
 
 
 def number_of_starts(tmp_path: Path) -> int:
@@ -95,7 +96,8 @@ def test_a_second_rerun_without_a_newer_step_stops_with_16(root: Path, source: P
     twice = ckptctl.keep_running(["sh", "-c", "exit 16"], str(root), backoff_s=0, tell=said.append)
     assert (twice.exit_code, len(twice.attempts)) == (16, 2)
     assert any("exit code 16 asks for other nodes" in line for line in said)
-    job = ["sh", "-c", f"cp -r {source} {root}/step_$CKPTCTL_RESTART_COUNT; exit 16"]
+    saves = f"cp -r {shlex.quote(str(source))} {root}/step_$CKPTCTL_RESTART_COUNT"
+    job = ["sh", "-c", f"{saves}; exit 16"]
     other = ckptctl.keep_running(job, str(root), backoff_s=0, max_free_restarts=2)
     assert len(other.attempts) > 2, "each came after a newer step"
 

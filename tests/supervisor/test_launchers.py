@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -141,7 +142,7 @@ def test_a_failure_on_one_node_ends_the_attempt_on_all_and_all_restart_together(
     launchers: Launchers, framework_roots: Path
 ):
     saved = framework_roots / "kempnerforge" / "checkpoints" / "step_30"
-    saves = f"cp -r {saved} {launchers.root}/step_100"
+    saves = f"cp -r {shlex.quote(str(saved))} {launchers.root}/step_100"
     launchers.job(
         f"[ $CKPTCTL_RESTART_COUNT = 1 ] && exit 0; [ $1 = 1 ] && {saves} && exit 5; sleep 3600"
     )
@@ -373,9 +374,9 @@ def test_torchrun_of_two_nodes_restarts_together_from_the_same_step(
     port = free_port()
     job = Path(__file__).parent / "launched_job.py"
     launchers.job(
-        f"exec {sys.executable} -m torch.distributed.run --nnodes=$2 --node-rank=$1 "
+        f"exec {shlex.quote(sys.executable)} -m torch.distributed.run --nnodes=$2 --node-rank=$1 "
         f"--nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:{port} --rdzv-id=job "
-        f"{job} {launchers.root} {tmp_path}"
+        f"{shlex.quote(str(job))} {launchers.root} {tmp_path}"
     )
     launchers.environment["OMP_NUM_THREADS"] = "1"
     launchers.begin()

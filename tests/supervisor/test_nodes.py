@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def drain(tmp_path: Path) -> str:
         f"import json, sys\nopen({str(tmp_path / 'drained')!r}, 'a')"
         ".write(json.dumps(sys.argv[1:]) + '\\n')\n"
     )
-    return f"{sys.executable} {program} update NodeName={{node}} State=DRAIN Reason={{cause}}"
+    python = shlex.quote(sys.executable)
+    return f"{python} {program} update NodeName={{node}} State=DRAIN Reason={{cause}}"
 
 
 def drained(tmp_path: Path) -> list[list[str]]:

@@ -250,7 +250,8 @@ def test_a_job_that_dies_in_its_first_save_is_started_again_and_is_fresh(
 ):
     pick = f"{shlex.join(COMMAND)} pick --allow-fresh ckpt >> picked; echo $? >> picked"
     # The shards come before the metadata: this is what a kill in the middle leaves.
-    save = f"mkdir -p ckpt/step_3 && cp {source}/__0_0.distcp ckpt/step_3; kill -9 $$"
+    file = shlex.quote(f"{source}/__0_0.distcp")
+    save = f"mkdir -p ckpt/step_3 && cp {file} ckpt/step_3; kill -9 $$"
     text = f'{pick}; [ "$n" = 2 ] && exit 0; {save}'
     found = kept_running(script(tmp_path, text), tmp_path)
     assert [attempt.exit_code for attempt in found.attempts] == [137, 137, 0]
@@ -474,13 +475,6 @@ def stubborn_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
                     os.kill(pid, signal.SIGKILL)
 
 
-def interrupt_until_it_ends(process: subprocess.Popen[str]) -> None:
-    """Press Ctrl-C again and again: on a busy machine two may arrive as one."""
-    while process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.6)
-
-
 def test_a_signal_that_the_job_ignores_is_reported_with_what_follows(tmp_path: Path):
     with stubborn_run(tmp_path / "ckpt") as (process, _):
         process.terminate()
@@ -488,7 +482,9 @@ def test_a_signal_that_the_job_ignores_is_reported_with_what_follows(tmp_path: P
             "ckptctl: passed SIGTERM on to the command, and waits without a limit until it ends; "
             "Ctrl-C twice kills it with all its processes\n"
         )
-        interrupt_until_it_ends(process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(2)  # half a second counts from when it has arrived
+        process.send_signal(signal.SIGINT)
         assert "stopped after 1 attempt: a signal asked for it" in process.communicate()[1]
 
 
@@ -500,7 +496,7 @@ def test_a_second_ctrl_c_kills_the_job_and_its_children_at_once(tmp_path: Path):
         time.sleep(1)
         assert process.poll() is None
         assert running(child)
-        interrupt_until_it_ends(process)
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert (process.returncode, running(child)) == (128 + signal.SIGKILL, False)
     assert "Ctrl-C a second time: the job and all its processes get SIGKILL" in err
