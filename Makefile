@@ -31,7 +31,7 @@ check: lint ## Lint, types and fast tests, in two minutes: before every commit
 	@$(TESTS) -m 'not slow and not long and not torch and not server' $(FAST)
 
 test: style ## Lint, types and the tests that take no more than a second or two each
-	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
+	@echo "== tests (the first run also writes checkpoints with real torch, 20 s)"
 	@$(TESTS) --dist loadfile --no-loadscope-reorder -m 'not slow and not long'
 
 test-long: $(READY) ## The tests that `make test` leaves out because they are slow

@@ -44,6 +44,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Other users may read what tests write, as on most machines.
+os.umask(0o022)
+
 # A second thread of torch has nothing to do in models this small but to wait busily for the first:
 # a training job of a test takes eight times the processor time on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -161,7 +164,7 @@ def rank_files() -> Path:
 def checkpoints() -> Path:
     """Every variant that `fixtures/make.py` writes, as `NAME/step_N`, with real torch.
 
-    Made once by the torch that is installed (half a minute), then kept for
+    Made once by the torch that is installed (20 s), then kept for
     later runs until that torch or the sources below `fixtures/` change. An
     environment without torch takes those of CKPTCTL_TEST_CHECKPOINTS.
     """

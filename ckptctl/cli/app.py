@@ -106,7 +106,7 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     with suppress(OSError, CkptctlError):
         if _asked(argv, "--debug", "CKPTCTL_DEBUG"):
             out.trace(error)
-        if isinstance(error, Stopped) and error.exit_code == 128 + signal.SIGINT:
+        if isinstance(known, _Ended) and known.exit_code == 128 + signal.SIGINT:
             out.begin_line()
         out.error(known)
     return known.exit_code
@@ -115,6 +115,8 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
 def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
     if isinstance(error, CkptctlError):
         return error
+    if isinstance(error, KeyboardInterrupt):  # of `run`, which receives signals itself
+        error = Stopped(signal.SIGINT)
     if isinstance(error, Stopped):
         return _Ended(error.exit_code, error.next_command)
     import typer
