@@ -16,7 +16,7 @@ EXAMPLES = (
     "ckptctl diff /shared/ckpt/run-1234@1200 /shared/ckpt/run-1235@1200",
     "ckptctl diff /shared/ckpt/run-1234@1200 s3://bucket/run-1235/step_1200 --values",
 )
-EXIT_CODES = (0, 2, 10, 11, 28, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 21, 25, 26, 28, 75, 77)
 
 _STEP = "PATH of a step, ROOT@1200, ROOT@latest or ROOT@auto."
 

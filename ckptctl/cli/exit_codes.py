@@ -88,7 +88,8 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     26: ExitCode(
         "changed during the inspection, or a save is in progress",
-        "Try again in a few minutes. `pick` skips such a step, and never ends with this code.",
+        "Try again in a few minutes. `pick` never ends with this code: it inspects a step that "
+        "changed once more, and skips it if it changes again or is being saved.",
         "yes",
     ),
     27: ExitCode(

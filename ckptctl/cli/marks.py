@@ -27,7 +27,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "ckptctl pin s3://bucket/run-1234/step_1200 --off",
     ),
 }
-EXIT_CODES = (0, 2, 10, 11, 25, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 25, 26, 75, 77)
 
 ByOpt = Annotated[
     str | None, option("--by NAME", "Who decided it; by default the user and the host.")

@@ -90,10 +90,10 @@ def inspect_step(
     `unknown`, never an exception. With `confirm`, files that the listing lacks are asked
     for by name, see `stages.contradictions`.
 
-    Cost: at `listing` one listing and one read for each metadata file, and on file
-    systems for each small file of train state, and for the seal and each mark where
-    there are any; at `structure` the reads of `read_structure`, a second listing, and
-    what `check_step_before` takes of the older step; at `content` every byte besides.
+    Cost: at `listing` one listing, a second one of a damaged step, and one read for each
+    metadata file, and on file systems for each small file of train state, and for the seal
+    and each mark where there are any; at `structure` the reads of `read_structure`, a second
+    listing, and what `check_step_before` takes of the older step; at `content` every byte besides.
     Where the requirements ask for the store's own checksums, one HEAD for each sealed
     file. What `opened` holds already is not read again.
     """

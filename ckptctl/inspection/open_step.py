@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
-from ckptctl.checks.shape import own_number, sidecars_of
+from ckptctl.checks.shape import check_unchanged, own_number, sidecars_of
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -115,6 +115,14 @@ class OpenStep:
     def list_again(self) -> tuple[FileInfo, ...]:
         """The files as they are now; kept nowhere. Cost: one listing."""
         return list_step(self.store, self.name)
+
+    def changes(self) -> Iterator[Finding]:
+        """Yield a `step.changed` if the files are not as they were listed. Cost: one listing."""
+        try:
+            now = self.list_again()
+        except PathNotFound:
+            now = ()
+        return check_unchanged(self.url, self.files, now)
 
     @cached_property
     def step(self) -> Step:

@@ -31,7 +31,7 @@ from ckptctl.checks.shape import (
 from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
-from ckptctl.findings import ByStore, Finding, Severity
+from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
@@ -368,9 +368,14 @@ def archived(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """List the step a second time: what was read is one step only if nobody wrote meanwhile."""
-    if context.is_deep:
-        yield from check_unchanged(opened.step.url, opened.step.files, opened.list_again())
+    """List the step a second time: what was read is one step only if nobody wrote meanwhile.
+
+    At `listing` only a fault depends on that: metadata that is newer than the sizes of the files.
+    An unfinished save shows in the listing alone.
+    """
+    faults = {one.code for one in context.findings if one.severity is Severity.FAULT}
+    if context.is_deep or (context.confirm and faults - NEVER_FINISHED):
+        yield from opened.changes()
 
 
 def contradictions(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

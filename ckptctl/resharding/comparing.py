@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import UsageError
-from ckptctl.findings import EXIT_DIFFERS
+from ckptctl.errors import StepDamaged, UsageError
+from ckptctl.findings import EXIT_DIFFERS, Severity, Verdict
 from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.state_file import Written
 from ckptctl.formats.archive.writing import WRITABLE
@@ -72,9 +73,10 @@ def diff(
     Without `values` only the metadata is read and compared. How tensors are sharded is
     reported, and does not count as a difference. Of a rank-file step the entries of each file
     are compared. Raises `UsageError` where one of them holds neither DCP, rank files nor
-    safetensors, or has records that contradict its metadata.
+    safetensors, `SourceDamaged` where its records contradict its metadata, and `StepDamaged` where
+    it could not be inspected, is unsafe, or changed meanwhile.
 
-    Cost: two listings and the metadata, for a rank file three short reads and two for each
+    Cost: four listings and the metadata, for a rank file three short reads and two for each
     storage; with `values` two short reads for each record, and all bytes of tensors that are
     sharded differently. Memory: the entries of all files, and a fixed buffer.
     """
@@ -83,10 +85,12 @@ def diff(
     with (
         open_target(a, checked, storage) as found_a,
         open_target(b, checked, storage) as found_b,
+        _unchanged(found_a, found_b),
     ):
         sides = []
         for found in (found_a, found_b):
             inspected = inspect_step(found, checked, level=Level.LISTING)
+            _check_inspected(inspected)
             sides.append(_Side(found, inspected))
         compared = _Compared(*sides)
         found_different = [*compared.by_metadata()]
@@ -94,6 +98,36 @@ def diff(
         if values and not is_one:
             found_different += compared.by_values(on_progress)
         return _answer(compared, found_different, values=values, is_one=is_one)
+
+
+@contextmanager
+def _unchanged(*steps: OpenTarget) -> Iterator[None]:
+    """Raise `StepDamaged` (`step.changed`) if one of the steps was written to meanwhile.
+
+    What was read of two saves proves neither a difference nor damage.
+    """
+    try:
+        yield
+    except SourceDamaged:
+        _check_unchanged(steps)
+        raise
+    _check_unchanged(steps)
+
+
+def _check_unchanged(steps: Sequence[OpenTarget]) -> None:
+    for found in steps:
+        for finding in found.changes():
+            raise StepDamaged(found.url, finding)
+
+
+def _check_inspected(inspected: Inspection) -> None:
+    """Raise `StepDamaged` if nothing is known of a step, or nothing of it may be shown."""
+    report = inspected.report
+    if report.verdict in (Verdict.UNKNOWN, Verdict.CHANGED, Verdict.UNSAFE):
+        faults = report.with_severity(Severity.FAULT)
+        error = StepDamaged(report.url, next(f for f in faults if f.verdict is report.verdict))
+        error.exit_code = report.exit_code
+        raise error
 
 
 def _place(found: OpenTarget) -> str:
@@ -140,14 +174,7 @@ def _held_by(
 
 
 def _of_files(inspected: Inspection, part: OpenPart) -> Iterator[ReadFile]:
-    try:
-        yield from read_archives(inspected.step, part)
-    except SourceDamaged as damage:
-        raise _not_compared(damage) from damage
-
-
-def _not_compared(damage: SourceDamaged) -> UsageError:
-    return UsageError(damage.finding.message, next_command=damage.finding.next_command)
+    yield from read_archives(inspected.step, part)
 
 
 class _Compared:
@@ -188,10 +215,7 @@ class _Compared:
             elif isinstance(left, SourceBytes) and isinstance(right, SourceBytes):
                 shown = self._of_bytes(name, left, right)
                 different += [Difference(name, "values", *shown)] if shown else []
-        try:
-            in_threads(tasks, _THREADS, progress, total, on_progress)
-        except SourceDamaged as damage:
-            raise _not_compared(damage) from damage
+        in_threads(tasks, _THREADS, progress, total, on_progress)
         return sorted(different, key=lambda each: each.fqn)
 
     def _task(

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ckptctl.checks.shape import check_unchanged
 from ckptctl.checks.train_state import NO_STATE
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import RecordUnreadable, UsageError
@@ -85,10 +86,11 @@ class OneFile:
         """The source that `files` of the folder make: the file, or those that it names."""
         names = {file.path for file in files}
 
-        def list_again() -> Sequence[FileInfo]:
-            return [file for file in self.store.list_dir() if file.path in names]
+        def changes() -> Iterator[Finding]:
+            listed = list_if_there(self.store, "")
+            return check_unchanged(self.url, files, [one for one in listed if one.path in names])
 
-        return Source(self.url, report, (part,), (), files, list_again)
+        return Source(self.url, report, (part,), (), changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.checks.shape import check_unchanged
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.findings import Finding, Report, Verdict
@@ -159,22 +158,21 @@ class RankFile:
 class Source:
     """The step or file to reshard or convert.
 
-    `listed` are its files when it was inspected, and `list_again` lists them anew.
+    `changes` yields a `step.changed` if its files are not as they were inspected.
     """
 
     url: str
     report: Report
     parts: tuple[SourcePart, ...]
     files: tuple[RankFile, ...]
-    listed: Sequence[FileInfo]
-    list_again: Callable[[], Sequence[FileInfo]]
+    changes: Callable[[], Iterator[Finding]]
 
     def check_unchanged(self) -> None:
         """Raise `SourceDamaged` if files were written since: what was read may be of two saves.
 
         Each record of either save matches its own checksum. Cost: one listing.
         """
-        for finding in self._changes():
+        for finding in self.changes():
             raise SourceDamaged(finding)
 
     def with_damage(self, damage: SourceDamaged) -> Report:
@@ -183,20 +181,15 @@ class Source:
         What was read of two saves does not prove that either of them is damaged. Cost: one
         listing.
         """
-        return self.report.with_findings(next(self._changes(), damage.finding))
-
-    def _changes(self) -> Iterator[Finding]:
-        return check_unchanged(self.url, self.listed, self.list_again())
+        return self.report.with_findings(next(self.changes(), damage.finding))
 
 
 def source_in(
     inspected: Inspection, parts: Sequence[SourcePart], files: Sequence[RankFile] = ()
 ) -> Source:
     """The source that `parts` of an inspected step make, with sidecars to copy."""
-    step, opened = inspected.step, inspected.opened
-    return Source(
-        step.url, inspected.report, tuple(parts), tuple(files), step.files, opened.list_again
-    )
+    url, changes = inspected.step.url, inspected.opened.changes
+    return Source(url, inspected.report, tuple(parts), tuple(files), changes)
 
 
 def source_of(inspected: Inspection) -> Source:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
+from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.formatting import command_line, counted
@@ -225,7 +225,10 @@ def _proven(
     report = inspector(candidate, Level.CONTENT)
     reason = refusal(report, PickPolicy())
     if reason is None:
-        write_proof(store, inspector.inspected[candidate])
+        try:
+            write_proof(store, inspector.inspected[candidate])
+        except PathNotFound:
+            return "removed meanwhile"
     return reason
 
 

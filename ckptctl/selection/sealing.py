@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ckptctl import __version__
 from ckptctl.checks.sealed_bytes import as_kept, best_of
 from ckptctl.checks.seals import written_ms
-from ckptctl.checks.shape import check_unchanged
 from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
@@ -119,8 +118,7 @@ def seal_found(
         gone = inspection_failed(found, error)
         return _refused(inspected.report.with_findings(gone))
     # List again: the digested step must be the inspected one, or nothing is sealed.
-    step = inspected.step
-    unlike = [*check_unchanged(step.url, step.files, found.list_again())]
+    unlike = [*found.changes()]
     contradiction = contradicted(found, unlike)
     changed = unlike if contradiction is None else [contradiction]
     if changed or unequal:

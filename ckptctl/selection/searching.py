@@ -25,7 +25,7 @@ from ckptctl.formatting import command_line, rfc3339, some_of, verb
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
-from ckptctl.model import Level
+from ckptctl.model import FileInfo, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import RecordedResume, left_behind, ruled_out
 from ckptctl.selection.choosing import (
@@ -184,20 +184,29 @@ class CachingInspector:
         """The report on a candidate, at the requested level and at least at `at_least`."""
         known = self.inspected.get(candidate)
         if known is None or known.report.level.place < at_least.place:
-            root = self._roots[candidate.root_index]
-            known = inspect_step(
-                OpenStep(root.store, candidate.named, root.trees.get(candidate.named.name)),
-                self._requirements,
-                level=self._level(at_least),
-                content=self.content,
-                older=partial(self._older, candidate),
-                confirm=self.confirm,
-            )
+            trees = self._roots[candidate.root_index].trees
+            known = self._inspect(candidate, at_least, trees.get(candidate.named.name))
+            if known.report.verdict is Verdict.CHANGED:
+                # A save that replaced it may be whole by now: the change is no reason to skip it.
+                known = self._inspect(candidate, at_least, None)
             left = left_behind(known, self._resumes_beside(candidate))
             if left is not None and not self._has_copy(left.root, known.report):
                 known = ruled_out(known, left)
             self.inspected[candidate] = known
         return known.report
+
+    def _inspect(
+        self, candidate: Candidate, at_least: Level, files: Sequence[FileInfo] | None
+    ) -> Inspection:
+        store = self._roots[candidate.root_index].store
+        return inspect_step(
+            OpenStep(store, candidate.named, files),
+            self._requirements,
+            level=self._level(at_least),
+            content=self.content,
+            older=partial(self._older, candidate),
+            confirm=self.confirm,
+        )
 
     def _level(self, at_least: Level) -> Level | None:
         if at_least is Level.LISTING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.errors import PathNotFound, StepDamaged, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
@@ -171,7 +171,8 @@ def open_target(
 ) -> Iterator[OpenTarget]:
     """Find the step that an argument names, and keep the store of its root open.
 
-    Raises `UsageError` and `PathNotFound` where there is no such step.
+    Raises `UsageError` and `PathNotFound` where there is no such step, and `StepDamaged`
+    (`step.changed`) where the work on it misses a file that was listed.
     """
     check_marks_file(requirements.marks)
     target = parse_target(step)
@@ -198,7 +199,12 @@ def open_target(
         if isinstance(found.named, str):
             check_no_lone_file(found.store, found.named, files)
             check_is_step(found.url, files)
-        yield found
+        try:
+            yield found
+        except PathNotFound as error:
+            for finding in found.changes():
+                raise StepDamaged(found.url, finding) from error
+            raise
 
 
 def show(
