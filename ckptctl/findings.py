@@ -213,6 +213,7 @@ CODES: Mapping[str, Code] = {
     "pointer.rolled-back": _warning("a pointer file names a step that was written after it"),
     "root.unavailable": _warning("an optional root is missing or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),
+    "root.further": _warning("a checkpoint that is no step is further than the chosen one"),
     "root.unnumbered": _note("a checkpoint under the root has no step number"),
     "loss.restarted": _fault(None, "the job started from the beginning instead of resuming"),
     "loss.not-finite": _fault(None, "the loss is NaN or infinite"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
@@ -298,6 +299,54 @@ def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
             expected=f"a step number up to {MAX_STEP}",
             found=names[0],
         )
+
+
+MAX_FURTHER = 8
+"""So many folders are listed to see whether they are checkpoints."""
+
+_COUNTED = re.compile(
+    r"(?:step|iter|iteration|checkpoint|ckpt)[-_.=]?0*(?P<step>[0-9]{1,15})(?![0-9])", re.IGNORECASE
+)
+
+
+def check_further(store: Store, listing: RootListing, chosen: int) -> Iterator[Finding]:
+    """Yield `root.further` for a checkpoint that is no step, and further by its name than `chosen`.
+
+    A step that was renamed or packed has a name in which ckptctl finds no step, such as
+    `gpt-step_200` beside `step_100`. None where a pattern states which are steps. Cost: a listing
+    of each such folder, at most `MAX_FURTHER`.
+    """
+    if listing.pattern is not None:
+        return
+    counted = {name: [*_COUNTED.finditer(name)] for name in (*listing.unnumbered, *listing.folders)}
+    numbers = {name: int(found[-1]["step"]) for name, found in counted.items() if found}
+    further = [name for name in numbers if chosen < numbers[name] <= MAX_STEP]
+    for name in sorted(further, key=numbers.__getitem__, reverse=True)[:MAX_FURTHER]:
+        is_folder = name in listing.folders
+        if is_folder and not _is_checkpoint(store, name):
+            continue
+        pattern = f"{re.escape(name[: counted[name][-1].start('step')])}(?P<step>[0-9]+).*"
+        yield Finding(
+            "root.further",
+            name,
+            f"{name} looks like a checkpoint of step {numbers[name]}, and pick does not choose it: "
+            f"step {chosen} may not be the newest one",
+            expected="a name of a step, or --pattern",
+            found=name,
+            next_command=command_line("scan", store.url, "--pattern", pattern)
+            if is_folder
+            else "ckptctl explain root.further",
+        )
+        return
+
+
+def _is_checkpoint(store: Store, folder: str) -> bool:
+    """Whether a folder is a step by its content, or holds saved weights."""
+    with suppress(StorageError):
+        entries = (one.at(base_name(one.path)) for one in list_if_there(store, folder))
+        found = read_listing(entries)
+        return found.is_step or bool(found.unnumbered)
+    return False
 
 
 def pointer_numbers(store: Store, listing: RootListing) -> Mapping[str, int]:

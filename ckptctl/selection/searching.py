@@ -5,6 +5,7 @@ Opens the roots, lists each once, and lets `choosing` inspect from the newest st
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,6 +40,7 @@ from ckptctl.selection.choosing import (
 from ckptctl.selection.doubtful_names import pattern_of
 from ckptctl.selection.roots import (
     RootListing,
+    check_further,
     check_pointers,
     duplicates,
     list_root,
@@ -111,6 +113,7 @@ def search(
     candidates = in_order(candidates_of(opened_roots), policy)
     choice = choose(candidates, inspector, policy)
     _check_are_steps(opened_roots, choice)
+    _check_links(opened_roots, choice, inspector, roots)
     _check_counts(opened_roots, candidates, inspector, policy, choice)
     findings = root_findings(opened_roots, choice, inspector)
     beginning = None
@@ -131,6 +134,29 @@ def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
             f"{roots} holds no steps itself, but {inside} in it {do}",
             next_command=command_line("scan", nested[0].url),
         )
+
+
+def _check_links(
+    opened_roots: Sequence[OpenRoot], choice: Choice, inspector: CachingInspector, roots: Roots
+) -> None:
+    """Raise `UsageError` if a step that was passed over is a link out of its root.
+
+    Links are not followed, so nothing is known about the step, and no older one replaces it.
+    """
+    for over in choice.passed_over if choice.chosen is not None else ():
+        passed = inspector.candidate_of(over.report)
+        if passed is None or passed.optional:
+            continue
+        folders, name = opened_roots[passed.root_index].store.folders, passed.named.name
+        if folders is None or not os.path.islink(path := folders.path_of(name)):
+            continue
+        if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folders.path_of("")):
+            raise UsageError(
+                f"{over.report.url} is a link to {os.readlink(path)}, outside the root, and was "
+                f"not followed: step {passed.named.number} may be usable, so no older one is "
+                "chosen. Move the step into the root, or skip it",
+                next_command=command_line("pick", *roots.words, "--skip", passed.named.number),
+            )
 
 
 def _check_counts(
@@ -297,7 +323,8 @@ def root_findings(
 ) -> list[Finding]:
     """Findings about the roots themselves.
 
-    Cost: a read of each pointer, and an inspection of each older step that one names.
+    Cost: a read of each pointer, an inspection of each older step that one names, and what
+    `check_further` takes.
     """
     chosen = inspector.candidate_of(choice.chosen)
     number = chosen.named.number if chosen else None
@@ -307,6 +334,8 @@ def root_findings(
         findings += too_large_numbers(root.listing)
         named = pointer_numbers(root.store, root.listing)
         findings += check_pointers(named, root.listing, number)
+        if number is not None:
+            findings += check_further(root.store, root.listing, number)
         if chosen is not None and opened_roots[chosen.root_index] is root:
             findings += _went_back(named, root, chosen, inspector)
     return findings

@@ -154,3 +154,48 @@ def test_a_root_that_another_process_makes_after_the_listing_is_missing_and_no_f
         root.mkdir()
         with pytest.raises(PathNotFound, match="does not exist"):
             check_root_there(store, listing)
+
+
+@pytest.mark.parametrize("name", ["gpt-step_200", "step_200.tar.gz", "run7_step-00200_fp32"])
+def test_a_checkpoint_beside_the_steps_that_is_further_by_its_name_is_reported(
+    tmp_path, step, name
+):
+    shutil.copytree(step, tmp_path / "step-20")
+    if name.endswith(".gz"):
+        (tmp_path / name).write_bytes(b"\x1f\x8b")
+    else:
+        shutil.copytree(step, tmp_path / name)
+    for found in (ckptctl.pick(str(tmp_path)), ckptctl.scan(str(tmp_path))):
+        (finding,) = (one for one in found.findings if one.code == "root.further")
+        assert (finding.where, found.exit_code) == (name, 0)
+        assert "step 200" in finding.message
+
+
+@pytest.mark.parametrize("name", ["gpt-step_10", "logs_step_200", "best", "step_200.txt"])
+def test_what_is_older_or_no_checkpoint_is_not_further(tmp_path, step, name):
+    shutil.copytree(step, tmp_path / "step-20")
+    if name.startswith("gpt"):
+        shutil.copytree(step, tmp_path / name)
+    else:
+        (tmp_path / name).mkdir()
+    assert "root.further" not in [one.code for one in ckptctl.pick(str(tmp_path)).findings]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_no_older_step_replaces_one_that_is_a_link_out_of_the_root(tmp_path, step, is_there):
+    root = tmp_path / "root"
+    shutil.copytree(step, root / "step-20")
+    if is_there:
+        shutil.copytree(step, tmp_path / "elsewhere")
+    (root / "step-30").symlink_to("../elsewhere")
+    for ask in (ckptctl.pick, ckptctl.scan):
+        with pytest.raises(UsageError, match="step 30 may be usable") as caught:
+            ask(str(root))
+        assert caught.value.next_command == f"ckptctl pick {root} --skip 30"
+    assert ckptctl.pick(str(root), skip=[30]).step == 20
+
+
+def test_a_link_to_a_step_of_the_root_is_passed_over(tmp_path, step):
+    shutil.copytree(step, tmp_path / "step-20")
+    (tmp_path / "step-30").symlink_to("step-20")
+    assert ckptctl.pick(str(tmp_path)).step == 20
