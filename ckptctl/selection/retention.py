@@ -386,7 +386,8 @@ class RetentionPlan:
         accepted = refusal(report, self._rules.policy) is None
         is_old = report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short)
         is_old = is_old or report.only_archived
-        if accepted and (later := self._written_later(inspected)) is not None:
+        may_count = accepted or (report.interrupted and not being_removed)
+        if may_count and (later := self._written_later(inspected)) is not None:
             return later
         if is_old or accepted:
             return self._is_needed(candidate, gone)
@@ -398,7 +399,8 @@ class RetentionPlan:
         """Why a step is kept that was written after all that count; None if it was not.
 
         A run that went back to an earlier step saves again under smaller numbers than those of
-        the branch that it left. A copy without times is kept until the next save.
+        the branch that it left. An unfinished save may then still run, however long ago its last
+        file was written. A copy without times is kept until the next save.
         """
         newest = self._counted[0].candidate.named
         counted = (self._inspections[c.candidate.named.name] for c in self._counted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -228,6 +229,23 @@ def test_a_step_that_was_saved_after_the_run_went_back_stays(put, root):
     ckptctl.mark(f"{root}@200", "rejected", reason="of the branch that was left")
     ckptctl.prune(str(root), 1, apply=True)
     assert there(root) == {"step_400"}
+
+
+@pytest.mark.parametrize(("hours", "stays"), [(1, True), (5, False)])
+def test_an_unfinished_save_that_was_written_after_those_that_count_stays(put, root, hours, stays):
+    """A slow save of a run that went back is older than `--grace`, by a fast clock any save is."""
+    now_s = time.time()
+    for number, ago in ((200, hours), (400, 3)):
+        (step,) = put(number)
+        for file in (one for one in step.rglob("*") if one.is_file()):
+            os.utime(file, (now_s - ago * 3600, now_s - ago * 3600))
+    unseal(root / "step_400")
+    shutil.rmtree(root / "step_200" / ".ckptctl")
+    (root / "step_200" / ".metadata").unlink()
+    found = prune(root, unsealed=True)
+    assert there(root) == ({"step_200", "step_400"} if stays else {"step_400"})
+    why = "written after step 400: the run may have gone back to an earlier step"
+    assert (found.decisions[1].reason == why) is stays
 
 
 def test_a_pin_that_cannot_be_read_protects(put, root):
