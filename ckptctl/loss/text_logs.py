@@ -14,7 +14,7 @@ from functools import partial
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
-from ckptctl.loss.formats.console import LineReader, pattern_format
+from ckptctl.loss.formats.console import EPOCH_HINT, LineReader, pattern_format
 from ckptctl.loss.formats.line_formats import LINE_FORMATS
 from ckptctl.loss.formats.multi_line import BLOCK_FORMATS, BlockReader, HfConsoleReader, KerasReader
 from ckptctl.loss.formats.records import JsonLinesReader, PrintedTableReader, TableReader
@@ -79,7 +79,7 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
     *(
         TextFormat(
             form.name,
-            (form.hint,),
+            (form.hint, EPOCH_HINT) if form.has_epochs_above else (form.hint,),
             partial(LineReader, form),
             fallback=form.fallback,
             averages=form.averages,

@@ -222,6 +222,49 @@ def test_the_epochs_of_a_log_go_on_from_those_of_the_log_before(form, tmp_path):
     assert report.assessments[0].resume.first_step == 1010
 
 
+HEADINGS = (
+    "Epoch {epoch}/5",
+    "Epoch: {epoch}",
+    "Epoch [{epoch}/5]",
+    "===== Epoch {epoch} =====",
+    "Starting epoch {epoch}",
+    "2026-11-20 03:12:44,201 - INFO - some.trainer - Epoch {epoch}/5",
+    "INFO:root:epoch {epoch}:",
+    "--> Training epoch {epoch} of 5",
+)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+@pytest.mark.parametrize("line", ["Batch {}/50: loss: {:.4f}", "[{}/50] loss={:.4f}"])
+def test_an_epoch_that_a_line_above_names_has_the_steps_below_it(heading, line, tmp_path):
+    """The job ended in epoch 4, and resumed from the checkpoint after epoch 2."""
+    random = Random(7)
+    noise = {step: random.gauss(0, 0.03) for step in range(1, 251)}
+    for name, first, last in (("1.log", 1, 170), ("2.log", 101, 200)):
+        lines = []
+        for step in range(first, last + 1):
+            epoch, batch = (step - 1) // 50 + 1, (step - 1) % 50 + 1
+            lines += [heading.format(epoch=epoch)] if batch == 1 else []
+            lines.append(line.format(batch, 2 + 4 * exp(-step / 60) + noise[step]))
+            lines += [f"Saving checkpoint, epoch {epoch}"] if batch == 50 else []
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    report = check_loss([str(tmp_path / "1.log"), str(tmp_path / "2.log")])
+    assert report.verdict.value == "continuous"
+    assert report.assessments[0].resume.first_step == 101
+
+
+def test_an_epoch_that_is_named_below_its_steps_is_no_epoch_of_the_next_ones():
+    lines = [
+        line
+        for epoch in (1, 2, 3)
+        for line in (
+            *(f"batch {n}/4 loss {3 - epoch / 9:.4f}" for n in range(1, 5)),
+            f"Epoch {epoch}",
+        )
+    ]
+    assert [row.step for row in rows("\n".join(lines) + "\n")] == [*range(1, 13)]
+
+
 def test_a_log_that_continues_another_changes_no_steps_of_it():
     """`--follow` reads both while they grow; the second job has twice the ranks."""
     first, second = Rounds(), Rounds()
@@ -301,6 +344,8 @@ def test_bars_of_the_next_process_do_not_begin_where_the_last_one_stopped():
         "batch 7 loss 2.5000",
         "steps: 7/9 avg_loss: 2.5000",
         "step 7 loss tensor(2.5000, device='cuda:0', grad_fn=<NllLossBackward0>)",
+        "iter: 7, lr: 0.000033, 'loss': '2.500000', eta: 5:10:47, batch_cost: 0.5 sec",
+        "train | inner iter: 1/ 8 | global iter:  7/  5000| tot_loss: 2.5000 | pg_loss: -0.0428",
     ],
 )
 def test_a_loop_of_ones_own_is_read_however_it_is_put(line):

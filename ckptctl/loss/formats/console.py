@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from copy import copy
+from decimal import Decimal
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.fields import FIELDS, Precision, RowMaker, clock_in, parse_step
@@ -16,6 +17,14 @@ from ckptctl.loss.formats.line_formats import LineFormat
 from ckptctl.loss.rows import LogPosition, Number, RankReader, Row
 
 _MAX_WRAPS = 8
+
+EPOCH_HINT = "poch"
+_EPOCH_ABOVE = re.compile(
+    r"(?i)^\W{0,40}(?:\d{4}-\d\d-\d\d[^a-z]{1,40})?(?:(?:INFO|DEBUG)\W{1,9}(?:[\w.]{1,80}\W{1,9})?)?"
+    r"(?:(?:start(?:ing|ed)?|begin(?:ning)?|train(?:ing)?) )?"
+    r"epoch[ :=#\[(]{1,4}(?P<epoch>\d{1,9})(?: ?(?:/|of) ?\d{1,9})?\W{0,99}$"
+)
+"""A line that names an epoch, and nothing else: its steps follow."""
 
 
 def pattern_format(pattern: str) -> LineFormat:
@@ -50,6 +59,8 @@ class LineReader(RankReader):
         self._joined = ""
         self._n_wraps = 0
         self._rounds = Rounds()
+        self._epoch_above: int | None = None
+        self._has_rows = False
         self._model = FirstModel()
         self._drawn: Row | None = None
         self._n_drawn = 0
@@ -75,6 +86,8 @@ class LineReader(RankReader):
         if head is None:
             if self._held is not None:
                 yield from self._wrapped(text)
+            if self.format.has_epochs_above:
+                self._take_epoch(text)
             return
         if self._held is not None:
             yield from self.end()
@@ -142,6 +155,15 @@ class LineReader(RankReader):
         """The row of a text that has `spans`."""
         return next(self._row(text, position))
 
+    def _take_epoch(self, text: str) -> None:
+        """Keep the epoch that a line above the rows names.
+
+        Where rows are above the first of these lines, an epoch may be named at its end.
+        """
+        named = _EPOCH_ABOVE.match(text) if EPOCH_HINT in text else None
+        if named is not None and (self._epoch_above is not None or not self._has_rows):
+            self._epoch_above = int(named["epoch"])
+
     def _wrapped(self, text: str) -> Iterator[Row]:
         if self._held is None or self._tail is None:
             return
@@ -166,6 +188,8 @@ class LineReader(RankReader):
             return
         self._snapshot = None
         pairs = [(name, value) for name, value in groups.items() if value and name in FIELDS]
+        if gain := groups.get("gain"):
+            pairs.append(("loss", str(1 - Decimal(gain))))
         if self._pairs is not None:
             pairs += self._pairs.findall(text, head.start())
         counts = self.format.counts
@@ -193,10 +217,10 @@ class LineReader(RankReader):
             return step
         if step == 0 and self.format.redrawn:
             return None  # a bar of which no step is done has the loss of the bar before
-        per, epoch = groups.get("per") or "", groups.get("epoch")
-        batch = self._rounds.step(
-            step, int(per) if per.isdecimal() else None, int(epoch) if epoch else None
-        )
+        per, named = groups.get("per") or "", groups.get("epoch")
+        epoch = int(named) if named else self._epoch_above
+        self._has_rows = True
+        batch = self._rounds.step(step, int(per) if per.isdecimal() else None, epoch)
         return -(-batch // self._batches)
 
 

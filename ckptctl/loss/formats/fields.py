@@ -46,7 +46,7 @@ _NAMES = {
     "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
         traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
         losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
-        trainsamplestrainloss losstotal lossestotal totallosstrain lastloss avgloss lossavg
+        trainsamplestrainloss totloss losstotal lossestotal totallosstrain lastloss avgloss lossavg
         averageloss meanloss lossmean losscurrent steploss pgloss policyloss crossentropy
         nll nllloss ctcloss ce lossestotalloss lossesloss trainlossepoch ltotal lgtotal lpix lgpix
         trainboxloss losslossmean lossglossmean""",

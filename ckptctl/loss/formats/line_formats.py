@@ -32,7 +32,8 @@ class LineFormat:
     each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
     and the last one counts. `counts`: what the step counts, if no training steps. `models`: one
     process may train several models, such as the folds of a cross-validation. `numbered`: the
-    line may begin with the step as with the rank of `srun --label` (`12: `).
+    line may begin with the step as with the rank of `srun --label` (`12: `). The group `gain` of
+    `head` is a metric that rises to 1; the loss is what it lacks.
     """
 
     name: str
@@ -50,12 +51,21 @@ class LineFormat:
     models: bool = False
     numbered: bool = False
 
+    @property
+    def has_epochs_above(self) -> bool:
+        """Whether a line of its own may name the epoch in which the steps below it are."""
+        return self.rounds and self.fallback and not self.redrawn
+
 
 _FALLING = (
     r"(?:[a-z]+_)?(?:log_?loss|rmse|mse|mae|mape|rmsle|l1|l2|error|cross_entropy|xentropy|deviance"
     r"|poisson|quantile|huber|fair|gamma|tweedie|nloglik)"
 )
-"""Losses of gradient boosting; metrics that rise, such as `auc`, are none."""
+"""Losses of gradient boosting."""
+_RISING = (
+    r"(?:auc(?:pr|_mu)?|average_precision|map|ndcg|pre|accuracy|acc|f1|precision|recall|pr_auc)"
+)
+"""Metrics of gradient boosting that rise to 1."""
 _NUMBER = r"[-+]?(?:\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,4})?|nan|inf)"
 
 LINE_FORMATS = (
@@ -345,14 +355,24 @@ LINE_FORMATS = (
         "boosting",
         "rain",
         # XGBoost, LightGBM: an iteration, and the metric of each set; that of a cross-validation
-        # has a deviation (`+0.01`) and is not of one model.
+        # has a deviation (`+0.01`) and is not of one model. A loss is preferred to a metric.
         r"(?i)^(?:\[[\d:. -]{5,30}\] ?|\[LightGBM\] \[Info\] )?"
         r"(?:\[(?=\d{1,9}\])|Iteration:(?=\d{1,9},))(?P<step>\d{1,9})[\],]"
         r"(?:\s|#011)(?:.{0,500}?(?:\s|#011))??"
-        rf"train(?:ing)?(?:'s |[-_ ]){_FALLING}(?:@[\d.]{{1,9}})? ?: ?"
-        rf"(?P<loss>{_NUMBER})(?=[\s#]|$)",
+        rf"train(?:ing)?(?:'s |[-_ ])(?:{_FALLING}(?:@[\d.]{{1,9}})? ?: ?(?P<loss>{_NUMBER})"
+        rf"|(?!.{{0,500}}train(?:ing)?(?:'s |[-_ ]){_FALLING}(?:@[\d.]{{1,9}})? ?:)"
+        rf"{_RISING}(?:@[\d.]{{1,9}}-?)? ?: ?(?P<gain>[01](?:\.\d{{1,20}})?))(?=[\s#]|$)",
         fallback=True,
         models=True,
+    ),
+    LineFormat(
+        "rvc",
+        ", ",
+        # RVC: the step and the learning rate on a line, the parts of the loss on the next one.
+        r"(?:^|:)\[(?P<step>\d{1,12}), (?P<lr>\d[^\s\]]{0,60})\](?=$|\s|\w)",
+        r"(?<![a-z])(loss_[a-z]{1,20})=([^\s,]{1,40})",
+        tail=r"\bloss_mel=\S",
+        keys={"loss": "loss_mel"},
     ),
     LineFormat(
         "catboost",
@@ -376,12 +396,15 @@ LINE_FORMATS = (
         r"(?i)^(?:(?=.*\btrain\w{0,20}[ _/]loss)|"
         rf"(?!.*(?:(?:\b|_){_NOT_TRAINING}|\[dev\])))"
         r"(?:.{0,300}?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d{1,9}))?"
-        r".{0,300}?(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[('\"]{1,9}"
+        # A global step outweighs that of an inner loop.
+        r".{0,300}?(?:(?P<whole>\bglobal[ _])|(?<![\w/])|_)"
+        r"(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[('\"]{1,9}"
         r"(?P<step>\d[\d,]{0,15})(?!\.?\d|\s?%|[kmb]\b)(?:\s?/\s?(?P<per>\d{1,12}))?"
+        r"(?(whole)|(?!.{0,300}?\bglobal[ _](?:step|iter)))"
         r"(?=\D.{0,300}?(?:\b|_|last)loss)",
         r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test) )?"
         r"[a-z][\w/]{0,99}(?: norm| rate| total| mean)?)['\"]?[ :=]{1,3}"
-        r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
+        r"(?:tensor\()?'?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
         rounds=True,
         fallback=True,
     ),

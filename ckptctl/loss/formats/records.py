@@ -11,6 +11,7 @@ import codecs
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from ckptctl.data_classes import replace
@@ -218,8 +219,10 @@ class TableReader(RecordReader):
         cells = _cells(text, self._delimiter)
         if not self._is_row(cells):
             return
-        pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
-        yield from self._rows.add(pairs, position, counts=self._counts)
+        yield from self._rows.add(self._pairs(cells), position, counts=self._counts)
+
+    def _pairs(self, cells: Sequence[str]) -> list[tuple[str, str]]:
+        return [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
 
     def _is_row(self, cells: Sequence[str]) -> bool:
         return bool(cells)
@@ -277,10 +280,31 @@ class PrintedTableReader(TableReader):
         step = parse_step(cells[fields.index("step")])
         return step is not None and self._model.has(step)
 
+    def _pairs(self, cells: Sequence[str]) -> list[tuple[str, str]]:
+        pairs = super()._pairs(cells)
+        parts = [Decimal(cell) for name, cell in pairs if name == _PART]
+        return [*pairs, ("loss", str(sum(parts)))] if parts else pairs
+
+    def _header(self, text: str, file: str) -> bool:
+        if text.startswith(_SPACY):
+            cells = re.split(r"\s{2,}", text.strip())
+            columns = [_SPACY_COLUMNS.get(cell, cell) for cell in cells]
+            names = [_PART if _SPACY_LOSS.fullmatch(cell) else cell for cell in columns]
+            if _PART in names and "step" in names:
+                self._names, self._delimiter = tuple(names), None
+                self._counts = "epochs" if cells[0] == "Itn" else None
+                return True
+        return super()._header(text, file)
+
     def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
         return delimiter == "|" or all(self._maker.knows(n) or _NAME.fullmatch(n) for n in names)
 
 
+_SPACY = ("E    #  ", "Itn  ")
+_SPACY_COLUMNS = {"E": "epoch", "#": "step", "Itn": "step"}
+_PART = "part of the loss"
+# What the embeddings of spaCy list as theirs is a part of the losses of the components.
+_SPACY_LOSS = re.compile(r"LOSS (?!TOK2VEC|TRANS)\S.{0,40}|\S{1,40} Loss")
 _NAME = re.compile(
     r"(?=[a-z][a-z0-9]{0,40}_)[a-z0-9_]{1,80}|accuracy|perplexity|elapsed|f1|auc|dice"
 )
