@@ -42,6 +42,55 @@ def test_every_line_is_evidence_of_what_its_label_says(name, tmp_path):
     assert wrong == []
 
 
+OTHER_PROGRAMS = {
+    # A stream from a store that ends early is the storage's, an archive on disk the data's.
+    "tarfile.ReadError: unexpected end of data": "job-data",
+    "tarfile.ReadError: (\"unexpected end of data @ <Pipe (('aws s3 cp s3://b/1.tar -',))>\")": (
+        "infra-storage"
+    ),
+    "OSError: (('curl -s https://b/1.tar',), {'bufsize': 8192}): exit 56 (read) {'rank': 3}": (
+        "infra-storage"
+    ),
+    "Exception: (\"((' gsutil cat gs://b/1.tar',)): exit 1 (read) {}\", <gopen.Pipe object>)": (
+        "infra-storage"
+    ),
+    "urllib3.exceptions.IncompleteRead: IncompleteRead(12 bytes read, 34 more expected)": (
+        "infra-storage"
+    ),
+    "OSError: 3276800 requested and 12345 written": "infra-storage",
+    "File.lua:210: write error: wrote 397 blocks instead of 412": "infra-storage",
+    "RESOURCE_EXHAUSTED: Attempting to reserve 6.48G at the bottom of memory.": "job-oom",
+    "(1) Resource exhausted: Attempting to allocate 180.59M. That was not possible.": "job-oom",
+    "job preempted (node failure)": "infra-node",
+    "node n7 requested job terminate - received SISTER_EOF from its sister": "infra-node",
+    # The letters of a store within other words are none.
+    "RuntimeError: received errors from rank 3. Please check rank 3 logs: Timed out": "job-code",
+    "RuntimeError: the settings of class3 timed out": "job-code",
+    "attributes of the link: the downlink is down": "none",
+}
+
+
+@pytest.mark.parametrize(("text", "failure"), OTHER_PROGRAMS.items())
+def test_a_line_of_another_program_is_what_its_words_say(tmp_path, text, failure):
+    assert said(tmp_path, text) == failure
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "task:37 heartbeat timeout. This indicates that the remote task has failed, got killed",
+        "Terminating process because the coordinator detected missing heartbeats.",
+        "ShutdownHook: lame workers found: HeartbeatManager(/job:worker/task:0)",
+    ],
+)
+def test_a_task_that_lost_another_one_is_a_consequence(tmp_path, text):
+    log = tmp_path / "one.log"
+    log.write_text(text + "\n")
+    answer = ckptctl.classify(str(log))
+    assert answer.failure == "unknown"
+    assert "only consequences" in answer.message
+
+
 OWN = {
     errors.StorageUnavailable: "infra-storage",
     errors.SaveFailed: "infra-storage",
