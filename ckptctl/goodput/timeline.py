@@ -373,15 +373,17 @@ def measured_mtbf(attempts: Iterable[PastAttempt], last_s: float = math.inf) -> 
     )
 
 
-def poisson_bounds(n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The exact bounds of the expected number of events where `n` were counted.
+_TAIL = 0.025
+
+
+def poisson_bounds(n: int) -> tuple[float, float]:
+    """The exact bounds of the expected number of events where `n` were counted, at 95 %.
 
     The lower one is 0 for none. Source: F. Garwood, 1936; the same as half the quantiles of
     chi-square with 2n and 2n + 2 degrees of freedom.
     """
-    tail = (1 - confidence) / 2
-    low = _solved(lambda mean: 1 - _at_most(n - 1, mean), tail, n) if n else 0.0
-    high = _solved(lambda mean: -_at_most(n, mean), -tail, n)
+    low = _solved(lambda mean: 1 - _at_most(n - 1, mean), _TAIL, n) if n else 0.0
+    high = _solved(lambda mean: -_at_most(n, mean), -_TAIL, n)
     return low, high
 
 

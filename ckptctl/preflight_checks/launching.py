@@ -209,10 +209,7 @@ def report_from_here(
 
     with ExitStack() as stack:
         stores = [stack.enter_context(open_store(root, storage)) for root in roots]
-        facts = [
-            facts_of_this_node(one, name_below(one.url, step) if holds(one, step) else None)
-            for one in stores
-        ]
+        facts = [facts_of_this_node(one, step_in(one, step)) for one in stores]
         document: dict[str, object] = {"schema": SCHEMA, "roots": [asdict(one) for one in facts]}
         if probe is not None:
             mine = StorageProbe(stores[0])
@@ -224,6 +221,11 @@ def report_from_here(
 def holds(store: Store, step: str) -> bool:
     """Whether a step, by its URL, is in this root."""
     return bool(step) and join_url(store.url, name_below(store.url, step)) == step
+
+
+def step_in(store: Store, step: str) -> str | None:
+    """The name of a step in this root; None where it is in another."""
+    return name_below(store.url, step) if holds(store, step) else None
 
 
 def arguments(

@@ -229,7 +229,7 @@ class Compared:
 class StorageProbe:
     """The probe of one process. Its folder is removed at the end of the `with`."""
 
-    def __init__(self, store: Store, *, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, store: Store) -> None:
         if store.folders is None:
             raise UsageError(
                 f"{store.url}: --probe-storage is for file systems: object stores compare "
@@ -237,7 +237,6 @@ class StorageProbe:
             )
         self._store = store
         self._folders = store.folders
-        self._limit_s = limit_s
         # A seed and a name that no other process has; nothing here is a secret.
         self._id = os.urandom(6).hex()
         self._folder = f"{OWN_FOLDER}/probe-{self._id}"
@@ -268,7 +267,7 @@ class StorageProbe:
         failed: StorageError | None = None
         try:
             for number in range(N_FILES):
-                if time.monotonic() - began_s > self._limit_s:
+                if time.monotonic() - began_s > LIMIT_S:
                     break
                 name = f"{self._folder}/{number}.bin"
                 self._names.append(name)
@@ -295,7 +294,7 @@ class StorageProbe:
         wrong: list[str] = []
         try:
             for number, seed in enumerate(written.seeds):
-                if time.monotonic() - began_s > self._limit_s:
+                if time.monotonic() - began_s > LIMIT_S:
                     break
                 name = f"{written.folder}/{number}.bin"
                 for offset, expected in enumerate(_content(seed)):

@@ -24,7 +24,7 @@ from ckptctl.goodput.measuring import Measured, measured_in
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds
+from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds, step_in
 from ckptctl.preflight_checks.nodes import (
     StorageProbe,
     Written,
@@ -188,11 +188,7 @@ class _Job:
         """What every process sees of each root, and what a probe came to; the same on all."""
         step = self.picked.chosen.url if self.picked.chosen else ""
         nodes = {
-            url: group.gather(
-                facts_of_this_node(
-                    store, name_below(store.url, step) if holds(store, step) else None, group.rank
-                )
-            )
+            url: group.gather(facts_of_this_node(store, step_in(store, step), group.rank))
             for url, store in self.stores.items()
         }
         probe: Check | None = None

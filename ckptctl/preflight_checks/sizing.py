@@ -104,11 +104,13 @@ def _means(made: Sized, seen: Measured) -> str:
         words.append(f"stock dcp.load reads {size(read)} for {size(needed)} needed")
     words.append(f"loses {', '.join(made.lost)}" if made.lost else "loses nothing")
     if made.step_s is not None and seen.step_s is not None and made.share != 1:
-        words.append(
-            f"1,000 steps take about {duration(1000 * made.step_s, digits=3)} instead of "
-            f"{duration(1000 * seen.step_s, digits=3)}"
-        )
+        words.append(_pace(made.step_s, seen.step_s))
     return "; ".join(words)
+
+
+def _pace(step_s: float, before_s: float) -> str:
+    now, before = (duration(1000 * each, digits=3) for each in (step_s, before_s))
+    return f"1,000 steps take about {now} instead of {before}"
 
 
 def check_sizes(sizes: Sequence[Sized]) -> Iterator[Check]:
@@ -147,10 +149,7 @@ def _speed(world_size: int, saved: int, seen: Measured) -> str:
     share = world_size / saved
     words = f"; {percent(share, 0)} of the ranks"
     if seen.step_s is not None:
-        words += (
-            f", so 1,000 steps take about {duration(1000 * seen.step_s / share, digits=3)} "
-            f"instead of {duration(1000 * seen.step_s, digits=3)}"
-        )
+        words += f", so {_pace(seen.step_s / share, seen.step_s)}"
     if share < 1:
         words += f"; or wait for {saved - world_size} more"
     return words

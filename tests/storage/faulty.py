@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, Upload
+from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, Upload, Wrapped
 from ckptctl.storage.waiting import Retries
 
 VERBS = (
@@ -25,7 +25,7 @@ class _Order:
     path: str | None
 
 
-class FaultyStore:
+class FaultyStore(Wrapped):
     """Wraps a store; `calls` counts its verbs, and spans as `span`.
 
     `kind` may be given, to have a folder be treated like a network's or an
@@ -33,22 +33,16 @@ class FaultyStore:
     """
 
     def __init__(self, store: Store, *, kind: StoreKind | None = None) -> None:
-        self._store = store
+        super().__init__(store)
         self._orders: list[_Order] = []
         self._listing: Callable[[Sequence[FileInfo]], Sequence[FileInfo]] | None = None
         self.kind = kind or store.kind
-        self.url = store.url
         self.calls: Counter[str] = Counter()
 
     @property
     def folders(self) -> None:
         """See `Store.folders`: none, so that everything goes through the verbs."""
         return
-
-    @property
-    def upload_checksum(self) -> str | None:
-        """See `Store.upload_checksum`."""
-        return self._store.upload_checksum
 
     def fail(
         self,
@@ -137,12 +131,6 @@ class FaultyStore:
     def close(self) -> None:
         """See `Store.close`."""
         self._store.close()
-
-    def __enter__(self) -> FaultyStore:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _count(self, verb: str, path: str | None) -> None:
         self.calls[verb] += 1
