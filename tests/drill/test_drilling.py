@@ -201,12 +201,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def upload(root: Path, s3: S3Server) -> str:
     """Put a root into a bucket of its own; its URL."""
-    bucket = s3.new_bucket()
-    for path in root.rglob("*"):
-        if path.is_file():
-            key = f"runs/{path.relative_to(root)}"
-            s3.client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
-    return f"s3://{bucket}/runs"
+    return s3.upload(root, "runs", s3.new_bucket())
 
 
 # Signals

@@ -217,11 +217,7 @@ def test_a_root_in_a_bucket_gives_the_same_as_one_in_a_folder(made, s3):
     one = made.attempt(-5, 325, 137, "restart", cause="infra-node")
     made.ledger(0, None, trained(1, 25, 30), number=one)
     made.ledger(351, 20, trained(21, 45, 30), number=made.attempt(350, 400, 0, "done"))
-    prefix = f"history-{made.state['run']}"
-    for file in made.root.rglob("*.json*"):
-        key = f"{prefix}/{file.relative_to(made.root)}"
-        s3.client.put_object(Bucket=s3.bucket, Key=key, Body=file.read_bytes())
-    url = f"s3://{s3.bucket}/{prefix}"
+    url = s3.upload(made.root, f"history-{made.state['run']}")
     there = ckptctl.run_history(url, storage_options=s3.options)
     assert there.goodput == made.history().goodput
     assert [each.cause for each in there.attempts] == ["infra-node", None]

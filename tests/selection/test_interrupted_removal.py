@@ -54,11 +54,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_bucket(root: Path, s3: S3Server) -> str:
     """The URL of a copy of a root in a bucket of its own."""
-    bucket = s3.new_bucket()
-    for file in (path for path in root.rglob("*") if path.is_file()):
-        key = f"run/{file.relative_to(root)}"
-        s3.client.put_object(Bucket=bucket, Key=key, Body=file.read_bytes())
-    return f"s3://{bucket}/run"
+    return s3.upload(root, "run", s3.new_bucket())
 
 
 def steps_in(url: str, s3: S3Server) -> set[int]:

@@ -292,10 +292,7 @@ def test_on_a_root_that_is_read_only_access_is_denied(root):
 def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_the_next(
     root, s3_moto, counting_proxy
 ):
-    for file in (path for path in root.rglob("*") if path.is_file()):
-        key = f"prune/{file.relative_to(root)}"
-        s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=key, Body=file.read_bytes())
-    url, proxy = f"s3://{s3_moto.bucket}/prune", counting_proxy(s3_moto.endpoint)
+    url, proxy = s3_moto.upload(root, "prune"), counting_proxy(s3_moto.endpoint)
     proxy.break_request("DELETE", Fault.SILENT, nth=2, lasts=True)
     command = ("prune", url, "--keep", "4", "--apply")
     variables = {**s3_moto.environment, "AWS_ENDPOINT_URL": proxy.url}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_a_step_of_a_root_is_no_root(step, which):
     for function in (ckptctl.pick, ckptctl.scan):
         with pytest.raises(UsageError, match="a root is required") as caught:
             function(f"{root}@{which}")
-        assert caught.value.next_command == f"ckptctl scan {root}"
+        assert caught.value.next_command == f"ckptctl scan {shlex.quote(str(root))}"
 
 
 def test_a_folder_whose_name_looks_like_a_selected_step_is_itself(tmp_path, step):

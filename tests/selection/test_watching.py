@@ -155,12 +155,10 @@ def test_the_seal_of_an_earlier_save_is_replaced(tmp_path):
 
 @pytest.mark.server
 def test_steps_in_a_bucket_are_sealed(s3, root):
-    prefix = uuid.uuid4().hex
-    for path in root.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            key = f"{prefix}/{path.relative_to(root)}"
-            s3.client.put_object(Bucket=s3.bucket, Key=key, Body=path.read_bytes())
-    url = f"s3://{s3.bucket}/{prefix}"
+    for path in root.iterdir():
+        if path.is_symlink():
+            path.unlink()
+    url = s3.upload(root, uuid.uuid4().hex)
     assert inspected(url, storage_options=s3.options) == []
     assert inspected(url, storage_options=s3.options) == SEALED
     assert inspected(url, storage_options=s3.options) == []
