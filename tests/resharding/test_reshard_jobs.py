@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
+import sys
 import uuid
 from pathlib import Path
 
@@ -102,33 +102,43 @@ def test_the_processes_of_torchrun_write_one_step(checkpoints, tmp_path):
     assert [*tmp_path.iterdir()] == [target]
 
 
-def test_a_process_that_is_lost_means_that_nothing_is_published(checkpoints, tmp_path):
+KILLED = """
+import os, signal
+from ckptctl.resharding import executing
+real = executing._Work.write_shards
+def killed(work, own):
+    {}
+    os.kill(os.getpid(), signal.SIGKILL)
+executing._Work.write_shards = killed
+from ckptctl.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("before", ["pass", "real(work, own)"], ids=["before", "after"])
+def test_a_process_that_is_lost_means_that_nothing_is_published(checkpoints, tmp_path, before):
+    """Killed before it has written its share, and after."""
     source, target = checkpoints / "run_fsdp4" / "step_300", tmp_path / "step_300"
     words = ["reshard", source, target, "--world-size", 5, "--apply"]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     first, lost = (
         subprocess.Popen(
-            [*COMMAND, *map(str, words)],
+            [*command, *map(str, words)],
             env=clean_environment(RANK=str(rank), **place),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, command in enumerate((COMMAND, (sys.executable, "-c", KILLED.format(before))))
     )
     try:
-        # The second stops before it has written its share, and is killed then.
-        while not [*tmp_path.rglob("__*.distcp")] and lost.poll() is None:
-            time.sleep(0.001)
-        lost.send_signal(signal.SIGKILL)
         _, err = first.communicate()
         lost.communicate()
     finally:
         first.kill()
-    if lost.returncode == -signal.SIGKILL:
-        assert first.returncode == 75, err
-        assert not target.exists()
-        assert ckptctl.pick(str(tmp_path), allow_fresh=True).chosen is None
+    assert (first.returncode, lost.returncode) == (75, -signal.SIGKILL), err
+    assert not target.exists()
+    assert ckptctl.pick(str(tmp_path), allow_fresh=True).chosen is None
 
 
 @pytest.mark.parametrize("damaged", [0, -1])
