@@ -25,6 +25,7 @@ def files(*paths: str) -> tuple[FileInfo, ...]:
         ("global_step1200", 1200, "deepspeed"),
         ("global_step_1200", 1200, "verl"),
         ("epoch_0_step_1200", 1200, "automodel"),
+        ("checkpoint-epoch_00000050-step_00000200", 200, "dcp"),
         ("epoch=0-step=1200.ckpt", 1200, "lightning"),
         ("epoch=3-step=1200-v1.ckpt", 1200, "lightning"),
         ("run--val_loss=1.25-step=1200-last", 1200, "nemo"),

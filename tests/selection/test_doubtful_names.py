@@ -111,6 +111,10 @@ SAVES = {
         "model_2000.pt",
     ),
     "named by a number": ({f"{n}.pt": of_epoch(n) for n in (11, 12)}, "12.pt"),
+    "named by a number and a word": (
+        {f"{n:06}_ckpt.pt": of_epoch(n) for n in (11, 12)},
+        "000012_ckpt.pt",
+    ),
     "named by a number, the first": ({"12.pt": of_epoch(12)}, "12.pt"),
     "that name the next epoch": ({f"{n}.pt": of_epoch(n + 1) for n in (0, 1)}, "1.pt"),
     "by their run": ({f"runA_{n}.pt": whole(n) for n in (1000, 2000)}, "runA_2000.pt"),

@@ -48,7 +48,10 @@ STEP_NAMES = (
         rf"(?:(?:ckpt|checkpoint|model|state)[-_]step|ckpt|iter|it|iteration)[-_]?{_N}(?:-ckpt)?",
     ),
     ("dcp", rf"step{_N}-unsharded"),
-    ("dcp", rf"epoch[-_]?[0-9]+[-_](?:global_)?step[-_]?{_N}"),
+    (
+        "dcp",
+        rf"(?:(?:ckpt|checkpoint|model|state)[-_])?epoch[-_]?[0-9]+[-_](?:global_)?step[-_]?{_N}",
+    ),
     ("dcp", r"model_(?P<step>[0-9]{7})"),  # Detectron2
     ("kohya", r"(?P<run>.+)-step(?P<step>[0-9]{8})-state"),
     ("kohya-epochs", r"(?P<run>.+)-(?P<step>[0-9]{6})-state"),
@@ -96,7 +99,7 @@ RWKV-LM, torchvision's `model_12.pth`, rsl_rl's `model_1000.pt`, EDM's `training
 
 COUNTED_NAME = (
     r"(?!.*(?:rank|size|node|gpu|worker))"
-    rf"{_NOT_WHOLE}{_PREFIX}(?<![0-9]\.){_N}(?:{_METRIC})*\.(?:pt|pth|ckpt|pth\.tar)"
+    rf"{_NOT_WHOLE}{_PREFIX}(?<![0-9]\.){_N}{_BEHIND}\.(?:pt|pth|ckpt|pth\.tar)"
 )
 """Names of files with a number that nothing explains, `12.pt`: steps if they count that number."""
 
