@@ -281,9 +281,11 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         # Several averages of the weights differ by a decimal fraction: it is no step or rank.
         number = r"(?<![0-9.])[0-9]+(?!\.?[0-9])"
         yield from sorted({re.sub(number, "N", file.path) for file in part.files})
-    if not part.grids:
+    # RNG states are compared as a kind of train state: a job of one rank may write one file.
+    grids = [grid for grid in part.grids if grid.what != "RNG states"]
+    if not grids:
         yield part.path
-    for grid in part.grids:
+    for grid in grids:
         # DeepSpeed in a step of transformers: `checkpoint-30/global_step30/`.
         folders = [one for one in grid.folder.split("/") if one and step_name(one) is None]
         yield "/".join((*folders, grid.what))

@@ -334,6 +334,17 @@ def test_a_file_that_the_index_or_the_names_of_others_count_is_missed(tmp_path, 
     assert (report.exit_code, faults(report)) == (20, {"shard.missing"})
 
 
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 3)])
+def test_a_step_of_the_trainer_on_another_number_of_ranks_lacks_nothing(tmp_path, ranks):
+    for step, n_ranks in zip((10, 20), ranks, strict=True):
+        folder = hugging_face(tmp_path, step)
+        for rank in range(n_ranks):  # one rank alone writes no number
+            name = "rng_state.pth" if n_ranks == 1 else f"rng_state_{rank}.pth"
+            save(folder / name, {"python": (3, (1, 2), None), "cpu": torch.get_rng_state()})
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, chosen.passed_over) == (20, ())
+
+
 def test_the_folder_that_latest_names_has_to_be_there(tmp_path):
     step = tmp_path / "checkpoint-30"
     save(step / "global_step30" / "mp_rank_00_model_states.pt", {"module": {"w": torch.ones(4)}})
