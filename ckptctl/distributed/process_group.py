@@ -287,9 +287,20 @@ def _raise(error: CkptctlError) -> None:
     raise error
 
 
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""Gives each attempt of torchrun (2.13) a store of its own, in place of one for all of them."""
+
+
 def ranks_lost(error: BaseException) -> RanksLost:
     """The error for a collective that failed."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and "connectFullMesh" in first:
+        return RanksLost(
+            "the ranks do not reach each other after a restart by torchrun, whose store still "
+            f"holds the addresses of the attempt before ({first[:200]})",
+            next_command=f"{OWN_STORE} torchrun ...",
+        )
     return RanksLost(
         f"a rank of this job has ended, or did not answer in time ({first[:200]})",
         next_command="ckptctl classify LOG",

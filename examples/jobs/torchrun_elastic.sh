@@ -13,6 +13,8 @@ ckptctl pick --quiet --allow-fresh --create "$ROOT" > /dev/null
 errors=$(mktemp -d "${TMPDIR:-/tmp}/errors-XXXXXX")
 echo "error files: $errors" >&2
 
+# Each restart gets a store of its own: in a shared one ranks may find those of the attempt before.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes="${MIN_NODES:-1}:${MAX_NODES:-4}" --nproc-per-node="${GPUS:-8}" \
     --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint="$HEAD" --rdzv-id="${RUN:-train}" \
     --log-dir="$errors" train.py --root "$ROOT" --resume-from auto

@@ -20,6 +20,7 @@ from huge_step import bytes_read, make_huge
 from services.processes import free_port
 
 from ckptctl.distributed.launcher import LaunchedRank, launched_rank
+from ckptctl.distributed.process_group import ranks_lost
 
 SIZE = 4
 
@@ -241,3 +242,13 @@ def test_a_process_that_does_not_find_the_step_ends_all_with_its_error(step, tmp
     line = f"PathNotFound 2 rank {blind} on {socket.gethostname()}: {missing} does not exist"
     assert done.stdout.count(line) == SIZE, done.stdout
     assert done.stdout.count("again 0") == SIZE
+
+
+@pytest.mark.parametrize(("restarts", "named"), [("0", "classify"), ("1", "TORCH_DISABLE_SHARE")])
+def test_ranks_that_do_not_meet_after_a_restart_by_torchrun_need_a_store_of_their_own(
+    monkeypatch, restarts, named
+):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    lost = ranks_lost(RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] refused"))
+    assert named in (lost.next_command or "")
+    assert ("store" in lost.message) is (restarts != "0")
