@@ -251,64 +251,62 @@ def check_readable(state: Mapping[str, Any]) -> None:
     `Reader` loads plain values and tensors, and runs no code from a checkpoint. Cost: a
     copy of the small entries in memory, and of tensors of an unusual class.
     """
+    import torch
+
+    for name, (value,) in _values(state, ""):
+        _check_value(name, value)
+    for name in ("model", "optimizer", "extra_tensors"):
+        for fqn, leaf in _leaves(state.get(name, {}), name):
+            if isinstance(leaf, torch.Tensor):
+                for tensor in local_tensors(leaf):
+                    _check_tensor(fqn, tensor)
+            elif leaf is not None and type(leaf) not in (bool, int, float, str):
+                _check_value(fqn, leaf)
+
+
+def _check_value(name: str, value: Any) -> None:
     import io
 
     import torch
 
-    for name, value in _values(state, ""):
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise UsageError(
-                f"the state of {name} cannot be saved: it would not load again with "
-                f"weights_only=True ({str(error).splitlines()[0][:160]}); use plain values"
-            ) from error
-    for name in ("model", "optimizer", "extra_tensors"):
-        for fqn, leaf in _leaves(state.get(name, {}), name):
-            _check_leaf(fqn, leaf)
+    from ckptctl.train.safe_values import safe_copy
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        safe_copy(buffer.getvalue(), name)
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0].partition(", so it was not loaded")[0]
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, which can be saved but not loaded "
+            f"({why[:160]}); use plain values and tensors"
+        ) from error
 
 
-def _check_leaf(fqn: str, leaf: Any) -> None:
-    """Raise `UsageError` where `Reader` would refuse the record that DCP writes of a leaf."""
+def _check_tensor(fqn: str, tensor: Any) -> None:
+    """Raise `UsageError` where `Reader` would refuse the record that DCP writes of a tensor."""
     import io
 
     import torch
 
     from ckptctl.formats.archive.directory import parse_record
     from ckptctl.records.opening import Unfit, tensor_in
-    from ckptctl.train.safe_values import safe_copy
 
-    if isinstance(leaf, torch.Tensor):
-        for tensor in local_tensors(leaf):
-            check_has_memory(fqn, tensor)
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            if plain and tensor.layout is torch.strided:
-                continue
-            buffer = io.BytesIO()
-            try:
-                torch.save(tensor, buffer)
-                tensor_in(*parse_record(buffer.getvalue()))
-            except Exception as error:
-                why = error.message if isinstance(error, Unfit) else str(error).splitlines()[0]
-                raise UsageError(
-                    f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can be "
-                    f"saved but not loaded ({why[:160]}): use a plain tensor, or register it with "
-                    "persistent=False"
-                ) from error
-    elif leaf is not None and type(leaf) not in (bool, int, float, str):
-        buffer = io.BytesIO()
-        try:
-            torch.save(leaf, buffer)
-            safe_copy(buffer.getvalue(), fqn)
-        except Exception as error:
-            why = (str(error).splitlines() or [""])[0].partition(", so it was not loaded")[0]
-            raise UsageError(
-                f"{fqn} is a {type(leaf).__name__}, which can be saved but not loaded "
-                f"({why[:160]}); use plain values and tensors"
-            ) from error
+    check_has_memory(fqn, tensor)
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if plain and tensor.layout is torch.strided:
+        return
+    buffer = io.BytesIO()
+    try:
+        torch.save(tensor, buffer)
+        tensor_in(*parse_record(buffer.getvalue()))
+    except Exception as error:
+        why = error.message if isinstance(error, Unfit) else str(error).splitlines()[0]
+        raise UsageError(
+            f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can be "
+            f"saved but not loaded ({why[:160]}): use a plain tensor, or register it with "
+            "persistent=False"
+        ) from error
 
 
 def check_has_memory(name: str, tensor: Any) -> None:
