@@ -40,6 +40,7 @@ from ckptctl.train.optimizers import (
     without_a_step,
 )
 from ckptctl.train.random_states import reseed, restore_rng
+from ckptctl.train.samples import note_on_order
 from ckptctl.train.state import (
     GLOBAL_DATA,
     PLAIN,
@@ -238,6 +239,8 @@ class _Restore:
             with _accepting("dataloader"):
                 parts.dataloader.load_state_dict(own)
             self._note("dataloader", restored=True)
+            note = note_on_order(parts.dataloader)
+            self._inventory.notes += [] if note is None else [note]
             return
         self._note("dataloader", restored=False)
         if not held:

@@ -248,6 +248,22 @@ def check_order(loader: Any) -> None:
             )
 
 
+def note_on_order(loader: Any) -> str | None:
+    """What has to hold for samplers of the script's own, which have no state; None without one."""
+    found = [one for one in _samplers(loader) if not hasattr(one, "state_dict")]
+    names = sorted({type(one).__name__ for one in found if not _of_torch(one)})
+    if not names:
+        return None
+    return (
+        f"the order of {', '.join(names)} is not saved, and has to be that of the attempt before: "
+        "if it is drawn anew, samples are repeated and others left out"
+    )
+
+
+def _of_torch(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] in ("torch", "torchdata")
+
+
 def _samplers(loader: Any) -> Iterator[Any]:
     """The samplers of a loader, also those within another."""
     for name in ("batch_sampler", "sampler"):

@@ -572,3 +572,36 @@ def test_the_position_of_a_loader_of_another_kind_is_refused_unless_repetition_i
     state, notes = resumed(tmp_path / "run", parts, accept_repetition=True)
     assert state["lost"] == ["dataloader"]
     assert "the data would restart, repeating" in notes[0]
+
+
+class Drawn(torch.utils.data.Sampler):
+    """A sampler of the script's own, with an order that a resume draws anew."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(96).tolist())
+
+    def __len__(self) -> int:
+        return 96
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+@pytest.mark.parametrize(
+    ("sampler", "n_notes"),
+    [
+        (Drawn, 1),
+        (lambda: torch.utils.data.SequentialSampler(Lines()), 0),
+        (lambda: torch.utils.data.DistributedSampler(Lines(), 1, 0), 0),
+    ],
+)
+def test_a_sampler_whose_order_is_not_saved_is_named_at_a_resume(
+    sampler: Callable[[], Any], n_notes: int, tmp_path: Path
+):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loading() -> Parts:
+        return job(dataloader=loaders.StatefulDataLoader(Lines(), batch_size=8, sampler=sampler()))
+
+    saved(tmp_path / "run", loading())
+    _, notes = resumed(tmp_path / "run", loading())
+    assert len(notes) == n_notes
+    assert all(one.startswith("the order of Drawn is not saved") for one in notes)
