@@ -154,14 +154,14 @@ class _Faults:
 
         `begun` is reported once a signal ends the drill with its report.
         """
+        with storage_errors(self._work):
+            self._work.mkdir(parents=True)
         self._ending.lead(partial(self._run, begun), self._work, keep=self._options.keep)
         return self._ending.asked
 
     def _run(self, begun: str) -> None:
         options = self._options
         self._tell(begun)
-        with storage_errors(self._work):
-            self._work.mkdir(parents=True)
         reference = self._job("no-fault")
         self._about = _measured(reference, options)
         for name in options.faults:
