@@ -12,7 +12,7 @@ from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
 from ckptctl.cli.values import parse_duration, parts
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
-from ckptctl.drill.results import COLUMNS, Drilled, as_html, as_markdown, facts, row
+from ckptctl.drill.results import Drilled, as_html, as_markdown, facts, rows
 from ckptctl.drill.trial import FAULTS
 from ckptctl.options import StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
@@ -108,9 +108,9 @@ def drill(
 
 def drilled_lines(found: Drilled, work: str) -> list[Line]:
     """The grades as a table, and where the reports are."""
-    table = [COLUMNS, *map(row, found.trials)]
+    table = rows(found)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = [
+    lines = [
         line("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)))
         for cells in table
     ]
@@ -123,7 +123,7 @@ def drilled_lines(found: Drilled, work: str) -> list[Line]:
         line(StyledText(found.message, "bad" if found.exit_code else "good"), hang=2),
         *(line(f"  {name}: {text}", hang=4) for name, text in facts(found)),
         EMPTY,
-        *rows,
+        *lines,
         EMPTY,
         *problems,
         line(f"reports: {work}/report.md, {work}/report.html"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptctl import markup
@@ -91,7 +91,7 @@ class Drilled:
     next_command: NextCommand
 
 
-COLUMNS = (
+_HEADINGS = (
     *("fault", "grade", "detected in", "restarted in", "resumed from", "resumed with"),
     *("lost steps", "loss"),
 )
@@ -102,24 +102,30 @@ def grade(trial: Trial) -> str:
     return "survived" if trial.passed else "failed"
 
 
-def row(trial: Trial) -> tuple[str, ...]:
-    """The cells of a trial, under `COLUMNS`."""
+def rows(found: Drilled) -> Sequence[tuple[str, ...]]:
+    """The headings and the cells of each trial, without columns that no trial fills."""
+    columns = zip(_HEADINGS, *map(_row, found.trials), strict=True)
+    return [*zip(*(each for each in columns if set(each[1:]) != {"-"}), strict=True)]
+
+
+def _row(trial: Trial) -> tuple[str, ...]:
     seconds = (
         "-" if each is None else duration(each) for each in (trial.detected_s, trial.restarted_s)
     )
     step, lost = (
         "-" if each is None else str(each) for each in (trial.resumed_from, trial.lost_steps)
     )
-    size = "-" if trial.world_size is None else f"{trial.world_size} ranks"
-    without = f", without {', '.join(trial.excluded)}" if trial.excluded else ""
-    return (trial.fault, grade(trial), *seconds, step, size + without, lost, trial.loss or "-")
+    resumed_with = [] if trial.world_size is None else [f"{trial.world_size} ranks"]
+    resumed_with += [f"without {', '.join(trial.excluded)}"] if trial.excluded else []
+    words = ", ".join(resumed_with) or "-"
+    return (trial.fault, grade(trial), *seconds, step, words, lost, trial.loss or "-")
 
 
 def facts(found: Drilled) -> Iterator[tuple[str, str]]:
     """What else a reader must know, in pairs."""
     yield "command", shlex.join(found.command)
     yield "root", found.root
-    yield "began with", f"step {found.step}, copied by {found.copied_by}"
+    yield "began with", f"step {found.step} ({found.copied_by})"
     yield "seed", str(found.seed)
     read_only = "read-only for the job" if found.root_read_only else "writable to the job"
     changed = "unchanged" if found.root_unchanged else "changed during the drill"
@@ -149,8 +155,9 @@ def as_markdown(found: Drilled) -> str:
     """The report as Markdown."""
     lines = [f"# Drill: {found.message}", ""]
     lines += [f"- {name}: {markup.code(text)}" for name, text in facts(found)]
-    lines += ["", markup.row(*COLUMNS), markup.row(*["---"] * len(COLUMNS))]
-    lines += [markup.row(*row(trial)) for trial in found.trials]
+    headings, *cells = rows(found)
+    lines += ["", markup.row(*headings), markup.row(*["---"] * len(headings))]
+    lines += [markup.row(*each) for each in cells]
     for trial in found.trials:
         lines += [
             "",
@@ -165,7 +172,8 @@ def as_html(found: Drilled) -> str:
     """The report as one HTML page without scripts and other files."""
     title = f"Drill: {found.message}"
     about = (f"<li>{name}: <code>{as_text(text)}</code></li>" for name, text in facts(found))
-    rows = [[as_text(cell) for cell in row(trial)] for trial in found.trials]
+    headings, *cells = rows(found)
+    safe_cells = [[as_text(cell) for cell in row] for row in cells]
     parts = (
         f'<h2 class="{grade(trial)}">{trial.fault}: {grade(trial)}</h2><ul>'
         + "".join(f"<li>{_with_code(each)}</li>" for each in details(trial))
@@ -173,7 +181,9 @@ def as_html(found: Drilled) -> str:
         for trial in found.trials
     )
     headline = f"<h1>{as_text(title)}</h1>"
-    return page(title, (headline, f"<ul>{''.join(about)}</ul>", table(COLUMNS, rows), *parts))
+    return page(
+        title, (headline, f"<ul>{''.join(about)}</ul>", table(headings, safe_cells), *parts)
+    )
 
 
 def _with_code(text: str) -> str:

@@ -160,6 +160,7 @@ def test_a_report_holds_names_that_are_not_text_or_are_markup(tmp_path: Path):
         assert all(c.isprintable() or c == "\n" for c in text)
     assert "- command: `` 'a`b' ``" in as_markdown(found)
     assert "<li>&lt;b&gt;</li>" in as_html(found)
+    assert "| fault | grade |\n" in as_markdown(found), "columns that no trial fills are left out"
 
 
 def test_every_change_of_a_root_shows_in_its_fingerprint(root: Path):
