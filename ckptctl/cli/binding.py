@@ -157,11 +157,15 @@ def _ignored_lines(given: Mapping[str, Any]) -> Iterator[Line]:
             )
 
 
-def _takes(own: str | None, command: str, definition: object) -> bool:
+_WRITES = frozenset({"--metrics", "--html"})
+"""Options with a file, in which another command would write something else."""
+
+
+def _takes(own: str | None, command: str, definition: Declared) -> bool:
     """Whether a command takes an option that was given to the command `own`."""
     if command == own:
         return True
-    if command not in COMMANDS:
+    if command not in COMMANDS or definition.names[0] in _WRITES:
         return False
     theirs = _expanded(parameters_of(load(command).function))
     return any(each.declared is definition for each in theirs)

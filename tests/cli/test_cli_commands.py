@@ -262,6 +262,15 @@ def test_every_option_can_come_from_the_environment(ckptctl, sound_root):
     assert json.loads(ckptctl("pick", sound_root, env={"CKPTCTL_JSON": "1"}).stdout)["step"] == 30
 
 
+def test_a_next_command_overwrites_no_file_of_another_command(ckptctl, sound_root, tmp_path):
+    figures = tmp_path / "scan.prom"
+    done = ckptctl("scan", sound_root, "--metrics", figures, "--level", "listing")
+    (shown,) = [each for each in done.stdout.splitlines() if each.startswith("next: ")]
+    assert figures.exists()
+    assert "ckptctl verify " in shown
+    assert str(figures) not in shown
+
+
 def test_a_next_command_repeats_the_options_that_it_needs(ckptctl, sound_root):
     (sound_root / "step_30").rename(sound_root / "saved30")
     shutil.rmtree(sound_root / "step_20")
