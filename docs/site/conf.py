@@ -38,6 +38,8 @@ suppress_warnings = [
 ]
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["words.css"]
 html_title = f"ckptctl {release}"
 html_copy_source = False
 html_show_sphinx = False
