@@ -87,7 +87,7 @@ def _own_variables() -> frozenset[str]:
         for name in COMMANDS
         for each in with_common(load(name).function, Output()).parameters
         if (declared := each.declared) is not None and declared.envvar is not None
-    ) | {SEAL_KEY, "CKPTCTL_PYTHON", RESTART_COUNT, "CKPTCTL_COLUMNS"}
+    ) | {SEAL_KEY, "CKPTCTL_PYTHON", "CKPTCTL_ARCHIVE", RESTART_COUNT, "CKPTCTL_COLUMNS"}
 
 
 def diagnosis_lines(found: Diagnosis) -> list[Line]:

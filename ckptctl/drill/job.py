@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from ckptctl.distributed.process_table import Process, is_alive
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, own_command
 from ckptctl.loss.following import FileTail
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.selection.picking import pick
@@ -45,7 +44,6 @@ from ckptctl.supervisor.processes import (
 )
 from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 
-CKPTCTL = (sys.executable, "-m", "ckptctl")
 ROOT_WORD, STEP_WORD = "{root}", "{step}"
 _POLL_S = 0.2
 _REST = 4.0
@@ -179,7 +177,7 @@ class DrillJob:
             limits += ["--section-timeouts", ",".join(":".join(each) for each in sections.items())]
             limits += ["--out-of-section-timeout", silence]
         command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
-        words = [*CKPTCTL, "run", "--quiet", "--root", str(self.root), "--backoff", backoff]
+        words = [*own_command(), "run", "--quiet", "--root", str(self.root), "--backoff", backoff]
         words += [
             *log,
             "--evidence-dir",

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.drill.job import CKPTCTL, DrillJob, LoggedSteps, Rank, TrialFailed
+from ckptctl.drill.job import DrillJob, LoggedSteps, Rank, TrialFailed
 from ckptctl.drill.results import Trial
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formats.own.supervision import SupervisorDocument
-from ckptctl.formatting import duration
+from ckptctl.formatting import duration, own_command
 from ckptctl.loss.checking import check_loss
 from ckptctl.runbook.record import newest as newest_record
 from ckptctl.storage.opening import open_store
@@ -340,7 +340,7 @@ class _Trial:
             "WAIT": f"{job.options.patience_s:.0f}",
             **self._node_inputs(),
         }
-        words = [*CKPTCTL, "runbook", "run", "rb-7", str(job.root), "--yes"]
+        words = [*own_command(), "runbook", "run", "rb-7", str(job.root), "--yes"]
         words += ["--transcript", str(job.folder / "transcript")]
         words += [word for name, text in inputs.items() for word in ("--set", f"{name}={text}")]
         with (job.folder / "runbook.log").open("wb") as out:

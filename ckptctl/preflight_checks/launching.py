@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypedDict
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, TypedDict
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
+from ckptctl.formatting import own_command
 from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
 from ckptctl.preflight_checks.results import NodeFacts
@@ -78,7 +78,7 @@ class Launcher:
         fails, takes too long, or no process reports.
         """
         here = os.path.basename(self.words[-1]) == "ckptctl"
-        own = () if here else (sys.executable, "-m", "ckptctl")
+        own = () if here else own_command()
         words = [*self.words, *own, "preflight", *arguments]
         code, printed, stderr = _run(words, self.timeout_s)
         found = tuple(_reports_in(printed, n_roots))

@@ -25,6 +25,7 @@ from typing import IO
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formatting import archive
 from ckptctl.runbook.document import Value
 
 OnLine = Callable[[str], None]
@@ -44,6 +45,7 @@ _GRACE_S = 5.0
 # modules from the current folder first, which may be a checkpoint root.
 _PRELUDE = """set -uo pipefail
 ckptctl() {
+  [ -z "$CKPTCTL_ARCHIVE" ] || { "$CKPTCTL_PYTHON" "$CKPTCTL_ARCHIVE" "$@"; return; }
   "$CKPTCTL_PYTHON" -c 'import sys
 sys.path[:] = [each for each in sys.path if each]
 from ckptctl.__main__ import main
@@ -70,7 +72,7 @@ _OF_THE_RUNBOOK = frozenset(
     f"CKPTCTL_{name}"
     for name in (
         *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TAKE_OVER"),
-        *("TRANSCRIPT", "FOLDER", "PYTHON"),
+        *("TRANSCRIPT", "FOLDER", "PYTHON", "ARCHIVE"),
     )
 )
 """The variables for the runbook command itself."""
@@ -179,7 +181,7 @@ def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[
         if name not in left_out and name not in without
     }
     environment.update(variables)
-    environment["CKPTCTL_PYTHON"] = sys.executable
+    environment |= {"CKPTCTL_PYTHON": sys.executable, "CKPTCTL_ARCHIVE": archive() or ""}
     return environment
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 import uuid
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.runbook import record as record_module
@@ -344,6 +349,27 @@ def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):
     import signal
 
     os.kill(pid, signal.SIGKILL)
+
+
+BLOCK_OF_AN_ARCHIVE = """
+import sys
+sys.path[:0] = {path!r}
+if sys.argv[1:]:
+    from ckptctl.cli.main import main
+    main()
+from ckptctl.runbook.executing import execute
+sys.exit(execute("ckptctl --version", {{}}, {{}}, print).exit_code)
+"""
+
+
+def test_a_block_calls_the_archive_that_runs_the_runbook(tmp_path):
+    path = [str(Path(ckptctl.__file__).parents[1]), sysconfig.get_path("purelib")]
+    with zipfile.ZipFile(tmp_path / "a b.pyz", "w") as archive:
+        archive.writestr("__main__.py", BLOCK_OF_AN_ARCHIVE.format(path=path))
+    # This Python has no ckptctl of its own, and the archive is named from its folder.
+    words = (os.path.realpath(sys.executable), "-I", "-S", "a b.pyz")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"ckptctl {ckptctl.__version__}\n"), done.stderr
 
 
 def test_lines_that_a_command_writes_at_once_stay_together():

@@ -57,6 +57,14 @@ def test_every_python_scans_with_the_archive_alone(dist, checkpoints, tmp_path, 
     assert re.fullmatch("[0-9a-f]{16}", extracted.name)
 
 
+def test_a_runbook_runs_with_the_archive_alone(dist, checkpoints, tmp_path):
+    python = os.path.realpath(sys.executable)
+    words = ("runbook", "run", "rb-7", checkpoints / "fsdp_2", "--dry-run")
+    path = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = start(dist / "ckptctl.pyz", *words, python=python, **path)
+    assert done.returncode == 31, done.stdout + done.stderr
+
+
 def test_a_home_that_cannot_be_written_does_not_matter(dist, tmp_path):
     done = start(dist / "ckptctl.pyz", "--version", HOME="/proc", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
