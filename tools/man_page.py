@@ -12,7 +12,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 
 from ckptctl.cli.app import VERSION
@@ -112,7 +111,7 @@ def _option(parameter: Parameter) -> Iterator[str]:
     declared = parameter.declared
     if declared is None:
         return
-    value = declared.metavar or _choices(parameter.kind)
+    value = declared.metavar or "|".join(parameter.words)
     names = ", ".join(rf"\fB{_text(name)}\fR" for name in declared.names)
     yield ".TP"
     yield names + (rf" \fI{_text(value)}\fR" if value else "")
@@ -125,12 +124,6 @@ def _default(default: object) -> str:
     if default in (REQUIRED, None, False, ()):
         return ""
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _choices(kind: object) -> str:
-    """The values of an option that has no other; empty for a switch."""
-    is_choice = isinstance(kind, type) and issubclass(kind, Enum)
-    return "|".join(str(each.value) for each in kind) if is_choice else ""
 
 
 def _prose(text: str) -> Iterator[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import ckptctl
 from ckptctl.cli.options import argument, option
@@ -25,22 +24,8 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 75, 77)
 
 
-class SchedulerChoice(str, Enum):
-    """Who reports the exit code, for the command line."""
-
-    SLURM = "slurm"
-    KUBERNETES = "kubernetes"
-    TORCHRUN = "torchrun"
-    FT_LAUNCHER = "ft_launcher"
-    SHELL = "shell"
-
-
-class ConfidenceChoice(str, Enum):
-    """How certain a suspicion is, for the command line."""
-
-    LOW = "low"
-    MEDIUM = "medium"
-    HIGH = "high"
+Scheduler = Literal["slurm", "kubernetes", "torchrun", "ft_launcher", "shell"]
+"""Who reports the exit code."""
 
 
 def classify(
@@ -64,7 +49,7 @@ def classify(
         ),
     ] = None,
     scheduler: Annotated[
-        SchedulerChoice | None,
+        Scheduler | None,
         option(
             "--scheduler",
             "Which program reports the exit code; torchrun turns every failure into 1.",
@@ -90,11 +75,11 @@ def classify(
         ),
     ] = False,
     min_confidence: Annotated[
-        ConfidenceChoice,
+        Literal["low", "medium", "high"],
         option(
             "--min-confidence", "With --print-nodes: how certain it has to be that a node failed."
         ),
-    ] = ConfidenceChoice.MEDIUM,
+    ] = "medium",
     print_word: Annotated[
         bool,
         option(
@@ -118,7 +103,7 @@ def classify(
         logs or (),
         exit_code=exit_code,
         state=state,
-        scheduler=scheduler.value if scheduler else None,
+        scheduler=scheduler,
         flight_recorder=flight_recorder,
         deadline_s=parse_duration(deadline),
         storage=storage,
@@ -126,7 +111,7 @@ def classify(
     out.answer(
         document_of("classify", answer),
         lambda: classification_lines(answer),
-        bare=answer.nodes_from(min_confidence.value) if print_nodes else (answer.domain.value,),
+        bare=answer.nodes_from(min_confidence) if print_nodes else (answer.domain.value,),
         bare_only=print_nodes or print_word,
     )
     return answer.exit_code

@@ -8,7 +8,6 @@ key press waits for it. Where there is no candidate, the shell completes files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
 from importlib import resources
 
 from ckptctl.cli.binding import with_common
@@ -81,9 +80,8 @@ def _takes_value(option: Parameter | None) -> bool:
 
 def _values(command: str, parameter: Parameter, word: str) -> Iterator[tuple[str, str]]:
     """The values of an argument or an option, as far as they can be listed."""
-    kind = parameter.kind
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        yield from ((str(each.value), "") for each in kind)
+    if parameter.words:
+        yield from ((word, "") for word in parameter.words)
         return
     metavar = parameter.declared.metavar if parameter.declared else None
     if metavar == "CODE" and command == "explain":

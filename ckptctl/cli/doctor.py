@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import ckptctl
 from ckptctl.cli.binding import with_common
@@ -36,17 +35,9 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 29, 75, 77)
 
 
-class Subject(str, Enum):
-    """What is inspected."""
-
-    SLURM = "slurm"
-    ENV = "env"
-    STORAGE = "storage"
-
-
 def doctor(
     what: Annotated[
-        Subject,
+        Literal["slurm", "env", "storage"],
         argument(
             "WHAT",
             "slurm: a job script; env: versions and variables of this environment; "
@@ -67,9 +58,7 @@ def doctor(
     the findings are printed.
     """
     known = frozenset(name for name in os.environ if not name.startswith("CKPTCTL_"))
-    found = ckptctl.doctor(
-        what.value, target, known_variables=known | _own_variables(), storage=storage
-    )
+    found = ckptctl.doctor(what, target, known_variables=known | _own_variables(), storage=storage)
     out.answer(
         document_of("doctor", found),
         lambda: diagnosis_lines(found),

@@ -378,7 +378,7 @@ COMMON = {
         str | None, None, "--report FILE", "Also write the JSON document to this file, atomically."
     ),
     "color": _offer(
-        Color, Color.AUTO, "--color", "When to use colour; auto follows NO_COLOR and FORCE_COLOR."
+        Color, "auto", "--color", "When to use colour; auto follows NO_COLOR and FORCE_COLOR."
     ),
     "debug": _offer(bool, False, "--debug", "Show the traceback of an error."),
 }

@@ -14,9 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 
 from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
@@ -53,12 +52,8 @@ _STRIP_WIDTH = 80
 """How wide pictures are where there is no terminal to fit them to."""
 
 
-class Color(str, Enum):
-    """When to colour."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
+Color = Literal["auto", "always", "never"]
+"""When to colour."""
 
 
 # Select Graphic Rendition: of 256 colours those that can be read on a white and on a black
@@ -135,7 +130,7 @@ class Output:
         *,
         as_json: bool = False,
         quiet: bool = False,
-        color: Color = Color.AUTO,
+        color: Color = "auto",
         report_file: str | None = None,
         complete: Callable[[str], str] = str,
     ) -> None:
@@ -146,7 +141,7 @@ class Output:
         self._report_file = report_file
         self._complete = complete
         # What `pick` prints ends up in the logs of jobs.
-        color = Color.NEVER if self.command == "pick" else color
+        color = "never" if self.command == "pick" else color
         self.out = Channel.on(sys.stdout, color, must_arrive=True)
         self.err = Channel.on(sys.stderr, color, must_arrive=False)
         self._progress: Progress | None = None
@@ -352,8 +347,8 @@ def _colored(a_line: Line) -> str:
 
 def _wants_color(color: Color, *, terminal: bool) -> bool:
     """`--color` first, then NO_COLOR, then FORCE_COLOR, then what the stream is."""
-    if color is not Color.AUTO:
-        return color is Color.ALWAYS
+    if color != "auto":
+        return color == "always"
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

@@ -8,8 +8,9 @@ typer: help, completion, and whatever it refuses, for the message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from types import NoneType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ckptctl.cli.options import Declared
 
@@ -51,6 +52,13 @@ class Parameter(NamedTuple):
         return kind
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The values that are allowed, where they are listed."""
+        if isinstance(self.kind, type) and issubclass(self.kind, Enum):
+            return tuple(each.value for each in self.kind)
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
     def is_path(self) -> bool:
         """Whether its values are paths or addresses."""
         declared = self.declared
@@ -70,7 +78,8 @@ def _metadata(annotation: Any) -> tuple[object, ...]:
 def _choices(annotation: Any) -> tuple[Any, ...]:
     """The types of a union, or the only one."""
     plain = getattr(annotation, "__origin__", annotation) if _metadata(annotation) else annotation
-    return (plain,) if get_origin(plain) is list else get_args(plain) or (plain,)
+    is_one = get_origin(plain) in (list, Literal)
+    return (plain,) if is_one else get_args(plain) or (plain,)
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, Parameter]:
@@ -199,9 +208,10 @@ def _converted(parameter: Parameter, text: str) -> Any:
     try:
         if kind is bool:
             return _SWITCH[text.strip().lower()]
-        value = kind(text)
+        value: Any = text if get_origin(kind) is Literal else kind(text)
     except (ValueError, KeyError):
         raise _NotUnderstood from None
-    if least is not None and value < least:
+    is_no_word = bool(parameter.words) and text not in parameter.words
+    if is_no_word or (least is not None and value < least):
         raise _NotUnderstood
     return value

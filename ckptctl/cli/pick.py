@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import ckptctl
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
@@ -23,11 +22,8 @@ EXIT_CODES = (0, 2, 3, 10, 11, 75, 77)
 _FELL_BACK = 3
 
 
-class Printed(str, Enum):
-    """What `pick` puts on standard output."""
-
-    PATH = "path"
-    STEP = "step"
+Printed = Literal["path", "step"]
+"""What `pick` puts on standard output."""
 
 
 def pick(
@@ -38,9 +34,7 @@ def pick(
     detailed_exitcode: Annotated[
         bool, option("--detailed-exitcode", "Exit with 3 instead of 0 if newer steps were refused.")
     ] = False,
-    printed: Annotated[
-        Printed, option("--print", "What to print on standard output.")
-    ] = Printed.PATH,
+    printed: Annotated[Printed, option("--print", "What to print on standard output.")] = "path",
     *,
     policy: PickPolicy,
     requirements: OfStep,
@@ -85,7 +79,7 @@ def pick_document(found: Pick, exit_code: int) -> MakeDocument:
 def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
     if found.chosen is None:
         return ()
-    return (found.path,) if printed is Printed.PATH else (str(found.step),)
+    return (found.path,) if printed == "path" else (str(found.step),)
 
 
 _WORLD_SIZE = {"state.lost", "world-size.differs"}  # there only where --world-size asks

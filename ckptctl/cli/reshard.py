@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import ckptctl
 from ckptctl.cli.options import (
@@ -36,14 +35,6 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 24, 25, 26, 27, 75, 77)
 
 
-class PerRankChoice(str, Enum):
-    """What becomes of state that exists once per rank."""
-
-    KEEP = "keep"
-    DROP = "drop"
-    REFUSE = "refuse"
-
-
 def reshard(
     step: StepArg,
     target: Annotated[str, argument("DST", "Path or URL of the new step; it must not exist.")],
@@ -70,13 +61,13 @@ def reshard(
         str | None, option("--like STEP", "Use the sharding of this step, tensor by tensor.")
     ] = None,
     per_rank: Annotated[
-        PerRankChoice,
+        Literal["keep", "drop", "refuse"],
         option(
             "--per-rank",
             "What to do with state that exists once per rank (RNG states, data loaders) "
             "and cannot be resharded: keep it unchanged, drop it, or refuse.",
         ),
-    ] = PerRankChoice.KEEP,
+    ] = "keep",
     only: OnlyOpt = None,
     apply: Annotated[
         bool, option("--apply", "Write the new step; without it only the plan is printed.")
@@ -102,7 +93,7 @@ def reshard(
         "mesh": mesh,
         "shard": shard or (),
         "like": like,
-        "per_rank": per_rank.value,
+        "per_rank": per_rank,
         "only_model": only_model(only),
         "accept_unverifiable": accept_unverifiable,
         "memory": parse_size("memory", memory),

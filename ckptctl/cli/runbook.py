@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.notifying import Notifier
@@ -59,18 +58,9 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 30, 31, 32, 75, 77, 93)
 
 
-class RunbookAction(str, Enum):
-    """What to do with a runbook."""
-
-    LIST = "list"
-    SHOW = "show"
-    LINT = "lint"
-    RUN = "run"
-
-
 def runbook(
     action: Annotated[
-        RunbookAction,
+        Literal["list", "show", "lint", "run"],
         argument(
             "ACTION",
             "list: all runbooks; show: print one; lint: check the form of one; run: run "
@@ -132,14 +122,14 @@ def runbook(
     command is shown and confirmed. The record is kept under the root, so that anybody can
     continue the run. With --quiet only the chosen step is printed.
     """
-    if action is RunbookAction.LIST:
+    if action == "list":
         return _list(folder, out)
     if name is None:
-        raise UsageError(f"{action.value} which runbook?", next_command="ckptctl runbook list")
+        raise UsageError(f"{action} which runbook?", next_command="ckptctl runbook list")
     book = find_runbook(name, folder)
-    if action is RunbookAction.SHOW:
+    if action == "show":
         return _show(book, out)
-    if action is RunbookAction.LINT:
+    if action == "lint":
         return _lint(book, out)
     if not roots:
         raise UsageError(

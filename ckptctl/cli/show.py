@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from math import prod
-from typing import Annotated
+from typing import Annotated, Literal
 
 import ckptctl
 from ckptctl.cli.options import PatternOpt, StepArg, option
@@ -36,12 +35,8 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 75, 77)
 
 
-class Printed(str, Enum):
-    """The one value that `show --print` puts on standard output."""
-
-    TRAIN_STEP = "train-step"
-    TOKENS = "tokens"
-    WORLD_SIZE = "world-size"
+Printed = Literal["train-step", "tokens", "world-size"]
+"""The one value that `show --print` puts on standard output."""
 
 
 def show(
@@ -85,9 +80,9 @@ def show(
 def _values(contents: Contents, printed: Printed) -> tuple[str, ...]:
     ranks = None if contents.world_size is None else contents.world_size.size
     values = {
-        Printed.TRAIN_STEP: contents.train_step,
-        Printed.TOKENS: contents.state.tokens.value,
-        Printed.WORLD_SIZE: ranks,
+        "train-step": contents.train_step,
+        "tokens": contents.state.tokens.value,
+        "world-size": ranks,
     }
     return () if values[printed] is None else (str(values[printed]),)
 
