@@ -167,19 +167,15 @@ def check_world_size(
             found=counts,
             next_command=command_line("show", url),
         )
-    written = _count(saved)
+    written, is_dcp = _count(saved), any(part.format in SHARDED for part in parts)
     yield Finding(
         "world-size.differs",
         "",
         f"written by {written}, to be loaded by {wanted} ranks: "
-        + ("DCP reshards while loading" if _is_dcp(parts) else "no file holds a shard"),
+        + ("DCP reshards while loading" if is_dcp else "no file holds a shard"),
         expected=f"{wanted} ranks",
         found=written,
     )
-
-
-def _is_dcp(parts: Sequence[Part]) -> bool:
-    return any(part.format in SHARDED for part in parts)
 
 
 def _is_fixed(part: Part, wanted: int) -> bool:

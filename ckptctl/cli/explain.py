@@ -219,29 +219,28 @@ def _of_loss(code: str) -> str:
 
 def _verdict_page(verdict: Verdict) -> Page:
     codes = sorted(code for code, meaning in CODES.items() if meaning.verdict is verdict)
-    lines = [f"# {verdict.value}", "", _VERDICTS[verdict], ""]
-    lines.append(f"`ckptctl verify` exits with {verdict.exit_code}.")
-    if codes:
-        lines += ["", "Findings with this verdict:", ""]
-        lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
+    exits = f"`ckptctl verify` exits with {verdict.exit_code}."
     address = "docs/design.html#verdicts-selection-exit-codes"
-    return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines), address)
+    return _page_of_verdict(verdict.value, _VERDICTS[verdict], exits, codes, address)
+
+
+def _page_of_verdict(word: str, means: str, exits: str, codes: Sequence[str], address: str) -> Page:
+    lines = [f"# {word}", "", means, "", exits]
+    lines += ["", "Findings with this verdict:", ""] if codes else []
+    lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
+    return Page(word, "verdict", means, "\n".join(lines), address)
 
 
 def _loss_verdict_page(word: str) -> Page:
     from ckptctl.loss.verdict import FORCES, LossVerdict
 
     verdict = LossVerdict(word)
-    lines = [f"# {word}", "", _LOSS_VERDICTS[word], ""]
-    lines.append(f"`ckptctl loss` exits with {verdict.exit_code()}.")
+    exits = f"`ckptctl loss` exits with {verdict.exit_code()}"
     if verdict is LossVerdict.NO_JUMP:
-        lines[-1] = f"{lines[-1][:-1]}, with `--strict` {verdict.exit_code(strict=True)}."
+        exits += f", with `--strict` {verdict.exit_code(strict=True)}"
     codes = [code for code, forced in FORCES.items() if forced is verdict]
-    if codes:
-        lines += ["", "Findings with this verdict:", ""]
-        lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
     address = "docs/loss.html#verdicts"
-    return Page(word, "verdict", _LOSS_VERDICTS[word], "\n".join(lines), address)
+    return _page_of_verdict(word, _LOSS_VERDICTS[word], f"{exits}.", codes, address)
 
 
 def _exit_code_page(number: int) -> Page:

@@ -22,53 +22,41 @@ if TYPE_CHECKING:
     from ckptctl.selection.watching import Event
 
 
-class _Family(NamedTuple):
-    help: str
-    kind: str
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "ckptctl_run_up": _Family("Whether the record of the run could be read.", "gauge"),
-    "ckptctl_run_elapsed_seconds": _Family(
-        "Time from the start of the first attempt to the end of the last.", "gauge"
-    ),
-    "ckptctl_run_goodput_seconds": _Family("Training that is kept.", "gauge"),
-    "ckptctl_run_goodput_ratio": _Family(
-        "Training that is kept, as a share of the time that counts.", "gauge"
-    ),
-    "ckptctl_run_ettr_ratio": _Family(
-        "Effective training time ratio: training that is kept, as a share of all time.", "gauge"
-    ),
-    "ckptctl_run_badput_seconds": _Family(
-        "Time that was not training that is kept, by bucket of ml-goodput-measurement.", "gauge"
-    ),
-    "ckptctl_run_disruptions_total": _Family("How often training had to start again.", "counter"),
-    "ckptctl_run_failures_total": _Family("Attempts that failed.", "counter"),
-    "ckptctl_run_mtbf_seconds": _Family("Running time per failure.", "gauge"),
-    "ckptctl_run_slow_ranks": _Family("Ranks that were slow when the last attempt ended.", "gauge"),
-    "ckptctl_run_max_productive_step": _Family("Newest training step that is kept.", "gauge"),
-    "ckptctl_root_exit_code": _Family("Exit code of the last scan that answered.", "gauge"),
-    "ckptctl_root_steps": _Family("Steps in the root.", "gauge"),
-    "ckptctl_root_inspected_steps": _Family("Inspected steps, by verdict.", "gauge"),
-    "ckptctl_root_newest_step": _Family("Number of the newest inspected step.", "gauge"),
-    "ckptctl_root_chosen_step": _Family("Number of the step that pick takes.", "gauge"),
-    "ckptctl_root_chosen_written_timestamp_seconds": _Family(
-        "When the step that pick takes was written.", "gauge"
-    ),
-    "ckptctl_root_inspected_timestamp_seconds": _Family("When the root was inspected.", "gauge"),
-    "ckptctl_step_usable": _Family("Whether a job may resume from the step.", "gauge"),
-    "ckptctl_step_exit_code": _Family("Exit code of verify.", "gauge"),
-    "ckptctl_step_findings": _Family("Findings, by severity.", "gauge"),
-    "ckptctl_step_size_bytes": _Family("Size of the files of the step.", "gauge"),
-    "ckptctl_step_verified_bytes": _Family("Bytes that match their checksums.", "gauge"),
-    "ckptctl_step_written_timestamp_seconds": _Family("When the step was written.", "gauge"),
-    "ckptctl_step_inspected_timestamp_seconds": _Family("When the step was inspected.", "gauge"),
-    "ckptctl_watch_events_total": _Family("Steps that watch reported, by event.", "counter"),
-    "ckptctl_watch_newest_step": _Family("Number of the newest such step.", "gauge"),
-    "ckptctl_watch_listed_timestamp_seconds": _Family(
-        "When the root last answered, and its due steps were read.", "gauge"
-    ),
+_FAMILIES: Mapping[str, str] = {
+    "ckptctl_run_up": "Whether the record of the run could be read.",
+    "ckptctl_run_elapsed_seconds": "Time from the start of the first attempt to the end of the "
+    "last.",
+    "ckptctl_run_goodput_seconds": "Training that is kept.",
+    "ckptctl_run_goodput_ratio": "Training that is kept, as a share of the time that counts.",
+    "ckptctl_run_ettr_ratio": "Effective training time ratio: training that is kept, as a share "
+    "of all time.",
+    "ckptctl_run_badput_seconds": "Time that was not training that is kept, by bucket of "
+    "ml-goodput-measurement.",
+    "ckptctl_run_disruptions_total": "How often training had to start again.",
+    "ckptctl_run_failures_total": "Attempts that failed.",
+    "ckptctl_run_mtbf_seconds": "Running time per failure.",
+    "ckptctl_run_slow_ranks": "Ranks that were slow when the last attempt ended.",
+    "ckptctl_run_max_productive_step": "Newest training step that is kept.",
+    "ckptctl_root_exit_code": "Exit code of the last scan that answered.",
+    "ckptctl_root_steps": "Steps in the root.",
+    "ckptctl_root_inspected_steps": "Inspected steps, by verdict.",
+    "ckptctl_root_newest_step": "Number of the newest inspected step.",
+    "ckptctl_root_chosen_step": "Number of the step that pick takes.",
+    "ckptctl_root_chosen_written_timestamp_seconds": "When the step that pick takes was written.",
+    "ckptctl_root_inspected_timestamp_seconds": "When the root was inspected.",
+    "ckptctl_step_usable": "Whether a job may resume from the step.",
+    "ckptctl_step_exit_code": "Exit code of verify.",
+    "ckptctl_step_findings": "Findings, by severity.",
+    "ckptctl_step_size_bytes": "Size of the files of the step.",
+    "ckptctl_step_verified_bytes": "Bytes that match their checksums.",
+    "ckptctl_step_written_timestamp_seconds": "When the step was written.",
+    "ckptctl_step_inspected_timestamp_seconds": "When the step was inspected.",
+    "ckptctl_watch_events_total": "Steps that watch reported, by event.",
+    "ckptctl_watch_newest_step": "Number of the newest such step.",
+    "ckptctl_watch_listed_timestamp_seconds": "When the root last answered, and its due steps "
+    "were read.",
 }
+"""What each family is; those of `_total` are counters, all others gauges."""
 
 
 class Sample(NamedTuple):
@@ -91,9 +79,10 @@ def metrics_text(samples: Iterable[Sample]) -> str:
         if each.value is not None:
             found[each.name].append(f"{each.name}{_labels(each.labels)} {each.value:.12g}")
     return "".join(
-        f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n"
+        f"# HELP {name} {about}\n"
+        f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n"
         + "".join(f"{sample}\n" for sample in found[name])
-        for name, family in _FAMILIES.items()
+        for name, about in _FAMILIES.items()
         if found[name]
     )
 

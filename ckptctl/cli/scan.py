@@ -319,10 +319,8 @@ def usable_urls(scan: Scan) -> list[str]:
     """
     over = dict(scan.refused)
     good = [r.url for r in scan.reports if r.usable and r.url not in over]
-    return good[good.index(scan.chosen) :] if scan.chosen in good else _chosen_alone(scan)
-
-
-def _chosen_alone(scan: Scan) -> list[str]:
+    if scan.chosen in good:
+        return good[good.index(scan.chosen) :]
     # An unverifiable step that was accepted, or one that is older than those shown.
     return [scan.chosen] if scan.chosen is not None else []
 

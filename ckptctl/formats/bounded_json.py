@@ -38,7 +38,7 @@ class NotJson(ValueError):
         self.cut_short = cut_short
 
 
-def read_json(store: Store, path: str, *, max_bytes: int, numbers: Numbers = "any") -> object:
+def read_json(store: Store, path: str, *, max_bytes: int) -> object:
     """The value of one JSON file; raises `NotJson`, also for one that is larger than `max_bytes`.
 
     Other errors of the storage pass through. Cost: one read.
@@ -49,7 +49,7 @@ def read_json(store: Store, path: str, *, max_bytes: int, numbers: Numbers = "an
         data = store.read(path, limit=max_bytes)
     except TooLarge as error:
         raise NotJson(error.message) from error
-    return decode_json(data, max_bytes=max_bytes, numbers=numbers)
+    return decode_json(data, max_bytes=max_bytes)
 
 
 def decode_json(

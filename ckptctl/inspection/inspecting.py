@@ -139,20 +139,11 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
             found="less than the inspection takes",
             next_command="ckptctl explain step.no-memory",
         )
-    if isinstance(error, PathEscape):
-        code, expected = "path.escape", "files and folders inside the root"
-    elif isinstance(error, (PathNotFound, ShortRead)):
-        code, expected = "step.changed", "the step as it was listed"
-    elif isinstance(error, ObjectArchived):
-        code, expected = "step.archived", "files that can be read"
-    elif isinstance(error, AccessDenied):
-        code, expected = "step.denied", "permission to list and read"
-    else:
-        code, expected = "step.unknown", "an answer"
+    code, expected, means = next(row for kind, *row in _FAILED if isinstance(error, kind))
     finding = Finding(
         code,
         _named_in(error.message, step),
-        error.message if code == "path.escape" else f"{error.message}: {_NOT_KNOWN[code]}",
+        error.message + means,
         expected=expected,
         found=error.message,
         next_command=error.next_command or command_line("verify", step.url),
@@ -169,12 +160,17 @@ def _named_in(message: str, step: Step) -> str:
     return max(named, key=len, default=step.name)
 
 
-_NOT_KNOWN = {
-    "step.changed": "it existed a moment ago, so another process writes or deletes files here",
-    "step.archived": "nothing is known about the step",
-    "step.denied": "nothing is known about the step",
-    "step.unknown": "nothing is known about the step",
-}
+_NOT_KNOWN = ": nothing is known about the step"
+_GONE = ": it existed a moment ago, so another process writes or deletes files here"
+_FAILED: tuple[tuple[type[StorageError], str, str, str], ...] = (
+    (PathEscape, "path.escape", "files and folders inside the root", ""),
+    (PathNotFound, "step.changed", "the step as it was listed", _GONE),
+    (ShortRead, "step.changed", "the step as it was listed", _GONE),
+    (ObjectArchived, "step.archived", "files that can be read", _NOT_KNOWN),
+    (AccessDenied, "step.denied", "permission to list and read", _NOT_KNOWN),
+    (StorageError, "step.unknown", "an answer", _NOT_KNOWN),
+)
+"""What the failure of a storage means: the code, what was expected, and the end of the message."""
 
 
 _REPLACES = {

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, some_of, verb
@@ -116,20 +117,37 @@ def answer_of(
 
 
 def _found(done: Search, chosen: Report, require: Collection[str]) -> Pick:
-    choice = done.choice
-    return Pick(
-        answer=Answer.FELL_BACK if _newer(choice, chosen) else Answer.FOUND,
-        roots=done.roots.urls,
+    return replace(
+        _nothing(
+            done,
+            Answer.FELL_BACK if _newer(done.choice, chosen) else Answer.FOUND,
+            found_message(done.choice, chosen),
+            exit_code=0,
+            next_command=None,
+        ),
         chosen=chosen,
-        passed_over=tuple(choice.passed_over),
-        findings=tuple(done.findings),
         level=chosen.level,
         level_reason=done.inspect.level_reason(chosen),
-        message=found_message(choice, chosen),
-        exit_code=0,
-        next_command=None,
         required=demanded(chosen, require, done.policy),
         absent=absent_kinds(chosen),
+    )
+
+
+def _nothing(
+    done: Search, answer: Answer, message: str, exit_code: int, next_command: str | None
+) -> Pick:
+    """The answer without a step."""
+    return Pick(
+        answer=answer,
+        roots=done.roots.urls,
+        chosen=None,
+        passed_over=tuple(done.choice.passed_over),
+        findings=tuple(done.findings),
+        level=None,
+        level_reason=None,
+        message=message,
+        exit_code=exit_code,
+        next_command=next_command,
     )
 
 
@@ -158,18 +176,7 @@ def _without_step(
     elif begins.missing:
         fresh = "a new run also needs --create"
         message += f"; {fresh if allow_fresh else _NEW_RUN}"
-    return Pick(
-        answer=begins.answer,
-        roots=done.roots.urls,
-        chosen=None,
-        passed_over=tuple(done.choice.passed_over),
-        findings=tuple(done.findings),
-        level=None,
-        level_reason=None,
-        message=message,
-        exit_code=exit_code,
-        next_command=next_command,
-    )
+    return _nothing(done, begins.answer, message, exit_code, next_command)
 
 
 def after_beginning(done: Search, begins: Beginning, command: str) -> str:
@@ -190,19 +197,9 @@ def _none(done: Search) -> Pick:
     choice = done.choice
     message, next_command = none_usable(done)
     sound = choice.further.chosen if choice.further else None
-    return Pick(
-        answer=Answer.UNKNOWN if choice.stopped == "unknown" else Answer.NONE_USABLE,
-        roots=done.roots.urls,
-        chosen=None,
-        passed_over=tuple(choice.passed_over),
-        findings=tuple(done.findings),
-        level=None,
-        level_reason=None,
-        message=message,
-        exit_code=choice.exit_code,
-        next_command=next_command,
-        newest_sound=sound.url if sound else None,
-    )
+    answer = Answer.UNKNOWN if choice.stopped == "unknown" else Answer.NONE_USABLE
+    found = _nothing(done, answer, message, choice.exit_code, next_command)
+    return replace(found, newest_sound=sound.url if sound else None)
 
 
 def none_usable(done: Search) -> tuple[str, str]:
@@ -286,7 +283,8 @@ def _newest_sound(choice: Choice) -> str:
         if whole:
             return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
         return f"no step is sound at {level}"
-    unknown = [one.report.number for one in further.passed_over if _is_unknown(one.report)]
+    over = (one.report for one in further.passed_over)
+    unknown = [report.number for report in over if report.verdict is Verdict.UNKNOWN]
     uninspected = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
     if further.chosen is not None:
         found = further.chosen
@@ -298,10 +296,6 @@ def _newest_sound(choice: Choice) -> str:
         f"none of the {n_over} steps before them is" if n_over > 1 else "the step before is not"
     )
     return f"no step is sound at {level}: {before}{uninspected}"
-
-
-def _is_unknown(report: Report) -> bool:
-    return report.verdict is Verdict.UNKNOWN
 
 
 MAX_NAMED = 5

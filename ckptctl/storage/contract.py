@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 class ShortRead(StorageError, code="step.changed", exit_code=26):
     """The file ends before the requested range; `size` is its current size, if known."""
 
-    def __init__(
-        self, message: str, *, size: int | None = None, next_command: str | None = None
-    ) -> None:
-        super().__init__(message, next_command=next_command)
+    def __init__(self, message: str, *, size: int | None = None) -> None:
+        super().__init__(message)
         self.size = size
 
 

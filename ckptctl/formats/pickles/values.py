@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.formats.pickles.stubs import (
@@ -99,12 +99,6 @@ def decode_value(data: bytes) -> object:
     return checked_value(read_pickle(data, TOLERANT), len(data))
 
 
-def checked_value(value: object, n_bytes: int) -> object:
-    """The value of a pickle of `n_bytes`; raises as `decode_value` for one that is too large."""
-    _check_extent(value, n_bytes)
-    return value
-
-
 def decode_tensor_pickle(data: bytes) -> TensorStub:
     """The tensor that the `data.pkl` of a tensor's record describes.
 
@@ -123,9 +117,7 @@ def decode_state(data: bytes) -> object:
     What would not come out as it went in is an `Opaque`: paths, which are strings to
     `decode_value`, and tensors whose elements are conjugated or negated when they are read.
     """
-    value = read_pickle(data, FAITHFUL)
-    _check_extent(value, len(data))
-    return value
+    return checked_value(read_pickle(data, FAITHFUL), len(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +337,9 @@ def _time_delta(args: tuple[object, ...]) -> object:
     return Opaque("datetime.timedelta")
 
 
-FAITHFUL = Grammar(
-    {
+FAITHFUL = replace(
+    TOLERANT,
+    names={
         ("datetime", "timedelta"): Function("datetime.timedelta", _time_delta),
         **{key: value for key, value in TOLERANT.names.items() if "pathlib" not in key[0]},
         ("torch._utils", "_rebuild_tensor_v2"): Function(
@@ -356,17 +349,14 @@ FAITHFUL = Grammar(
             "_rebuild_tensor_v3", _as_stored(_rebuild_v3, 7)
         ),
     },
-    other=_unknown,
-    persistent=_storage_or_opaque,
-    hashable=float | Opaque,
-    max_int_bytes=64,
 )
 
 
-def _check_extent(value: object, n_bytes: int) -> None:
-    """Refuse what is too deep to be walked, or far larger than its pickle once it is.
+def checked_value(value: object, n_bytes: int) -> object:
+    """The value of a pickle of `n_bytes`, if it can be walked.
 
-    A container that is shared counts each time it is met, and is visited once.
+    A container that is shared counts each time it is met, and is visited once. Raises
+    `MetadataUnreadable` for one that is too deep, or far larger than its pickle.
     """
     limit = max(FREE_NODES, n_bytes)
     extents: dict[int, tuple[int, int] | None] = {}
@@ -393,6 +383,7 @@ def _check_extent(value: object, n_bytes: int) -> None:
         if n_nodes > limit:
             raise MetadataUnreadable(f"a value has more than {limit:,} parts, sharing undone")
         extents[id(holder)] = (depth + 1, n_nodes)
+    return value
 
 
 _HOLDERS = (dict, list, tuple, set, frozenset, Opaque)
