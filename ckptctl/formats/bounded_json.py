@@ -12,10 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
-
-if TYPE_CHECKING:
-    from ckptctl.storage.contract import Store
+from typing import Any, Literal, NoReturn
 
 MAX_DEPTH = 64
 """Lists and objects inside each other; documents of frameworks have fewer than 20."""
@@ -36,20 +33,6 @@ class NotJson(ValueError):
         super().__init__(message)
         self.malformed = malformed
         self.cut_short = cut_short
-
-
-def read_json(store: Store, path: str, *, max_bytes: int) -> object:
-    """The value of one JSON file; raises `NotJson`, also for one that is larger than `max_bytes`.
-
-    Other errors of the storage pass through. Cost: one read.
-    """
-    from ckptctl.storage.contract import TooLarge  # whoever only decodes needs no storage
-
-    try:
-        data = store.read(path, limit=max_bytes)
-    except TooLarge as error:
-        raise NotJson(error.message) from error
-    return decode_json(data, max_bytes=max_bytes)
 
 
 def decode_json(

@@ -29,7 +29,7 @@ from zlib_ng.zlib_ng import crc32_combine
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.formats.archive.directory import RecordDirectory, read_directory
-from ckptctl.formats.bounded_json import read_json
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.elements import Block, block_of, record_of
@@ -49,7 +49,7 @@ from ckptctl.resharding.sources import (
     SourcePart,
     SourceTensor,
 )
-from ckptctl.storage.contract import Store, StoreKind
+from ckptctl.storage.contract import Store, StoreKind, read_if_there
 from ckptctl.storage.objects import PART_BYTES
 
 DEFAULT_MEMORY = 256 << 20
@@ -402,7 +402,8 @@ def note(
 def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[Piece] | None:
     """The runs in a written file; None if it is not recorded."""
     try:
-        document = read_json(store, entry_path(identity, name, path), max_bytes=MAX_BYTES)
+        data = read_if_there(store, entry_path(identity, name, path), limit=MAX_BYTES)
+        document = decode_json(data or b"", max_bytes=MAX_BYTES)
         if not isinstance(document, dict):
             return None
         if (document["schema"], document["path"], document["size"]) != (SCHEMA, path, size):

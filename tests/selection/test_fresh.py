@@ -315,7 +315,7 @@ def test_a_root_that_held_steps_when_it_was_first_used_is_no_fresh_run(root, ste
         ([], "it is empty"),
         ([STARTED, '{"event": "resu'], "truncated"),
         (["[" * 100_000], "truncated"),
-        (["1"], "not an object"),
+        (["1"], "no object"),
         (["\x00" * 300], "truncated"),
     ],
 )

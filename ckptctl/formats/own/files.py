@@ -38,7 +38,7 @@ from typing import (
 
 from ckptctl.data_classes import fields as fields_of
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
-from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.bounded_json import NotJson, Numbers, decode_json
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formatting import rfc3339
 
@@ -110,12 +110,14 @@ def opened(
     return document, found_beside
 
 
-def parsed(data: bytes, max_bytes: int) -> Fields:
+def parsed(
+    data: bytes, max_bytes: int, *, numbers: Numbers = "integers", unique_keys: bool = True
+) -> Fields:
     """The fields of an object of JSON. Raises `OwnFileUnreadable` for anything else."""
     try:
-        document = decode_json(data, max_bytes=max_bytes, numbers="integers", unique_keys=True)
+        document = decode_json(data, max_bytes=max_bytes, numbers=numbers, unique_keys=unique_keys)
     except NotJson as error:
-        raise OwnFileUnreadable(f"it is not JSON, or was cut short: {str(error)[:80]}") from error
+        raise OwnFileUnreadable(f"it is not JSON, or was truncated: {str(error)[:80]}") from error
     if not isinstance(document, dict):
         raise OwnFileUnreadable("it is JSON, but no object")
     return document

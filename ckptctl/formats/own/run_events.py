@@ -14,8 +14,7 @@ from typing import Annotated, Literal
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.formats.own.files import classes_by_event, made_of
+from ckptctl.formats.own.files import classes_by_event, made_of, parsed
 from ckptctl.formatting import seconds_of
 from ckptctl.model import ExitCode, Time
 
@@ -161,12 +160,7 @@ _KINDS = classes_by_event(Event)
 
 def read_event(data: bytes, *, first: bool) -> Event:
     """One event; `first` where it must be the first of its run. Raises `OwnFileUnreadable`."""
-    try:
-        fields = decode_json(data, max_bytes=MAX_EVENT_BYTES, numbers="finite")
-    except NotJson as error:
-        raise OwnFileUnreadable(str(error)[:120]) from error
-    if not isinstance(fields, dict):
-        raise OwnFileUnreadable("an event is a JSON object")
+    fields = parsed(data, MAX_EVENT_BYTES, numbers="finite", unique_keys=False)
     kind = _KINDS.get(str(fields.get("event")))
     if kind is None or (kind is OpenedEvent) is not first:
         raise OwnFileUnreadable("the kind of event is unknown, or not possible here")
