@@ -99,6 +99,11 @@ class Level(Ordered):
     STRUCTURE = "structure"
     CONTENT = "content"
 
+    @property
+    def deeper(self) -> Level | None:
+        """The next deeper level; None for the deepest."""
+        return next((level for level in Level if level.place == self.place + 1), None)
+
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:

@@ -129,9 +129,6 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     ]
 
 
-_DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
-
-
 def next_command(report: Report) -> str | None:
     """What to run after `verify`: never the same command again, nothing if all is proven.
 
@@ -144,7 +141,7 @@ def next_command(report: Report) -> str | None:
             given = warning.next_command
             if given is not None and given.startswith("ckptctl diff "):
                 return given
-        deeper = _DEEPER.get(report.level)
+        deeper = report.level.deeper
         return command_line("verify", report.url, "--level", deeper.value) if deeper else None
     if report.verdict is Verdict.COMPLETE:
         fixed = (f.next_command for f in report.findings if f.code == "world-size.fixed")

@@ -31,6 +31,7 @@ from ckptctl.formats.frameworks.scattered import (
     scattered_steps,
 )
 from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.part_files import (
     MAX_METADATA_BYTES,
@@ -111,6 +112,11 @@ class OpenStep:
     def files(self) -> tuple[FileInfo, ...]:
         """The files of the step, paths relative to it. Cost: one listing."""
         return self.list_again() if self._given is None else tuple(self._given)
+
+    @property
+    def has_seal(self) -> bool:
+        """Whether there is a seal, of whichever save it is."""
+        return any(file.path == SEAL for file in self.files)
 
     def list_again(self) -> tuple[FileInfo, ...]:
         """The files as they are now; kept nowhere. Cost: one listing."""

@@ -225,7 +225,7 @@ def ask_store(
 
     step = opened.step
     if seal is None:
-        if any(file.path == SEAL for file in step.files):
+        if opened.has_seal:
             why = "its seal belongs to another save"
             return None, (without_seal(step.url, why, there=True),)
         return None, (without_seal(step.url, "the step has no seal", there=False),)

@@ -318,7 +318,7 @@ def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     yield from context.content.findings
     if not context.content.whole:
         context.level = Level.STRUCTURE
-    elif seal is None and not _has_seal(opened) and not (context.asked and context.asked.is_helper):
+    elif seal is None and not opened.has_seal and not (context.asked and context.asked.is_helper):
         yield Finding(
             "seal.missing",
             SEAL,
@@ -327,10 +327,6 @@ def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             found="no seal",
             next_command=command_line("seal", opened.url),
         )
-
-
-def _has_seal(opened: OpenStep) -> bool:
-    return any(file.path == SEAL for file in opened.files)
 
 
 def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

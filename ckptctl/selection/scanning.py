@@ -34,8 +34,6 @@ OnReport = Callable[[Report, bool, str | None], None]
 NEWEST = 50
 """The default number of inspected steps."""
 
-_DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
-
 
 def scan(
     *roots: str,
@@ -145,7 +143,5 @@ def _formatted(done: Search) -> tuple[str, str | None]:
 
 
 def _deeper(chosen: Report) -> str | None:
-    deeper = _DEEPER.get(chosen.level)
-    if deeper is None:
-        return None
-    return command_line("verify", chosen.url, "--level", deeper.value)
+    deeper = chosen.level.deeper
+    return command_line("verify", chosen.url, "--level", deeper.value) if deeper else None

@@ -137,10 +137,9 @@ def seal_found(
 
 def _check_place(found: OpenTarget, *, replace: bool) -> bool:
     """Whether there is a seal that may be replaced; raises where one cannot be written."""
-    there = any(file.path == SEAL for file in found.files)
-    if there and not replace:
+    if found.has_seal and not replace:
         raise _sealed_already(found)
-    return there
+    return found.has_seal
 
 
 def _sealed_already(found: OpenTarget) -> UsageError:

@@ -20,7 +20,6 @@ from ckptctl.findings import EXIT_FRESH, EXIT_STATE_MISSING, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.formats.own.documents import WatchDocument, WatchedStep
 from ckptctl.formats.own.files import as_stored, read_back
-from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, rfc3339, seconds_of
 from ckptctl.model import ExitCode, Level, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
@@ -215,7 +214,7 @@ class _Watcher:
         if before is not None and before["files"] == files and self._age_s(root, before) >= 0:
             return before
         verdict = None
-        if any(file.path == SEAL for file in opened.files):
+        if opened.has_seal:
             report = opened.inspect(self._requirements, Level.LISTING).report
             verdict = "sealed" if report.seal is not None and report.usable else None
         name = candidate.named.name
@@ -252,8 +251,7 @@ class _Watcher:
             return self._refused(report, reason)
         found = OpenTarget(root.store, candidate.named, None, self._pattern)
         outdated = any(finding.code == "seal.outdated" for finding in report.findings)
-        has_seal = any(file.path == SEAL for file in found.files)
-        if has_seal and not outdated:
+        if found.has_seal and not outdated:
             return self._refused(report, "its seal does not prove it; a person decides")
         sealed = seal_found(
             found,
