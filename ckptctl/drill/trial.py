@@ -190,7 +190,9 @@ class StalledStorage:
         listed.write_text("\0".join(files), encoding="utf-8", errors="surrogateescape")
         reads, writes = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _LEASES, str(STALL_S), str(listed)], stdout=writes
+            [sys.executable, "-c", _LEASES, str(STALL_S), str(listed)],
+            stdout=writes,
+            stderr=subprocess.DEVNULL,  # a signal to the drill closes the pipe before the answer
         )
         os.close(writes)
         with open(reads, "rb") as answer:

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 class ShortRead(StorageError, code="step.changed", exit_code=26):
     """The file ends before the requested range; `size` is its current size, if known."""
 
-    def __init__(self, message: str, *, size: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, size: int | None = None, next_command: str | None = None
+    ) -> None:
+        super().__init__(message, next_command=next_command)
         self.size = size
 
 

@@ -242,10 +242,11 @@ def test_a_signal_ends_all_that_was_started_and_leaves_a_report(
         os.killpg(drill.pid, number)
     else:
         drill.send_signal(number)
-    assert drill.stderr.readline() == (
+    told = drill.stderr.readline()
+    assert told == (
         f"ckptctl: {number.name}: the job gets SIGTERM, and what is left after 15 s SIGKILL; "
         "after another Ctrl-C at once\n"
-    )
+    ), [*said, told, drill.communicate()]
     if number is signal.SIGINT:
         time.sleep(0.6)
         os.killpg(drill.pid, number)
