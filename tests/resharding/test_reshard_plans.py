@@ -34,9 +34,8 @@ def large_source(report: ckptctl.Report) -> Source:
         )
         entry = TensorEntry(f"model.{t}.weight", "float32", (ROWS, 8), Chunks.of(2, []))
         tensors.append(SourceTensor(entry, chunks, "model", None, N_RANKS))
-    return Source(
-        "ckpt/step_1", report, (SourcePart("", tuple(tensors), (), {}, ("d",)),), (), (), tuple
-    )
+    part = SourcePart("", tuple(tensors), (), {}, ("d",))
+    return Source("ckpt/step_1", report, (part,), (), tuple)
 
 
 @pytest.mark.slow
