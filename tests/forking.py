@@ -131,12 +131,16 @@ class ForkServer:
             listener.bind(f"{self._folder}/socket")
             listener.listen(64)
             numbers = (str(listener.fileno()), str(self._run))
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, *numbers, *self._modules],
-                env=self._variables,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-            )
+            # It outlives what starts it, and whoever reads the output of that to its end.
+            with open(self._folder / "log", "wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, *numbers, *self._modules],
+                    env=self._variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[listener.fileno()],
+                )
 
 
 def _file() -> IO[str]:
