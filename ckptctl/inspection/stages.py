@@ -441,8 +441,8 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
 
     The step is listed once more: a change that no listing shows, and one that a read
     contradicts, states that the storage cannot be trusted. Storage errors pass through.
-    Cost: nothing without a `step.changed`; else one listing, and a read of one byte for
-    each file that is gone from it, at most `MAX_ASKED`.
+    Cost: nothing without a `step.changed`; else one listing, a read of one byte for each
+    file that is gone from it, at most `MAX_ASKED`, and where one is there a further listing.
     """
     changed = next((finding for finding in findings if finding.code == "step.changed"), None)
     if changed is None:
@@ -451,6 +451,10 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
     now = opened.list_again()
     gone = {file.path for file in step.files} - {file.path for file in now}
     hidden = [path for path in sorted(gone)[:MAX_ASKED] if _is_there(opened, path)]
+    if hidden:
+        # A save over the step may have written them after the listing.
+        now = opened.list_again()
+        hidden = [path for path in hidden if all(file.path != path for file in now)]
     if hidden:
         return _not_listed(step, hidden[0])
     # Where the first listing failed there is nothing that could have changed since.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,26 +29,34 @@ MAX_MOMENTS = 6
 
 
 class _Moments:
-    """Counts what is opened or listed under a folder, and acts once before the `nth`."""
+    """Counts what is opened or listed under a folder, and acts once before the `nth`.
+
+    A thread of the command may act: the watch ends after it.
+    """
 
     def __init__(self) -> None:
         self.under: str | None = None
         self.seen: list[str] = []
         self.nth = 0
         self.act: Callable[[], object] = lambda: None
+        self._one_acts = threading.RLock()
         sys.addaudithook(self._note)
 
     def _note(self, event: str, args: tuple[object, ...]) -> None:
-        if self.under is None or event not in ("open", "os.scandir"):
+        under = self.under
+        if under is None or event not in ("open", "os.scandir"):
             return
         path = str(args[0])
-        if path.startswith("/") and not path.startswith(self.under):
+        if path.startswith("/") and not path.startswith(under):
             return
-        self.seen.append(path)
-        if len(self.seen) == self.nth:
-            under, self.under = self.under, None
-            self.act()
-            self.under = under
+        with self._one_acts:
+            if self.under is None:
+                return
+            self.seen.append(path)
+            if len(self.seen) == self.nth:
+                self.under = None
+                self.act()
+                self.under = under
 
     @contextmanager
     def watched(self, folder: Path, nth: int, act: Callable[[], object]) -> Iterator[None]:
@@ -55,7 +64,8 @@ class _Moments:
         try:
             yield
         finally:
-            self.under = None
+            with self._one_acts:
+                self.under = None
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +169,30 @@ def test_a_step_that_changes_while_it_is_read_is_neither_damaged_nor_missing(
             other = saves / "other" / "step_200"
             with case(f"{change.__name__} before {opened[nth - 1]} ({nth})"):
                 with moments.watched(root, nth, partial(change, step, other)):
+                    code = code_of(ask, root, new)
+                assert code in (26, quiet)
+
+
+@pytest.mark.parametrize("command", ["seal", "verify at content"])
+def test_a_shard_that_returns_between_a_listing_and_a_read_contradicts_nothing(
+    saves, tmp_path, moments, command
+):
+    ask, root, new = COMMANDS[command], tmp_path / "root", tmp_path / "new"
+    with moments.watched(fresh(saves, root), 0, lambda: None):
+        quiet = code_of(ask, root, new)
+    last = len(moments.seen)
+    with all_cases() as case:
+        for nth, later in product(range(last - 5, last + 1), range(1, 5)):
+            (shard,) = (fresh(saves, root) / "step_200").glob("*.distcp")
+            bytes_of_shard = shard.read_bytes()
+
+            def vanish(shard: Path = shard, data: bytes = bytes_of_shard, n: int = later) -> None:
+                shard.unlink()
+                moments.nth += n
+                moments.act = partial(shard.write_bytes, data)
+
+            with case(f"gone before opening {nth}, back {later} later"):
+                with moments.watched(root, nth, vanish):
                     code = code_of(ask, root, new)
                 assert code in (26, quiet)
 
