@@ -44,6 +44,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# To look for garbage after every 700 objects takes a thirtieth of a worker's time.
+gc.set_threshold(50_000, 20, 20)
+
 # Other users may read what tests write, as on most machines.
 os.umask(0o022)
 
