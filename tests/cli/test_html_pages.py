@@ -121,36 +121,40 @@ def test_a_page_that_cannot_be_written_ends_with_2(framework_roots, tmp_path):
 
 
 PROBE = """<script>
-const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-function over(color, under) {
-  canvas.clearRect(0, 0, 1, 1);
-  canvas.fillStyle = color;
-  canvas.fillRect(0, 0, 1, 1);
-  const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
-  return [r, g, b].map((each, i) => (each * a + under[i] * (255 - a)) / 255);
-}
-function luminance(rgb) {
-  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  const [r, g, b] = rgb.map((each) => linear(each / 255));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-}
-let least = 21;
-const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-while (texts.nextNode()) {
-  const box = texts.currentNode.parentElement;
-  if (!texts.currentNode.data.trim() || box.closest("svg, script")) continue;
-  const boxes = [];
-  for (let each = box; each; each = each.parentElement) boxes.unshift(each);
-  let back = dark ? [18, 18, 18] : [255, 255, 255];
-  for (const each of boxes) back = over(getComputedStyle(each).backgroundColor, back);
-  const text = luminance(over(getComputedStyle(box).color, back));
-  const [low, high] = [text, luminance(back)].sort((a, b) => a - b);
-  least = Math.min(least, (high + 0.05) / (low + 0.05));
-}
-frameElement.title = [document.documentElement.scrollWidth, least.toFixed(2), dark].join(" ");
+addEventListener("load", () => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  function over(color, under) {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b].map((each, i) => (each * a + under[i] * (255 - a)) / 255);
+  }
+  function luminance(rgb) {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.map((each) => linear(each / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  }
+  let least = 21;
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const box = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || box.closest("svg, script")) continue;
+    const boxes = [];
+    for (let each = box; each; each = each.parentElement) boxes.unshift(each);
+    let back = dark ? [18, 18, 18] : [255, 255, 255];
+    for (const each of boxes) back = over(getComputedStyle(each).backgroundColor, back);
+    const text = luminance(over(getComputedStyle(box).color, back));
+    const [low, high] = [text, luminance(back)].sort((a, b) => a - b);
+    least = Math.min(least, (high + 0.05) / (low + 0.05));
+  }
+  frameElement.title = [document.documentElement.scrollWidth, least.toFixed(2), dark].join(" ");
+});
 </script></body>"""
-"""States the width of the page, and the lowest contrast of a text as WCAG 2 defines it."""
+"""States the width of the page, and the lowest contrast of a text as WCAG 2 defines it.
+
+Before the page is loaded, the browser may not know the colour scheme yet."""
 
 
 @pytest.fixture(scope="module", params=["dark", "light"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 from command_line import validated
@@ -64,6 +65,7 @@ class Torn(LocalStore):
     def put(self, path, data, *, replace=False):
         if replace:
             self.remove(path)
+            time.sleep(0.01)  # a reader looks meanwhile
         super().put(path, data, replace=replace)
 
 
