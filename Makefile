@@ -103,7 +103,6 @@ properties: $(READY) ## Run the property tests with new examples, ten times (ten
 	@for round in 1 2 3 4 5 6 7 8 9 10; do $(TESTS) --hypothesis-profile chance -m hypothesis || exit; done
 
 golden: $(READY) ## Record again what the commands answer for every sound, damaged and odd root
-	@$(BIN)/python -m pytest -q tests/fixtures
 	@$(BIN)/python tests/golden/table.py
 
 dist: $(READY) ## Build wheel, source archive, ckptctl.pyz, its components and checksums into dist/
@@ -122,7 +121,6 @@ docs-serve: docs ## Build the site and serve it on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server -b 127.0.0.1 -d build/site 8000
 
 campaign: $(READY) ## Damage checkpoints in thirty thousand ways, and count what is missed (half an hour)
-	@$(BIN)/python -m pytest -q tests/fixtures
 	@$(BIN)/python tests/campaign/campaign.py
 	@$(BIN)/python tests/campaign/soak.py
 

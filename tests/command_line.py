@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from forking import ForkServer
 from jsonschema import Draft202012Validator, FormatChecker
+from made_checkpoints import checkpoints
 
 from ckptctl.cli.schemas import schema
 
@@ -92,7 +93,7 @@ def torch_server() -> ForkServer:
 
 @cache
 def _server() -> ForkServer:
-    """Forks processes that have imported all of ckptctl that needs no torch, and clients of S3."""
+    """Forks processes that have imported and used ckptctl without torch, and clients of S3."""
     paths = (path.relative_to(REPOSITORY) for path in (REPOSITORY / "ckptctl").rglob("*.py"))
     modules = [
         ".".join(path.with_suffix("").parts).removesuffix(".__init__")
@@ -100,7 +101,8 @@ def _server() -> ForkServer:
         if path.parts[1] not in _NEEDS_TORCH and path.name != "__main__.py"
     ]
     modules = [*sorted(modules), *_CLIENTS, "first_uses"]
-    return ForkServer("commands", modules, clean_environment())
+    variables = clean_environment(CKPTCTL_TEST_CHECKPOINTS=str(checkpoints()))
+    return ForkServer("commands", modules, variables)
 
 
 def validated(text: str) -> dict:

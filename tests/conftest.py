@@ -7,27 +7,21 @@ read it, and break only copies that `copy_of` makes. Servers are in
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import hashlib
 import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
-import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
+import made_checkpoints
 import pytest
 from forking import whole_run
 from hypothesis import settings
-from made_checkpoints import name_of_checkpoints
 
 pytest_plugins = ["services.plugin"]
 
@@ -54,6 +48,24 @@ os.umask(0o022)
 # a training job of a test takes eight times the processor time on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_MEMORY = Path("/dev/shm")
+_NEEDED_BYTES = 4 << 30
+
+
+def _has_room(folder: Path) -> bool:
+    """Whether a folder has space for the files of a run, and programs in it can be started."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    may_write = os.access(folder, os.W_OK | os.X_OK) and not found.f_flag & os.ST_NOEXEC
+    return may_write and found.f_bavail * found.f_frsize >= _NEEDED_BYTES
+
+
+# On a disk, a sixth of a run's time would be to make and remove small files.
+if "TMPDIR" not in os.environ and _has_room(_MEMORY):
+    tempfile.tempdir = str(_MEMORY)
+
 # Tests write their folders into commands and messages without quotes.
 if shlex.quote(tempfile.gettempdir()) != tempfile.gettempdir():
     tempfile.tempdir = "/tmp"
@@ -71,7 +83,6 @@ _WAITING = ("jobs", "runbook", "storage", "supervisor", "train")
 """Where tests start processes and wait for them and for servers: half the time of `make test`."""
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = ROOT / ".cache"
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -148,40 +159,25 @@ class _ShownAtOnce:
 @pytest.fixture(scope="session")
 def dcp_versions() -> Path:
     """Checkpoints written by four older torch versions; `fixtures/README.md` says which."""
-    return _unpacked("dcp-versions")
+    return made_checkpoints.unpacked("dcp-versions")
 
 
 @pytest.fixture(scope="session")
 def framework_roots() -> Path:
     """Checkpoint roots written by six training frameworks, each with an `about.json`."""
-    return _unpacked("frameworks")
+    return made_checkpoints.unpacked("frameworks")
 
 
 @pytest.fixture(scope="session")
 def rank_files() -> Path:
     """Roots of rank files, each written by the framework that it is named after."""
-    return _unpacked("rank-files")
+    return made_checkpoints.unpacked("rank-files")
 
 
 @pytest.fixture(scope="session")
 def checkpoints() -> Path:
-    """Every variant that `fixtures/make.py` writes, as `NAME/step_N`, with real torch.
-
-    Made once by the torch that is installed (20 s), then kept for
-    later runs until that torch or the sources below `fixtures/` change. An
-    environment without torch takes those of CKPTCTL_TEST_CHECKPOINTS.
-    """
-    if made := os.environ.get("CKPTCTL_TEST_CHECKPOINTS"):
-        return Path(made)
-    script = ROOT / "fixtures" / "make.py"
-
-    def make(folder: Path) -> None:
-        command = [sys.executable, str(script), "--out", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.fail(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
-
-    return _made_once(name_of_checkpoints(), make)
+    """Every variant that `fixtures/make.py` writes, as `NAME/step_N`, with real torch."""
+    return made_checkpoints.checkpoints()
 
 
 @pytest.fixture
@@ -210,43 +206,4 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that gives a folder which one worker of this run makes for all: `NAME`, `make`."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return partial(_made_once, folder=shared)
-
-
-def _unpacked(name: str) -> Path:
-    """The folder `name` of `fixtures/{name}.tar.xz`, unpacked once for all workers."""
-    archive = ROOT / "fixtures" / f"{name}.tar.xz"
-
-    def unpack(folder: Path) -> None:
-        with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
-
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    return _made_once(f"{name}-{digest[:16]}", unpack) / name
-
-
-def _made_once(name: str, make: Callable[[Path], None], folder: Path = CACHE) -> Path:
-    """The folder `name` below `folder`, made by `make` unless another run or worker did.
-
-    It is made aside and renamed when whole: a run that was killed leaves
-    nothing that the next one would take for finished. `make clean` removes
-    what older sources left.
-    """
-    target = folder / name
-    folder.mkdir(exist_ok=True)
-    with _locked(folder / f"{name}.lock"):
-        if not target.is_dir():
-            aside = folder / f"{name}.part"
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            make(aside)
-            aside.rename(target)
-    return target
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the system releases when the process ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return partial(made_checkpoints.made_once, folder=shared)

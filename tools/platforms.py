@@ -52,7 +52,10 @@ class Platform:
 
 
 def main() -> int:
-    os.environ["CKPTCTL_TEST_CHECKPOINTS"] = str(made_checkpoints())
+    sys.path.insert(0, str(REPOSITORY / "tests"))
+    from made_checkpoints import checkpoints
+
+    os.environ["CKPTCTL_TEST_CHECKPOINTS"] = str(checkpoints())
     rows = dict(_ROW.findall(DOCUMENT.read_text()))
     tried: dict[str, str] = {}
     failed = False
@@ -167,18 +170,6 @@ def tested(python: Path, marks: str, paths: Sequence[str]) -> tuple[bool, str]:
         say(done.stdout)
     *_, summary = done.stdout.splitlines() or ["pytest printed nothing"]
     return done.returncode == 0, summary.partition(" in ")[0].strip("= ")
-
-
-def made_checkpoints() -> Path:
-    """The checkpoints that the tests wrote with the torch of `.venv`; made where they are not."""
-    sys.path.insert(0, str(REPOSITORY / "tests"))
-    from made_checkpoints import name_of_checkpoints
-
-    found = REPOSITORY / ".cache" / name_of_checkpoints()
-    if not found.is_dir():
-        make = [sys.executable, "-m", "pytest", "-q", "tests/fixtures"]
-        subprocess.run(make, cwd=REPOSITORY, check=True)
-    return found
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ REPOSITORY = HERE.parent.parent
 for folder in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "formats"):
     sys.path.insert(0, str(folder))
 
-from made_checkpoints import name_of_checkpoints  # noqa: E402
+from made_checkpoints import checkpoints  # noqa: E402
 from outcome_table import published, summary  # noqa: E402
 
 CATEGORIES = ("A", "B", "C", "D", "F", "G", "I", "J", "K", "L", "M", "N", "O", "P", "Q", "R")
@@ -127,13 +127,11 @@ def main() -> int:
     if asked.again:
         shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    cache = REPOSITORY / ".cache"
-    if not ((cache / name_of_checkpoints()).is_dir() and list(cache.glob("dcp-versions-*"))):
-        parser.error("there are no sound steps yet; next: python -m pytest -q tests/fixtures")
+    checkpoints()  # once, and not by each job
     if "D" in asked.only:
         from interrupted import recorded
 
-        recorded(cache / "campaign")  # once, and not by each job
+        recorded(REPOSITORY / ".cache" / "campaign")  # once, and not by each job
     context = multiprocessing.get_context("spawn")
     jobs = [context.Process(target=work, args=(n, asked, out)) for n in range(asked.jobs)]
     for job in jobs:

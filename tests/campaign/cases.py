@@ -25,7 +25,7 @@ from hostile_and_odd import (
 from interrupted import N_CASES as N_INTERRUPTED
 from interrupted import Save, interrupted, saves
 from loaded_modules import load_all_modules
-from made_checkpoints import name_of_checkpoints
+from made_checkpoints import checkpoints, unpacked
 from made_roots import make_templates
 from oracle import Case, Outcome, Watch, judge
 from peers import load, outcome_of_load
@@ -182,7 +182,7 @@ class Bench:
                 retained(chance, self._templates, self._root, outcome)
                 return
             if category == "R":
-                rank_file_step(chance, _rank_files(), self._root, outcome)
+                rank_file_step(chance, unpacked("rank-files"), self._root, outcome)
                 return
             if category == "G":
                 self._starved = self._starved or Starved(self._folder / "starved")
@@ -213,17 +213,8 @@ class Bench:
 
 
 def _library(folder: Path) -> Library:
-    """The checkpoints that the tests use, where they were made before."""
-    cache = REPOSITORY / ".cache"
-    made = cache / name_of_checkpoints()
-    (versions,) = cache.glob("dcp-versions-*[0-9a-f]/dcp-versions")
+    """The checkpoints that the tests use."""
     copies = folder / "sound"
-    shutil.copytree(made, copies / "made")
-    shutil.copytree(versions, copies / "versions")
+    shutil.copytree(checkpoints(), copies / "made")
+    shutil.copytree(unpacked("dcp-versions"), copies / "versions")
     return Library(copies / "made", copies / "versions", folder)
-
-
-def _rank_files() -> Path:
-    """The roots of rank files that frameworks wrote, where the tests unpacked them."""
-    (roots,) = (REPOSITORY / ".cache").glob("rank-files-*[0-9a-f]/rank-files")
-    return roots

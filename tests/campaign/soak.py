@@ -33,7 +33,7 @@ REPOSITORY = HERE.parent.parent
 for place in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "formats"):
     sys.path.insert(0, str(place))
 
-from made_checkpoints import name_of_checkpoints  # noqa: E402
+from made_checkpoints import checkpoints  # noqa: E402
 from short_memory import Starved  # noqa: E402
 
 from ckptctl.cli.exit_codes import EXIT_CODES  # noqa: E402
@@ -79,7 +79,7 @@ class Root:
         self.lock = threading.Lock()
         self.codes: Counter[tuple[str, int]] = Counter()
         self.problems: list[str] = []
-        source = REPOSITORY / ".cache" / name_of_checkpoints() / SUBJECT
+        source = checkpoints() / SUBJECT
         self.files = {one.name: one.read_bytes() for one in source.iterdir() if one.is_file()}
 
     def step(self, number: int) -> Path:

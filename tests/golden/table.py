@@ -30,7 +30,7 @@ TESTS = REPOSITORY / "tests"
 for folder in (REPOSITORY, TESTS, TESTS / "campaign", TESTS / "formats"):
     sys.path.insert(0, str(folder))
 
-from made_checkpoints import name_of_checkpoints  # noqa: E402
+from made_checkpoints import checkpoints, unpacked  # noqa: E402
 
 ANSWERS = HERE / "answers.tsv"
 N_DAMAGED = 32
@@ -44,7 +44,6 @@ ROOT_COMMANDS = (
     ("scan",),
     ("preflight",),
 )
-CACHE = REPOSITORY / ".cache"
 
 
 def rows() -> Iterator[str]:
@@ -64,12 +63,10 @@ def rows() -> Iterator[str]:
 
 def sound_roots() -> Iterator[tuple[str, Path]]:
     """The roots of the fixtures: older torch versions, frameworks, and the torch installed."""
-    (versions,) = CACHE.glob("dcp-versions-*[0-9a-f]/dcp-versions")
-    (frameworks,) = CACHE.glob("frameworks-*[0-9a-f]/frameworks")
     for name, folder in (
-        ("versions", versions),
-        ("frameworks", frameworks),
-        ("made", CACHE / name_of_checkpoints()),
+        ("versions", unpacked("dcp-versions")),
+        ("frameworks", unpacked("frameworks")),
+        ("made", checkpoints()),
     ):
         metadata = {path.parent for path in folder.rglob(".metadata")}
         roots = {path.parent for path in metadata}
