@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from damage import flip
+from made_saves import LONG_AGO_S
+from made_saves import write as write_file
 from made_steps import grid, write_step
 
 import ckptctl
@@ -30,6 +31,8 @@ def made(step: Path, value: float = 0.0, n_rows: int = 64) -> Path:
         "model.b": (bias, [((0,), (8,))]),
     }
     write_step(step, tensors, {"step": 400})
+    for path in step.iterdir():
+        os.utime(path, (LONG_AGO_S, LONG_AGO_S))  # what is written later has another time
     return step
 
 
@@ -113,7 +116,7 @@ def test_a_valid_shard_of_another_save_does_not_pass_the_seal_of_the_source(
 def test_a_damaged_sidecar_does_not_pass_the_seal_of_the_source(tmp_path, target):
     step = made(tmp_path / "run" / "step_400")
     sidecar = step / "trainer_state.json"
-    sidecar.write_text(json.dumps({"global_step": 400, "loss": [1.25] * 50}))
+    write_file(sidecar, {"global_step": 400, "loss": [1.25] * 50})
     ckptctl.seal(str(step))
     data = bytearray(sidecar.read_bytes())
     data[-10] ^= 1

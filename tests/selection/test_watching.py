@@ -148,6 +148,8 @@ def test_the_seal_of_an_earlier_save_is_replaced(tmp_path):
     for value in (1.0, 2.0):
         state = {"model": {"weight": torch.full((4,), value)}}
         dcp.save(state, checkpoint_id=str(tmp_path / "step_1"), no_dist=True)
+        for shard in (tmp_path / "step_1").glob("__*"):
+            os.utime(shard, (1.7e9 + value, 1.7e9 + value))  # not within a millisecond
         assert inspected(tmp_path) == []
         assert inspected(tmp_path) == [(Event.SEALED, 1)]
         assert ckptctl.verify(f"{tmp_path}/step_1", require_seal=True).exit_code == 0
