@@ -66,6 +66,14 @@ def own_command() -> tuple[str, ...]:
     return (sys.executable, "-m", "ckptctl") if path is None else (sys.executable, path)
 
 
+def as_started(command: str) -> str:
+    """A command of ckptctl with the words that start it here: those of the archive, if any."""
+    program, space, rest = command.partition(" ")
+    if program != "ckptctl" or archive() is None:
+        return command
+    return f"{shlex.join(own_command())}{space}{rest}"
+
+
 def path_word(path: str) -> str:
     """A path as a word that no command takes for an option: `./-run` for `-run`."""
     return f"./{path}" if path.startswith("-") and path != "-" else path

@@ -15,7 +15,6 @@ DIGEST = "@DIGEST@"
 SUFFIXES = ("@SUFFIXES@",)
 VARIABLE = "CKPTCTL_PYZ_DIR"
 USAGE = 2
-CANNOT_WRITE = 73
 
 
 def main():
@@ -25,7 +24,6 @@ def main():
     if EXTENSION_SUFFIXES[0] not in SUFFIXES:
         built = ", ".join(suffix.split(".")[1] for suffix in SUFFIXES)
         fail(
-            USAGE,
             f"this Python ({EXTENSION_SUFFIXES[0].split('.')[1]}) is none of those that "
             f"ckptctl.pyz was built for: {built}",
             "python3.12 ckptctl.pyz, or: pip install ckptctl",
@@ -51,7 +49,6 @@ def extracted():
         else:
             return folder
     return fail(
-        CANNOT_WRITE,
         "no folder to extract to: " + "; ".join(refused),
         f"{VARIABLE}=/a/folder/of/yours python3 ckptctl.pyz",
     )
@@ -89,10 +86,10 @@ def extract(folder):
             raise
 
 
-def fail(code, message, command):
+def fail(message, command):
     """Print the error in ckptctl's form, and end."""
     sys.stderr.write(f"error: {message}\nnext: {command}\n")
-    sys.exit(code)
+    sys.exit(USAGE)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 
 from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.formatting import duration, size
+from ckptctl.formatting import as_started, duration, size
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -280,10 +280,13 @@ class Output:
     def _text(self, lines: Iterable[Line], channel: Channel) -> str:
         return "".join(f"{text}\n" for each in lines for text in self._rendered(each, channel))
 
+    def _to_run(self, command: str) -> str:
+        return as_started(self._complete(command))
+
     def completed(self, a_line: Line) -> Line:
         """The line with its commands as the caller can run them: with their own options."""
         spans = tuple(
-            span._replace(text=in_shell(self._complete(span.text)))
+            span._replace(text=in_shell(self._to_run(span.text)))
             if span.style == "command"
             else span
             for span in a_line.spans
@@ -301,7 +304,7 @@ class Output:
 
     def _with_options(self, key: str, value: object) -> object:
         if key == "next_command" and isinstance(value, str):
-            return self._complete(value)
+            return self._to_run(value)
         if isinstance(value, dict):
             return {name: self._with_options(name, item) for name, item in value.items()}
         if isinstance(value, list):

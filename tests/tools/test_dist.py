@@ -65,6 +65,16 @@ def test_a_runbook_runs_with_the_archive_alone(dist, checkpoints, tmp_path):
     assert done.returncode == 31, done.stdout + done.stderr
 
 
+def test_the_next_command_starts_the_archive(dist, checkpoints, tmp_path):
+    step = checkpoints / "fsdp_2" / "step_100"
+    done = start(dist / "ckptctl.pyz", "pick", step, HOME=str(tmp_path))
+    assert done.returncode == 2
+    command = done.stderr.splitlines()[-1].removeprefix("next:  ")
+    home = {"HOME": str(tmp_path)}
+    again = subprocess.run(command, shell=True, cwd="/", env=home, capture_output=True, text=True)
+    assert again.returncode == 0, command + again.stderr
+
+
 def test_a_home_that_cannot_be_written_does_not_matter(dist, tmp_path):
     done = start(dist / "ckptctl.pyz", "--version", HOME="/proc", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -83,7 +93,7 @@ def test_a_folder_that_others_can_write_is_refused(dist, tmp_path):
     named.mkdir()
     named.chmod(0o777)
     done = start(dist / "ckptctl.pyz", "--version", CKPTCTL_PYZ_DIR=str(named))
-    assert done.returncode == 73
+    assert done.returncode == 2
     assert "belongs to another user or is writable by others" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("next: CKPTCTL_PYZ_DIR=")
     assert list(named.iterdir()) == []
