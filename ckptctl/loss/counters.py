@@ -400,7 +400,7 @@ def _lr_trend(earlier: Sequence[Row], row: Row) -> tuple[float, float] | None:
     allowed = max(_LR_EXPECTED * abs(expected), 5 * spread, 2 * row.lr.quantum)
     # A schedule may become constant at this very step.
     low, high = min(last, expected) - allowed, max(last, expected) + allowed
-    return expected, max(0.0, found - high) + min(0.0, found - low)
+    return max(0.0, expected), max(0.0, found - high) + min(0.0, found - low)
 
 
 def _warms_up(rows: Sequence[Row]) -> bool:

@@ -133,6 +133,8 @@ class Replay:
     origin: Origin = Origin.UNKNOWN
     """Where the second rows are from: another attempt (shown by the rows, or assumed because a
     file, a line or the caller states it), a copy, or unknown."""
+    copied_because: str = ""
+    """Why the second rows are a copy; empty where they are not known to be one."""
     varies: bool = False
     """The loss differs from step to step, so that an equality is evidence."""
     fine_enough: bool = False
@@ -188,6 +190,7 @@ def compare_replay(resume: LoggedResume) -> Replay:
         # The norm of the first step is computed before any update.
         agreement = Agreement.DIFFERENT
     other = agreement is Agreement.OTHER_DATA
+    origin, copied_because = _origin(resume, rows, earlier[-_N_AMONG - len(rows) :])
     recent = [measure(number.value) for number in untouched[-_N_AMONG - len(pairs) :]]
     most = max(abs(each) for each in d)
     return Replay(
@@ -200,22 +203,25 @@ def compare_replay(resume: LoggedResume) -> Replay:
         middle=relative(median(d)),
         z_score=median(d) / _error(d, noise if other else rounding),
         not_compared=not_compared,
-        origin=_origin(resume, rows, earlier[-_N_AMONG - len(rows) :]),
+        origin=origin,
+        copied_because=copied_because,
         varies=_varies(shapes[0], recent, max(_EXACT, 2 * rounding, most)),
         fine_enough=rounding <= FINE or _norms_repeat(rows, rounding),
         same_first_norm=same_norm,
     )
 
 
-def _origin(resume: LoggedResume, rows: Sequence[Replayed], earlier: Sequence[Row]) -> Origin:
-    """Determine whether another attempt trained the steps, or rows were written twice."""
+def _origin(
+    resume: LoggedResume, rows: Sequence[Replayed], earlier: Sequence[Row]
+) -> tuple[Origin, str]:
+    """Determine whether another attempt trained the steps, or rows were written twice, and why."""
     attempts = {row.before.attempt for row in rows}, {row.after.attempt for row in rows}
     if None not in attempts[0] | attempts[1] and not attempts[0] & attempts[1]:
-        return Origin.RETRAINED
+        return Origin.RETRAINED, ""
     if any(row.difference or _norms_differ(row) for row in rows):
-        return Origin.RETRAINED
+        return Origin.RETRAINED, ""
     if _starts_at_once(resume):
-        return Origin.COPIED
+        return Origin.COPIED, "they follow the rows before them sooner than a process can start"
     differs = False
     for time in _TIMES:
         pairs = [
@@ -224,13 +230,14 @@ def _origin(resume: LoggedResume, rows: Sequence[Replayed], earlier: Sequence[Ro
         if any(a != b for a, b in pairs):
             differs = True
         elif len(pairs) == len(rows) and _time_repeats(time, pairs, earlier):
-            return Origin.COPIED
+            return Origin.COPIED, "their times repeat, which would not happen in another attempt"
     if differs:
-        return Origin.RETRAINED
+        return Origin.RETRAINED, ""
     is_tail = resume.after[-1].step <= resume.overwritten[-1].step
     if is_tail and resume.boundary is not Boundary.CANARY:
-        return Origin.COPIED
-    return Origin.ASSUMED if resume.is_of_another_attempt else Origin.UNKNOWN
+        last = resume.overwritten[-1].step
+        return Origin.COPIED, f"no time differs in them and no step follows {last:,}"
+    return (Origin.ASSUMED if resume.is_of_another_attempt else Origin.UNKNOWN), ""
 
 
 def _starts_at_once(resume: LoggedResume) -> bool:

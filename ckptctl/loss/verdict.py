@@ -208,21 +208,12 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding for the steps that were logged twice, unless they prove the resume."""
     n = len(replay.rows)
     if replay.agrees and replay.origin is Origin.COPIED:
-        is_timed = resume.after[-1].step > resume.overwritten[-1].step
-        why = (
-            "their times repeat, which would not happen in another attempt"
-            if is_timed
-            else "no row has a time and no step follows that was not logged before"
-        )
         yield Finding(
             "loss.copied",
             str(resume.position),
-            f"{n} rows repeat rows of the log, and {why}: a logger or a log shipper may have "
-            "written them twice",
-            expected="rows of another attempt"
-            if is_timed
-            else "rows of another attempt: with a time, or a first step after "
-            f"{resume.overwritten[-1].step}",
+            f"{n} rows repeat rows of the log, and {replay.copied_because}: a logger or a log "
+            "shipper may have written them twice",
+            expected="rows of another attempt, with their own times",
             found=f"{n} equal rows",
         )
     elif replay.agrees and not replay.varies:

@@ -353,6 +353,22 @@ def test_another_step_than_was_named_is_discontinuous(kind, tmp_path):
     assert report.assessments[0].resume.position.file.endswith(f"{len(case.logs) - 1}.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("kind", "because"),
+    [
+        ("a canary of copies", "their times repeat"),
+        ("the tail twice, stamped by the shipper as it sends it", "sooner than a process can"),
+        ("the tail twice, without times", "no step follows {died}"),
+    ],
+)
+def test_a_copy_is_reported_with_what_shows_it(kind, because, tmp_path):
+    job = JOBS[0]
+    report = checked(WRONG[kind](job), tmp_path)
+    found = [each for one in report.assessments for each in one.findings]
+    (copied,) = [finding for finding in found if finding.code == "loss.copied"]
+    assert because.format(died=f"{job.died:,}") in copied.message
+
+
 def test_a_log_that_is_named_twice_is_read_once(tmp_path):
     job, log = JOBS[0], tmp_path / "train.jsonl"
     log.write_text("".join(json.dumps(row) + "\n" for row in job.before() + job.after()))

@@ -202,6 +202,18 @@ def test_a_learning_rate_that_warms_up_again_is_reported(died):
     assert found(assess(warm, died=died, noise=0.004)) == ("discontinuous", ["loss.lr"])
 
 
+def test_no_learning_rate_below_zero_is_expected():
+    def falls_to_zero(each):
+        if isinstance(each, Marker):
+            return each
+        rate = 1e-5 * (SAVED + 2 - each.step) if each.step <= SAVED else 1e-3
+        return replace(each, lr=Number(rate, 1e-12))
+
+    report = check_rows([falls_to_zero(each) for each in resumed(first=SAVED + 5, died=CLEAN)])
+    (wrong,) = [f for each in report.assessments for f in each.findings if f.code == "loss.lr"]
+    assert (wrong.expected, wrong.found) == ("0", "0.001")
+
+
 def test_a_learning_rate_that_drops_without_a_replay_may_be_a_stage():
     lower = changed(lr=lambda each: Number(each.lr.value / 10, 1e-12))
     assert found(assess(lower, died=CLEAN, noise=0.004)) == ("suspect", ["loss.lr-lower"])
