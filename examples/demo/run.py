@@ -111,13 +111,18 @@ def _run(command: str, *, expect: int, capture: bool = False) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a command and its ranks: torchrun puts each into a session of its own."""
+    """Kill a command and its ranks: torchrun puts each into a session of its own.
+
+    All are stopped before the first is killed, or others would print that they lost it.
+    """
+    process.send_signal(signal.SIGSTOP)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     ranks = children.read_text().split() if children.exists() else []
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(int(rank), number)
     process.kill()
-    for rank in ranks:
-        with suppress(ProcessLookupError):
-            os.kill(int(rank), signal.SIGKILL)
 
 
 def _stop(number: int, _frame: object) -> None:
