@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from job_options import job_options
+from job_options import die, job_options
 
 from ckptctl import CkptctlError
 from ckptctl.integrations.accelerate import Checkpoints, RecordOptions
@@ -43,7 +41,7 @@ try:
         accelerator.print(f"step: {step}, loss: {mean:.6f}, lr: {scheduler.get_last_lr()[0]:.3e}")
         checkpoints.log(step, mean, lr=scheduler.get_last_lr()[0])
         if step == options.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         if step % options.save_every == 0:
             checkpoints.save_state(step)
     checkpoints.close()

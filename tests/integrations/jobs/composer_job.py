@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 import torch
-from job_options import job_options
+from job_options import die, job_options
 
 from ckptctl import CkptctlError
 from ckptctl.train import resolve
@@ -42,7 +41,7 @@ def train() -> None:
 
         def batch_end(self, state, logger) -> None:
             if int(state.timestamp.batch) == options.kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
 
     dist.initialize_dist("cpu")
     torch.manual_seed(3)
@@ -68,6 +67,7 @@ def train() -> None:
     )
     trainer.fit()
     trainer.close()
+    torch.distributed.destroy_process_group()
 
 
 try:

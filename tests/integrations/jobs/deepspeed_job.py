@@ -6,13 +6,12 @@ DeepSpeed prints no loss; a script does.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
-from job_options import job_options
+from job_options import die, job_options
 
 from ckptctl import CkptctlError
 from ckptctl.train import resolve
@@ -53,7 +52,7 @@ try:
         if step % options.save_every == 0:
             engine.save_checkpoint(options.root)
         if step == options.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
     torch.distributed.destroy_process_group()
 except CkptctlError as error:
     print(f"error: {error}", file=sys.stderr)

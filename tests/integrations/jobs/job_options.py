@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,21 @@ def job_options() -> argparse.Namespace:
     parser.add_argument("--epoch", type=int, default=12, help="steps in an epoch")
     parser.add_argument("--sharded", action="store_true", help="each rank saves its part")
     parser.add_argument("--keep", type=int, help="how many steps the framework keeps")
-    parser.add_argument("--kill-at", type=int, default=0, help="SIGKILL on every rank")
+    parser.add_argument("--kill-at", type=int, default=0, help="call `die` at this step")
     parser.add_argument("--wrong", action="store_true", help="train with other weights than loaded")
     parser.add_argument("--stop", action="store_true", help="end with 30 on a discontinuous loss")
     return parser.parse_args()
+
+
+def die() -> None:
+    """SIGKILL on every rank, once the save before is sealed: it would else depend on chance."""
+    import torch
+
+    for thread in threading.enumerate():
+        if thread.name == "ckptctl-seal":
+            thread.join()
+    torch.distributed.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_recipe(

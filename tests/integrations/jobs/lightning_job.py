@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 import lightning
 import torch
-from job_options import job_options
+from job_options import die, job_options
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
@@ -53,7 +52,7 @@ class Damaged(Callback):
 class Killed(Callback):
     def on_train_batch_start(self, trainer, *_):
         if options.kill_at and trainer.global_step == options.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
 lightning.seed_everything(3, verbose=False)

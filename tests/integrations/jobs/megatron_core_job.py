@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import torch
-from job_options import job_options, run_recipe
+from job_options import die, job_options, run_recipe
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
@@ -115,7 +114,7 @@ def train() -> None:
             if step == options.kill_at:
                 for process in multiprocessing.active_children():  # of megatron-core's writer
                     process.kill()
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
         torch.distributed.destroy_process_group()
     except CkptctlError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -6,10 +6,9 @@ NVRx is no trainer: a script trains, and prints the loss.
 from __future__ import annotations
 
 import os
-import signal
 
 import torch
-from job_options import job_options, run_recipe
+from job_options import die, job_options, run_recipe
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 
 
@@ -59,5 +58,5 @@ for step in range(max(start, 0) + 1, options.steps + 1):
         state = {"model": network.state_dict(), "optimizer": adam.state_dict(), "step": step}
         names["manager"].save(OnCpu(state), step)
     if step == options.kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 torch.distributed.destroy_process_group()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
 import torch
-from job_options import job_options, run_recipe
+from job_options import die, job_options, run_recipe
 from olmo_core.data import DataCollator
 from olmo_core.data.data_loader import TextDataLoaderBase
 from olmo_core.distributed.parallel import DataParallelType
@@ -69,7 +67,7 @@ class Interfering(Callback):
 
     def pre_step(self, batch):
         if self.step == options.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
 prepare_training_environment(seed=3, backend="gloo", shared_filesystem=True)

@@ -5,13 +5,11 @@ The trainer of torchtitan needs a GPU; its manager saves and loads on the CPU.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from types import SimpleNamespace
 
 import torch
-from job_options import job_options, run_recipe
+from job_options import die, job_options, run_recipe
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -104,7 +102,7 @@ try:
         logger.info(f"step: {state.step:2}  loss: {loss.item() / world:8.5f}  grad_norm:  1.0000")
         manager.save(state.step, last_step=state.step == options.steps)
         if state.step == options.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
     manager.close()
     torch.distributed.destroy_process_group()
 except CkptctlError as error:

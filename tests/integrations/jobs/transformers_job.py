@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
 import torch
-from job_options import job_options
+from job_options import die, job_options
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -27,7 +25,7 @@ class Killed(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == options.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
 class Damaged(TrainerCallback):
@@ -67,6 +65,7 @@ try:
     if options.wrong:
         trainer.add_callback(Damaged())
     trainer.train(resume_from_checkpoint=path)
+    torch.distributed.destroy_process_group()
 except CkptctlError as error:
     print(f"error: {error}", file=sys.stderr)
     if options.stop:  # on every rank: torchrun ends the others once one has left

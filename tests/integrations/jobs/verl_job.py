@@ -6,12 +6,10 @@ its console logger run on the CPU.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
 import torch
-from job_options import job_options, run_recipe
+from job_options import die, job_options, run_recipe
 from omegaconf import OmegaConf
 from torch.distributed.fsdp import fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -81,7 +79,7 @@ try:
         if step % options.save_every == 0:
             handler.save_checkpoint(step)
         if step == options.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         if step >= options.steps:
             break
     handler.close()
