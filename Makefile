@@ -77,7 +77,7 @@ kills: $(READY) ## Kill a training job 50 times at random; its losses must equal
 slow-work: $(READY) ## Train slow but sound jobs for half an hour; none may be ended as a hang
 	@$(BIN)/python tests/campaign/slow_work.py
 
-power-cuts: $(READY) ## Simulate a power cut at every write of every command (root, Linux, half an hour)
+power-cuts: $(READY) ## Simulate a power cut at every write of every command (root, Linux, hours)
 	@$(BIN)/python tests/campaign/power_cuts.py
 
 trips: $(READY) ## Reshard or convert thousands of random steps, and back (ten minutes)
