@@ -1,9 +1,9 @@
-"""Kill a job in the middle of a save, and resume it from the step that is whole.
+"""Kill a job in the middle of a save, and resume it from the newest complete step.
 
-Trains a small model on four ranks, has it killed while it saves, asks `ckptctl`
-about what is left, and starts the job again. Every command is shown before it
-runs, and can be repeated by hand. Ends with a code other than 0 when anything is not as it is
-said to be. Works below `demo/` in the current folder, from nothing each time.
+Trains a small model on four ranks, kills it while it saves, shows what `ckptctl` reports, and
+starts the job again. Every command is shown before it runs, and can be repeated by hand. Ends
+with a code other than 0 if a command or a loss is not as expected. Works below `demo/` in the
+current folder, which it removes first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 A language model of two layers learns sums such as `17 plus 25 is 42.`, spread
 over the ranks by `fully_shard`. `Checkpointer` saves all that a resume needs:
 weights, optimizer, scheduler, step, the random numbers of every rank and the
-place in the data. Started again, the job goes on from the newest whole step.
+position in the data. Started again, the job continues from the newest complete step.
 
 `--die-during-save N` ends the job with SIGKILL while step N is being written.
 """

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One of these on every node, no scheduler: torchrun finds the others, and goes on with fewer.
+# One of these on every node, no scheduler: torchrun finds the others, and continues with fewer.
 set -euo pipefail
 
 ROOT=${ROOT:?the checkpoint root of this run}

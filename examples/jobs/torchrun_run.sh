@@ -8,7 +8,7 @@ NNODES=${NNODES:?how many nodes}
 NODE_RANK=${NODE_RANK:?which of them this is, from 0}
 GPUS=${GPUS:-8}
 
-# Where nodes are gone the job goes on with fewer; below MIN_NODES it ends with 94.
+# Where nodes are gone the job continues with fewer; below MIN_NODES it ends with 94.
 sizes=$(seq -s , "$((NNODES * GPUS))" "-$GPUS" "$((${MIN_NODES:-1} * GPUS))")
 
 # exec: what ends this script must reach ckptctl. The time for a save after SIGTERM is torchrun's.

@@ -4,7 +4,8 @@
 ckptctl watch --notify examples/notify/pagerduty.py …
 
 PAGERDUTY_ROUTING_KEY is the key of an Events API v2 integration, and a secret. A root or a step
-has one incident, however often it is reported: its address is the deduplication key.
+has one incident, however often it is reported: its address is the deduplication key. The attempts
+that `ckptctl run` reports have no address, and share one incident.
 Source: https://developer.pagerduty.com/docs/send-alert-event
 """
 
