@@ -29,7 +29,7 @@ def drill(
         str,
         option(
             "--root ROOT",
-            "Folder or URL with the steps of the run. It is read once and never written.",
+            "Folder or URL with the steps of the run. It is read and never written.",
         ),
     ],
     command: Annotated[
@@ -65,8 +65,8 @@ def drill(
         str | None,
         option(
             "--hang-after TIME",
-            "How long the sound job may write no step; by default five times the longest "
-            "pause of a run without a fault.",
+            "How long a sound job may log no step before it counts as hung; by default five times "
+            "the longest pause of a run without a fault, and 15 s at least.",
         ),
     ] = None,
     patience: Annotated[

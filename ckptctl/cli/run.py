@@ -186,7 +186,7 @@ def run(
         ),
     ] = None,
     max_excluded: Annotated[
-        int, option("--max-excluded N", "How many nodes are excluded without a person.", min=0)
+        int, option("--max-excluded N", "Exclude at most N nodes; more need a person.", min=0)
     ] = 1,
     nodes: NodesOpt = None,
     world_sizes: WorldSizesOpt = None,
@@ -244,11 +244,11 @@ def run(
     Only a newer usable step refills the budget, which is kept in the root: a later invocation,
     also on another machine, continues it. Signals are passed on; after a signal that asks
     the job to end nothing is restarted. Ends with the exit code of the command, with 93 when
-    the budget is spent, with 11 when no step is usable, with 75 when the storage does not
-    answer or the steps of the run have disappeared, with 10 when the root does not exist. The
-    command gets the number of restarts in CKPTCTL_RESTART_COUNT. A job that hangs is ended and
-    restarted, and its rank at fault is named, if it uses ckptctl.train. With --json the
-    command's output goes to standard error.
+    the budget is spent, with 94 when too few nodes are left, with 11 when no step is usable,
+    with 75 when the storage does not answer or the steps of the run have disappeared, with 10
+    when the root does not exist. The command gets the number of restarts in
+    CKPTCTL_RESTART_COUNT. A job that hangs is ended and restarted, and its rank at fault is
+    named, if it uses ckptctl.train. With --json the command's output goes to standard error.
     """
     if (job is None) == (not command):
         raise UsageError(

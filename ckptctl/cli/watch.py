@@ -57,8 +57,8 @@ def watch(
     A step is read once two listings, --grace apart, show the same files, and sealed if every byte
     is proven and it holds what the step before it holds. Nothing else is written into a step. A
     damaged step is reported once. Ends with 0 after SIGTERM; with --once with the exit code of
-    the newest damaged step, or with 10 where the root does not exist. With --json each event is
-    one line, with --quiet only the addresses of damaged steps are printed.
+    the newest damaged or unverifiable step, or with 10 where the root does not exist. With --json
+    each event is one line, with --quiet only the addresses of damaged steps are printed.
     """
     from ckptctl.cli.main import Stopped
 
