@@ -16,23 +16,23 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RECORD = REPOSITORY / ".cache" / "compatibility.jsonl"
 PAGE = REPOSITORY / "docs" / "compatibility.md"
 COLUMNS = {
-    "stopped": "moments in saves; what is complete loads",
-    "damaged": "damaged files found, or harmless",
-    "ranks": "ranks; each one's file is missed",
+    "stopped": "saves interrupted; each complete step loads",
+    "damaged": "files damaged; each is detected or harmless",
+    "ranks": "ranks; the missing file of each is detected",
     "sealed": "saves sealed",
     "passed_over": "damaged step passed over",
-    "right": "right resume: its console",
+    "right": "verdict of a correct resume: console",
     "log": "its `train.jsonl`",
-    "wrong": "wrong resume: its console",
+    "wrong": "of a wrong resume: console",
 }
 INTRODUCTION = (
     "# Compatibility\n\n"
-    "What `tests/integrations` has shown with real frameworks, on two ranks and more. "
-    "`make compatibility` writes this page from the last runs; an empty cell was not tried with "
-    "that version, a dash means that there is none. *DCP*: the steps are "
-    "DCP checkpoints, whose saves are interrupted and whose files are damaged by the "
-    "[campaign](reliability.md), without the framework. [Frameworks](frameworks/README.md) "
-    "describes each of them, [rank files](rank-files.md) their layouts.\n\n"
+    "Results of `tests/integrations` with real frameworks, on two ranks or more. "
+    "`make compatibility` writes this page from the last runs. An empty cell was not tried with "
+    "that version; a dash means that the test does not apply. *DCP*: the steps are DCP "
+    "checkpoints; the [campaign](reliability.md) interrupts their saves and damages their files "
+    "without the framework. [Frameworks](frameworks/README.md) describes each framework, "
+    "[rank files](rank-files.md) the layouts.\n\n"
 )
 
 
