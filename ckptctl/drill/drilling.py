@@ -1,8 +1,8 @@
 """Drill a user's own job: inject faults into copies of it, let RB-7 resume it, and grade.
 
-The real root is read once, to copy its newest usable step, and never written. Each fault gets
-a copy of its own. The job runs under `ckptctl run`; after the fault RB-7 decides from which
-step it is resumed. Its loss is compared with that of a run of the same copy without a fault.
+The real root is never written: its newest usable step is copied for each run. The job runs
+under `ckptctl run`; after the fault RB-7 decides from which step it is resumed. Its loss is
+compared with that of a run of the same copy without a fault.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
             and has_moved(one, before.crcs, still_before.crcs)
         )
         if proven:
-            command = command_line("diff", join_url(store.url, before.name), opened.url)
+            command = command_line("diff", join_url(store.url, before.name), opened.url, "--values")
             yield stale(part.ranges, one, len(moved), part.path, before.name, command)
 
 

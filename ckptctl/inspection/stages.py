@@ -298,7 +298,7 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Find NaN in the weights of a step whose own log ends with a loss that is not finite."""
+    """Find NaN in the weights of a step whose own log ends with a loss of 0, NaN or infinity."""
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
     sound = all(part.path in context.readable for part in opened.parts)
     if opened.step.layout == "transformers" and is_cheap and sound and not context.notes.accepted:

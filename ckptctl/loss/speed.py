@@ -1,6 +1,6 @@
 """Compare the speed before and after a resume, and find jumps of the clock and repeated steps.
 
-A measure of speed is compared with the band that holds nine in ten rows before the resume.
+A measure of speed is compared with the band that holds eight in ten rows before the resume.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _METRICS = (
 class _Band:
     """A measure of speed before and after the resume; `row` is the first that was compared.
 
-    `low` and `high` bound nine in ten rows before; `then` and `now` are medians. Those of
+    `low` and `high` bound eight in ten rows before; `then` and `now` are medians. Those of
     before are scaled to the number of ranks after the resume.
     """
 
@@ -76,14 +76,14 @@ class _Band:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the job is slower than nine of ten rows before the resume."""
+        """Whether the job is slower than nine in ten rows before the resume."""
         if self.metric.more_is_slower:
             return self.now > self.high * (1 + _BAND)
         return self.now < self.low * (1 - _BAND)
 
     @property
     def is_faster(self) -> bool:
-        """Whether the job is faster than nine of ten rows before the resume."""
+        """Whether the job is faster than nine in ten rows before the resume."""
         if self.metric.more_is_slower:
             return self.now < self.low * (1 - _BAND)
         return self.now > self.high * (1 + _BAND)
@@ -120,7 +120,7 @@ class Throughput:
     after: NonNegative | None = None
     """Its median after the resume."""
     low: NonNegative | None = None
-    """The lower end of the band that holds nine in ten rows before."""
+    """The lower end of the band that holds eight in ten rows before."""
     high: NonNegative | None = None
     """Its upper end."""
 

@@ -292,7 +292,7 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal after a stop, which schedulers treat as preemption; else 0.
+        """128 + the signal after a stop, as a shell reports it; else 0.
 
         torchrun turns every nonzero code into 1; the ledger of the run records the reason.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ def root(framework_roots: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "ckpt"))
 
 
-def run(page: str, root: Path, *inputs: str) -> dict:
+def run(page: str, root: Path | str, *inputs: str, **options: object) -> dict:
     words = [word for each in inputs for word in ("--set", each)]
-    done = run_ckptctl("runbook", "run", page, root, "--yes", "--json", *words)
+    done = run_ckptctl("runbook", "run", page, root, "--yes", "--json", *words, **options)
     document = validated(done.stdout)
     assert document["exit_code"] == done.returncode
     return document
@@ -60,6 +61,14 @@ def test_a_hang_whose_job_still_runs_stops_with_93(root: Path, tmp_path: Path):
     document = run("nccl-hang", root, f"LOG={tmp_path}/job.log")
     assert document["exit_code"] == 93
     assert "still runs" in json.dumps(document)
+
+
+@pytest.mark.server
+def test_a_hang_on_an_object_store_is_followed_to_its_end(s3_moto, root: Path, tmp_path: Path):
+    (tmp_path / "job.log").write_text(WATCHDOG)
+    url = s3_moto.upload(root, uuid.uuid4().hex)
+    inputs = (f"LOG={tmp_path}/job.log", "END=true")
+    assert run("nccl-hang", url, *inputs, env=s3_moto.environment)["exit_code"] == 0
 
 
 @pytest.mark.parametrize(("speed", "code"), [(1000, 0), (500, 31)])

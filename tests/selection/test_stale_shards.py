@@ -104,7 +104,7 @@ def test_a_shard_of_the_step_before_is_suspected(tmp_path):
     assert "8 records were compared" in finding.message
     assert "is equal to the same file in step_10" in finding.message
     assert finding.expected == "other elements than in step_10, as in 3 other shard files"
-    assert finding.next_command == f"ckptctl diff {tmp_path}/step_10 {step}"
+    assert finding.next_command == f"ckptctl diff {tmp_path}/step_10 {step} --values"
 
 
 def test_pick_and_scan_tell_it_and_take_the_step_all_the_same(tmp_path):
