@@ -94,10 +94,10 @@ def classify(
     """Classify a failure by the logs of a job, and print what to do.
 
     The first cause counts, not the last line; errors of other ranks after it are listed as its
-    consequences. If nothing states a cause, the answer is unknown. The exit code is 0 for each;
-    with --quiet or --print-word one word is printed for a script to branch on: infrastructure,
-    job, stopped, none or unknown. Hardware errors that the kernel, the driver or the scheduler
-    reports are listed even if they did not decide. Nothing is drained.
+    consequences. If nothing states a cause, the answer is unknown. Every answer ends with exit
+    code 0; with --quiet or --print-word one word is printed for a script to branch on:
+    infrastructure, job, stopped, none or unknown. Hardware errors that the kernel, the driver or
+    the scheduler reports are listed even if they did not decide. Nothing is drained.
     """
     answer = ckptctl.classify(
         logs or (),
