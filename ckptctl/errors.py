@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptctl.redaction import redacted
+
 if TYPE_CHECKING:
     from ckptctl.findings import Finding
 
@@ -25,6 +27,8 @@ class CkptctlError(Exception):
         cls.exit_code = cls.exit_code if exit_code is None else exit_code
 
     def __init__(self, message: str, *, next_command: str | None = None) -> None:
+        # Whoever catches it may print it: the program that uses the library as well as ours.
+        message = redacted(message)
         super().__init__(message)
         self.message = message
         self.next_command = next_command

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptctl.findings import CODES, Finding
+from ckptctl.redaction import shell_command
 
 _MAX_ALIKE = 20
 """So many findings of one code are listed one by one."""
@@ -50,8 +51,8 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 
 
 def command_line(*words: str | int) -> str:
-    """The command `ckptctl` with these words, quoted for a shell."""
-    return shlex.join(("ckptctl", *map(str, words)))
+    """The command `ckptctl` with these words, to be printed: see `shell_command`."""
+    return shell_command(("ckptctl", *map(str, words)))
 
 
 def archive() -> str | None:

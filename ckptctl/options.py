@@ -12,12 +12,13 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, TypeVar, overload
 
 from ckptctl.data_classes import dataclass, field, fields, replace
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
+from ckptctl.redaction import hide, hide_address, hide_options
 
 TIMEOUT_S = 30.0
 """How long one answer of a storage is waited for, by default."""
@@ -43,8 +44,16 @@ class StorageOptions:
     retries: int = 4
     retry_for_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        hide_options(self.storage_options or {})
+        hide_address(self.endpoint_url or "")
+
     def arguments(self) -> list[str]:
-        """The options of a command line that reaches the same storage; defaults are left out."""
+        """The options of a command line that reaches the same storage; defaults are left out.
+
+        They may hold secrets: `command_line` shows none of them, and no process is started
+        with them.
+        """
         import json  # most commands need no such words, and start sooner without
 
         words = ["--endpoint-url", self.endpoint_url] if self.endpoint_url else []
@@ -54,26 +63,6 @@ class StorageOptions:
         if self.timeout_s != TIMEOUT_S:
             words += ["--timeout", f"{self.timeout_s:g}"]
         return words
-
-
-_SECRETS = ("key", "secret", "token", "password")
-
-
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """Words of a command line, with the values of what may be a secret as `***`."""
-    return [
-        _without_secret(word, before) for word, before in zip(words, ("", *words), strict=False)
-    ]
-
-
-def _without_secret(word: str, before: str) -> str:
-    """A word behind another; the address that `--notify` posts to is a secret."""
-    key, equals, value = word.partition("=")
-    if equals and any(name in key.lower() for name in _SECRETS):
-        return f"{key}=***"
-    if before == "--notify" and "://" in word:
-        return "***"
-    return f"{key}=***" if key == "--notify" and "://" in value else word
 
 
 class StorageKeywords(TypedDict, total=False):
@@ -127,6 +116,8 @@ class Requirements:
             if size is not None and size < 1:
                 raise UsageError(f"--{name} is {size}; a job has at least 1 rank")
         not_negative("grace", self.grace_s)
+        if self.key is not None:
+            hide(self.key)
         if self.key is not None and len(self.key) < MIN_KEY_BYTES:
             raise UsageError(
                 f"the key for seals has {len(self.key)} bytes; it must have {MIN_KEY_BYTES} or "

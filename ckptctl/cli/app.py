@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import os
 import re
-import shlex
 import signal
+import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from typing import TextIO, cast
 
 import ckptctl
 from ckptctl.cli.binding import with_common
@@ -23,7 +24,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, parse
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
 from ckptctl.formatting import command_line, path_word
-from ckptctl.options import without_secrets
+from ckptctl.redaction import RedactedStream, hide_arguments, hide_environment, shell_command
 
 VERSION = f"ckptctl {ckptctl.__version__}"
 
@@ -39,6 +40,17 @@ def run(argv: Sequence[str]) -> int:
     Without arguments it prints the help, but a job script that lost its arguments
     must not take that for an answer: 2.
     """
+    hide_environment(os.environ)
+    hide_arguments(argv)
+    stderr = sys.stderr
+    if stderr is None:
+        return _run(argv)
+    # Libraries, warnings and `logging` write there, too.
+    with redirect_stderr(cast("TextIO", RedactedStream(stderr))):
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     if _COMPLETION in os.environ:
         return _complete(argv)
     command = _command(argv)
@@ -126,7 +138,7 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         command = _command(argv)
         if command is not None and argv[0] != command:
             at = argv.index(command)
-            behind = command_line(*without_secrets([*argv[at:], *argv[:at]]))
+            behind = command_line(*argv[at:], *argv[:at])
             return UsageError("options stand behind the command", next_command=behind)
         mistyped = re.fullmatch(r"no such command '(.*)'; did you mean '(.*)'\?", message)
         if mistyped and mistyped[1] in argv:
@@ -193,7 +205,7 @@ def _same(argv: Sequence[str], option: str = "") -> str:
     """The caller's own words with `option`, as a shell reads it, added or in place of its like."""
     at = argv.index("--") if "--" in argv else len(argv)  # behind it, another's command line
     words = _without(argv[:at], option.partition(" ")[0]) if option else argv[:at]
-    again = (command_line(*without_secrets(words)), option, shlex.join(argv[at:]))
+    again = (command_line(*words), option, shell_command(argv[at:]))
     return " ".join(part for part in again if part)
 
 

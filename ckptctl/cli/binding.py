@@ -36,7 +36,8 @@ from ckptctl.cli.parsing import TRUE, Parameter, parameters_of
 from ckptctl.cli.rendering import Line, line
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formatting import command_line, path_word
-from ckptctl.options import TIMEOUT_S, without_secrets
+from ckptctl.options import TIMEOUT_S
+from ckptctl.redaction import keep, shell_command
 from ckptctl.storage.waiting import Watchdog
 
 
@@ -73,7 +74,9 @@ def with_common(command: Callable[..., int], out: Output) -> Bound:
     parameters = _expanded(own)
 
     def run(**given: Any) -> int:
-        given |= {each.name: _as_words(given[each.name]) for each in parameters if each.is_path}
+        paths = {each.name: _as_words(given[each.name]) for each in parameters if each.is_path}
+        keep(*(str(path) for each in paths.values() if each for path in _several(each)))
+        given |= paths
         common = {name: given.pop(name) for name in COMMON}
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
@@ -213,8 +216,8 @@ def _written(name: str, value: object, default: object) -> Iterator[str]:
     if isinstance(value, bool):
         yield name
         return
-    for each in without_secrets([_text(one) for one in _several(value)]):
-        yield from (name, each)
+    for each in _several(value):
+        yield from (name, _text(each))
 
 
 def _several(value: object) -> Sequence[object]:
@@ -251,5 +254,5 @@ def with_options(command: str, given: Sequence[Given], takes: Callable[[str, obj
     there = {word.partition("=")[0] for word in words}
     for each in given:
         if each.name not in there and takes(words[1], each.definition):
-            own += f" {shlex.join(each.words)}"
+            own += f" {shell_command(each.words)}"
     return own + dashes + behind

@@ -21,6 +21,7 @@ from ckptctl.cli.rendering import line
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import counted
+from ckptctl.redaction import redacted_values
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -73,7 +74,7 @@ class Notifier:
             self._out.lines([line(warning, hang=2)], to=self._out.err)
 
     def _deliver(self, send: Callable[[bytes], str | None], document: Document) -> None:
-        why = send(json.dumps(document).encode())
+        why = send(json.dumps(redacted_values(document)).encode())
         if why is not None:
             self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
 

@@ -1,4 +1,4 @@
-"""Print the results of a command: the only module that writes to the terminal.
+"""Print the results of a command without secrets: the only module that writes to the terminal.
 
 The one place that prints. Data goes to standard output, everything else to standard error.
 On a terminal there is colour, and prose is wrapped at its width; off a terminal every line
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import as_started, duration, size
+from ckptctl.redaction import redacted, redacted_values
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -217,7 +218,10 @@ class Output:
         _write(self._stdout(), f"{json.dumps(whole)}\n")
 
     def bare(self, texts: Iterable[str]) -> None:
-        """Print each text on a line of its own, as it is: a script takes it as a path."""
+        """Print each text on a line of its own, as it is: a script takes it as a path.
+
+        `check_address` has refused paths with secrets.
+        """
         for text in texts:
             stream = self._stdout()
             with _writing():
@@ -227,7 +231,7 @@ class Output:
     def save(self, document: MakeDocument) -> None:
         """Write the document to the file of `--report`, if there is one."""
         if self._report_file is not None:
-            replace_text(self._report_file, self._as_text(document()))
+            self._write_report(self._report_file, document)
 
     def error(self, error: CkptctlError) -> None:
         """Report why ckptctl could not do its work; with `--json` as a document too."""
@@ -241,7 +245,12 @@ class Output:
         if self.as_json and self.out.stream is not None:
             self.document(document)
         if report_file is not None:
-            replace_text(report_file, self._as_text(document()))
+            self._write_report(report_file, document)
+
+    def _write_report(self, path: str, document: MakeDocument) -> None:
+        from ckptctl.storage.files import replace_file
+
+        replace_file(path, self._as_text(document()).encode("ascii"), "the report")
 
     def begin_line(self) -> None:
         """Begin a line on a terminal, which has echoed `^C` behind whatever was printed."""
@@ -294,13 +303,16 @@ class Output:
         return a_line._replace(spans=spans)
 
     def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
-        for part in wrapped(made_safe(self.completed(a_line)), channel.width):
+        completed = self.completed(a_line)
+        spans = tuple(span._replace(text=redacted(span.text)) for span in completed.spans)
+        for part in wrapped(made_safe(completed._replace(spans=spans)), channel.width):
             yield _colored(part) if channel.color else part.text
 
     def _as_text(self, document: Document) -> str:
         from ckptctl.cli.documents import as_text
 
-        return as_text({key: self._with_options(key, value) for key, value in document.items()})
+        completed = {key: self._with_options(key, value) for key, value in document.items()}
+        return as_text(redacted_values(completed))
 
     def _with_options(self, key: str, value: object) -> object:
         if key == "next_command" and isinstance(value, str):
@@ -384,10 +396,10 @@ def _can_encode(stream: TextIO, glyphs: str) -> bool:
 
 
 def replace_text(path: str, text: str, what: str = "the report") -> None:
-    """Replace a file by a text; see `replace_file`."""
+    """Replace a file by a text without secrets; see `replace_file`."""
     from ckptctl.storage.files import replace_file
 
-    replace_file(path, text.encode("utf-8", "backslashreplace"), what)
+    replace_file(path, redacted(text).encode("utf-8", "backslashreplace"), what)
 
 
 def process_group(stack: ExitStack, out: Output) -> ProcessGroup:

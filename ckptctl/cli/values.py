@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
+from ckptctl.redaction import hide
 
 SEAL_KEY = "CKPTCTL_SEAL_KEY"
 """The environment variable that holds the key itself: it never stands on a command line."""
@@ -68,7 +69,9 @@ def seal_key(key_file: str | None) -> bytes | None:
                 " in it",
                 next_command="openssl rand -hex 32",
             )
-    return key.rstrip(b"\r\n") or None
+    key = key.rstrip(b"\r\n")
+    hide(key)
+    return key or None
 
 
 def parts(given: Sequence[str] | None) -> list[str]:

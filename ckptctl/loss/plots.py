@@ -20,6 +20,7 @@ from ckptctl.loss.level import finite
 from ckptctl.loss.rows import Row
 from ckptctl.loss.verdict import Assessment, LossVerdict
 from ckptctl.markup import as_text
+from ckptctl.redaction import redacted
 from ckptctl.storage.files import replace_file
 
 N_BEFORE = 60
@@ -307,7 +308,7 @@ def write_plot(report: LossReport, path: str) -> bool:
     if drawn is None:
         return False
     is_png = os.path.splitext(path)[1].lower() == ".png"
-    data = _png(drawn[0]) if is_png else _svg(*drawn).encode("utf-8")
+    data = _png(drawn[0]) if is_png else redacted(_svg(*drawn)).encode("utf-8")
     replace_file(path, data, "the plot")
     return True
 

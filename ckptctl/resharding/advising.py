@@ -21,7 +21,7 @@ from ckptctl.formatting import command_line, size
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level, Positive
-from ckptctl.options import Requirements, StorageOptions, without_secrets
+from ckptctl.options import Requirements, StorageOptions
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
@@ -132,4 +132,4 @@ def command(root: str, name: str, world_size: int, storage: StorageOptions) -> s
     """The command that reshards a step of `root`, into a root beside it."""
     target = join_url(f"{root.rstrip('/')}-for-{world_size}", name)
     words = ["reshard", join_url(root, name), target, "--world-size", str(world_size)]
-    return command_line(*words, *without_secrets(storage.arguments()), "--apply")
+    return command_line(*words, *storage.arguments(), "--apply")

@@ -22,6 +22,7 @@ from ckptctl.formats.own.run_events import (
     FinishedEvent,
     OpenedEvent,
     ResumedEvent,
+    is_complete,
 )
 from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Runbook, Value, shown, used_names
 from ckptctl.runbook.record import RunUnreadable
@@ -127,7 +128,7 @@ class Position:
         """Take the inputs that the page declares, and no others."""
         for each in self.book.inputs:
             value = given.get(each.name)
-            if value is None:
+            if value is None or (found and not is_complete(value)):
                 continue
             if isinstance(value, str) is each.is_list:
                 raise _OffThePage(f"the input {each.name} is {'no' if each.is_list else 'a'} list")

@@ -40,6 +40,7 @@ from ckptctl.formats.own.run_events import (
     FinishedEvent,
     OpenedEvent,
     read_event,
+    without_secrets,
 )
 from ckptctl.formatting import seconds_of
 from ckptctl.model import Pid
@@ -103,7 +104,7 @@ class RunRecord:
         Raises `RunFull` where there is no room; the end of a block always fits.
         """
         made = replace(event, at=time_now(), writer=self._writer)
-        number, data = len(self.events) + 1, line_bytes(made)
+        number, data = len(self.events) + 1, line_bytes(without_secrets(made))
         is_full = (
             self._n_bytes + len(data) > MAX_RECORD_BYTES - _KEPT_BYTES
             or number > MAX_EVENTS - _KEPT_EVENTS

@@ -23,6 +23,7 @@ from ckptctl.formats.own.run_events import (
     FinishedEvent,
     OpenedEvent,
     ResumedEvent,
+    without_secrets,
 )
 from ckptctl.formatting import duration, seconds_of
 from ckptctl.markup import as_text, page
@@ -35,6 +36,7 @@ SHOWN_LINES = 60
 
 def transcript(events: Sequence[Event], step: str | None) -> dict[str, str]:
     """The three forms, by file name."""
+    events = [without_secrets(event) for event in events]
     return {
         "transcript.md": as_markdown(events),
         "transcript.jsonl": as_json_lines(events),
@@ -45,14 +47,14 @@ def transcript(events: Sequence[Event], step: str | None) -> dict[str, str]:
 def write_transcript(folder: Path, events: Sequence[Event], step: str | None) -> None:
     """Write the three forms into a folder, which is created if missing.
 
-    Raises `UsageError` if nothing can be written there.
+    Their owner alone can read them. Raises `UsageError` if nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the transcript {folder}: {error.strerror}") from error
     try:
-        with LocalStore(str(folder)) as store:
+        with LocalStore(str(folder), private=True) as store:
             for name, text in transcript(events, step).items():
                 store.put(name, text.encode("utf-8", "backslashreplace"), replace=True)
     except StorageError as error:

@@ -42,7 +42,18 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
-def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, replace: bool) -> None:
+PRIVATE, SHARED = 0o600, 0o666
+"""The modes of new files: for their owner alone, or as the umask allows."""
+
+
+def publish(
+    name: str,
+    data: Iterable[bytes | memoryview],
+    *,
+    within: int,
+    replace: bool,
+    mode: int = SHARED,
+) -> None:
     """Create `name` with `data` in the folder `within` (a descriptor), durably.
 
     Raises `FileExistsError` if it exists and `replace` is not set, or another `OSError` of
@@ -54,7 +65,7 @@ def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, repla
     """
     aside = f".ckptctl-{os.urandom(8).hex()}.tmp"
     try:
-        _write(aside, data, within, _NEW)
+        _write(aside, data, within, _NEW, mode)
         if replace:
             os.rename(aside, name, src_dir_fd=within, dst_dir_fd=within)
         else:
@@ -65,7 +76,7 @@ def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, repla
     os.fsync(within)
 
 
-def replace_file(path: str, data: bytes, what: str) -> None:
+def replace_file(path: str, data: bytes, what: str, *, mode: int = SHARED) -> None:
     """Replace the file at `path` durably, or leave it as it was; `what` names it in an error.
 
     A pipe or a device is written to: a rename would put a file in its place, and root may
@@ -80,7 +91,7 @@ def replace_file(path: str, data: bytes, what: str) -> None:
             return
         within = os.open(folder, _FOLDER)
         try:
-            publish(name, [data], within=within, replace=True)
+            publish(name, [data], within=within, replace=True, mode=mode)
         finally:
             os.close(within)
     except OSError as error:
@@ -136,8 +147,14 @@ def sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def _write(name: str, data: Iterable[bytes | memoryview], within: int, flags: int) -> None:
-    fd = os.open(name, flags, 0o666, dir_fd=within)
+def _write(
+    name: str,
+    data: Iterable[bytes | memoryview],
+    within: int,
+    flags: int,
+    mode: int = SHARED,
+) -> None:
+    fd = os.open(name, flags, mode, dir_fd=within)
     try:
         for piece in data:
             left = memoryview(piece)

@@ -8,7 +8,6 @@ through the methods that all implementations share. Listing costs one request pe
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -248,8 +247,7 @@ class _Unsupported(StorageUnavailable):
 
 
 def _described(exc: Exception) -> str:
-    # A query string may contain a signature that gives access to the object.
-    text = re.sub(r"\?\S+", "?...", str(exc)).strip()
+    text = str(exc).strip()
     return f"{type(exc).__name__}: {text.splitlines()[0]}" if text else type(exc).__name__
 
 

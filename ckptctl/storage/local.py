@@ -28,6 +28,8 @@ from ckptctl.storage.contract import (
 )
 from ckptctl.storage.files import (
     FULL,
+    PRIVATE,
+    SHARED,
     Descriptor,
     RootFolder,
     append_line,
@@ -47,6 +49,9 @@ T = TypeVar("T")
 _HEALS = frozenset({errno.ESTALE, errno.EAGAIN})
 _RETRIES = Retries(3)
 
+_RECORDS = ".ckptctl/runbooks/"
+"""Records of runbooks, which hold what commands printed: their owner alone reads them."""
+
 _MAX_DEPTH = 100
 _PIECE = 0x7FFFF000  # Linux reads no more a call; several pieces are copied together
 
@@ -57,12 +62,14 @@ class LocalStore(Closing):
     Keeps no descriptor open between calls, except in `open_file`. `root` is the path that
     is opened, `url` what the user typed. If a name vanishes during a listing, the listing
     is repeated: the file may have been renamed to a name that the scan had already passed.
+    New files in a `private` folder, and in records of runbooks, can be read by their owner alone.
     """
 
     upload_checksum = None
 
-    def __init__(self, root: str, *, url: str | None = None) -> None:
+    def __init__(self, root: str, *, url: str | None = None, private: bool = False) -> None:
         self.url = url or root
+        self._is_private = private
         self._root = RootFolder(root, self.url)
         self._kind: StoreKind | None = None
 
@@ -220,7 +227,8 @@ class LocalStore(Closing):
         with self._writing(path, size):
             self._root.make()
             with self._root.folder(parts[:-1], make=True) as folder:
-                publish(parts[-1], data, within=folder.fd, replace=replace)
+                mode = PRIVATE if self._is_private or path.startswith(_RECORDS) else SHARED
+                publish(parts[-1], data, within=folder.fd, replace=replace, mode=mode)
 
     def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
         """Unlink files by their paths below an open folder, and flush the folders they were in."""

@@ -18,6 +18,7 @@ from ckptctl.data_classes import dataclass, field, fields
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.formatting import path_word
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.redaction import HIDDEN, clean_addresses, hide_address
 from ckptctl.storage.contract import Store, Wrapped
 from ckptctl.storage.waiting import Retries
 
@@ -96,11 +97,6 @@ def _s3_client(
 
     bucket, _, prefix = path.partition("/")
     if not _BUCKET.fullmatch(bucket):
-        if "@" in bucket:  # it may contain a secret
-            raise UsageError(
-                "credentials in an s3:// address are not supported; set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY"
-            )
         raise UsageError(
             f"{url}: {bucket!r} is not a valid bucket name; s3://BUCKET/PREFIX is expected"
         )
@@ -215,6 +211,7 @@ def check_address(url: str) -> None:
             f"{url}: chained URLs are not supported, because a cache could answer "
             "instead of the storage"
         )
+    _check_secrets(url)
     if slip := _ONE_SLASH.match(url):
         raise UsageError(
             f"{url}: {slip[1]}:// is expected, with two slashes; a folder of that name is ./{url}"
@@ -232,6 +229,27 @@ def check_address(url: str) -> None:
             f"{url}: programs disagree whether %XX in a file:// address is an escape; use a plain "
             "path"
         )
+
+
+_NAMES_WITH_QUERY = frozenset({"s3", "s3a", "gs", "gcs"})
+"""Schemes of stores in which `?` and `=` may be part of a name."""
+
+
+def _check_secrets(url: str) -> None:
+    """Refuse an address with a secret: commands print addresses, and job scripts keep them."""
+    clean = clean_addresses(url)
+    if is_local(url) or clean == url:
+        return
+    scheme = url.partition(":")[0].lower()
+    if scheme in _NAMES_WITH_QUERY and f"//{HIDDEN}" not in clean:
+        return
+    hide_address(url)
+    raise UsageError(
+        f"{clean}: an address with a user name, a password or a signature is not supported: "
+        "addresses are printed and recorded; set the variables of the storage's client "
+        "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AZURE_STORAGE_SAS_TOKEN) or use "
+        "--storage-option"
+    )
 
 
 def _check_names(url: str, path: str) -> None:

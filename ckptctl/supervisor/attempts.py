@@ -23,6 +23,7 @@ from ckptctl.formats.own.supervision import (
     MemberDocument,
     ShareDocument,
 )
+from ckptctl.redaction import redacted
 from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher, log_size
 from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
@@ -384,6 +385,6 @@ class LogFolder:
         """Add a line to `run.log`, as far as that is possible."""
         with suppress(OSError):
             os.makedirs(self._folder, exist_ok=True)
-            line = f"{time_now()} {self._prefix}{message}\n"
+            line = redacted(f"{time_now()} {self._prefix}{message}\n")
             with open(os.path.join(self._folder, f"run{self._suffix}"), "ab") as file:
                 file.write(line.encode("utf-8", "backslashreplace"))

@@ -23,6 +23,7 @@ from ckptctl.formats.own.supervision import (
     ExcludedDocument,
     SupervisorDocument,
 )
+from ckptctl.redaction import command_of_others
 from ckptctl.storage.files import replace_file
 from ckptctl.supervisor.child import Hang
 
@@ -121,10 +122,10 @@ def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], No
     try:
         code, _, stderr = run_bounded(words, _COMMAND_S)
     except OSError as error:
-        tell(f"warning: {shlex.join(words)}: {error.strerror or error}")
+        tell(f"warning: {command_of_others(words)}: {error.strerror or error}")
         return
     if code:
-        tell(f"warning: {shlex.join(words)} ended with {code}: {stderr.strip()[-200:]}")
+        tell(f"warning: {command_of_others(words)} ended with {code}: {stderr.strip()[-200:]}")
 
 
 class AttemptPlan(NamedTuple):

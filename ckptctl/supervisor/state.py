@@ -43,9 +43,10 @@ from ckptctl.formats.own.supervision import (
     read_launcher,
     read_state,
 )
+from ckptctl.redaction import redacted_values
 from ckptctl.selection.history import check_sentinel
 from ckptctl.storage.contract import Store, TooLarge, read_if_there
-from ckptctl.storage.files import replace_file
+from ckptctl.storage.files import PRIVATE, replace_file
 from ckptctl.storage.opening import absolute_url, join_url, open_store
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Revisions:
         Raises `StorageError` where the store does not take it.
         """
         self._check_root()
-        data = as_stored(STATE_SCHEMA, state)
+        data = as_stored(STATE_SCHEMA, redacted_values(state))
         try:
             self._store.put(self._path(number), data)
         except AlreadyExists:
@@ -149,7 +150,9 @@ class Revisions:
         """Replace the report of the launcher at a place."""
         self._check_root()
         self._store.put(
-            self._of_launcher(place), as_stored(LAUNCHER_SCHEMA, launcher), replace=True
+            self._of_launcher(place),
+            as_stored(LAUNCHER_SCHEMA, redacted_values(launcher)),
+            replace=True,
         )
 
     def leave(self, place: int) -> None:
@@ -194,8 +197,9 @@ class LocalCopy:
     def write(self, state: SupervisorDocument) -> None:
         """Replace the copy, as far as the file system allows it."""
         with suppress(OSError, UsageError):
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            replace_file(self.path, as_stored(STATE_SCHEMA, state), "the copy of the state")
+            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+            data = as_stored(STATE_SCHEMA, redacted_values(state))
+            replace_file(self.path, data, "the copy of the state", mode=PRIVATE)
 
 
 def new_state(root: str) -> SupervisorDocument:

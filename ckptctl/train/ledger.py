@@ -26,6 +26,7 @@ from ckptctl.errors import AlreadyExists, CkptctlError
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import REPORT_SCHEMA, LedgerLine
 from ckptctl.formatting import counted, duration
+from ckptctl.redaction import redacted
 from ckptctl.resharding.advising import ReadAdvice, advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
@@ -172,7 +173,12 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
         "tokens": saved.tokens,
         "fell_back": decision.step is not None and (decision.fell_back or bool(rejected)),
         "rejected": [
-            {"step": one.step, "path": one.path, "verdict": one.verdict, "reason": one.reason}
+            {
+                "step": one.step,
+                "path": one.path,
+                "verdict": one.verdict,
+                "reason": redacted(one.reason),
+            }
             for one in rejected
         ],
         "superseded": [],

@@ -22,7 +22,6 @@ from ckptctl.options import (
     StorageKeywords,
     StorageOptions,
     options_from,
-    without_secrets,
 )
 from ckptctl.selection.fencing import check_token, held_token
 from ckptctl.selection.marking import mark
@@ -271,7 +270,7 @@ def _reject_since(
 
 def _command_for(words: list[str], storage: StorageOptions) -> str:
     """A ckptctl command line for the same storage."""
-    return command_line(*words, *without_secrets(storage.arguments()))
+    return command_line(*words, *storage.arguments())
 
 
 def why_lost(model: Any, loss: float | None) -> str:

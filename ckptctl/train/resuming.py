@@ -25,6 +25,7 @@ from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
 from ckptctl.formatting import command_line, counted, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
+from ckptctl.redaction import redacted
 from ckptctl.selection.fencing import check_token, take_token
 from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.storage.opening import join_url
@@ -229,7 +230,7 @@ class Resume:
         )
         for one in restored.rejected:
             if one.not_loaded:
-                line = FailedLine(step=one.step, reason=one.reason, phase="loading")
+                line = FailedLine(step=one.step, reason=redacted(one.reason), phase="loading")
                 attempt.ledger.add(line)
 
     def _check_after(self, attempt: RankAttempt, restored: Restored) -> tuple[Rejected, ...] | None:

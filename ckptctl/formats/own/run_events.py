@@ -10,13 +10,14 @@ the type and the bounds that stand here, or the event is refused.
 # Annotations stay objects, so that reading an event evaluates no string as code.
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.own.files import classes_by_event, made_of, parsed
+from ckptctl.formats.own.files import as_fields, classes_by_event, made_of, parsed
 from ckptctl.formatting import seconds_of
 from ckptctl.model import ExitCode, Time
+from ckptctl.redaction import HIDDEN, redacted_values
 
 MAX_EVENT_BYTES = 8 << 20
 MAX_TEXT = 32 << 10
@@ -154,6 +155,25 @@ Event = (
     OpenedEvent | ResumedEvent | DecidedEvent | BackEvent | BeganEvent | EndedEvent | FinishedEvent
 )
 """An event of any kind."""
+
+AnEvent = TypeVar("AnEvent", bound=RunEvent)
+
+_WRITTEN_BY_OTHERS = frozenset(
+    {"inputs", "values", "command", "printed", "lines", "report", "picture", "because"}
+)
+"""The fields whose texts come from the operator, the page or the commands of blocks."""
+
+
+def without_secrets(event: AnEvent) -> AnEvent:
+    """The event without secrets, as it is recorded: an input with one has to be given again."""
+    fields = (name for name in as_fields(event) if name in _WRITTEN_BY_OTHERS)
+    return replace(event, **{name: redacted_values(getattr(event, name)) for name in fields})
+
+
+def is_complete(value: str | Sequence[str]) -> bool:
+    """Whether a recorded value is the one that was given, and held no secret."""
+    return not any(HIDDEN in item for item in ((value,) if isinstance(value, str) else value))
+
 
 _KINDS = classes_by_event(Event)
 
