@@ -18,7 +18,7 @@ from typing import Any, TypedDict, TypeVar, overload
 from ckptctl.data_classes import dataclass, field, fields, replace
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
-from ckptctl.redaction import hide, hide_address, hide_options
+from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_option
 
 TIMEOUT_S = 30.0
 """How long one answer of a storage is waited for, by default."""
@@ -51,8 +51,8 @@ class StorageOptions:
     def arguments(self) -> list[str]:
         """The options of a command line that reaches the same storage; defaults are left out.
 
-        They may hold secrets: `command_line` shows none of them, and no process is started
-        with them.
+        They may hold secrets: `command_line` shows none of them, and a process is started with
+        those of `public` only.
         """
         import json  # most commands need no such words, and start sooner without
 
@@ -63,6 +63,48 @@ class StorageOptions:
         if self.timeout_s != TIMEOUT_S:
             words += ["--timeout", f"{self.timeout_s:g}"]
         return words
+
+    def secrets(self) -> dict[str, object]:
+        """The storage options that are not known to be harmless, and such an endpoint."""
+        options = dict(self.storage_options or {})
+        if self.endpoint_url is not None:
+            options["endpoint_url"] = self.endpoint_url
+        return {key: each for key, each in options.items() if not is_harmless_option(key, each)}
+
+    def public(self) -> StorageOptions:
+        """The options without `secrets`: these may be arguments of a process."""
+        secrets = self.secrets()
+        options = {
+            key: each for key, each in (self.storage_options or {}).items() if key not in secrets
+        }
+        endpoint = None if "endpoint_url" in secrets else self.endpoint_url
+        return StorageOptions(
+            storage_options=options or None,
+            endpoint_url=endpoint,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            retry_for_s=self.retry_for_s,
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Variables with which a ckptctl that this process starts reaches the same storage.
+
+        They may hold secrets: the environment of a process is visible to its user only.
+        """
+        import json
+
+        found: dict[str, str] = {}
+        if self.timeout_s != TIMEOUT_S:
+            found["CKPTCTL_TIMEOUT"] = str(self.timeout_s)
+        if self.endpoint_url is not None:
+            found["CKPTCTL_ENDPOINT_URL"] = self.endpoint_url
+        if self.storage_options:
+            # The variable is split at spaces, which occur only in texts.
+            found["CKPTCTL_STORAGE_OPTION"] = " ".join(
+                f"{key}={json.dumps(each, separators=(',', ':'))}".replace(" ", r"\u0020")
+                for key, each in self.storage_options.items()
+            )
+        return found
 
 
 class StorageKeywords(TypedDict, total=False):

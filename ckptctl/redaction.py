@@ -48,7 +48,7 @@ _HARMLESS_STORAGE_OPTIONS = frozenset(
         *("project", "access", "consistency", "cache_timeout", "requests_timeout"),
         *("default_location", "account_name", "account_host", "container_name", "location_mode"),
         *("blocksize", "block_size", "simple_links", "same_scheme", "size_policy", "encoded"),
-        *("host", "port"),
+        *("cache_dir", "host", "port"),
     }
 )
 """Options of storage clients whose values are shown. Sources: s3fs 2026.2, botocore 1.42
@@ -71,7 +71,7 @@ _HARMLESS_VARIABLES = frozenset(
         *("CLOUDSDK_CORE_ACCOUNT", "HF_HOME", "HF_HUB_OFFLINE", "FSSPEC_CONFIG_DIR"),
         # of the supervisor and the runbook
         *("CKPTCTL_ATTEMPT", "CKPTCTL_RUN", "CKPTCTL_PYTHON", "CKPTCTL_ARCHIVE"),
-        "CKPTCTL_NODE_OPTIONS",  # each of its values is hidden where it is read
+        "CKPTCTL_NODE_SECRETS",  # each of its values is hidden where it is read
     }
 )
 
@@ -99,7 +99,17 @@ HARMLESS_OPTIONS = frozenset(
         *("failures-per-node-day", "fault", "follow", "format", "from-step", "gpus", "grace"),
         *("jobs", "json", "keep", "last", "level", "max-excluded", "max-fallback"),
         *("max-free-restarts", "max-restarts", "max-steps", "min-confidence", "min-world-size"),
-        *("nan-scan", "new", "nnodes", "node-probe", "node-rank", "no-restart-on", "off", "once"),
+        *(
+            "nan-scan",
+            "new",
+            "nnodes",
+            "node-probe",
+            "node-rank",
+            "node-secrets",
+            "no-restart-on",
+            "off",
+            "once",
+        ),
         *("only", "per-rank", "print", "print-cadence", "print-capacity", "print-nodes"),
         *("print-suspect", "print-throughput", "print-word", "probe-storage", "progress-level"),
         *("quiet", "remote-checksums", "replace", "require", "require-seal", "resume"),
@@ -135,14 +145,12 @@ _HARMLESS_FLAGS = frozenset(
 """Options of launchers (srun, kubectl, mpirun, torchrun) whose values are shown."""
 
 _MOST_PLAIN = 12
-_NAME = re.compile(rf"[a-z]{{1,{_MOST_PLAIN}}}[0-9]{{0,6}}(?:[-._:,][a-z0-9]{{1,{_MOST_PLAIN}}})*")
+_NAME = rf"[a-z]{{1,{_MOST_PLAIN}}}[0-9]{{0,6}}(?:[-._:,][a-z0-9]{{1,{_MOST_PLAIN}}})*"
 """A word of a language, a program or a machine; a secret that looks so is not recognized."""
-_NUMBER = re.compile(r"-?[0-9][0-9.,:]{0,19}[A-Za-z%]{0,3}")
-_FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*")
-_PATH = re.compile(r"(?:~|\.{1,2})?/[^\0]*|[^\s/:=@]+\.(?:py|sh|ya?ml|toml|json|log|txt|sbatch|md)")
-_FILLED_IN = re.compile(
-    r"[^{}]*\{[a-z_]*\}[^{}]*|\$\{?[A-Za-z_][A-Za-z0-9_]*\}?|--|[-{};&|<>]{1,2}"
-)
+_NUMBER = r"-?[0-9][0-9.,:]{0,19}[A-Za-z%]{0,3}"
+_FLAG = r"--?[A-Za-z][A-Za-z0-9_-]*"
+_PATH = r"(?:~|\.{1,2})?/[^\0]*|[^\s/:=@]+\.(?:py|sh|ya?ml|toml|json|log|txt|sbatch|md)"
+_FILLED_IN = r"[^{}]*\{[a-z_]*\}[^{}]*|\$\{?[A-Za-z_][A-Za-z0-9_]*\}?|--|[-{};&|<>]{1,2}"
 
 _LEAST = 4
 """A secret that is shorter is not looked for in text: it would be found in every number."""
@@ -150,13 +158,15 @@ _LEAST_WORD = 8
 _WHOLE_WORD = 16
 """A shorter secret is replaced where it is a word of its own: it may be part of many."""
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^\s\"'<>`]*[^\s\"'<>`.,:;)\]}])")
-_ENCODED = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*%3A%2F%2F[^\s\"'<>`&]+", re.IGNORECASE)
-_QUERY = re.compile(r"(?<=[^\s?])\?([A-Za-z][\w.~%-]{0,63}=[^\s\"'<>`]*[^\s\"'<>`.,:;)\]}]|"
-                    r"[A-Za-z][\w.~%-]{0,63}=)")  # fmt: skip
-_STEP = re.compile(r"[0-9]{1,19}|latest|auto")
-_PORT = re.compile(r"(?:[^:\[\]]*|\[[^\]]*\])(?::[0-9]*)?")
-_SEPARATORS = re.compile(r"[\s;&,]+")
+_ADDRESS = r"([A-Za-z][A-Za-z0-9+.\-]*)://([^\s\"'<>`]*[^\s\"'<>`.,:;)\]}])"
+_ENCODED = r"(?i)[A-Za-z][A-Za-z0-9+.\-]*%3A%2F%2F[^\s\"'<>`&]+"
+_QUERY = (
+    r"(?<=[^\s?])\?([A-Za-z][\w.~%-]{0,63}=[^\s\"'<>`]*[^\s\"'<>`.,:;)\]}]|"
+    r"[A-Za-z][\w.~%-]{0,63}=)"
+)
+_STEP = r"[0-9]{1,19}|latest|auto"
+_PORT = r"(?:[^:\[\]]*|\[[^\]]*\])(?::[0-9]*)?"
+_SEPARATORS = r"[\s;&,]+"
 
 _values: dict[str, None] = {}
 _kept: list[str] = []
@@ -192,7 +202,7 @@ def hide(value: object) -> None:
     elif value is not None and not isinstance(value, bool):
         text = str(value)
         _add(text)
-        for part in _SEPARATORS.split(text):
+        for part in re.split(_SEPARATORS, text):
             name, equals, rest = part.lstrip("?").partition("=")
             if equals and name.lower() not in _HARMLESS_PARAMETERS:
                 _add_part(rest)
@@ -213,7 +223,7 @@ def hide_options(options: Mapping[str, object]) -> None:
 
 def hide_address(url: str) -> None:
     """Hide the user name, the password and the parameters of an address."""
-    if (found := _ADDRESS.match(url)) is None:
+    if "://" not in url or (found := re.match(_ADDRESS, url)) is None:
         return
     scheme, rest = found[1].lower(), found[2]
     userinfo, host = _userinfo(scheme, rest)
@@ -251,7 +261,7 @@ def _hide_variable(name: str, value: str) -> None:
         hide_words(value.split())
     elif name.startswith("CKPTCTL_") and option in HARMLESS_OPTIONS:
         return
-    elif not _is_plain(value) and _ADDRESS.fullmatch(value) is None:
+    elif not _is_plain(value) and re.fullmatch(_ADDRESS, value) is None:
         hide(value)
 
 
@@ -419,9 +429,9 @@ def _harmless_words(words: Sequence[str]) -> list[bool]:
     before = ""
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and (_FLAG.fullmatch(name) or name.isidentifier()):
+        if equals and (re.fullmatch(_FLAG, name) or name.isidentifier()):
             harmless = name in _HARMLESS_FLAGS or _is_known(value)
-        elif _FLAG.fullmatch(before) and before not in _HARMLESS_FLAGS:
+        elif re.fullmatch(_FLAG, before) and before not in _HARMLESS_FLAGS:
             harmless = _is_known(word)
         else:
             harmless = _is_plain(word)
@@ -433,11 +443,11 @@ def _harmless_words(words: Sequence[str]) -> list[bool]:
 def _is_known(word: str) -> bool:
     """Whether a word is a number, an option, a path or a placeholder."""
     forms = (_NUMBER, _FLAG, _PATH, _FILLED_IN)
-    return not word or any(form.fullmatch(word) for form in forms)
+    return not word or any(re.fullmatch(form, word) for form in forms)
 
 
 def _is_plain(word: str) -> bool:
-    return _is_known(word) or _NAME.fullmatch(word) is not None
+    return _is_known(word) or re.fullmatch(_NAME, word) is not None
 
 
 def _json_or_text(text: str) -> object:
@@ -536,11 +546,11 @@ def _unquoted(text: str) -> str:
 def clean_addresses(text: str) -> str:
     """The text without user names, passwords and parameters in addresses."""
     if "://" in text:
-        text = _ADDRESS.sub(lambda found: _clean(found[1], found[2]), text)
+        text = re.sub(_ADDRESS, lambda found: _clean(found[1], found[2]), text)
     if "?" in text:
-        text = _QUERY.sub(lambda found: f"?{_clean_query(found[1])}", text)
+        text = re.sub(_QUERY, lambda found: f"?{_clean_query(found[1])}", text)
     if "%2F%2F" in text or "%2f%2f" in text:
-        text = _ENCODED.sub(_clean_encoded, text)
+        text = re.sub(_ENCODED, _clean_encoded, text)
     return text
 
 
@@ -560,7 +570,7 @@ def _clean(scheme: str, rest: str) -> str:
     on_web = scheme.lower() in ("http", "https")
     if mark:
         query = _clean_query(query, hides_bare=on_web)
-    if hash_ and on_web and not _NAME.fullmatch(fragment):
+    if hash_ and on_web and not re.fullmatch(_NAME, fragment):
         fragment = HIDDEN if fragment else ""
     parts = (path, mark, query, hash_, fragment) if mark else (path, hash_, fragment)
     return f"{scheme}://{userinfo}{''.join(parts)}"
@@ -573,11 +583,11 @@ def _userinfo(scheme: str, rest: str) -> tuple[str, str]:
     at = re.search(r"[/?#]", rest)
     authority = rest[: at.start()] if at else rest
     userinfo, found, host = authority.rpartition("@")
-    if not found and not _PORT.fullmatch(authority):  # a password with a slash in it
+    if not found and not re.fullmatch(_PORT, authority):  # a password with a slash in it
         userinfo, found, host = rest.rpartition("@")
         return (userinfo, host) if found else ("", rest)
     is_step = ":" not in userinfo and scheme in ("s3", "s3a", "gs", "gcs", "memory")
-    if not found or (is_step and _STEP.fullmatch(host)):
+    if not found or (is_step and re.fullmatch(_STEP, host)):
         return "", rest
     return userinfo, rest[len(userinfo) + 1 :]
 

@@ -83,7 +83,7 @@ def follow(
     chain = [_form(words)]
     for _ in range(_MAX_LINKS):
         command = next_command(output)
-        if command is None or not command.startswith("ckptctl ") or "***" in command:
+        if command is None or not command.startswith("ckptctl ") or "$CKPTCTL_" in command:
             return
         words = _words(command)
         if any(_PLACEHOLDER.fullmatch(word) for word in words):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
@@ -11,10 +13,10 @@ import ckptctl
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
-from ckptctl.cli.values import parse_counts, parse_duration
+from ckptctl.cli.values import parse_counts, parse_duration, parts
 from ckptctl.errors import UsageError
 from ckptctl.options import PickPolicy, StorageOptions
-from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
+from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here, with_handed_on
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
 
 EXAMPLES = (
@@ -87,6 +89,14 @@ def preflight(
             "With --node-report: compare the files of this probe, and write some.",
         ),
     ] = None,
+    node_secrets: Annotated[
+        str | None,
+        option(
+            "--node-secrets NAME,...",
+            "With --node-report: the storage options that --launcher passes in "
+            "CKPTCTL_NODE_SECRETS or on standard input, because arguments are visible to others.",
+        ),
+    ] = None,
     print_capacity: Annotated[
         bool,
         option(
@@ -112,6 +122,9 @@ def preflight(
     for a script: as-saved, smaller, larger or unknown.
     """
     if node_report is not None:
+        if node_secrets is not None:
+            names = parts([node_secrets])
+            storage = with_handed_on(storage, names, os.environ, sys.stdin)
         step = "" if node_report == "none" else node_report
         out.document_line(partial(report_from_here, [*roots], step, node_probe, storage))
         return 0

@@ -197,7 +197,7 @@ class DrillJob:
         return words
 
     def environment(self) -> dict[str, str]:
-        """The environment of `ckptctl run`, of RB-7 and of the job."""
+        """The environment of `ckptctl run`, of RB-7 and of the job; no argument holds a secret."""
         own = {"XDG_STATE_HOME": str(self.folder / "state")}
         if not any(name in os.environ for name in PREFIX_VARIABLES):
             # Otherwise the ranks leave their dumps in /tmp.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TextIO, TypedDict
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StorageUnavailable, UsageError
@@ -35,6 +35,9 @@ _MOST_BYTES = 1 << 20
 _TOKEN = re.compile(r"[0-9a-f]{12}/[0-9]{1,2}")
 # They are about the process that was typed, and not about those on other nodes.
 _NOT_HANDED_ON = ("CKPTCTL_JSON", "CKPTCTL_QUIET", "CKPTCTL_REPORT", "CKPTCTL_LAUNCHER")
+NODE_SECRETS = "CKPTCTL_NODE_SECRETS"
+"""The variable with the storage options that may be secrets, as a JSON object."""
+_MOST_SECRETS = 1 << 20
 
 
 class _Probed(TypedDict, total=False):
@@ -71,19 +74,23 @@ class Launcher:
     words: tuple[str, ...]
     timeout_s: float = 300.0
 
-    def reports(self, arguments: Sequence[str], n_roots: int) -> tuple[NodeReport, ...]:
+    def reports(
+        self, arguments: Sequence[str], secrets: Mapping[str, object], n_roots: int
+    ) -> tuple[NodeReport, ...]:
         """What the processes report that `ckptctl preflight ARGUMENTS` started, of `n_roots`.
 
+        The storage options in `secrets` reach them in the environment and on standard input.
         Raises `UsageError` where there is no such command, `StorageUnavailable` where it
         fails, takes too long, or no process reports.
         """
         here = os.path.basename(self.words[-1]) == "ckptctl"
         own = () if here else own_command()
         words = [*self.words, *own, "preflight", *arguments]
-        code, printed, stderr = _run(words, self.timeout_s)
+        code, printed, stderr = _run(words, secrets, self.timeout_s)
         found = tuple(_reports_in(printed, n_roots))
         if code or not found:
-            last = (stderr.strip().splitlines() or ["it printed nothing on standard error"])[-1]
+            lines = stderr.strip().splitlines() or ["it printed nothing on standard error"]
+            last = next((each for each in lines if "error:" in each), lines[-1])
             what = "printed no report" if not code else f"ended with {code}"
             raise StorageUnavailable(
                 f"the launcher {self.words[0]} {what}, so it is unknown what the nodes of the "
@@ -93,7 +100,7 @@ class Launcher:
         return found
 
 
-def _run(words: Sequence[str], timeout_s: float) -> Finished:
+def _run(words: Sequence[str], secrets: Mapping[str, object], timeout_s: float) -> Finished:
     import shutil
 
     from ckptctl.distributed.commands import run_bounded
@@ -102,12 +109,51 @@ def _run(words: Sequence[str], timeout_s: float) -> Finished:
         raise UsageError(f"--launcher: there is no command {words[0]!r}")
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_HANDED_ON}
     try:
-        return run_bounded(words, timeout_s, environment=environment)
+        return run_bounded(
+            words,
+            timeout_s,
+            data=_as_line(secrets).encode(),
+            environment=with_secrets(environment, secrets),
+        )
     except TimeoutError as error:
         raise StorageUnavailable(
             f"the launcher {words[0]} did not end within {timeout_s:,.0f} s; it is unknown what "
             "the nodes of the job see"
         ) from error
+
+
+def with_secrets(environment: Mapping[str, str], secrets: Mapping[str, object]) -> dict[str, str]:
+    """The environment with the storage options that no argument of a process may hold."""
+    return {**environment, **({NODE_SECRETS: _as_line(secrets)} if secrets else {})}
+
+
+def _as_line(secrets: Mapping[str, object]) -> str:
+    import json
+
+    return f"{json.dumps(secrets)}\n" if secrets else ""
+
+
+def with_handed_on(
+    storage: StorageOptions, names: Sequence[str], environment: Mapping[str, str], given: TextIO
+) -> StorageOptions:
+    """The storage options with those `names` that the caller put where no other user reads them.
+
+    `srun` passes on the environment and standard input, `ssh` and `kubectl exec -i` the input
+    only. Raises `UsageError` where neither arrived.
+    """
+    text = environment.get(NODE_SECRETS) or given.readline(_MOST_SECRETS)
+    try:
+        secrets = decode_json(text, max_bytes=_MOST_SECRETS)
+    except ValueError:
+        secrets = None
+    if not isinstance(secrets, dict) or not secrets.keys() >= {*names}:
+        raise UsageError(
+            f"the storage options {', '.join(names)} did not arrive: the launcher passes on "
+            "neither the environment nor standard input (kubectl exec needs -i); set the variables "
+            "of the storage's client on the nodes instead"
+        )
+    chosen = {name: secrets[name] for name in names}
+    return replace(storage, storage_options={**(storage.storage_options or {}), **chosen})
 
 
 def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
@@ -231,8 +277,10 @@ def step_in(store: Store, step: str) -> str | None:
 def arguments(
     roots: Sequence[str], step: str, probe: Written | None, storage: StorageOptions
 ) -> list[str]:
-    """The arguments of the `preflight` that reports from a node."""
+    """The arguments of the `preflight` that reports from a node; none is a secret."""
     words = [absolute_url(root) for root in roots]
     words += ["--node-report", f"{absolute_url(step)}" if step else "none"]
     words += ["--node-probe", probe.token] if probe is not None else []
-    return [*words, *storage.arguments()]
+    secrets = storage.secrets()
+    words += ["--node-secrets", ",".join(secrets)] if secrets else []
+    return [*words, *storage.public().arguments()]

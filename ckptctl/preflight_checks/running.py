@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
@@ -205,8 +206,9 @@ class _Job:
         """What the processes report that the launchers start on other nodes."""
         step = self.picked.chosen.url if self.picked.chosen else ""
         words = arguments(list(self.stores), step, probe, self.storage)
-        launchers = self.asked.launchers
-        return tuple(one for each in launchers for one in each.reports(words, len(self.stores)))
+        secrets, n_roots = self.storage.secrets(), len(self.stores)
+        launched = (each.reports(words, secrets, n_roots) for each in self.asked.launchers)
+        return tuple(chain.from_iterable(launched))
 
     def _probe(self, group: ProcessGroup) -> tuple[Check, tuple[NodeReport, ...]]:
         """Every process writes, reads its own files, and those of the next process.

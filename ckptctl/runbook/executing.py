@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
@@ -128,7 +128,9 @@ def execute(
         # A job that the block starts must not write its reports there.
         if "ckptctl " in code:
             environment["CKPTCTL_REPORT"] = str(report)
-        words = ("bash", "-c", _PRELUDE + _arrays(lists) + code, "bash", *chain(*lists.values()))
+        items = dict(_items(lists))
+        environment |= items
+        words = ("bash", "-c", f"{_PRELUDE}{_arrays(lists, items)}{code}", "bash")
         heard = _Heard(on_line)
         exit_code = _run(words, environment, heard)
         return Ended(
@@ -164,13 +166,20 @@ def _run(words: Sequence[str], environment: Mapping[str, str], heard: _Heard) ->
     return process.returncode
 
 
-def _arrays(lists: Mapping[str, Sequence[str]]) -> str:
-    """Bash code that creates arrays from its arguments, so that no value becomes code."""
-    made, first = "", 1
+def _items(lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """A variable for each item of the lists: arguments would be visible to every user."""
     for name, items in lists.items():
-        made += f'{name}=("${{@:{first}:{len(items)}}}")\n'
-        first += len(items)
-    return f"{made}set --\n"
+        for number, item in enumerate(items):
+            yield f"_ITEM_{name}_{number}", item
+
+
+def _arrays(lists: Mapping[str, Sequence[str]], items: Mapping[str, str]) -> str:
+    """Bash code that creates arrays from variables, so that no value becomes code."""
+    made = ""
+    for name, values in lists.items():
+        words = " ".join(f'"$_ITEM_{name}_{number}"' for number in range(len(values)))
+        made += f"{name}=({words})\n"
+    return made + (f"unset {' '.join(items)}\n" if items else "")
 
 
 def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[str, str]:

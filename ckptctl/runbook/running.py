@@ -15,7 +15,7 @@ from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.own.run_events import MAX_TEXT, Event, OpenedEvent, ResumedEvent
 from ckptctl.formatting import command_line
 from ckptctl.model import ExitCode
-from ckptctl.options import TIMEOUT_S, StorageOptions
+from ckptctl.options import StorageOptions
 from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
 from ckptctl.runbook.executing import dropped_variables
@@ -273,25 +273,8 @@ def _digest(book: Runbook) -> str:
 
 def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:
     """Variables with which the commands of the blocks reach the storage, and the output width."""
-    import json
-
-    found: dict[str, str] = {}
-    if columns is not None:
-        found["CKPTCTL_COLUMNS"] = str(columns)
-    if storage.timeout_s != TIMEOUT_S:
-        found["CKPTCTL_TIMEOUT"] = str(storage.timeout_s)
-    if storage.endpoint_url is not None:
-        found["CKPTCTL_ENDPOINT_URL"] = storage.endpoint_url
-    if storage.storage_options:
-        values = {
-            # The variable is split at spaces, which occur only in texts.
-            name: json.dumps(value, separators=(",", ":")).replace(" ", r"\u0020")
-            for name, value in storage.storage_options.items()
-        }
-        found["CKPTCTL_STORAGE_OPTION"] = " ".join(
-            f"{name}={value}" for name, value in values.items()
-        )
-    return found
+    width = {} if columns is None else {"CKPTCTL_COLUMNS": str(columns)}
+    return {**width, **storage.variables()}
 
 
 def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -> str:

@@ -316,7 +316,8 @@ def test_a_storage_that_does_not_answer_is_asked_again_with_more_patience(ckptct
     assert message.startswith("error: s3://bucket/run: no answer after ")
     assert command == (
         "next:  ckptctl pick s3://bucket/run --endpoint-url http://127.0.0.1:9 "
-        "--storage-option 'key=***' --storage-option 'secret=***' --timeout 120"
+        '--storage-option key="$CKPTCTL_STORAGE_KEY" '
+        '--storage-option secret="$CKPTCTL_STORAGE_SECRET" --timeout 120'
     )
     patient = ckptctl("pick", "s3://bucket/run", *server, *keys, "--timeout", "120")
     assert patient.stderr.endswith("next:  ckptctl explain 75\n")

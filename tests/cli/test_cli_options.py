@@ -88,7 +88,8 @@ def test_a_next_command_repeats_how_the_storage_is_reached(capsys, monkeypatch):
         storage_option=["anon=true", "secret=hunter2", "client_kwargs={}"],
     )
     assert shown == (
-        "ckptctl pick s3://b/run --storage-option anon=true --storage-option 'secret=***' "
+        "ckptctl pick s3://b/run --storage-option anon=true "
+        '--storage-option secret="$CKPTCTL_STORAGE_SECRET" '
         "--storage-option 'client_kwargs={}' --endpoint-url http://ceph:7480"
     )
 

@@ -159,7 +159,8 @@ def test_the_next_command_repeats_every_option_of_the_storage_and_no_secret(root
     options = {"anon": True, "secret": "hunter2", "cache_dir": "a b"}
     guard = LossGuard("stop", root=root, storage_options=options, timeout_s=7.5)
     assert guard.check(400, math.nan).next_command == (
-        f"ckptctl pick {root} --storage-option anon=true --storage-option 'secret=***' "
+        f"ckptctl pick {root} --storage-option anon=true "
+        '--storage-option secret="$CKPTCTL_STORAGE_SECRET" '
         "--storage-option 'cache_dir=a b' --timeout 7.5"
     )
 

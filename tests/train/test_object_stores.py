@@ -83,8 +83,9 @@ def test_a_loss_guard_rejects_steps_in_a_bucket(s3: S3Server, root: str):
     verdict = guard.check(7, math.nan)
     assert verdict.rejected == (f"{root}/step_6.attempt-1",), verdict.message
     assert verdict.next_command == (
-        f"ckptctl pick {root} --endpoint-url {s3.endpoint} --storage-option 'key=***' "
-        "--storage-option 'secret=***' "
+        f"ckptctl pick {root} --endpoint-url {s3.endpoint} "
+        '--storage-option key="$CKPTCTL_STORAGE_KEY" '
+        '--storage-option secret="$CKPTCTL_STORAGE_SECRET" '
         """--storage-option 'client_kwargs={"region_name": "us-east-1"}'"""
     )
     assert ckptctl.pick(root, storage_options=s3.options).step == 3
