@@ -149,7 +149,10 @@ _NAME = rf"[a-z]{{1,{_MOST_PLAIN}}}[0-9]{{0,6}}(?:[-._:,][a-z0-9]{{1,{_MOST_PLAI
 """A word of a language, a program or a machine; a secret that looks so is not recognized."""
 _NUMBER = r"-?[0-9][0-9.,:]{0,19}[A-Za-z%]{0,3}"
 _FLAG = r"--?[A-Za-z][A-Za-z0-9_-]*"
-_PATH = r"(?:~|\.{1,2})?/[^\0]*|[^\s/:=@]+\.(?:py|sh|ya?ml|toml|json|log|txt|sbatch|md)"
+_PATH = (
+    r"(?:~|\.{1,2}|\$\{?[A-Za-z_]\w*\}?)?/[^\0]*|"
+    r"[^\s/:=@]+\.(?:py|sh|ya?ml|toml|json|log|txt|sbatch|md)"
+)
 _FILLED_IN = r"[^{}]*\{[a-z_]*\}[^{}]*|\$\{?[A-Za-z_][A-Za-z0-9_]*\}?|--|[-{};&|<>]{1,2}"
 
 _LEAST = 4
@@ -257,7 +260,9 @@ def _hide_variable(name: str, value: str) -> None:
     if name == "CKPTCTL_STORAGE_OPTION":
         for pair in value.split():
             hide_storage_option(pair)
-    elif name in ("CKPTCTL_LAUNCHER", "CKPTCTL_EXCLUDE_COMMAND", "CKPTCTL_SET"):
+    elif name == "CKPTCTL_SET":
+        return
+    elif name in ("CKPTCTL_LAUNCHER", "CKPTCTL_EXCLUDE_COMMAND"):
         hide_words(value.split())
     elif name.startswith("CKPTCTL_") and option in HARMLESS_OPTIONS:
         return
@@ -297,10 +302,10 @@ def hide_arguments(argv: Sequence[str]) -> None:
             hide_address(value)
             hide(value)
             hide(value.partition("://")[2].partition("/")[2])
-        elif option == "--set":
-            hide_words(_words_of(value.partition("=")[2]))
+        elif option == "--set":  # a runbook knows which of its inputs are commands
+            hide_address(value.partition("=")[2])
         elif option and option not in HARMLESS_OPTIONS:
-            hide_words(_words_of(value))
+            hide_words(words_of(value))
             if option not in _OF_COMMANDS and not _is_plain(value):
                 hide(value)
         else:
@@ -384,12 +389,14 @@ def _value(option: str, value: str) -> str:
             return shlex.quote(value)
         return f"{shlex.quote(key)}={_reference(f'STORAGE_{key}')}"
     if option == "--set" and equals:
-        if all(_harmless_words(_words_of(text))) and redacted(text) == text:
+        placeholder = key.rpartition("_")[2]  # `NEW_LOG=LOG`: to be filled in by a person
+        words = [word for word in words_of(text) if word != placeholder]
+        if all(_harmless_words(words)) and redacted(text) == text:
             return shlex.quote(value)
         return f"{shlex.quote(key)}={_reference(f'SET_{key}')}"
     is_known = not option or option in HARMLESS_OPTIONS
     is_webhook = option == "--notify" and "://" in value
-    harmless = is_known or (not is_webhook and all(_harmless_words(_words_of(value))))
+    harmless = is_known or (not is_webhook and all(_harmless_words(words_of(value))))
     return shlex.quote(value) if harmless and redacted(value) == value else _reference(name)
 
 
@@ -416,7 +423,8 @@ def _options_in(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             option = ""
 
 
-def _words_of(command: str) -> list[str]:
+def words_of(command: str) -> list[str]:
+    """The words of a command, as far as a shell could read them."""
     try:
         return shlex.split(command)
     except ValueError:

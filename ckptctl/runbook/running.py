@@ -16,6 +16,7 @@ from ckptctl.formats.own.run_events import MAX_TEXT, Event, OpenedEvent, Resumed
 from ckptctl.formatting import command_line
 from ckptctl.model import ExitCode
 from ckptctl.options import StorageOptions
+from ckptctl.redaction import hide_words, words_of
 from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
 from ckptctl.runbook.executing import dropped_variables
@@ -141,6 +142,8 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
             raise UsageError(f"the input {name} takes one value, but {len(items)} were given")
         for item in items:
             _check_text(name, item, is_command=name in book.commands)
+            if name in book.commands:
+                hide_words(words_of(item))
         checked[name] = items if declared.is_list else items[0]
     return checked
 
