@@ -477,7 +477,13 @@ def _add(text: str) -> None:
         _forget_pattern()
 
 
-_WORDS = frozenset({"true", "false", "null", "none", "auto", "default", "standard", "legacy"})
+_WORDS = frozenset(
+    {
+        *("true", "false", "null", "none", "auto", "default", "standard", "legacy", "ckptctl"),
+        *("error", "next", "warning", "root", "step"),
+    }
+)
+"""Values that are no secrets: settings, and words that every answer has."""
 
 
 def _add_part(text: str) -> None:

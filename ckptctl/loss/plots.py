@@ -295,7 +295,8 @@ def _drawn(report: LossReport) -> tuple[list[Shape], str] | None:
     curve = curve_of(worst) if worst is not None else None
     if worst is None or curve is None:
         return None
-    return [*draw(curve, worst.verdict, worst.message)], worst.message
+    message = redacted(worst.message)
+    return [*draw(curve, worst.verdict, message)], message
 
 
 def write_plot(report: LossReport, path: str) -> bool:
@@ -308,7 +309,7 @@ def write_plot(report: LossReport, path: str) -> bool:
     if drawn is None:
         return False
     is_png = os.path.splitext(path)[1].lower() == ".png"
-    data = _png(drawn[0]) if is_png else redacted(_svg(*drawn)).encode("utf-8")
+    data = _png(drawn[0]) if is_png else _svg(*drawn).encode("utf-8")
     replace_file(path, data, "the plot")
     return True
 

@@ -179,7 +179,14 @@ def _record(
 ) -> tuple[RunRecord, RunRecord | None]:
     """The existing run or a new one, and the record to write to; None to leave."""
     new = begun(store, book.name)
-    last = None if how == "new" else newest(store, book.name)
+    try:
+        last = None if how == "new" else newest(store, book.name)
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"{error.message}; only the account that runs a runbook can read its record; --new "
+            "starts another run",
+            next_command=f"{_called(book, store.url, given, talk)} --new",
+        ) from error
     if how == "continue" and last is None:
         raise UsageError(
             f"{store.url}: no run of the runbook {book.name} was started here",

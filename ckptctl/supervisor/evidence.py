@@ -26,6 +26,7 @@ from ckptctl.distributed.process_table import Process, entry_of, is_alive, signa
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
+from ckptctl.redaction import redacted
 
 SAMPLES = 4
 BETWEEN_S = 1.0
@@ -305,7 +306,9 @@ def _sample(beat: Heartbeat, process: Process, folder: str, out: str, of_save: b
         stack = stack_in(text, of_save=of_save)
     if text:
         with suppress(OSError), open(kept, "a", encoding="utf-8") as file:
-            file.write(f"rank {beat['rank']}, process {process.pid}, state {state}\n{text}\n")
+            # py-spy prints the command line of the process.
+            shown = redacted(text)
+            file.write(f"rank {beat['rank']}, process {process.pid}, state {state}\n{shown}\n")
     return _Sample(state, stack, asked)
 
 
