@@ -273,9 +273,11 @@ def _hide_variable(name: str, value: str) -> None:
 def hide_storage_option(pair: str) -> None:
     """Hide the value of an option `KEY=VALUE`, as a command line has it."""
     key, _, text = pair.partition("=")
-    hide_options({key: _json_or_text(text)})
-    if not is_harmless_option(key, _json_or_text(text)):
+    if not _is_harmless_text(key, text):
         hide(text)
+        for part in re.findall(r'"((?:[^"\\]|\\.)*)"', text):
+            _add_part(part)
+    hide_address(text)
 
 
 def hide_words(words: Sequence[str]) -> None:
@@ -385,7 +387,7 @@ def _value(option: str, value: str) -> str:
     key, equals, text = value.partition("=")
     name = option.strip("-") or ("ADDRESS" if "://" in value else "VALUE")
     if option == "--storage-option" and equals:
-        if is_harmless_option(key, _json_or_text(text)):
+        if _is_harmless_text(key, text):
             return shlex.quote(value)
         return f"{shlex.quote(key)}={_reference(f'STORAGE_{key}')}"
     if option == "--set" and equals:
@@ -458,17 +460,16 @@ def _is_plain(word: str) -> bool:
     return _is_known(word) or re.fullmatch(_NAME, word) is not None
 
 
-def _json_or_text(text: str) -> object:
-    """The value of a storage option: JSON with names in it, or text."""
-    if not text.lstrip().startswith(("{", "[")):
-        return {"true": True, "false": False, "null": None}.get(text, text)
-    import json
-
-    try:
-        parsed: object = json.loads(text[: 1 << 20])
-    except (ValueError, RecursionError):
-        return text
-    return parsed
+def _is_harmless_text(key: str, text: str) -> bool:
+    """Whether the value of a storage option is shown as a command line has it: JSON or text."""
+    if text in ("true", "false", "null"):
+        return True
+    if text.lstrip().startswith(("{", "[")):
+        names = re.findall(r'"((?:[^"\\]|\\.)*)"\s*:', text)
+        return all(is_harmless_option(name, "") for name in (key, *names)) and (
+            clean_addresses(text) == text
+        )
+    return is_harmless_option(key, text)
 
 
 def _add(text: str) -> None:

@@ -11,20 +11,18 @@ import io
 import os
 import re
 import signal
-import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from typing import TextIO, cast
+from contextlib import redirect_stdout, suppress
 
 import ckptctl
 from ckptctl.cli.binding import with_common
 from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.main import Stopped
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, without_secrets
 from ckptctl.cli.parsing import TRUE, parse
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
 from ckptctl.formatting import command_line, path_word
-from ckptctl.redaction import RedactedStream, hide_arguments, hide_environment, shell_command
+from ckptctl.redaction import hide_arguments, hide_environment, shell_command
 
 VERSION = f"ckptctl {ckptctl.__version__}"
 
@@ -42,11 +40,7 @@ def run(argv: Sequence[str]) -> int:
     """
     hide_environment(os.environ)
     hide_arguments(argv)
-    stderr = sys.stderr
-    if stderr is None:
-        return _run(argv)
-    # Libraries, warnings and `logging` write there, too.
-    with redirect_stderr(cast("TextIO", RedactedStream(stderr))):
+    with without_secrets():
         return _run(argv)
 
 

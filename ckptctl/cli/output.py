@@ -13,14 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias, cast
 
 from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import as_started, duration, size
-from ckptctl.redaction import redacted, redacted_values
+from ckptctl.redaction import RedactedStream, redacted, redacted_values
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -331,6 +331,16 @@ class Output:
     def _clear_progress(self) -> None:
         if self._progress is not None:
             self._progress.clear()
+
+
+@contextmanager
+def without_secrets() -> Iterator[None]:
+    """Hide secrets in what libraries, warnings and `logging` write to standard error."""
+    if sys.stderr is None:
+        yield
+        return
+    with redirect_stderr(cast("TextIO", RedactedStream(sys.stderr))):
+        yield
 
 
 @contextmanager
