@@ -124,7 +124,7 @@ class WithKeywords:
 
 class WithSetter:
     def __reduce__(self):
-        return collections.OrderedDict, (), {"a": 1}, iter([1, 2]), iter([("k", 1)])
+        return collections.OrderedDict, (), {"a": 1}, None, iter([("k", 1)])
 
 
 class Parent:

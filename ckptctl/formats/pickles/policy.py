@@ -350,18 +350,3 @@ _ACTING_ANYWHERE = frozenset(
         *("unlink", "func_globals", "func_code", "urlopen", "urlretrieve", "startfile"),
     }
 )
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether a name may be allowed by a run: `module.Name`, of identifiers."""
-    parts = name.split(".")
-    return len(parts) > 1 and all(part.isidentifier() for part in parts)
-
-
-def can_act(full: str) -> bool:
-    """Whether a global, named as `module.Name`, is one that no run may allow."""
-    parts = full.split(".")
-    standings = (
-        standing(".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts))
-    )
-    return any(one in (Standing.ACTS, Standing.ACTS_IF_CALLED) for one in standings)

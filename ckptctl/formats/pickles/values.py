@@ -105,7 +105,9 @@ def decode_all(data: bytes, grammar: Grammar | None = None) -> Decoded:
         try:
             reads.append(read_pickle_at(data, reads[-1].end, grammar))
         except MetadataUnreadable:
-            break
+            if data[reads[-1].end] == 0x80:
+                raise
+            break  # what follows is no pickle
     return Decoded(checked_value(reads[0].value, len(data)), unknown_in(reads, grammar))
 
 
@@ -130,6 +132,11 @@ def unknown_in(reads: Iterable[PickleRead], grammar: Grammar, depth: int = 0) ->
         for inner in read.nested:
             unknown.update(_nested_unknown(inner, grammar, depth + 1))
     return tuple(sorted(unknown))
+
+
+def check_bytes(data: bytes) -> tuple[str, ...]:
+    """The unknown globals of bytes that may be a pickle; raises `MetadataUnsafe` as `decode`."""
+    return tuple(sorted(_nested_unknown(data, TOLERANT, 1)))
 
 
 def _nested_unknown(data: bytes, grammar: Grammar, depth: int) -> Iterable[str]:
