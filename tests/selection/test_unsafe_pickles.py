@@ -51,8 +51,8 @@ def dcp_root(root: Path, extra: object = None) -> Path:
 
 
 def chosen(root: str) -> int | None:
-    step = ckptctl.pick(root).step
-    return None if step is None else step.number
+    report = ckptctl.pick(root).chosen
+    return None if report is None else report.number
 
 
 FORMS = ("zip", "legacy", "0", "1", "2", "4", "5")

@@ -71,6 +71,7 @@ class Machine:
         "marks",
         "memo",
         "n_left",
+        "names_globals",
         "nested",
         "others",
         "opcodes",
@@ -97,6 +98,7 @@ class Machine:
         self.n_left = FREE_CONTAINERS + len(data) // BYTES_PER_CONTAINER
         self.taken: set[int] = set()
         self.tuple_keys = 0
+        self.names_globals = False
         self.nested: list[bytes] = []
         self.others: list[object] = []
         self.cheap_keys = str | bytes | None | grammar.hashable
@@ -142,7 +144,12 @@ class Machine:
         raise MetadataUnreadable(f"byte {self.at:,}: {what}")
 
     def unsafe(self, what: str) -> NoReturn:
-        """Raise `MetadataUnsafe` for the opcode at hand."""
+        """Raise `MetadataUnsafe` for the opcode at hand.
+
+        What names no global runs nothing: bytes that are no pickle hold such opcodes by chance.
+        """
+        if self.grammar.lenient and not self.names_globals and self.data[:1] != b"\x80":
+            self.damaged(what)
         raise MetadataUnsafe(f"{what} at byte {self.at:,}")
 
     def take(self, n_bytes: int) -> bytes:
@@ -368,6 +375,7 @@ class Machine:
         """Push what the grammar has for a global."""
         if type(module) is not str or type(name) is not str:
             self.unsafe("names a global by what are not two strings")
+        self.names_globals = True
         known = self.grammar.names.get((module, name))
         if known is None:
             if self.grammar.other is None:
