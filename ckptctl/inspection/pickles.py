@@ -305,8 +305,9 @@ class _Reader:
             yield Finding(
                 code,
                 where,
-                f"the record of {fqn} in {where} {reason}: loading it would run code{more}. Nothing of it was run. Do not "
-                "load this step with any other tool, and find out who wrote it",
+                f"the record of {fqn} in {where} {reason}: loading it would run code{more}. "
+                "Nothing of it was run. Do not load this step with any other tool, and find out "
+                "who wrote it",
                 expected="values, and classes that frameworks save",
                 found=reason,
                 next_command=command_line("explain", code),
@@ -324,9 +325,7 @@ class _Reader:
                 "save; a load that runs pickles imports it",
                 expected="classes that frameworks save",
                 found=name[:200],
-                next_command=command_line(
-                    "verify", self.opened.url, "--allow-globals", name[:200]
-                ),
+                next_command=command_line("verify", self.opened.url, "--allow-globals", name[:200]),
             )
 
 
@@ -374,9 +373,9 @@ def _of_bytes(metadata: Metadata) -> Metadata:
     """The bytes entries of a part's metadata, and its tensors of bytes that may hold a pickle."""
     tensors: dict[str, TensorEntry] = {}
     for fqn, tensor in metadata.tensors.items():
-        if tensor.dtype in ("uint8", "int8") and len(tensor.shape) == 1:
-            if 8 <= prod(tensor.shape) <= MAX_TENSOR_BYTES and len(tensors) < MAX_TENSORS:
-                tensors[fqn] = tensor
+        is_bytes = tensor.dtype in ("uint8", "int8") and len(tensor.shape) == 1
+        if is_bytes and 8 <= prod(tensor.shape) <= MAX_TENSOR_BYTES and len(tensors) < MAX_TENSORS:
+            tensors[fqn] = tensor
     return Metadata(tensors, metadata.bytes_entries, metadata.file_names)
 
 

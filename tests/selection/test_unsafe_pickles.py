@@ -1,4 +1,4 @@
-"""A pickle that would run code where a framework loads it makes a step unsafe, whatever its file."""
+"""A pickle that would run code where a framework loads it makes a step unsafe."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ class Call:
 
     def __reduce__(self):
         return os.system, (f"touch {self.marker}",)
-
-
-class InProtocol0(Call):
-    pass
 
 
 def put(value: object, path: Path, how: str) -> None:

@@ -73,8 +73,8 @@ class Machine:
         "n_left",
         "names_globals",
         "nested",
-        "others",
         "opcodes",
+        "others",
         "pos",
         "shapes",
         "stack",
@@ -267,7 +267,8 @@ class Machine:
     def set_items(self, target: object, items: list[object]) -> None:
         """Put keys and values, one after the other, into the dict `target`."""
         if not isinstance(target, dict):
-            return self._fill(target, self._pairs(items), "items are set on what is no dict")
+            self._fill(target, self._pairs(items), "items are set on what is no dict")
+            return
         if id(target) in self.taken:
             self.damaged("the state of an object is changed after it was given")
         for key, value in self._pairs(items):
@@ -291,7 +292,8 @@ class Machine:
     def add_items(self, target: object, items: list[object]) -> None:
         """Put `items` into the set `target`."""
         if not isinstance(target, set):
-            return self._fill(target, items, "values are added to what is no set")
+            self._fill(target, items, "values are added to what is no set")
+            return
         target.update(map(self.checked_key, items))
 
     def _pairs(self, items: list[object]) -> Iterator[tuple[object, object]]:
@@ -339,7 +341,8 @@ class Machine:
     def append_items(self, target: object, items: list[object]) -> None:
         """Put `items` at the end of the list `target`."""
         if not isinstance(target, list):
-            return self._fill(target, items, "values are appended to what is no list")
+            self._fill(target, items, "values are appended to what is no list")
+            return
         target.extend(items)
 
     def checked_key(self, key: object) -> Hashable:
@@ -364,7 +367,7 @@ class Machine:
             self.tuple_keys += 1
             few = self.tuple_keys <= MAX_TUPLE_KEYS and len(key) <= MAX_KEY_ITEMS
             return key if few and all(map(self._is_cheap, key)) else Stub("a tuple")
-        return key if self._is_cheap(key) else Stub(type(key).__name__)  # type: ignore[return-value]
+        return key if self._is_cheap(key) else Stub(type(key).__name__)
 
     def _is_cheap(self, key: object) -> bool:
         if isinstance(key, int):

@@ -143,12 +143,10 @@ class _New(Callee):
 
 def partial(args: tuple[object, ...]) -> object:
     """What stands for `functools.partial(function, ...)`."""
-    for function in args[:1]:
-        is_named = isinstance(function, Named)
-        if is_named and function.standing is Standing.ACTS_IF_CALLED and (
-            _root(function.name) in _LIBRARY
-        ):
-            raise Acts(f"binds {shown(function.name)}")
+    match args:
+        case (Named(standing=Standing.ACTS_IF_CALLED) as function, *_):
+            if _root(function.name) in _LIBRARY:
+                raise Acts(f"binds {shown(function.name)}")
     return Partial("functools.partial", args)
 
 
@@ -341,7 +339,16 @@ _EXCEPTIONS = frozenset(
 _ACTING_ANYWHERE = frozenset(
     {
         *("os", "posix", "nt", "sys", "builtins", "subprocess", "importlib", "shutil", "socket"),
-        *("pty", "ctypes", "runpy", "marshal", "pickle", "_pickle", "webbrowser", "multiprocessing"),
+        *(
+            "pty",
+            "ctypes",
+            "runpy",
+            "marshal",
+            "pickle",
+            "_pickle",
+            "webbrowser",
+            "multiprocessing",
+        ),
         *("system", "popen", "Popen", "exec", "execfile", "eval", "open", "import_module"),
         *("check_output", "check_call", "getoutput", "getstatusoutput", "run_path", "run_module"),
         *("getattr", "setattr", "delattr", "globals", "locals", "breakpoint", "attrgetter"),

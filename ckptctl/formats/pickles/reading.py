@@ -315,7 +315,7 @@ def _push_quoted(m: Machine) -> None:
     if len(line) < 2 or line[0] != line[-1] or line[:1] not in (b"'", b'"'):
         m.damaged("a string is not quoted")
     try:
-        m.push(codecs.escape_decode(line[1:-1])[0].decode("latin-1"))  # type: ignore[attr-defined]
+        m.push(codecs.escape_decode(line[1:-1])[0].decode("latin-1"))
     except ValueError:
         m.damaged("a string is damaged")
 

@@ -21,8 +21,8 @@ from ckptctl.formats.pickles.policy import Named, Opaque, Standing
 from ckptctl.formats.pickles.reading import PickleRead, read_pickle, read_pickle_at
 from ckptctl.formats.pickles.stubs import (
     COMMON,
-    Acts,
     DTYPES,
+    Acts,
     Callee,
     Dtype,
     Function,
