@@ -267,7 +267,8 @@ class Machine:
     def set_items(self, target: object, items: list[object]) -> None:
         """Put keys and values, one after the other, into the dict `target`."""
         if not isinstance(target, dict):
-            self._fill(target, self._pairs(items), "items are set on what is no dict")
+            pairs = self._pairs(items) if self.grammar.lenient else ()
+            self._fill(target, pairs, "items are set on what is no dict")
             return
         if id(target) in self.taken:
             self.damaged("the state of an object is changed after it was given")
