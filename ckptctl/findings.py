@@ -157,6 +157,8 @@ CODES: Mapping[str, Code] = {
     "file.fewer": _warning("fewer ranks left files than in the step before"),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
+    "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),
+    "pickle.unknown": _warning("a pickle names a class that is in no list of known ones"),
     "state.missing": _note("some train state is missing"),
     "state.lost": _note("some train state cannot be restored at this world size"),
     "state.left-out": _note("the target format cannot hold part of the step"),
@@ -389,6 +391,13 @@ class Report:
     """At level content: records that match their checksums."""
     values_scanned: int = 0
     """With a NaN scan: floating-point values that were checked."""
+    pickles_read: int = 0
+    """Pickles of the step that were read whole and would run no code that ckptctl knows of."""
+    pickles_unread: int = 0
+    """Pickles of the step that this level does not read: whether loading them runs code is
+    unknown."""
+    allowed_globals: tuple[str, ...] = ()
+    """Classes in pickles that are in no list and that `--allow-globals` names."""
     by_store: ByStore | None = None
     """What the store's own checksums prove; null where the store was not asked, or no seal is of
     this save."""

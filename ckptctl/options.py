@@ -129,7 +129,9 @@ class Requirements:
     `require_seal` demands a seal that proves the step; `key` is the key that seals must
     have been made with, of at least `MIN_KEY_BYTES` bytes. `remote_checksums` compares the
     store's own checksums with the seal. `marks` is the path of a file of marks that apply
-    beside those in the steps.
+    beside those in the steps. `allow_globals` are the run's own classes in pickles,
+    `module.Name` each, as a list or joined with commas: `pickle.unknown` does not report them.
+    A global that can act is never allowed.
     """
 
     pattern: str | None = None
@@ -141,8 +143,19 @@ class Requirements:
     key: bytes | None = field(default=None, repr=False)
     remote_checksums: bool = False
     marks: str | None = None
+    allow_globals: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        allowed = self.allow_globals
+        allowed = allowed.split(",") if isinstance(allowed, str) else allowed
+        for name in allowed:
+            parts = name.split(".")
+            if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+                raise UsageError(
+                    f"--allow-globals is {name!r}; expected the name of a class with its module, "
+                    "such as mypackage.config.Config"
+                )
+        object.__setattr__(self, "allow_globals", tuple(dict.fromkeys(allowed)))
         kinds = self.require.split(",") if isinstance(self.require, str) else self.require
         for kind in kinds:
             if kind not in STATE_KINDS:
@@ -180,6 +193,7 @@ class StepKeywords(StorageKeywords, total=False):
     key: bytes | None
     remote_checksums: bool
     marks: str | None
+    allow_globals: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

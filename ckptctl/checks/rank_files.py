@@ -24,8 +24,8 @@ from ckptctl.formats.frameworks.grids import (
     ranked,
 )
 from ckptctl.formats.frameworks.parts import is_archive
+from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import shown
-from ckptctl.formats.pickles.values import Opaque
 from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
 from ckptctl.model import FileInfo, Grid, Part, Step
 

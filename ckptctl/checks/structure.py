@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptctl.checks.presence import escape_reason, holds_safetensors
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import RecordUnreadable
+from ckptctl.errors import MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member
 from ckptctl.formats.pickles.values import TensorStub
@@ -125,6 +125,8 @@ class StructureCheck:
         except (RecordUnreadable, Unfit) as error:
             self._note(error.code, number, error.message)
             need = None
+        except MetadataUnsafe:
+            need = None  # `inspection.pickles` reports it
         self.n_records += need is None
         return need
 

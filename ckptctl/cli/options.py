@@ -14,6 +14,7 @@ from ckptctl.cli.values import (
     SEAL_KEY,
     parse_duration,
     parse_kinds,
+    parse_names,
     parse_steps,
     parse_storage_options,
     seal_key,
@@ -295,6 +296,14 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "and download nothing for it; 22 where there are none.",
         ),
         "marks": Offer(MarksOpt, None),
+        "allow_globals": _offer(
+            list[str] | None,
+            None,
+            "--allow-globals NAME,...",
+            "Classes of the run in its pickles, each with its module, about which no warning is "
+            "needed; one that can run code is never allowed.",
+            read=parse_names,
+        ),
     },
     ContentOptions: {
         "subset": _offer(

@@ -92,6 +92,11 @@ def parse_kinds(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kinds))
 
 
+def parse_names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The names in `--allow-globals`, given with commas or several times."""
+    return tuple(dict.fromkeys(parts(given)))
+
+
 def parse_counts(
     given: Sequence[str] | None, name: str, what: str, instead: str
 ) -> tuple[int, ...]:

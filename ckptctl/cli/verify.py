@@ -199,6 +199,13 @@ def _facts(report: Report, now_s: float) -> list[str]:
             f"checked: {read}; {proven} {report.bytes_in_records:,} bytes in records match "
             f"their checksums ({records})"
         )
+    if report.pickles_unread:
+        facts.append(
+            f"{counted(report.pickles_unread, 'pickle')} not read at this level: whether loading "
+            "them runs code is unknown"
+        )
+    if report.allowed_globals:
+        facts.append(f"allowed in pickles: {', '.join(report.allowed_globals)}")
     if report.values_scanned:
         bad = sum(finding.code == "values.not-finite" for finding in report.findings)
         says = "see below" if bad else "all of them finite"

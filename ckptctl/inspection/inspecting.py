@@ -267,6 +267,9 @@ def _report(
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,
         values_scanned=proven.n_values,
+        pickles_read=context.pickles.n_read if context.pickles else 0,
+        pickles_unread=context.pickles.n_unread if context.pickles else 0,
+        allowed_globals=context.pickles.allowed if context.pickles else (),
         by_store=context.by_store,
     )
 

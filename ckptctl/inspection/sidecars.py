@@ -90,6 +90,8 @@ def read_sidecars(
     for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
         try:
             yield Sidecar(file.path, content_of(data, file.path))
+        except MetadataUnsafe as error:
+            yield Sidecar(file.path, finding=unsafe_file(file.path, error.message))
         except CkptctlError as error:
             yield Sidecar(file.path, finding=_damaged(file.path, error.message, step.url))
     read = set(wanted)
@@ -305,8 +307,9 @@ def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator
 def content_of(data: bytes, path: str) -> object | None:
     """The value that a sidecar file holds; None for a format that is not ours to read.
 
-    Raises `MetadataUnreadable` or `RecordUnreadable` for a damaged one. What asks
-    for code to run becomes opaque: train state is often an object of the trainer's.
+    Raises `MetadataUnreadable` or `RecordUnreadable` for a damaged one, `MetadataUnsafe` for
+    one that would run code. A class that is not known becomes opaque: train state is often an
+    object of the trainer's.
     """
     if path.endswith(".json"):
         return _json(data)
@@ -352,6 +355,19 @@ def _json(data: bytes) -> object:
         return decode_json(data, max_bytes=MAX_SIDECAR_BYTES)
     except NotJson as error:
         raise MetadataUnreadable(f"it is not JSON: {error}") from error
+
+
+def unsafe_file(path: str, why: str) -> Finding:
+    """The finding for a file whose pickle would run code where it is loaded."""
+    return Finding(
+        "file.unsafe",
+        path,
+        f"{path} {why}: loading it would run code. Nothing of it was run. Do not load this step "
+        "with any other tool, and find out who wrote it",
+        expected="values, and classes that frameworks save",
+        found=why,
+        next_command=command_line("explain", "file.unsafe"),
+    )
 
 
 def _damaged(path: str, why: str, url: str) -> Finding:

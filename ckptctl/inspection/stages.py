@@ -46,6 +46,7 @@ from ckptctl.inspection.part_files import (
     steps_by_optimizer,
     steps_by_rank,
 )
+from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, read_notes
 from ckptctl.inspection.sidecars import check_documents, value_in_archive
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
@@ -80,6 +81,7 @@ class StageContext:
     notes: Notes = NOTHING_NOTED
     content: ContentInspection | None = None
     by_store: ByStore | None = None
+    pickles: PickleInspection | None = None
 
     @property
     def is_deep(self) -> bool:
@@ -206,6 +208,17 @@ def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             continue
         if part.path in context.sound:
             yield from check_step_before(opened, part, context.older)
+
+
+def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Find what would run code where the pickles of the step are loaded."""
+    context.pickles = inspect_pickles(
+        opened,
+        context.requirements.allow_globals,
+        is_deep=context.is_deep,
+        is_local=opened.store.kind is not StoreKind.OBJECT,
+    )
+    yield from context.pickles.findings
 
 
 def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -388,6 +401,7 @@ STAGES: tuple[Stage, ...] = (
     metadata,
     structure,
     stale_shards,
+    pickles,
     state,
     notes,
     wrong_step,

@@ -244,11 +244,11 @@ HOSTILE: Mapping[str, tuple[Spoil, int, set[str]]] = {
     "shard a folder": (in_place_of(SHARD, Path.mkdir), 20, {"shard.missing"}),
     # Records
     "record with a payload": (with_record(with_pickle(PAYLOAD)), 25, {"record.unsafe"}),
-    "entry with a payload": (with_record(with_pickle(PAYLOAD), "bytes"), 0, set()),
+    "entry with a payload": (with_record(with_pickle(PAYLOAD), "bytes"), 25, {"record.unsafe"}),
     "entry of a plain payload": (
         with_record(lambda _: PAYLOAD, "bytes"),
-        22,
-        {"record.unverifiable"},
+        25,
+        {"record.unsafe", "record.unverifiable"},
     ),
     "record with a member twice": (
         with_record(with_members(Made("data/0", b"x"))),

@@ -12,9 +12,16 @@ from __future__ import annotations
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, RecordUnreadable
-from ckptctl.formats.pickles.reading import read_pickle_at
+from ckptctl.formats.pickles.policy import Named
+from ckptctl.formats.pickles.reading import PickleRead, read_pickle_at
 from ckptctl.formats.pickles.stubs import Malformed
-from ckptctl.formats.pickles.values import TOLERANT, Storage, checked_value, legacy_storage
+from ckptctl.formats.pickles.values import (
+    TOLERANT,
+    Storage,
+    checked_value,
+    legacy_storage,
+    unknown_in,
+)
 from ckptctl.model import DTYPE_SIZES
 
 FORMAT_VERSION = 1001
@@ -27,10 +34,14 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class LegacyFile:
-    """The object, with stubs for its tensors, and where the storages begin."""
+    """The object, with stubs for its tensors, and where the storages begin.
+
+    `unknown` are the globals in it that nothing is known of.
+    """
 
     value: object
     start: int
+    unknown: tuple[str, ...]
 
 
 def read_legacy(head: bytes, length: int) -> LegacyFile | None:
@@ -42,20 +53,23 @@ def read_legacy(head: bytes, length: int) -> LegacyFile | None:
     storages: dict[str, Storage] = {}
 
     def persistent(persistent_id: object) -> object:
+        match persistent_id:
+            case ("module", Named() as cls, *_):  # with its source
+                return cls
         storage = legacy_storage(persistent_id)
         if storages.setdefault(storage.key, storage) != storage:
             raise Malformed("a storage has two lengths")
         return storage
 
     grammar = replace(TOLERANT, persistent=persistent)
-    values: list[object] = []
-    at = 0
+    reads: list[PickleRead] = []
     try:
         for _ in range(5):
-            value, at = read_pickle_at(head, at, grammar)
-            values.append(value)
-        _, version, _, held, keys = values
+            reads.append(read_pickle_at(head, reads[-1].end if reads else 0, grammar))
+        _, version, _, held, keys = (read.value for read in reads)
+        at = reads[-1].end
         value = checked_value(held, len(head))
+        unknown = unknown_in(reads, grammar)
     except MetadataUnreadable as error:
         if len(head) < min(length, MAX_PICKLES):
             return None
@@ -67,7 +81,7 @@ def read_legacy(head: bytes, length: int) -> LegacyFile | None:
     needed = at + sum(_COUNT_BYTES + _n_bytes(storage) for storage in storages.values())
     if needed != length:
         raise RecordUnreadable(f"it has {length:,} bytes, and its tensors end at byte {needed:,}")
-    return LegacyFile(value, at)
+    return LegacyFile(value, at, unknown)
 
 
 def _n_bytes(storage: Storage) -> int:

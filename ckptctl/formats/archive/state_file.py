@@ -19,8 +19,9 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptctl.formats.archive.writing import pickled_integer, tensor_value
+from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import Dtype, Ordered
-from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub, TimeDelta
+from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, TensorStub, TimeDelta
 
 
 def pickled_state(state: object) -> bytes:

@@ -6,11 +6,12 @@ allocates anything. What each opcode does is in `reading`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.pickles.stubs import (
+    Acts,
     Callee,
     Function,
     Grammar,
@@ -36,6 +37,9 @@ BYTES_PER_CONTAINER = 4
 twice as dense as torch writes, and bounds memory at some 25 times the pickle."""
 
 CHARS_PER_CONTAINER = 64
+
+MIN_NESTED_BYTES = 8
+"""No shorter pickle names a global and calls it."""
 
 INT64 = 1 << 63
 _PROTO, _STOP = 0x80, 0x2E
@@ -67,7 +71,10 @@ class Machine:
         "marks",
         "memo",
         "n_left",
+        "names_globals",
+        "nested",
         "opcodes",
+        "others",
         "pos",
         "shapes",
         "stack",
@@ -91,6 +98,9 @@ class Machine:
         self.n_left = FREE_CONTAINERS + len(data) // BYTES_PER_CONTAINER
         self.taken: set[int] = set()
         self.tuple_keys = 0
+        self.names_globals = False
+        self.nested: list[bytes] = []
+        self.others: list[object] = []
         self.cheap_keys = str | bytes | None | grammar.hashable
 
     def run(self) -> object:
@@ -103,11 +113,12 @@ class Machine:
     def run_first(self) -> object:
         """Interpret a pickle that more bytes may follow, from `pos` on."""
         data = self.data
-        if len(data) < 2 or data[0] != _PROTO:
-            self.damaged("this does not begin as a pickle")
-        if not 2 <= data[1] <= 5:
-            self.damaged(f"pickle protocol {data[1]}; 2 to 5 can be read")
-        self.pos = 2
+        if data[:1] == b"\x80" or not self.grammar.lenient:
+            if len(data) < 2 or data[0] != _PROTO:
+                self.damaged("this does not begin as a pickle")
+            if not (0 if self.grammar.lenient else 2) <= data[1] <= 5:
+                self.damaged(f"pickle protocol {data[1]}; 2 to 5 can be read")
+            self.pos = 2
         self.step_to_stop()
         value = self.pop()
         if self.stack or self.marks:
@@ -133,7 +144,12 @@ class Machine:
         raise MetadataUnreadable(f"byte {self.at:,}: {what}")
 
     def unsafe(self, what: str) -> NoReturn:
-        """Raise `MetadataUnsafe` for the opcode at hand."""
+        """Raise `MetadataUnsafe` for the opcode at hand.
+
+        What names no global runs nothing: bytes that are no pickle hold such opcodes by chance.
+        """
+        if self.grammar.lenient and not self.names_globals and self.data[:1] != b"\x80":
+            self.damaged(what)
         raise MetadataUnsafe(f"{what} at byte {self.at:,}")
 
     def take(self, n_bytes: int) -> bytes:
@@ -229,6 +245,8 @@ class Machine:
 
     def remember(self, slot: int) -> None:
         """Put the topmost value into the memo; writers fill the slots one after the other."""
+        if slot == 1 and not self.memo.n_slots and self.grammar.lenient:
+            self.memo.put(None)  # cPickle of Python 2 counts from 1
         if slot != self.memo.n_slots:
             self.damaged(f"memo slot {slot:,} is written, {self.memo.n_slots:,} is next")
         self.memo.put(self.top())
@@ -249,15 +267,35 @@ class Machine:
     def set_items(self, target: object, items: list[object]) -> None:
         """Put keys and values, one after the other, into the dict `target`."""
         if not isinstance(target, dict):
-            self.damaged("items are set on what is no dict")
+            pairs = self._pairs(items) if self.grammar.lenient else ()
+            self._fill(target, pairs, "items are set on what is no dict")
+            return
         if id(target) in self.taken:
             self.damaged("the state of an object is changed after it was given")
         for key, value in self._pairs(items):
             if not isinstance(key, Run):
                 key = self.checked_key(key)
-                if key in target:
+                if key in target and not self.grammar.lenient:
                     self.damaged("a dict has the same key twice")
             target[key] = value
+
+    def _fill(self, target: object, values: Iterable[object], otherwise: str) -> None:
+        """Put values into what a call returned: a deque, an object of a class that is a list."""
+        if not self.grammar.lenient or not isinstance(target, Stub):
+            self.damaged(otherwise)
+        try:
+            target.fill(values)
+        except Malformed:
+            self.damaged(otherwise)
+        except Acts as error:
+            self.unsafe(str(error))
+
+    def add_items(self, target: object, items: list[object]) -> None:
+        """Put `items` into the set `target`."""
+        if not isinstance(target, set):
+            self._fill(target, items, "values are added to what is no set")
+            return
+        target.update(map(self.checked_key, items))
 
     def _pairs(self, items: list[object]) -> Iterator[tuple[object, object]]:
         """Keys and values; a run of pairs goes in as one key, as long as it begins with one."""
@@ -287,6 +325,8 @@ class Machine:
         if isinstance(target, Function):
             self.unsafe(f"sets attributes on {target.name}")
         if not isinstance(target, Stub | Ordered):
+            if self.grammar.lenient and not isinstance(target, list | dict | set):
+                return  # a value that stands for an object: its attributes are dropped
             self.damaged(f"a {type(target).__name__} is given a state")
         if isinstance(target, Stub) and target.owns_state and isinstance(state, dict):
             if id(state) in self.taken:
@@ -296,17 +336,22 @@ class Machine:
             target.build(state)
         except Malformed as wrong:
             self.damaged(str(wrong))
+        except Acts as error:
+            self.unsafe(str(error))
 
     def append_items(self, target: object, items: list[object]) -> None:
         """Put `items` at the end of the list `target`."""
         if not isinstance(target, list):
-            self.damaged("values are appended to what is no list")
+            self._fill(target, items, "values are appended to what is no list")
+            return
         target.extend(items)
 
     def checked_key(self, key: object) -> Hashable:
         """`key`, if it is of a kind whose hash and comparison are cheap."""
         if type(key) is str:
             return key
+        if self.grammar.lenient:
+            return self._key_or_stub(key)
         if isinstance(key, tuple):
             self.tuple_keys += 1
             if self.tuple_keys > MAX_TUPLE_KEYS:
@@ -317,6 +362,14 @@ class Machine:
             return key
         return self.damaged(f"a key of a dict is of type {type(key).__name__}")
 
+    def _key_or_stub(self, key: object) -> Hashable:
+        """`key`, or a stub that is equal to nothing else where hashing it could be slow."""
+        if isinstance(key, tuple):
+            self.tuple_keys += 1
+            few = self.tuple_keys <= MAX_TUPLE_KEYS and len(key) <= MAX_KEY_ITEMS
+            return key if few and all(map(self._is_cheap, key)) else Stub("a tuple")
+        return key if self._is_cheap(key) else Stub(type(key).__name__)
+
     def _is_cheap(self, key: object) -> bool:
         if isinstance(key, int):
             return -INT64 <= key < 2 * INT64
@@ -326,28 +379,48 @@ class Machine:
         """Push what the grammar has for a global."""
         if type(module) is not str or type(name) is not str:
             self.unsafe("names a global by what are not two strings")
+        self.names_globals = True
         known = self.grammar.names.get((module, name))
         if known is None:
             if self.grammar.other is None:
                 self.unsafe(f"asks for {shown(module + '.' + name)}")
-            self.push_container(self.grammar.other(module, name))
+            try:
+                other = self.grammar.other(module, name)
+            except Acts as error:
+                self.unsafe(str(error))
+            self.others.append(other)
+            self.push_container(other)
             return
         self.push(known)
 
-    def call(self, function: object, args: object) -> None:
-        """Push what stands for the result of a call."""
+    def call(self, function: object, args: object, *, makes: bool = False) -> None:
+        """Push what stands for the result of a call; `makes` an object where a class is called."""
         if not isinstance(function, Callee):
             self.unsafe(f"calls {_described(function)}")
         if not isinstance(args, tuple):
             self.damaged("a call has no tuple of arguments")
         try:
-            result = function.call(args)
+            result = function.make(args) if makes else function.call(args)
         except Malformed as wrong:
             self.damaged(str(wrong))
+        except Acts as error:
+            self.unsafe(str(error))
         if isinstance(result, str | bytes):
             # A few bytes of pickle can ask for the same long string again and again.
             self.n_left -= len(result) // CHARS_PER_CONTAINER
+        if isinstance(result, bytes):
+            self.note_bytes(result)
         self.push_container(result)
+
+    def push_bytes(self, data: bytes | bytearray) -> None:
+        """Push bytes, which may be a pickle that a framework unpickles."""
+        self.note_bytes(data)
+        self.stack.append(data)
+
+    def note_bytes(self, data: bytes | bytearray) -> None:
+        """Keep bytes to be read as a pickle later, where the grammar asks for that."""
+        if self.grammar.lenient and len(data) >= MIN_NESTED_BYTES:
+            self.nested.append(bytes(data))
 
 
 def _described(value: object) -> str:

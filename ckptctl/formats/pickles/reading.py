@@ -1,6 +1,6 @@
 """Interpret a pickle without executing anything in it.
 
-One interpreter of pickle's opcodes, protocols 2 to 5. A global stands for what
+One interpreter of pickle's opcodes. A global stands for what
 a `Grammar` states it stands for; a pickle that names any other is refused
 with that name. Nothing is imported, nothing of the pickle is called, and what
 comes out is plain values and inert objects.
@@ -13,17 +13,20 @@ What the objects mean is defined in `dcp.metadata` and `pickles.values`.
 
 `OPCODES` is the table, by the byte. Only what writers of protocols 2 to 5 use is
 there; the opcodes that reach outside the pickle (extensions, buffers, instances
-by name) are refused as unsafe, all others as damage.
+by name) are refused as unsafe, all others as damage. A lenient grammar reads with
+`LENIENT_OPCODES`, as every unpickler does.
 
 Source: CPython 3.14 `Lib/pickletools.py`.
 """
 
 from __future__ import annotations
 
+import codecs
 import gc
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from ckptctl.formats.pickles.machine import MAX_MARKS, Machine, Opcodes, Shapes
 from ckptctl.formats.pickles.stubs import Grammar, Malformed, Stub
@@ -53,19 +56,30 @@ def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> 
             return _machine(data, grammar, None).run()
 
 
-def read_pickle_at(data: bytes, at: int, grammar: Grammar) -> tuple[object, int]:
-    """The object that the pickle at byte `at` builds, and where that pickle ends.
+class PickleRead(NamedTuple):
+    """What one pickle of several builds, where it ends, and what is to be read of it still."""
+
+    value: object
+    end: int
+    nested: Sequence[bytes]
+    """Bytes in it that may be pickles; only a lenient grammar keeps them."""
+    others: Sequence[object]
+    """What the grammar made of the names that it does not list."""
+
+
+def read_pickle_at(data: bytes, at: int, grammar: Grammar) -> PickleRead:
+    """The object that the pickle at byte `at` builds; more bytes may follow it.
 
     Raises as `read_pickle`; offsets in the messages count from `at`.
     """
     with collector_paused():
-        machine = _machine(data[at:], grammar, None)
+        machine = _machine(data[at:] if at else data, grammar, None)
         value = machine.run_first()
-        return value, at + machine.pos
+        return PickleRead(value, at + machine.pos, machine.nested, machine.others)
 
 
 def _machine(data: bytes, grammar: Grammar, shapes: Shapes | None) -> Machine:
-    machine = Machine(data, grammar, OPCODES)
+    machine = Machine(data, grammar, LENIENT_OPCODES if grammar.lenient else OPCODES)
     if shapes is not None:
         machine.shapes = shapes(machine)
     return machine
@@ -87,6 +101,10 @@ def collector_paused() -> Iterator[None]:
 
 
 def _push_long(m: Machine, n_bytes: int) -> None:
+    if n_bytes > m.grammar.max_int_bytes and m.grammar.lenient:
+        m.take(n_bytes)
+        m.push(Stub("a long integer"))
+        return
     if not 0 <= n_bytes <= m.grammar.max_int_bytes:
         m.damaged(f"an integer of {n_bytes:,} bytes")
     m.push(int.from_bytes(m.take(n_bytes), "little", signed=True))
@@ -147,10 +165,7 @@ def _push_set(m: Machine, made: set[object] | frozenset[object]) -> None:
 
 def _additems(m: Machine) -> None:
     items = m.pop_to_mark()
-    target = m.top()
-    if not isinstance(target, set):
-        m.damaged("values are added to what is no set")
-    target.update(map(m.checked_key, items))
+    m.add_items(m.top(), items)
 
 
 def _pop(m: Machine) -> None:
@@ -180,9 +195,11 @@ def _line(m: Machine) -> str:
 
 def _newobj_ex(m: Machine) -> None:
     cls, args, kwargs = _popped(m, 3)
-    if kwargs:
+    if kwargs and not m.grammar.lenient:
         m.unsafe("makes an object from keyword arguments")
-    m.call(cls, args)
+    if kwargs and isinstance(args, tuple):
+        args = (*args, kwargs)
+    m.call(cls, args, makes=True)
 
 
 def _build(m: Machine) -> None:
@@ -220,10 +237,10 @@ _KNOWN: Mapping[int, Callable[[Machine], object]] = {
     0x8C: lambda m: _push_text(m, 1),  # SHORT_BINUNICODE
     0x58: lambda m: _push_text(m, 4),  # BINUNICODE
     0x8D: lambda m: _push_text(m, 8),  # BINUNICODE8
-    0x43: lambda m: m.push(_taken(m, 1)),  # SHORT_BINBYTES
-    0x42: lambda m: m.push(_taken(m, 4)),  # BINBYTES
-    0x8E: lambda m: m.push(_taken(m, 8)),  # BINBYTES8
-    0x96: lambda m: m.push(bytearray(_taken(m, 8))),  # BYTEARRAY8
+    0x43: lambda m: m.push_bytes(_taken(m, 1)),  # SHORT_BINBYTES
+    0x42: lambda m: m.push_bytes(_taken(m, 4)),  # BINBYTES
+    0x8E: lambda m: m.push_bytes(_taken(m, 8)),  # BINBYTES8
+    0x96: lambda m: m.push_bytes(bytearray(_taken(m, 8))),  # BYTEARRAY8
     # Containers.
     0x28: _mark,  # MARK
     0x29: lambda m: m.push(()),  # EMPTY_TUPLE
@@ -254,7 +271,7 @@ _KNOWN: Mapping[int, Callable[[Machine], object]] = {
     0x63: lambda m: m.push_global(_line(m), _line(m)),  # GLOBAL
     0x93: lambda m: m.push_global(*_popped(m, 2)),  # STACK_GLOBAL
     0x52: lambda m: m.call(*_popped(m, 2)),  # REDUCE
-    0x81: lambda m: m.call(*_popped(m, 2)),  # NEWOBJ
+    0x81: lambda m: m.call(*_popped(m, 2), makes=True),  # NEWOBJ
     0x92: _newobj_ex,  # NEWOBJ_EX
     0x62: _build,  # BUILD
     0x51: _binpersid,  # BINPERSID
@@ -270,8 +287,102 @@ _KNOWN: Mapping[int, Callable[[Machine], object]] = {
 }
 
 
+def _text_line(m: Machine) -> bytes:
+    end = m.data.find(b"\n", m.pos, m.end)
+    if end < 0:
+        m.damaged("a line has no end")
+    line = m.take(end - m.pos)
+    m.pos += 1
+    return line
+
+
+def _push_number(m: Machine, read: Callable[[str], object]) -> None:
+    line = _text_line(m)
+    if len(line) > _MAX_DIGITS:
+        m.damaged(f"a number of {len(line):,} characters")
+    try:
+        m.push(read(line.decode("ascii")))
+    except ValueError:
+        m.damaged("a number is none")
+
+
+def _int_of(line: str) -> object:
+    return {"00": False, "01": True}[line] if line in ("00", "01") else int(line)
+
+
+def _push_quoted(m: Machine) -> None:
+    line = _text_line(m)
+    if len(line) < 2 or line[0] != line[-1] or line[:1] not in (b"'", b'"'):
+        m.damaged("a string is not quoted")
+    try:
+        m.push(codecs.escape_decode(line[1:-1])[0].decode("latin-1"))
+    except ValueError:
+        m.damaged("a string is damaged")
+
+
+def _push_raw_text(m: Machine) -> None:
+    try:
+        m.push(_text_line(m).decode("raw-unicode-escape"))
+    except UnicodeDecodeError:
+        m.damaged("a string is not raw Unicode")
+
+
+def _push_slot(m: Machine, act: Callable[[int], object]) -> None:
+    line = _text_line(m)
+    if not (line.isdigit() and len(line) < 20):
+        m.damaged("the number of a memo slot is none")
+    act(int(line))
+
+
+def _dict_of_stack(m: Machine) -> None:
+    items = m.pop_to_mark()
+    made: dict[object, object] = {}
+    m.set_items(made, items)
+    m.push_container(made)
+
+
+def _inst(m: Machine) -> None:
+    module, name = _line(m), _line(m)
+    args = tuple(m.pop_to_mark())
+    m.push_global(module, name)
+    m.call(m.pop(), args)
+
+
+def _obj(m: Machine) -> None:
+    items = m.pop_to_mark()
+    if not items:
+        m.damaged("an object has no class")
+    m.call(items[0], tuple(items[1:]))
+
+
+_MAX_DIGITS = 4_000
+"""Python itself reads no number of more than 4,300 digits."""
+
+
 def _not_an_opcode(m: Machine) -> None:
     m.damaged(f"0x{m.data[m.at]:02x} is no opcode of pickle protocols 2 to 5")
 
 
 OPCODES: Opcodes = [_KNOWN.get(code, _not_an_opcode) for code in range(256)]
+
+
+_ONLY_LENIENT: Mapping[int, Callable[[Machine], object]] = {
+    0x49: lambda m: _push_number(m, _int_of),  # INT
+    0x4C: lambda m: _push_number(m, lambda line: int(line.rstrip("L"))),  # LONG
+    0x46: lambda m: _push_number(m, float),  # FLOAT
+    0x53: _push_quoted,  # STRING
+    0x54: lambda m: m.push(_taken(m, 4).decode("latin-1")),  # BINSTRING
+    0x55: lambda m: m.push(_taken(m, 1).decode("latin-1")),  # SHORT_BINSTRING
+    0x56: _push_raw_text,  # UNICODE
+    0x6C: lambda m: m.push_container(m.pop_to_mark()),  # LIST
+    0x64: _dict_of_stack,  # DICT
+    0x70: lambda m: _push_slot(m, m.remember),  # PUT
+    0x67: lambda m: _push_slot(m, lambda slot: m.push(m.recall(slot))),  # GET
+    0x69: _inst,  # INST
+    0x6F: _obj,  # OBJ
+}
+
+LENIENT_OPCODES: Opcodes = [
+    _ONLY_LENIENT.get(code) or _KNOWN.get(code, _not_an_opcode) for code in range(256)
+]
+"""With the opcodes of protocols 0 and 1, which every unpickler reads in any pickle."""

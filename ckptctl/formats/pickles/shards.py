@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptctl.data_classes import replace
-from ckptctl.formats.pickles.reading import read_pickle
-from ckptctl.formats.pickles.stubs import Dtype, Function, Malformed, checked_dims
-from ckptctl.formats.pickles.values import FAITHFUL, Opaque, TensorStub, checked_value
+from ckptctl.formats.pickles.policy import Opaque
+from ckptctl.formats.pickles.stubs import Callee, Dtype, Function, Malformed, checked_dims
+from ckptctl.formats.pickles.values import FAITHFUL, MAX_DEPTH, TensorStub, decode
 
 
 class ShardStub(NamedTuple):
@@ -43,7 +43,7 @@ class _Wrapper(NamedTuple):
 
 def decode_shards(data: bytes) -> object:
     """The state that a pickle holds; raises as `decode_state`."""
-    return checked_value(read_pickle(data, _SHARDS), len(data))
+    return decode(data, _SHARDS).value
 
 
 def tensors_in(
@@ -54,6 +54,8 @@ def tensors_in(
         yield path, state
         return
     inside = state.state if isinstance(state, Opaque) else state
+    if len(path) > MAX_DEPTH:
+        return  # objects may hold each other
     if isinstance(inside, dict):
         for key, item in inside.items():
             yield from tensors_in(item, (*path, key if isinstance(key, int) else str(key)))
@@ -71,10 +73,10 @@ def _wrapper(args: tuple[object, ...]) -> object:
 
 def _from_type(args: tuple[object, ...]) -> object:
     match args:
-        case (Function() as rebuild, _, tuple(made), state):
+        case (Callee() as rebuild, _, tuple(made), state):
             value = rebuild.call(made)
             return _shard(value, state) if isinstance(value, _Wrapper) else value
-    return Opaque(SUBCLASS)
+    raise Malformed("a tensor is not rebuilt by a function of a tuple")
 
 
 def _shard(whole: _Wrapper, state: object) -> object:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 
 from ckptctl.data_classes import dataclass
@@ -22,6 +22,10 @@ class Malformed(Exception):
     """Values that do not fit what they are used for; becomes `MetadataUnreadable`."""
 
 
+class Acts(Exception):
+    """A pickle would run code where it is loaded; becomes `MetadataUnsafe`."""
+
+
 class Callee(ABC):
     """What a pickle may call: what comes of it is our own affair."""
 
@@ -29,7 +33,11 @@ class Callee(ABC):
 
     @abstractmethod
     def call(self, args: tuple[object, ...]) -> object:
-        """What stands for the result."""
+        """What stands for the result. Raises `Malformed` and `Acts`."""
+
+    def make(self, args: tuple[object, ...]) -> object:
+        """What stands for a new object, where a pickle states that this is a class."""
+        return self.call(args)
 
 
 class Function(Callee):
@@ -67,6 +75,10 @@ class Stub:
             raise Malformed(f"a {self.kind} is given its state twice")
         self.state = state
 
+    def fill(self, values: Iterable[object]) -> None:  # noqa: ARG002
+        """Take values that are appended, added or set; raises `Malformed` where none may be."""
+        raise Malformed(f"a {self.kind} holds no values")
+
 
 class Ordered(dict[object, object]):
     """A `collections.OrderedDict`. Attributes set on it are dropped."""
@@ -85,6 +97,10 @@ class Grammar:
     something of a name that is not there; without it such a name is unsafe.
     `persistent` does the same for persistent ids. `hashable` are the types that
     may be a dict's key beside str, bytes, int, bool, None and flat tuples of them.
+
+    A grammar that is `lenient` reads what Python's unpickler reads and no writer of metadata
+    writes: all protocols, keys of any kind, values put into what a call returned. With it, bytes
+    that are pickles themselves are read too: a framework may unpickle them.
     """
 
     names: Mapping[tuple[str, str], object]
@@ -92,6 +108,7 @@ class Grammar:
     persistent: Callable[[object], object] | None = None
     hashable: type | UnionType = NoneType
     max_int_bytes: int = 16
+    lenient: bool = False
 
 
 def shown(text: str) -> str:

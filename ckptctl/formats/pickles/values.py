@@ -10,23 +10,26 @@ Source: torch 2.13 `torch/_utils.py` and `torch/serialization.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.pickles.reading import read_pickle
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
+from ckptctl.formats.archive.directory import parse_record, read_member
+from ckptctl.formats.pickles import policy
+from ckptctl.formats.pickles.policy import Named, Opaque, Standing
+from ckptctl.formats.pickles.reading import PickleRead, read_pickle, read_pickle_at
 from ckptctl.formats.pickles.stubs import (
     COMMON,
     DTYPES,
+    Acts,
     Callee,
     Dtype,
     Function,
     Grammar,
     Malformed,
-    Stub,
+    Ordered,
     checked_dims,
-    shown,
 )
 from ckptctl.model import DTYPE_SIZES
 
@@ -62,41 +65,101 @@ class TensorStub:
         return self.storage_offset + sum(steps)
 
 
-class Opaque(Stub, Callee):
-    """Something that is no plain value: only its `name`, and the state it was given.
+class Decoded(NamedTuple):
+    """The value of a pickle, and the globals in it that nothing is known of, sorted."""
 
-    Two of one name are not equal: what they were is not known.
-    """
-
-    __slots__ = ()
-
-    owns_state = False
-
-    @property
-    def name(self) -> str:
-        """What the pickle calls it: `argparse.Namespace`, `numpy.dtype`, `persistent id`."""
-        return self.kind
-
-    def call(self, args: tuple[object, ...]) -> Opaque:  # noqa: ARG002
-        """What comes of calling it: of the same name, and as unknown."""
-        return Opaque(self.kind)
-
-    def build(self, state: object) -> None:
-        """Keep the state that was given last."""
-        self.state = state
-
-    def __repr__(self) -> str:
-        return f"Opaque({shown(self.name)})"
+    value: object
+    unknown: tuple[str, ...]
 
 
 def decode_value(data: bytes) -> object:
-    """The value that a pickle holds, with `Opaque` and `TensorStub` for what is not plain.
+    """The value that a pickle holds; see `decode`."""
+    return decode(data).value
+
+
+def decode(data: bytes, grammar: Grammar | None = None) -> Decoded:
+    """What a pickle holds, with `Opaque` and `TensorStub` for what is not plain.
 
     No deeper than `MAX_DEPTH`, free of cycles, and small enough to be compared,
-    printed and walked. Raises `MetadataUnreadable` for anything else, and
-    `MetadataUnsafe` for opcodes that no writer of checkpoints uses.
+    printed and walked; what is not is one `Opaque`. Raises `MetadataUnsafe` for a pickle that
+    would run code where it is loaded, also one in its bytes, and `MetadataUnreadable` for a
+    damaged one.
     """
-    return checked_value(read_pickle(data, TOLERANT), len(data))
+    grammar = grammar or TOLERANT
+    read = read_pickle_at(data, 0, grammar)
+    if read.end != len(data):
+        raise MetadataUnreadable(
+            f"byte {read.end - 1:,}: {len(data) - read.end:,} bytes follow the end of the pickle"
+        )
+    return Decoded(checked_value(read.value, len(data)), unknown_in([read], grammar))
+
+
+def decode_all(data: bytes, grammar: Grammar | None = None) -> Decoded:
+    """The first of the pickles in a file, and the unknown globals of all; more bytes may follow.
+
+    `torch.load` and several `pickle.load` read one after the other. Raises as `decode`.
+    """
+    grammar = grammar or TOLERANT
+    reads = [read_pickle_at(data, 0, grammar)]
+    while reads[-1].end < len(data) and len(reads) < MAX_PICKLES:
+        try:
+            reads.append(read_pickle_at(data, reads[-1].end, grammar))
+        except MetadataUnreadable:
+            if data[reads[-1].end] == 0x80:
+                raise
+            break  # what follows is no pickle
+    return Decoded(checked_value(reads[0].value, len(data)), unknown_in(reads, grammar))
+
+
+MAX_PICKLES = 64
+"""So many pickles of one file are read, one after the other; `torch.save` wrote five."""
+
+MAX_NESTED = 8
+"""How deep pickles may lie in the bytes of pickles. TorchTitan's data position is at 1."""
+
+
+def unknown_in(reads: Iterable[PickleRead], grammar: Grammar, depth: int = 0) -> tuple[str, ...]:
+    """The unknown globals of pickles, and of those that lie in their bytes.
+
+    Raises `MetadataUnsafe` where a pickle in their bytes would run code. Bytes that are no
+    whole pickle are none.
+    """
+    unknown: set[str] = set()
+    for read in reads:
+        for other in read.others:
+            if isinstance(other, Named) and other.standing is Standing.UNKNOWN:
+                unknown.add(other.name)
+        for inner in read.nested:
+            unknown.update(_nested_unknown(inner, grammar, depth + 1))
+    return tuple(sorted(unknown))
+
+
+def check_bytes(data: bytes) -> tuple[str, ...]:
+    """The unknown globals of bytes that may be a pickle; raises `MetadataUnsafe` as `decode`."""
+    return tuple(sorted(_nested_unknown(data, TOLERANT, 1)))
+
+
+def _nested_unknown(data: bytes, grammar: Grammar, depth: int) -> Iterable[str]:
+    is_archive = data[:4] == b"PK\x03\x04"
+    if is_archive:
+        try:
+            directory, view = parse_record(data)
+        except RecordUnreadable:
+            return ()
+        data = read_member(directory, "data.pkl", view) or b""
+    if depth > MAX_NESTED and data[:1] == b"\x80":
+        raise MetadataUnsafe(f"holds pickles in pickles, deeper than {MAX_NESTED} levels")
+    reads: list[PickleRead] = []
+    try:
+        while len(reads) < MAX_PICKLES and (at := reads[-1].end if reads else 0) < len(data):
+            reads.append(read_pickle_at(data, at, grammar))
+    except MetadataUnreadable:
+        pass
+    except MetadataUnsafe as error:
+        # Random bytes hold opcodes that no writer uses, but they do not name `os.system`.
+        if "opcode" not in error.message or (data[:1] == b"\x80" and data[-1:] == b"."):
+            raise MetadataUnsafe(f"holds bytes that are a pickle, which {error.message}") from error
+    return unknown_in(reads, grammar, depth)
 
 
 def decode_tensor_pickle(data: bytes) -> TensorStub:
@@ -117,7 +180,7 @@ def decode_state(data: bytes) -> object:
     What would not come out as it went in is an `Opaque`: paths, which are strings to
     `decode_value`, and tensors whose elements are conjugated or negated when they are read.
     """
-    return checked_value(read_pickle(data, FAITHFUL), len(data))
+    return decode(data, FAITHFUL).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +240,22 @@ def legacy_storage(persistent_id: object) -> Storage:
 
 
 def _storage_or_opaque(persistent_id: object) -> object:
+    match persistent_id:
+        case ("module", Named() as cls, *_):  # with its source, from before torch 1.6
+            return cls
     try:
         return _storage(persistent_id)
     except Malformed:
         return Opaque("persistent id")
 
 
+_IN_BYTES = "a tensor in bytes"
+
+
 def _rebuild_v2(args: tuple[object, ...]) -> object:
     match args:
+        case (Opaque(), *_):  # a storage that `_load_from_bytes` made of bytes in the pickle
+            return Opaque(_IN_BYTES)
         case (Storage(str(dtype)) as storage, offset, shape, strides, bool(), *more):
             signs = _signs(more[1:])
             return _stub(dtype, storage.key, storage.size, offset, shape, strides, signs)
@@ -193,6 +264,8 @@ def _rebuild_v2(args: tuple[object, ...]) -> object:
 
 def _rebuild_v3(args: tuple[object, ...]) -> object:
     match args:
+        case (Opaque(), *_):
+            return Opaque(_IN_BYTES)
         case (Storage() as storage, offset, shape, strides, bool(), _, Dtype(dtype), *more):
             n_bytes = storage.size * DTYPE_SIZES.get(storage.dtype or "", 1)
             n_elements, rest = divmod(n_bytes, DTYPE_SIZES.get(dtype, 1))
@@ -226,7 +299,7 @@ def _stub(
 
 
 def _rebuild_parameter(args: tuple[object, ...]) -> object:
-    if args and isinstance(args[0], TensorStub):
+    if args and isinstance(args[0], (TensorStub, Opaque)):
         return args[0]
     raise Malformed("a parameter is not rebuilt from a tensor")
 
@@ -273,10 +346,6 @@ _STRICT = Grammar(
 )
 
 
-def _unknown(module: str, name: str) -> Opaque:
-    return Opaque(f"{module}.{name}" if len(module) + len(name) < 200 else "a very long name")
-
-
 def _latin1(args: tuple[object, ...]) -> bytes:
     # Protocol 2 writes bytes as `_codecs.encode(text, "latin1")`.
     match args:
@@ -285,6 +354,8 @@ def _latin1(args: tuple[object, ...]) -> bytes:
                 return text.encode("latin-1")
             except UnicodeEncodeError:
                 pass
+    if args and isinstance(args[0], str) and args[1:] not in ((), ("utf-8",), ("ascii",)):
+        raise Acts("encodes a string with another codec than latin-1")
     raise Malformed("bytes are not made of a latin-1 string")
 
 
@@ -295,17 +366,59 @@ def _no_bytes(args: tuple[object, ...]) -> bytes:
     return b""
 
 
+def _rebuild_from_type(args: tuple[object, ...]) -> object:
+    # A tensor with attributes: the function that rebuilds it is the first argument.
+    match args:
+        case (Callee() as rebuild, _, tuple(made), *_):
+            return rebuild.call(made)
+    raise Malformed("a tensor is not rebuilt by a function of a tuple")
+
+
+def _ordered(args: tuple[object, ...]) -> object:
+    # Python 2 gives the items to the call; 3 sets them afterwards.
+    return Opaque("collections.OrderedDict", args) if args else Ordered()
+
+
+def _default(args: tuple[object, ...]) -> object:
+    return Opaque("collections.defaultdict", args) if args[1:] else Ordered()
+
+
+_CALLS: Mapping[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
+    ("_codecs", "encode"): _latin1,
+    ("builtins", "bytes"): _no_bytes,
+    ("builtins", "getattr"): policy.attribute,
+    ("builtins", "iter"): policy.iterator,
+    ("builtins", "type"): policy.type_of,
+    ("collections", "OrderedDict"): _ordered,
+    ("collections", "defaultdict"): _default,
+    ("copyreg", "__newobj__"): policy.instance,
+    ("copyreg", "__newobj_ex__"): policy.instance_with_keywords,
+    ("copyreg", "_reconstructor"): policy.instance_of_base,
+    ("functools", "partial"): policy.partial,
+    ("functools", "reduce"): policy.union_of_types,
+    ("_functools", "reduce"): policy.union_of_types,
+    ("_operator", "getitem"): policy.item,
+    ("operator", "getitem"): policy.item,
+    ("torch._tensor", "_rebuild_from_type"): _rebuild_from_type,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+}
+"""Functions of whose arguments it depends what comes of them, by the names of Python 3."""
+
 TOLERANT = Grammar(
     {
         **COMMON,
         **_TENSORS,
-        ("_codecs", "encode"): Function("_codecs.encode", _latin1),
-        ("__builtin__", "bytes"): Function("bytes", _no_bytes),
+        **{
+            key: Function(".".join(name), stand_in)
+            for name, stand_in in _CALLS.items()
+            for key in policy.names_in_all_pythons(*name)
+        },
     },
-    other=_unknown,
+    other=policy.reference,
     persistent=_storage_or_opaque,
     hashable=float | Opaque,
     max_int_bytes=64,
+    lenient=True,
 )
 
 
@@ -337,11 +450,16 @@ def _time_delta(args: tuple[object, ...]) -> object:
     return Opaque("datetime.timedelta")
 
 
+def _as_it_is(name: str) -> Function:
+    return Function(name, lambda args: Opaque(name, args))
+
+
 FAITHFUL = replace(
     TOLERANT,
     names={
         ("datetime", "timedelta"): Function("datetime.timedelta", _time_delta),
         **{key: value for key, value in TOLERANT.names.items() if "pathlib" not in key[0]},
+        ("collections", "defaultdict"): _as_it_is("collections.defaultdict"),
         ("torch._utils", "_rebuild_tensor_v2"): Function(
             "_rebuild_tensor_v2", _as_stored(_rebuild_v2, 6)
         ),
@@ -353,10 +471,10 @@ FAITHFUL = replace(
 
 
 def checked_value(value: object, n_bytes: int) -> object:
-    """The value of a pickle of `n_bytes`, if it can be walked.
+    """The value of a pickle of `n_bytes`, if it can be walked; else an `Opaque` that says why not.
 
-    A container that is shared counts each time it is met, and is visited once. Raises
-    `MetadataUnreadable` for one that is too deep, or far larger than its pickle.
+    A container that is shared counts each time it is met, and is visited once. What lies in
+    an `Opaque` is not walked.
     """
     limit = max(FREE_NODES, n_bytes)
     extents: dict[int, tuple[int, int] | None] = {}
@@ -376,22 +494,20 @@ def checked_value(value: object, n_bytes: int) -> object:
         for item in holders:
             extent = extents[id(item)]
             if extent is None:
-                raise MetadataUnreadable("a container holds itself")
+                return Opaque("a container that holds itself")
             depth, n_nodes = max(depth, extent[0]), n_nodes + extent[1]
         if depth >= MAX_DEPTH:
-            raise MetadataUnreadable(f"a value is nested deeper than {MAX_DEPTH} levels")
+            return Opaque(f"a value nested deeper than {MAX_DEPTH} levels")
         if n_nodes > limit:
-            raise MetadataUnreadable(f"a value has more than {limit:,} parts, sharing undone")
+            return Opaque(f"a value of more than {limit:,} parts, sharing undone")
         extents[id(holder)] = (depth + 1, n_nodes)
     return value
 
 
-_HOLDERS = (dict, list, tuple, set, frozenset, Opaque)
+_HOLDERS = (dict, list, tuple, set, frozenset)
 
 
 def _inside(value: object) -> Collection[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    return (value.state,) if isinstance(value, Opaque) else ()
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
