@@ -128,9 +128,9 @@ clean: ## Remove everything that make created
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist drill
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip of Python 3.10 and 3.11 knows no dependency groups: 25.1 was the first that does.
+# pip of Python 3.11 knows no dependency groups: 25.1 was the first that does.
 $(BASE): pyproject.toml constraints.txt tools/install_torch.py
-	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.10 or newer is needed; next: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed; next: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "== setting up .venv: a minute or two, once"
 	@echo "   1 of 3: pip"
 	@$(PYTHON) -m venv .venv

@@ -159,7 +159,7 @@ def rfc3339(seconds: float, precision: str = "milliseconds") -> str:
     """Seconds since 1970 as `2026-11-20T03:12:44.120Z`; a time out of bounds as the nearest."""
     import datetime
 
-    moment = datetime.datetime.fromtimestamp(min(max(0.0, seconds), _LAST_S), datetime.timezone.utc)
+    moment = datetime.datetime.fromtimestamp(min(max(0.0, seconds), _LAST_S), datetime.UTC)
     return moment.isoformat(timespec=precision).replace("+00:00", "Z")
 
 
@@ -168,8 +168,7 @@ def seconds_of(time: str) -> float | None:
     import datetime
 
     try:
-        # `fromisoformat` of Python 3.10 does not accept the Z.
-        moment = datetime.datetime.fromisoformat(time.replace("Z", "+00:00"))
+        moment = datetime.datetime.fromisoformat(time)
         return None if moment.tzinfo is None else moment.timestamp()
     except (ValueError, OverflowError):
         return None
@@ -179,7 +178,7 @@ def utc(seconds: float) -> str:
     """Seconds since 1970 as `2026-11-20 03:12:44 UTC`."""
     import datetime
 
-    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
+    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
     return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONSTRAINTS = REPOSITORY / "constraints.txt"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 LIBC = ("manylinux2014", "manylinux_2_17", "manylinux_2_28")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")

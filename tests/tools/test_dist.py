@@ -13,7 +13,7 @@ import pytest
 from command_line import interpreter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
