@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptctl.findings import CODES, Finding
@@ -52,26 +50,6 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 def command_line(*words: str | int) -> str:
     """The command `ckptctl` with these words, quoted for a shell."""
     return shlex.join(("ckptctl", *map(str, words)))
-
-
-def archive() -> str | None:
-    """The path of `ckptctl.pyz` where this process was started from it."""
-    path = getattr(getattr(sys.modules["__main__"], "__loader__", None), "archive", None)
-    return None if path is None else os.path.abspath(path)
-
-
-def own_command() -> tuple[str, ...]:
-    """The words that start this ckptctl in another process."""
-    path = archive()
-    return (sys.executable, "-m", "ckptctl") if path is None else (sys.executable, path)
-
-
-def as_started(command: str) -> str:
-    """A command of ckptctl with the words that start it here: those of the archive, if any."""
-    program, space, rest = command.partition(" ")
-    if program != "ckptctl" or archive() is None:
-        return command
-    return f"{shlex.join(own_command())}{space}{rest}"
 
 
 def path_word(path: str) -> str:

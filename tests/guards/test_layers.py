@@ -21,6 +21,7 @@ LAYERS = {
     "formatting": 0,
     "data_classes": 0,
     "markup": 0,
+    "starting": 0,
     "storage": 1,
     "distributed": 1,
     "formats": 2,
