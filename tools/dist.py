@@ -89,7 +89,7 @@ def archive(wheels: list[Path], target: Path) -> None:
     for name, data in sorted(files.items()):
         digest.update(f"{name}\0{hashlib.sha256(data).hexdigest()}\n".encode())
     start = (REPOSITORY / "tools" / "pyz_start.py").read_text()
-    start = start.replace("@DIGEST@", digest.hexdigest()[:16])
+    start = start.replace("@DIGEST@", digest.hexdigest())
     start = start.replace('"@SUFFIXES@"', ", ".join(f'"{suffix}"' for suffix in native))
     with target.open("wb") as opened:
         opened.write(b"#!/usr/bin/env python3\n")

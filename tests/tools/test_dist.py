@@ -54,7 +54,7 @@ def test_every_python_scans_with_the_archive_alone(dist, checkpoints, tmp_path, 
     assert re.search("resume from step [0-9]+: complete", answers[0].stdout)
     assert answers[0].stdout == answers[1].stdout
     (extracted,) = (tmp_path / ".cache" / "ckptctl" / "pyz").iterdir()
-    assert re.fullmatch("[0-9a-f]{16}", extracted.name)
+    assert re.fullmatch("[0-9a-f]{64}", extracted.name)
 
 
 def test_a_runbook_runs_with_the_archive_alone(dist, checkpoints, tmp_path):
@@ -73,30 +73,6 @@ def test_the_next_command_starts_the_archive(dist, checkpoints, tmp_path):
     home = {"HOME": str(tmp_path)}
     again = subprocess.run(command, shell=True, cwd="/", env=home, capture_output=True, text=True)
     assert again.returncode == 0, command + again.stderr
-
-
-def test_a_home_that_cannot_be_written_does_not_matter(dist, tmp_path):
-    done = start(dist / "ckptctl.pyz", "--version", HOME="/proc", TMPDIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / f"ckptctl-pyz-{os.getuid()}").stat().st_mode & 0o777 == 0o700
-
-
-def test_the_folder_is_the_one_that_was_named(dist, tmp_path):
-    named = tmp_path / "named"
-    done = start(dist / "ckptctl.pyz", "--version", CKPTCTL_PYZ_DIR=str(named), HOME="/proc")
-    assert done.returncode == 0, done.stderr
-    assert len(list(named.iterdir())) == 1
-
-
-def test_a_folder_that_others_can_write_is_refused(dist, tmp_path):
-    named = tmp_path / "open"
-    named.mkdir()
-    named.chmod(0o777)
-    done = start(dist / "ckptctl.pyz", "--version", CKPTCTL_PYZ_DIR=str(named))
-    assert done.returncode == 2
-    assert "belongs to another user or is writable by others" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("next: CKPTCTL_PYZ_DIR=")
-    assert list(named.iterdir()) == []
 
 
 def test_a_python_without_native_modules_in_the_archive_is_told_which_there_are(dist, tmp_path):
