@@ -106,8 +106,11 @@ golden: $(READY) ## Record again what the commands answer for every sound, damag
 	@$(BIN)/python tests/golden/table.py
 
 dist: $(READY) ## Build wheel, source archive, ckptctl.pyz, its components and checksums into dist/
-	@$(BIN)/python -m pip install -qq -c constraints.txt --group dist
 	@$(BIN)/python tools/dist.py
+
+.PHONY: release-pins
+release-pins: $(READY) ## Resolve the files that releases are built from again, with their hashes
+	@$(BIN)/python tools/release_pins.py
 
 pictures: $(READY) ## Draw the pictures of the documents from what the commands print
 	@$(BIN)/python tools/pictures.py
