@@ -106,8 +106,11 @@ golden: $(READY) ## Record again what the commands answer for every sound, damag
 	@$(BIN)/python tests/golden/table.py
 
 dist: $(READY) ## Build wheel, source archive, ckptctl.pyz, its components and checksums into dist/
-	@$(BIN)/python -m pip install -qq -c constraints.txt --group dist
 	@$(BIN)/python tools/dist.py
+
+.PHONY: release-pins
+release-pins: $(READY) ## Resolve the files that releases are built from again, with their hashes
+	@$(BIN)/python tools/release_pins.py
 
 pictures: $(READY) ## Draw the pictures of the documents from what the commands print
 	@$(BIN)/python tools/pictures.py
@@ -128,9 +131,9 @@ clean: ## Remove everything that make created
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist drill
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip of Python 3.10 and 3.11 knows no dependency groups: 25.1 was the first that does.
+# pip of Python 3.11 knows no dependency groups: 25.1 was the first that does.
 $(BASE): pyproject.toml constraints.txt tools/install_torch.py
-	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.10 or newer is needed; next: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed; next: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "== setting up .venv: a minute or two, once"
 	@echo "   1 of 3: pip"
 	@$(PYTHON) -m venv .venv

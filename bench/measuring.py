@@ -189,7 +189,7 @@ def processes(
 
 def ckptctl(*arguments: object) -> list[object]:
     """The command line of ckptctl, from this tree."""
-    return [sys.executable, "-m", "ckptctl", *arguments]
+    return [sys.executable, "-P", "-m", "ckptctl", *arguments]
 
 
 def python(script: str, *arguments: object) -> list[object]:

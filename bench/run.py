@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import checkpointer
@@ -131,7 +131,7 @@ class Others:
         share = self.share()
         state = "idle" if share < IDLE else f"busy: other programs used {100 * share:.0f} % of it"
         return (
-            f"on commit {_commit()}, {datetime.now(timezone.utc):%Y-%m-%d}, "
+            f"on commit {_commit()}, {datetime.now(UTC):%Y-%m-%d}, "
             f"{os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB of memory, "
             f"Python {platform.python_version()}; the machine was {state}"
         )

@@ -7,7 +7,7 @@ verdict that it forces. Higher layers decide how findings are printed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import Enum
+from enum import StrEnum
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.model import (
@@ -24,7 +24,7 @@ from ckptctl.model import (
 )
 
 
-class Severity(str, Enum):
+class Severity(StrEnum):
     """How bad one finding is.
 
     A `fault` makes the step unusable, a `warning` needs a person's attention, a

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptctl.findings import CODES, Finding
@@ -53,26 +50,6 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 def command_line(*words: str | int) -> str:
     """The command `ckptctl` with these words, to be printed: see `shell_command`."""
     return shell_command(("ckptctl", *map(str, words)))
-
-
-def archive() -> str | None:
-    """The path of `ckptctl.pyz` where this process was started from it."""
-    path = getattr(getattr(sys.modules["__main__"], "__loader__", None), "archive", None)
-    return None if path is None else os.path.abspath(path)
-
-
-def own_command() -> tuple[str, ...]:
-    """The words that start this ckptctl in another process."""
-    path = archive()
-    return (sys.executable, "-m", "ckptctl") if path is None else (sys.executable, path)
-
-
-def as_started(command: str) -> str:
-    """A command of ckptctl with the words that start it here: those of the archive, if any."""
-    program, space, rest = command.partition(" ")
-    if program != "ckptctl" or archive() is None:
-        return command
-    return f"{shlex.join(own_command())}{space}{rest}"
 
 
 def path_word(path: str) -> str:
@@ -160,7 +137,7 @@ def rfc3339(seconds: float, precision: str = "milliseconds") -> str:
     """Seconds since 1970 as `2026-11-20T03:12:44.120Z`; a time out of bounds as the nearest."""
     import datetime
 
-    moment = datetime.datetime.fromtimestamp(min(max(0.0, seconds), _LAST_S), datetime.timezone.utc)
+    moment = datetime.datetime.fromtimestamp(min(max(0.0, seconds), _LAST_S), datetime.UTC)
     return moment.isoformat(timespec=precision).replace("+00:00", "Z")
 
 
@@ -169,8 +146,7 @@ def seconds_of(time: str) -> float | None:
     import datetime
 
     try:
-        # `fromisoformat` of Python 3.10 does not accept the Z.
-        moment = datetime.datetime.fromisoformat(time.replace("Z", "+00:00"))
+        moment = datetime.datetime.fromisoformat(time)
         return None if moment.tzinfo is None else moment.timestamp()
     except (ValueError, OverflowError):
         return None
@@ -180,7 +156,7 @@ def utc(seconds: float) -> str:
     """Seconds since 1970 as `2026-11-20 03:12:44 UTC`."""
     import datetime
 
-    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
+    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
     return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, NamedTuple, overload
 
 from ckptctl.data_classes import dataclass, field
@@ -83,7 +83,7 @@ Source: torch 2.13 `c10/core/ScalarType.h`; sub-byte `uint1` to `uint7` and the
 """
 
 
-class Ordered(str, Enum):
+class Ordered(StrEnum):
     """Words in an order."""
 
     @property
@@ -362,7 +362,7 @@ class Kept:
     why_none: str = ""
 
 
-class PartFormat(str, Enum):
+class PartFormat(StrEnum):
     """How the tensors of one folder are stored."""
 
     DCP = "dcp"

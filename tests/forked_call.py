@@ -42,7 +42,8 @@ def main(folder, *words):
     with open(f"{folder}/server", "rb") as file:
         python, known = marshal.load(file)
     variables = {_text(name): _text(each) for name, each in posix.environ.items()}
-    if words[:1] not in (("-c",), ("-m",)) or at_start(variables) != known:
+    flag = words[1:2] if words[:1] == ("-P",) else words[:1]
+    if flag not in (("-c",), ("-m",)) or at_start(variables) != known:
         posix.execv(python, [python, *words])
     code = int(posix.read(ask(folder, words, variables, posix.getcwd(), (0, 1, 2)), 16))
     if code < 0:

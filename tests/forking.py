@@ -238,12 +238,16 @@ def _found_by(variables: Mapping[str, str]) -> list[str]:
 
 def _execute(flag: str, what: str, *words: str) -> int:
     """Run a module or code as `python` does with these words; returns an exit code."""
-    sys.argv, sys.path[0] = [what if flag == "-m" else flag, *words], os.getcwd()
+    if flag == "-P":
+        flag, what, *words = (what, *words)
+        del sys.path[0]
+    else:
+        sys.path[0] = os.getcwd() if flag == "-m" else ""
+    sys.argv = [what if flag == "-m" else flag, *words]
     try:
         if flag == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = ""
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         if not isinstance(end.code, int | None):

@@ -4,8 +4,10 @@
 
 The wheel and the source archive; `ckptctl.pyz`, one file with all base
 dependencies for every Python and machine in `PYTHONS` and `MACHINES`; a
-CycloneDX list of its components; and the SHA-256 of each file. The archive is
-the same, byte for byte, from the same source and the same dependencies.
+CycloneDX list of what it holds; and the SHA-256 of each file. Files of other
+projects are used only if their hash is in `requirements/`: the build backend
+and the other tools, which are installed into an environment of their own, and
+the dependencies. The archive is the same, byte for byte, from the same source.
 """
 
 from __future__ import annotations
@@ -19,24 +21,23 @@ import venv
 import zipfile
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-CONSTRAINTS = REPOSITORY / "constraints.txt"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-MACHINES = ("x86_64", "aarch64")
-LIBC = ("manylinux2014", "manylinux_2_17", "manylinux_2_28")
+from release_pins import ARCHIVE, MACHINES, PYTHONS, RELEASE, REPOSITORY, download
+
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
 def main() -> int:
     """Build everything anew."""
-    dist = Path(sys.argv[1] if len(sys.argv) > 1 else REPOSITORY / "dist")
+    dist = Path(sys.argv[1] if len(sys.argv) > 1 else REPOSITORY / "dist").absolute()
     shutil.rmtree(dist, ignore_errors=True)
-    run(sys.executable, "-m", "build", "--outdir", str(dist), str(REPOSITORY))
-    (wheel,) = dist.glob("*.whl")
     with tempfile.TemporaryDirectory() as temporary:
-        wheels = [wheel, *dependencies(wheel, Path(temporary) / "wheels")]
+        python = tools(Path(temporary) / "tools")
+        # Isolation would install the newest build backend.
+        run(python, "-m", "build", "--no-isolation", "--outdir", dist, REPOSITORY)
+        (wheel,) = dist.glob("*.whl")
+        wheels = [wheel, *dependencies(python, wheel, Path(temporary) / "wheels")]
         archive(wheels, dist / "ckptctl.pyz")
-        components(wheel, Path(temporary) / "environment", dist / "ckptctl.cdx.json")
+        components(python, dist / "ckptctl.pyz", Path(temporary) / "content", dist)
     files = sorted(dist.iterdir())
     (dist / "SHA256SUMS").write_text("".join(f"{sha256(path)}  {path.name}\n" for path in files))
     for path in files:
@@ -44,30 +45,31 @@ def main() -> int:
     return 0
 
 
-def run(*command: str) -> None:
+def run(*command: str | Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def dependencies(wheel: Path, folder: Path) -> list[Path]:
+def tools(environment: Path) -> str:
+    """The Python of a new environment that holds the tools of `requirements/release.txt`."""
+    venv.create(environment, with_pip=False)
+    python = str(environment / "bin" / "python")
+    install = ("install", "--require-hashes", "--only-binary=:all:", "-r", RELEASE)
+    run(*PIP, "--python", python, *install)
+    return python
+
+
+def dependencies(python: str, wheel: Path, folder: Path) -> list[Path]:
     """Wheels of the base dependencies for every Python and machine.
 
-    The versions are those that the oldest Python takes: the archive holds one of each.
+    pip fails where a file is not of `requirements/archive.txt`, or something is missing there.
     """
     folder.mkdir()
-    pinned = folder / "constraints.txt"  # without those of newer Pythons
-    pinned.write_text("".join(line for line in CONSTRAINTS.open() if "python_version" not in line))
-    download(folder, PYTHONS[0], MACHINES[0], f"--constraint={pinned}", str(wheel))
-    found = [path for path in folder.glob("*.whl") if path.name != wheel.name]
-    exact = ["==".join(path.name.split("-")[:2]) for path in found]
-    for python in PYTHONS:
+    pinned = folder / "pinned.txt"
+    pinned.write_text(f"-r {ARCHIVE}\n{wheel} --hash=sha256:{sha256(wheel)}\n")
+    for version in PYTHONS:
         for machine in MACHINES:
-            download(folder, python, machine, "--no-deps", *exact)
+            download(python, folder, version, machine, "--require-hashes", "-r", str(pinned))
     return sorted(path for path in folder.glob("*.whl") if path.name != wheel.name)
-
-
-def download(folder: Path, python: str, machine: str, *what: str) -> None:
-    target = (f"--python-version={python}", *(f"--platform={libc}_{machine}" for libc in LIBC))
-    run(*PIP, "download", "--only-binary=:all:", *target, f"--dest={folder}", *what)
 
 
 def archive(wheels: list[Path], target: Path) -> None:
@@ -89,7 +91,7 @@ def archive(wheels: list[Path], target: Path) -> None:
     for name, data in sorted(files.items()):
         digest.update(f"{name}\0{hashlib.sha256(data).hexdigest()}\n".encode())
     start = (REPOSITORY / "tools" / "pyz_start.py").read_text()
-    start = start.replace("@DIGEST@", digest.hexdigest()[:16])
+    start = start.replace("@DIGEST@", digest.hexdigest())
     start = start.replace('"@SUFFIXES@"', ", ".join(f'"{suffix}"' for suffix in native))
     with target.open("wb") as opened:
         opened.write(b"#!/usr/bin/env python3\n")
@@ -99,13 +101,16 @@ def archive(wheels: list[Path], target: Path) -> None:
     target.chmod(0o755)
 
 
-def components(wheel: Path, environment: Path, target: Path) -> None:
-    """The packages of an environment that holds the wheel and what it needs, as CycloneDX."""
+def components(python: str, pyz: Path, environment: Path, dist: Path) -> None:
+    """Write what the archive holds as CycloneDX."""
     venv.create(environment, with_pip=False)
-    python = environment / "bin" / "python"
-    run(*(*PIP, "--python", str(python), "install", f"--constraint={CONSTRAINTS}", str(wheel)))
-    cyclonedx = (sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible")
-    run(*cyclonedx, f"--pyproject={REPOSITORY / 'pyproject.toml'}", f"-o{target}", str(python))
+    (packages,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(pyz) as opened:
+        opened.extractall(packages)
+    cyclonedx = (python, "-m", "cyclonedx_py", "environment", "--output-reproducible")
+    root = f"--pyproject={REPOSITORY / 'pyproject.toml'}"
+    content = environment / "bin" / "python"
+    run(*cyclonedx, root, "-o", dist / "ckptctl.cdx.json", content)
 
 
 def sha256(path: Path) -> str:

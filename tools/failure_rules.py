@@ -4,7 +4,7 @@
     python tools/failure_rules.py --check    # exit 1 where rules.json is not up to date
 
 Rules are edited in TOML, where patterns need no escapes and a comment can stand beside
-them. The package ships JSON: Python 3.10 reads no TOML. `<<NAME>>` in a pattern stands for
+them. The package ships JSON, which is read much faster. `<<NAME>>` in a pattern stands for
 an entry of `[fragments]`; an entry with a table `numbers` becomes one rule for each number.
 
 `*` and `+` repeat at most 300 times in the JSON. An unlimited `.*` between two texts takes
@@ -20,21 +20,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from re import _constants as sre
+from re import _parser as parser
 from typing import Any
-
-if sys.version_info >= (3, 11):
-    from re import _constants as sre
-    from re import _parser as parser
-
-    import tomllib
-else:
-    import sre_constants as sre
-    import sre_parse as parser
-
-    import tomli as tomllib
 
 _MAX_REPEAT = 300
 # A pattern in pieces: an escape, a class of characters, or one character.

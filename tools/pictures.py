@@ -88,7 +88,7 @@ def lost_optimizer(log: Path) -> None:
 def draw(name: str, folder: Path, *command: str) -> None:
     """Run a command and draw what a terminal of `COLUMNS` columns shows."""
     done = subprocess.run(
-        [sys.executable, "-m", "ckptctl", *command, "--color", "always"],
+        [sys.executable, "-P", "-m", "ckptctl", *command, "--color", "always"],
         check=False,  # `loss` ends with 30
         cwd=folder,
         env={**os.environ, "CKPTCTL_COLUMNS": str(COLUMNS), "PYTHONPATH": str(REPOSITORY)},

@@ -26,7 +26,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = REPOSITORY / ".cache" / "platforms"
 DOCUMENT = REPOSITORY / "docs" / "platforms.md"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
 BASE = ("checks", "formats", "records", "selection", "failures", "loss", "cli")
 TORCH = ("test_reader.py", "test_writer.py", "test_loadable.py", "test_checkpointer.py")

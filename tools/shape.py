@@ -182,7 +182,7 @@ def stack_of(frame: FrameType | None) -> list[tuple[str, str]]:
     found = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+        name = frame.f_code.co_qualname
         if module.startswith("ckptctl") and not name.startswith("<"):
             found.append((module, name))
         frame = frame.f_back

@@ -68,7 +68,7 @@ def doctor(
 
 
 def _own_variables() -> frozenset[str]:
-    """The variables of all options, the key of seals, and what runbooks hand to their commands."""
+    """The variables of all options, the key of seals, and those that `run` and the tests set."""
     from ckptctl.distributed.launcher import RESTART_COUNT
 
     return frozenset(
@@ -76,7 +76,7 @@ def _own_variables() -> frozenset[str]:
         for name in COMMANDS
         for each in with_common(load(name).function, Output()).parameters
         if (declared := each.declared) is not None and declared.envvar is not None
-    ) | {SEAL_KEY, "CKPTCTL_PYTHON", "CKPTCTL_ARCHIVE", RESTART_COUNT, "CKPTCTL_COLUMNS"}
+    ) | {SEAL_KEY, RESTART_COUNT, "CKPTCTL_COLUMNS"}
 
 
 def diagnosis_lines(found: Diagnosis) -> list[Line]:

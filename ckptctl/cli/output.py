@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias, cast
 
 from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.formatting import as_started, duration, size
+from ckptctl.formatting import duration, size
 from ckptctl.redaction import RedactedStream, redacted, redacted_values
 
 if TYPE_CHECKING:
@@ -290,6 +290,8 @@ class Output:
         return "".join(f"{text}\n" for each in lines for text in self._rendered(each, channel))
 
     def _to_run(self, command: str) -> str:
+        from ckptctl.starting import as_started
+
         return as_started(self._complete(command))
 
     def completed(self, a_line: Line) -> Line:

@@ -93,15 +93,7 @@ def parameters_of(function: Callable[..., object]) -> dict[str, Parameter]:
         **(function.__kwdefaults__ or {}),
     }
     hints = get_type_hints(function, include_extras=True)
-    return {
-        name: Parameter(name, _as_written(hints[name]), defaults.get(name, REQUIRED))
-        for name in names
-    }
-
-
-def _as_written(hint: Any) -> Any:
-    """The hint without the Optional that Python 3.10 puts around it for a default of None."""
-    return next((each for each in get_args(hint) if _metadata(each)), hint)
+    return {name: Parameter(name, hints[name], defaults.get(name, REQUIRED)) for name in names}
 
 
 class _NotUnderstood(Exception):

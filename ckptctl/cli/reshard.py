@@ -30,7 +30,7 @@ from ckptctl.resharding.results import RankShare, Reshard
 EXAMPLES = (
     "ckptctl reshard /shared/ckpt/run-1234@latest /shared/ckpt/run-1235/step_1200 --world-size 24",
     "ckptctl reshard s3://bucket/run/step_1200 /tmp/step_1200 --mesh dp=4,tp=2 --shard 'w*=1'",
-    "torchrun --nproc-per-node 8 -m ckptctl reshard SRC DST --world-size 24 --apply",
+    "torchrun --nproc-per-node 8 --no-python ckptctl reshard SRC DST --world-size 24 --apply",
 )
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 24, 25, 26, 27, 75, 77)
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from ckptctl.starting import child_environment
+
 MOST_BYTES = 4 << 20
 """How much is returned of what a command prints."""
 
@@ -33,8 +35,9 @@ def run_bounded(
 
     It has ended when the command itself has: a process that it leaves behind may keep its output
     open. Where it takes longer than `timeout_s`, or the wait is interrupted, it is killed with
-    all that it started in its session. Raises `TimeoutError`, and another `OSError` where it
-    cannot be started.
+    all that it started in its session. `environment` is None for that of this process; programs
+    are found in the absolute folders of its PATH only. Raises `TimeoutError`, and another
+    `OSError` where it cannot be started.
     """
     with (
         tempfile.TemporaryFile() as given,
@@ -44,7 +47,12 @@ def run_bounded(
         given.write(data)
         given.seek(0)
         process = subprocess.Popen(
-            words, stdin=given, stdout=out, stderr=err, env=environment, start_new_session=True
+            words,
+            stdin=given,
+            stdout=out,
+            stderr=err,
+            env=child_environment(environment),
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout_s)

@@ -19,6 +19,7 @@ from ckptctl.errors import PathNotFound
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions
 from ckptctl.selection.history import ROOT_FILE
+from ckptctl.starting import find_program
 from ckptctl.storage.contract import Span
 from ckptctl.storage.files import FULL, error_of, full
 from ckptctl.storage.opening import absolute_url, is_local, open_store
@@ -145,7 +146,7 @@ def _copy_file(source: Path, target: Path) -> bool:
     return False
 
 
-_READ_ONLY = ('mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"', "sh")
+_READ_ONLY = '"$0" --bind "$1" "$1" && "$0" -o remount,ro,bind "$1" && shift && exec "$@"'
 
 
 def read_only_launcher(root: str) -> Sequence[str]:
@@ -158,7 +159,10 @@ def read_only_launcher(root: str) -> Sequence[str]:
         return ()
     path = absolute_url(root)
     as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
-    words = ("unshare", *as_root, "--mount", "sh", "-c", *_READ_ONLY, path)
+    unshare, shell, mount = map(find_program, ("unshare", "sh", "mount"))
+    if unshare is None or shell is None or mount is None:
+        return ()
+    words = (unshare, *as_root, "--mount", shell, "-c", _READ_ONLY, mount, path)
     with suppress(OSError):
         if run_bounded([*words, "true"], 60.0).code == 0:
             return words

@@ -23,11 +23,12 @@ from ckptctl.distributed.process_table import Process, is_alive
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
-from ckptctl.formatting import command_line, own_command
+from ckptctl.formatting import command_line
 from ckptctl.loss.following import FileTail
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
+from ckptctl.starting import OwnCommand, own_command
 from ckptctl.storage.opening import absolute_url, is_local, open_store
 from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
 from ckptctl.supervisor.holding import marker_of
@@ -168,7 +169,7 @@ class DrillJob:
         """The output of all later attempts: the first may fail as well."""
         return self.folder / "resumed.log"
 
-    def words(self, backoff: str, *log: str) -> list[str]:
+    def run_command(self, backoff: str, *log: str) -> OwnCommand:
         """`ckptctl run` with the command of the job."""
         limits: list[str] = []
         if self.options.silence_s:
@@ -177,15 +178,12 @@ class DrillJob:
             limits += ["--section-timeouts", ",".join(":".join(each) for each in sections.items())]
             limits += ["--out-of-section-timeout", silence]
         command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
-        words = [*own_command(), "run", "--quiet", "--root", str(self.root), "--backoff", backoff]
-        words += [
-            *log,
-            "--evidence-dir",
-            str(self.folder / "evidence"),
-            *limits,
-            *self._node_words(),
-        ]
-        return [*words, "--", *self.options.read_only, *command]
+        return own_command(
+            *("run", "--quiet", "--root", str(self.root), "--backoff", backoff, *log),
+            *("--evidence-dir", str(self.folder / "evidence"), *limits, *self._node_words()),
+            *("--", *self.options.read_only, *command),
+            environment=self.environment(),
+        )
 
     def _node_words(self) -> list[str]:
         nodes = self.options.nodes
@@ -210,17 +208,17 @@ class DrillJob:
     def start(self) -> None:
         """Start the job; after a failure `ckptctl run` waits and restarts nothing yet."""
         path = self.path_of(self.newest())
-        words = self.words("1h", "--log-dir", str(self.folder / "logs"))
-        words = [word.replace(STEP_WORD, str(self.root / path)) for word in words]
+        own = self.run_command("1h", "--log-dir", str(self.folder / "logs"))
+        words = [word.replace(STEP_WORD, str(self.root / path)) for word in own.words]
         with (self.folder / "run.log").open("ab") as out:
             self._run = subprocess.Popen(
-                words, stdout=out, stderr=out, env=self.environment(), start_new_session=True
+                words, stdout=out, stderr=out, env=own.environment, start_new_session=True
             )
 
     def resume_command(self) -> str:
         """The shell command with which RB-7 resumes the job from `$STEP`, in the background."""
         log = str(self.resumed_log)
-        words = (shlex.quote(word) for word in self.words("0", "--log", log))
+        words = (shlex.quote(word) for word in self.run_command("0", "--log", log).words)
         line = " ".join(word.replace(STEP_WORD, "'\"$STEP\"'") for word in words)
         return f"{line} >> {shlex.quote(log)} 2>&1 &"
 

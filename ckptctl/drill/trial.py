@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,9 +19,10 @@ from ckptctl.drill.job import DrillJob, LoggedSteps, Rank, TrialFailed
 from ckptctl.drill.results import Trial
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formats.own.supervision import SupervisorDocument
-from ckptctl.formatting import duration, own_command
+from ckptctl.formatting import duration
 from ckptctl.loss.checking import check_loss
 from ckptctl.runbook.record import newest as newest_record
+from ckptctl.starting import child_environment, own_command, python_command
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.nodes import Nodes
 from ckptctl.supervisor.processes import signal_all
@@ -190,7 +190,8 @@ class StalledStorage:
         listed.write_text("\0".join(files), encoding="utf-8", errors="surrogateescape")
         reads, writes = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _LEASES, str(STALL_S), str(listed)],
+            python_command("-c", _LEASES, str(STALL_S), str(listed)),
+            env=child_environment(),
             stdout=writes,
             stderr=subprocess.DEVNULL,  # a signal to the drill closes the pipe before the answer
         )
@@ -346,16 +347,19 @@ class _Trial:
             "WAIT": f"{job.options.patience_s:.0f}",
             **self._node_inputs(),
         }
-        words = [*own_command(), "runbook", "run", "rb-7", str(job.root), "--yes"]
-        words += ["--transcript", str(job.folder / "transcript")]
-        words += [word for name, text in inputs.items() for word in ("--set", f"{name}={text}")]
+        own = own_command(
+            *("runbook", "run", "rb-7", str(job.root), "--yes"),
+            *("--transcript", str(job.folder / "transcript")),
+            *(word for name, text in inputs.items() for word in ("--set", f"{name}={text}")),
+            environment=job.environment(),
+        )
         with (job.folder / "runbook.log").open("wb") as out:
             led = subprocess.Popen(
-                words,
+                own.words,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**job.environment(), RESUME_VARIABLE: job.resume_command()},
+                env={**own.environment, RESUME_VARIABLE: job.resume_command()},
             )
         job.await_(
             "restart of the job by RB-7",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.bounded_json import NotJson, decode_json
@@ -197,7 +197,7 @@ def _seconds(given: Mapping[str, str | None]) -> float | None:
     month = given.get("mo") or str(_MONTHS.index((given.get("month") or "jan").lower()) + 1)
     fraction = float(f"0.{given.get('f') or 0}")
     year = given.get("y")
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     try:
         moment = datetime(
             int(year) if year else now.year,
@@ -217,7 +217,7 @@ def _seconds(given: Mapping[str, str | None]) -> float | None:
 
 def _zone(text: str | None) -> timezone:
     if not text or text.strip() in ("Z", "UTC"):
-        return timezone.utc
+        return UTC
     sign = -1 if text[0] == "-" else 1
     digits = text[1:].replace(":", "")
     return timezone(sign * timedelta(hours=int(digits[:2]), minutes=int(digits[2:])))

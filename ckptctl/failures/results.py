@@ -7,13 +7,13 @@ Each class states the domain of the failure, what to do, and whether a restart c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.model import Message, Ordered, Positive
 
 
-class Domain(str, Enum):
+class Domain(StrEnum):
     """What failed: the infrastructure, the job, or neither."""
 
     INFRASTRUCTURE = "infrastructure"
@@ -23,7 +23,7 @@ class Domain(str, Enum):
     UNKNOWN = "unknown"
 
 
-class Action(str, Enum):
+class Action(StrEnum):
     """What to do before, or instead of, the next start."""
 
     DRAIN = "drain"
@@ -37,7 +37,7 @@ class Action(str, Enum):
     NOTHING = "nothing"
 
 
-class Restart(str, Enum):
+class Restart(StrEnum):
     """Whether a restart without human action can help.
 
     `free` does not count against a restart budget; `once` allows a single restart, because

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from enum import Enum
+from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
@@ -45,7 +45,7 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class Algorithm(str, Enum):
+class Algorithm(StrEnum):
     """How bytes are digested."""
 
     XXH3 = "xxh3-128"

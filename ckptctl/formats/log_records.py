@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
@@ -228,7 +228,7 @@ def _time_of(value: str) -> str:
         seconds = float(value)
         while seconds >= 1e11:  # milliseconds, microseconds or nanoseconds
             seconds /= 1e3
-        moment = datetime.fromtimestamp(seconds, timezone.utc)
+        moment = datetime.fromtimestamp(seconds, UTC)
         return f"{moment:%Y-%m-%dT%H:%M:%S.%f}Z"
     match = _ISO.fullmatch(value)
     if match is None:

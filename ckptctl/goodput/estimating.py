@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
@@ -73,7 +73,7 @@ def effective_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: 
     return min(1.0, interval_s / ((interval_s + save_s) * longer))
 
 
-class Cadence(str, Enum):
+class Cadence(StrEnum):
     """The interval between saves, compared with the mean time between failures."""
 
     SHORT_ENOUGH = "short-enough"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -65,7 +65,7 @@ _N_AMONG = 100  # rows
 _SAME_NORM = 5e-3
 
 
-class Agreement(str, Enum):
+class Agreement(StrEnum):
     """How the steps that were logged twice compare."""
 
     NONE = "none"
@@ -79,7 +79,7 @@ class Agreement(str, Enum):
     OTHER_DATA = "other-data"
 
 
-class Origin(str, Enum):
+class Origin(StrEnum):
     """Where the second rows of the steps that were logged twice are from.
 
     `RETRAINED`: digits, times or the attempt differ, so the steps were trained again.

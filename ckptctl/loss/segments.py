@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from enum import Enum
+from enum import StrEnum
 from itertools import pairwise
 from statistics import median
 
@@ -36,7 +36,7 @@ _MIN_SHORT_SEGMENTS = 6
 _SHORT_SEGMENT_ROWS = 3
 
 
-class Boundary(str, Enum):
+class Boundary(StrEnum):
     """What separates a segment from the one before it.
 
     `START` is the first segment, `MARKER` a line that announces a start, `STEP` a step that

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
+from enum import StrEnum
 from itertools import pairwise
 from statistics import median
 
@@ -89,7 +89,7 @@ class _Band:
         return self.now > self.high * (1 + _BAND)
 
 
-class Pace(str, Enum):
+class Pace(StrEnum):
     """The speed after the resume, compared with the band before it.
 
     `WATCHING`: the rows after the resume are too few for a comparison.

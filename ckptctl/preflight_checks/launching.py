@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, TextIO, TypedDict
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
-from ckptctl.formatting import own_command
 from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
 from ckptctl.preflight_checks.results import NodeFacts
+from ckptctl.starting import OwnCommand, find_program, own_command
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, join_url, name_below, open_store
 
@@ -83,10 +83,11 @@ class Launcher:
         Raises `UsageError` where there is no such command, `StorageUnavailable` where it
         fails, takes too long, or no process reports.
         """
-        here = os.path.basename(self.words[-1]) == "ckptctl"
-        own = () if here else own_command()
-        words = [*self.words, *own, "preflight", *arguments]
-        code, printed, stderr = _run(words, secrets, self.timeout_s)
+        environment = {k: v for k, v in os.environ.items() if k not in _NOT_HANDED_ON}
+        own = own_command("preflight", *arguments, environment=environment)
+        if os.path.basename(self.words[-1]) == "ckptctl":
+            own = own._replace(words=("preflight", *arguments))
+        code, printed, stderr = _run(self.words, own, secrets, self.timeout_s)
         found = tuple(_reports_in(printed, n_roots))
         if code or not found:
             lines = stderr.strip().splitlines() or ["it printed nothing on standard error"]
@@ -100,24 +101,25 @@ class Launcher:
         return found
 
 
-def _run(words: Sequence[str], secrets: Mapping[str, object], timeout_s: float) -> Finished:
-    import shutil
-
+def _run(
+    launcher: Sequence[str], own: OwnCommand, secrets: Mapping[str, object], timeout_s: float
+) -> Finished:
     from ckptctl.distributed.commands import run_bounded
 
-    if shutil.which(words[0]) is None:
-        raise UsageError(f"--launcher: there is no command {words[0]!r}")
-    environment = {key: value for key, value in os.environ.items() if key not in _NOT_HANDED_ON}
+    if find_program(launcher[0], own.environment) is None:
+        raise UsageError(
+            f"--launcher: there is no command {launcher[0]!r} in the absolute folders of PATH"
+        )
     try:
         return run_bounded(
-            words,
+            [*launcher, *own.words],
             timeout_s,
             data=_as_line(secrets).encode(),
-            environment=with_secrets(environment, secrets),
+            environment=with_secrets(own.environment, secrets),
         )
     except TimeoutError as error:
         raise StorageUnavailable(
-            f"the launcher {words[0]} did not end within {timeout_s:,.0f} s; it is unknown what "
+            f"the launcher {launcher[0]} did not end within {timeout_s:,.0f} s; it is unknown what "
             "the nodes of the job see"
         ) from error
 

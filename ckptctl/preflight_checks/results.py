@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
@@ -11,7 +11,7 @@ from ckptctl.resharding.advising import ReadAdvice
 from ckptctl.selection.results import Pick
 
 
-class CheckOutcome(str, Enum):
+class CheckOutcome(StrEnum):
     """What one check came to: a `failed` check stops the job, a `warning` does not."""
 
     OK = "ok"
@@ -85,7 +85,7 @@ class Sized:
     """The result in one line."""
 
 
-class Capacity(str, Enum):
+class Capacity(StrEnum):
     """The ranks that there are, against those that saved the step.
 
     With fewer ranks a person decides: wait for the rest, or resume with fewer.

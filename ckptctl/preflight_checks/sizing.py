@@ -315,5 +315,5 @@ def _times(damaged: Sequence[Report], reports: Sequence[Report]) -> list[str]:
 
 
 def _utc(seconds: float) -> str:
-    at = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return at.strftime("%Y-%m-%d %H:%M UTC")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
@@ -39,7 +39,7 @@ _JUMP = 6.0
 _N_BEFORE = 60
 
 
-class ValueOrigin(str, Enum):
+class ValueOrigin(StrEnum):
     """Where a suspicious value comes from."""
 
     TRANSIENT = "transient"
@@ -48,7 +48,7 @@ class ValueOrigin(str, Enum):
     UNDECIDED = "undecided"
 
 
-class ReplayNodes(str, Enum):
+class ReplayNodes(StrEnum):
     """The nodes of a replay: those of the record, or others."""
 
     SAME = "same"

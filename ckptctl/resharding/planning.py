@@ -11,7 +11,7 @@ import hashlib
 import heapq
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import UsageError
@@ -44,7 +44,7 @@ TINY_BYTES = 1024
 """A tensor of one chunk and up to this many bytes stays whole, because every rank reads it."""
 
 
-class PerRank(str, Enum):
+class PerRank(StrEnum):
     """What to do with state that exists once per rank."""
 
     KEEP = "keep"

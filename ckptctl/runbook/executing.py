@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,8 +25,8 @@ from typing import IO
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.formatting import archive
 from ckptctl.runbook.document import Value
+from ckptctl.starting import child_environment, own_command
 
 OnLine = Callable[[str], None]
 """Called with one line of either stream, without its end."""
@@ -41,17 +41,6 @@ _MAX_FILE_BYTES = 2 << 20
 _POLL_S = 0.1
 _GRACE_S = 5.0
 
-# Blocks call the same ckptctl that runs the runbook. `-m` would import
-# modules from the current folder first, which may be a checkpoint root.
-_PRELUDE = """set -uo pipefail
-ckptctl() {
-  [ -z "$CKPTCTL_ARCHIVE" ] || { "$CKPTCTL_PYTHON" "$CKPTCTL_ARCHIVE" "$@"; return; }
-  "$CKPTCTL_PYTHON" -c 'import sys
-sys.path[:] = [each for each in sys.path if each]
-from ckptctl.__main__ import main
-sys.exit(main())' "$@"
-}
-"""
 _HANDED_ON = frozenset(
     f"CKPTCTL_{name}"
     for name in (
@@ -72,7 +61,7 @@ _OF_THE_RUNBOOK = frozenset(
     f"CKPTCTL_{name}"
     for name in (
         *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TAKE_OVER"),
-        *("TRANSCRIPT", "FOLDER", "PYTHON", "ARCHIVE"),
+        *("TRANSCRIPT", "FOLDER"),
     )
 )
 """The variables for the runbook command itself."""
@@ -130,7 +119,7 @@ def execute(
             environment["CKPTCTL_REPORT"] = str(report)
         items = dict(_items(lists))
         environment |= items
-        words = ("bash", "-c", f"{_PRELUDE}{_arrays(lists, items)}{code}", "bash")
+        words = ("bash", "-c", f"{_prelude()}{_arrays(lists, items)}{code}", "bash")
         heard = _Heard(on_line)
         exit_code = _run(words, environment, heard)
         return Ended(
@@ -166,6 +155,11 @@ def _run(words: Sequence[str], environment: Mapping[str, str], heard: _Heard) ->
     return process.returncode
 
 
+def _prelude() -> str:
+    """Bash code by which blocks call the same ckptctl that runs the runbook."""
+    return f'set -uo pipefail\nckptctl() {{ {shlex.join(own_command().words)} "$@"; }}\n'
+
+
 def _items(lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
     """A variable for each item of the lists: arguments would be visible to every user."""
     for name, items in lists.items():
@@ -189,9 +183,7 @@ def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[
         for name, value in os.environ.items()
         if name not in left_out and name not in without
     }
-    environment.update(variables)
-    environment |= {"CKPTCTL_PYTHON": sys.executable, "CKPTCTL_ARCHIVE": archive() or ""}
-    return environment
+    return child_environment({**environment, **variables})
 
 
 class _Heard:

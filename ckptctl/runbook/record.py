@@ -19,7 +19,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import NoReturn, TypeVar
 
 from ckptctl.data_classes import dataclass, replace
@@ -157,7 +157,7 @@ def begun(store: Store, runbook: str) -> RunRecord:
     Its name sorts after that of the newest run, even if another host's clock was ahead or a
     name is dated in the future: the newest run is always the one that was started last.
     """
-    at = datetime.now(timezone.utc)
+    at = datetime.now(UTC)
     if names := _names(store, runbook):
         at = max(at, _began_at(names[0]) + timedelta(seconds=1))
     return RunRecord(store, f"{RUNS_FOLDER}/{runbook}/{at.strftime(_STAMP)}-{os.urandom(3).hex()}")
@@ -193,7 +193,7 @@ def _is_run_name(name: str) -> bool:
 
 
 def _began_at(name: str) -> datetime:
-    return datetime.strptime(name.partition("-")[0], _STAMP).replace(tzinfo=timezone.utc)
+    return datetime.strptime(name.partition("-")[0], _STAMP).replace(tzinfo=UTC)
 
 
 def _loaded(store: Store, folder: str) -> RunRecord:

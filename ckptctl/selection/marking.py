@@ -133,7 +133,7 @@ def new_mark(
     lifts: Sequence[str] = (),
 ) -> Mark:
     """A new mark on a save of a step."""
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     return Mark(
         id=f"{now:%Y%m%dT%H%M%SZ}-{word.value}-{os.urandom(8).hex()}",
         word=word,

@@ -5,7 +5,7 @@ Frozen results that the command line only prints. `verify` returns a `Report`.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
@@ -57,7 +57,7 @@ class Scan:
     """The `--before` that shows the next older steps."""
 
 
-class Answer(str, Enum):
+class Answer(StrEnum):
     """The possible answers of `pick`."""
 
     FOUND = "found"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
@@ -53,7 +53,7 @@ _RUNNING = (Verdict.IN_PROGRESS, Verdict.CHANGED)
 _EXCLUDED = (Verdict.REJECTED, Verdict.SUPERSEDED)
 
 
-class Event(str, Enum):
+class Event(StrEnum):
     """What was found."""
 
     SEALED = "sealed"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckptctl.data_classes import dataclass
@@ -31,7 +31,7 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.waiting import Retries
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class ShortRead(StorageError, code="step.changed", exit_code=26):
@@ -60,7 +60,7 @@ Data = bytes | memoryview
 """What was read: bytes, or a view of those that a client holds, which are not copied."""
 
 
-class StoreKind(str, Enum):
+class StoreKind(StrEnum):
     """How much a read costs: almost nothing, a round trip, or a request."""
 
     LOCAL = "local"

@@ -7,7 +7,6 @@ client one at a time: no listing cache, no retries by s3fs, no HEAD before a rea
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -232,9 +231,8 @@ class S3fsClient:
             BotoCoreError,
             ResponseParserError,
             aiohttp.ClientError,
-            asyncio.TimeoutError,
             OSError,
-            RuntimeError,  # from the C signing library that botocore may use
+            RuntimeError,
             TypeError,
             ValueError,
         ) as exc:

@@ -418,7 +418,7 @@ class Coordination(Watcher):
 def _decision(launch: LaunchDocument) -> Decision:
     """The decision at the end of a job; the leader may be of another version."""
     with suppress(ValueError):
-        return Decision(launch["decision"])
+        return Decision(launch["decision"] or "")
     return Decision.STOPPED
 
 

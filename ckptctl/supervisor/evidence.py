@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import stat
 import time
@@ -27,6 +26,7 @@ from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
 from ckptctl.redaction import redacted
+from ckptctl.starting import find_program
 
 SAMPLES = 4
 BETWEEN_S = 1.0
@@ -314,7 +314,7 @@ def _sample(beat: Heartbeat, process: Process, folder: str, out: str, of_save: b
 
 def _by_py_spy(process: Process) -> str:
     """The stacks as py-spy prints them; empty where it is not installed or may not read them."""
-    program = shutil.which("py-spy")
+    program = find_program("py-spy")
     if program is None or not is_alive(process):
         return ""
     try:

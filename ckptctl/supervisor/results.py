@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.formatting import duration
 from ckptctl.model import ExitCode, NextCommand, NonNegative, Positive, Time
 
 
-class Decision(str, Enum):
+class Decision(StrEnum):
     """What the supervisor does after an attempt."""
 
     DONE = "done"

@@ -44,7 +44,7 @@ def new_attempt(previous: str | None = None) -> str:
     if this host's clock is behind the name of the previous attempt, the new name is one
     microsecond after that.
     """
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     try:
         time = (previous or "").partition("-")[0]
         before = datetime.datetime.strptime(f"{time}+0000", f"{_TIME}%z")

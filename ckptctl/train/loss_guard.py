@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ckptctl.data_classes import dataclass
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MIN_RECENT = 10  # fewer losses do not show the usual range
 
 
-class LossAction(str, Enum):
+class LossAction(StrEnum):
     """What to do about a bad loss."""
 
     GO_ON = "go-on"
@@ -44,7 +44,7 @@ class LossAction(str, Enum):
     STOP = "stop"
 
 
-class LossKind(str, Enum):
+class LossKind(StrEnum):
     """What is wrong with a loss, if anything."""
 
     SOUND = "sound"

@@ -44,7 +44,7 @@ def main() -> int:
     drill += ["--report", str(FOLDER / "drill.json"), *sys.argv[1:], "--"]
     command = [*drill, *train, "{world_size}", str(HERE / "train.py"), "--root", "{root}"]
     print(f"$ ckptctl {shlex.join(command)}", flush=True)
-    code = _run([sys.executable, "-m", "ckptctl", *command])
+    code = _run([sys.executable, "-P", "-m", "ckptctl", *command])
     shutil.rmtree(ROOT, ignore_errors=True)
     if code:
         return code

@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 import subprocess
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 
 _SHUTDOWN = 0x8004587D
@@ -31,7 +31,7 @@ class Left(int, Enum):
     NOTHING = 2
 
 
-class System(str, Enum):
+class System(StrEnum):
     """A file system, with the options that flush least."""
 
     EXT4 = "ext4"

@@ -133,7 +133,6 @@ def _foreign_names(file: Path) -> list[str]:
         return []
     names = {entry.partition("=")[0] for entry in os.fsdecode(file.read_bytes()).split("\0")}
     own = {"", "_", "PWD", "SHLVL", "OLDPWD", "BECAUSE", "RECORD", "PICTURE"}
-    own |= {"CKPTCTL_PYTHON", "CKPTCTL_ARCHIVE"}
     return sorted(names - own - set(os.environ) - set(Runbook.variables.fget(BOOK)))
 
 

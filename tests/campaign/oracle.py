@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from sound_steps import Harm, Sound
@@ -33,7 +33,7 @@ SEEN = {Verdict.UNSAFE, Verdict.CHANGED, Verdict.CORRUPT, Verdict.INCOMPLETE}
 SEEN |= {Verdict.IN_PROGRESS, Verdict.UNVERIFIABLE}
 
 
-class Claim(str, Enum):
+class Claim(StrEnum):
     """What must detect the damage: reading every byte, a seal alone, or nothing."""
 
     CONTENT = "content"

@@ -16,7 +16,7 @@ import zipfile
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +28,7 @@ OLD_S = 1.7e9
 NEEDS_VALUES = ("/data.pkl", "/byteorder")
 
 
-class Harm(str, Enum):
+class Harm(StrEnum):
     """The state of a step by what a load would give, not by what ckptctl reports."""
 
     NONE = "none"

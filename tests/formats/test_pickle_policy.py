@@ -164,7 +164,7 @@ STANDARD = {
     "Ellipsis": [..., NotImplemented, None],
     "types": [int, list, type(None), type(...), dict[str, int], int | str],
     "typing": [typing.Any, list[int], typing.List[int]],  # noqa: UP006
-    "datetime": datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
+    "datetime": datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC),
     "date and time": [datetime.date(2024, 1, 2), datetime.time(3), datetime.timedelta(4)],
     "zone": zoneinfo.ZoneInfo("UTC"),
     "Decimal": decimal.Decimal("1.5"),

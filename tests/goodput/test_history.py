@@ -21,7 +21,7 @@ BEGAN_S = 1_760_000_000.0
 
 
 def iso(seconds: float) -> str:
-    moment = datetime.datetime.fromtimestamp(BEGAN_S + seconds, datetime.timezone.utc)
+    moment = datetime.datetime.fromtimestamp(BEGAN_S + seconds, datetime.UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -44,7 +44,7 @@ class Made:
         load_s: float = 10,
     ) -> Path:
         """One attempt: processes begin, resume, and write `rows` (age, event, fields)."""
-        moment = datetime.datetime.fromtimestamp(BEGAN_S + began_s, datetime.timezone.utc)
+        moment = datetime.datetime.fromtimestamp(BEGAN_S + began_s, datetime.UTC)
         name = f"{moment.strftime('%Y%m%dT%H%M%S.%fZ')}-{int(began_s) % 0xFFFF:08x}"
         supervised = None if number is None else f"{self.state['run']}/{number}"
         resumed_s = startup_s + load_s

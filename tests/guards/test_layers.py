@@ -22,6 +22,7 @@ LAYERS = {
     "data_classes": 0,
     "markup": 0,
     "redaction": 0,
+    "starting": 0,
     "storage": 1,
     "distributed": 1,
     "formats": 2,

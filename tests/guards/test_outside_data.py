@@ -33,7 +33,7 @@ OWN_DATA = {
 """Modules that parse JSON which does not come from outside, and what it is."""
 
 DECODERS = ("load", "loads", "JSONDecoder", "raw_decode", "literal_eval", "eval", "safe_load")
-MODULES = ("json", "yaml", "tomllib", "tomli", "configparser", "marshal", "xml", "plistlib", "ast")
+MODULES = ("json", "yaml", "tomllib", "configparser", "marshal", "xml", "plistlib", "ast")
 
 MAY_DECODE = re.compile(
     rf"\b(?:{'|'.join(MODULES)})\s*\.\s*(?:{'|'.join(DECODERS)})\b"

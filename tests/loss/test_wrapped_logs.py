@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from ckptctl.loss.rows import Marker, Row
 
 DATA = Path(__file__).parent / "data"
 SAMPLES = json.loads((DATA / "samples.json").read_text())
-BEGAN = datetime(2026, 11, 20, 3, 12, 44, tzinfo=timezone.utc)
+BEGAN = datetime(2026, 11, 20, 3, 12, 44, tzinfo=UTC)
 
 
 def at(number: int) -> datetime:

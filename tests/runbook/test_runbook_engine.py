@@ -382,7 +382,7 @@ def test_lines_that_a_command_writes_at_once_stay_together():
         lines.append(line)
         time.sleep(1e-5)  # a terminal is slow: the reader of the other stream gets its turn
 
-    done = execute(f'"$CKPTCTL_PYTHON" -c "{program}"', {}, {}, shown)
+    done = execute(f'{sys.executable} -c "{program}"', {}, {}, shown)
     assert (done.exit_code, done.printed) == (0, ("x",))
     assert lines.index("x") in (0, 2000)
     assert [each for each in lines if each != "x"] == [str(n) for n in range(2000)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor import phases, state
 from ckptctl.supervisor.options import RunOptions
-
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 
 
 def job(tmp_path: Path, *phases: tuple[str, str], more: str = "") -> Path:

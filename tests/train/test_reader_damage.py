@@ -453,7 +453,7 @@ PLAIN_VALUES = {
     "ordered": OrderedDict(a=1),
     "counted": Counter("hello"),
     "ranges": [range(3, 9, 2), slice(1, None)],
-    "time": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc),
+    "time": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
     "span": datetime.timedelta(seconds=3),
     "path": PurePosixPath("a/b"),
     "generator": random.Random(3).getstate(),

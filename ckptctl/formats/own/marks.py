@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from enum import Enum
+from enum import StrEnum
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable
@@ -30,7 +30,7 @@ MAX_MARK_BYTES = 256 << 10
 _MAX_OBJECTS = 64
 
 
-class MarkKind(str, Enum):
+class MarkKind(StrEnum):
     """The decision of a mark. `accepted` and `unpinned` lift earlier ones."""
 
     REJECTED = "rejected"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import torch
@@ -91,7 +91,7 @@ def train() -> None:
             adam.zero_grad()
             if rank == world - 1:  # as `training_log` of Megatron-LM prints it
                 print(
-                    f" [{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S.%f}]"
+                    f" [{datetime.now(UTC):%Y-%m-%d %H:%M:%S.%f}]"
                     f" iteration {step:8d}/{options.steps:8d} |"
                     f" consumed samples: {step * 4 * world:12d} |"
                     f" elapsed time per iteration (ms): 9.1 | learning rate: 1.000000E-02 |"
