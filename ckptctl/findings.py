@@ -187,6 +187,9 @@ CODES: Mapping[str, Code] = {
     "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated"),
     "seal.bad-signature": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the given key"),
     "seal.required": _fault(Verdict.UNVERIFIABLE, "a seal is required, and none proves the step"),
+    "seal.not-compared": _fault(
+        Verdict.UNVERIFIABLE, "a seal is required, and it was not compared with every byte"
+    ),
     "seal.invalid": _warning("the seal is damaged"),
     "seal.unsupported": _warning("the seal requires a newer ckptctl"),
     "seal.foreign": _warning("the seal belongs to another step"),

@@ -95,7 +95,8 @@ class Requirements:
     must be there, as a list or as `model,optimizer`. `world_size` is how many ranks will
     load the step, `saved_world_size` how many wrote it and must each have left a shard
     file. An unfinished save counts as running until `grace_s` seconds after its last write.
-    `require_seal` demands a seal that proves the step; `key` is the key that seals must
+    `require_seal` demands a seal that proves the step, to the last byte: where no level is
+    given, sealed steps are inspected at `content`. `key` is the key that seals must
     have been made with, of at least `MIN_KEY_BYTES` bytes. `remote_checksums` compares the
     store's own checksums with the seal. `marks` is the path of a file of marks that apply
     beside those in the steps.
@@ -110,6 +111,17 @@ class Requirements:
     key: bytes | None = field(default=None, repr=False)
     remote_checksums: bool = False
     marks: str | None = None
+
+    def reads_every_byte(self, level: Level | None) -> bool:
+        """Whether the bytes of a step that has a seal are to be compared.
+
+        A required seal proves nothing at a shallower level, so it raises the level that
+        nobody asked for. Checksums of the store replace that only where there is no key: they
+        do not show intent.
+        """
+        if level is not None:
+            return level is Level.CONTENT
+        return self.require_seal and (self.key is not None or not self.remote_checksums)
 
     def __post_init__(self) -> None:
         kinds = self.require.split(",") if isinstance(self.require, str) else self.require
@@ -153,7 +165,8 @@ class StepKeywords(StorageKeywords, total=False):
 class PickPolicy:
     """Which step `pick` takes of those that are there.
 
-    `level` is how deep each step is inspected; None is as deep as is cheap on its storage.
+    `level` is how deep each step is inspected; None is as deep as is cheap on its storage,
+    and `content` where a seal is required.
     `before` excludes that step and all newer ones, `skip` single ones. `max_fallback` is
     how many damaged steps may be passed over. `allow_missing_state` takes a step that lacks
     train state which an older one holds, `accept_unverifiable` one that nothing in it can

@@ -284,7 +284,8 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             bool,
             False,
             "--require-seal",
-            "Require a seal that proves the step, made with the key if one is given.",
+            "Require a seal that proves the step, made with the key if one is given; compares "
+            "every byte unless --level is lower, which is then 22.",
         ),
         "key_file": Offer(KeyFileOpt, None, "key", seal_key),
         "remote_checksums": _offer(
