@@ -12,6 +12,7 @@ together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, overload
 
@@ -21,6 +22,8 @@ from ckptctl.model import STATE_KINDS, Level
 
 TIMEOUT_S = 30.0
 """How long one answer of a storage is waited for, by default."""
+
+_RUN = re.compile("[0-9a-f]{32}")
 
 MIN_KEY_BYTES = 16
 """A key for seals has at least so many bytes."""
@@ -97,9 +100,11 @@ class Requirements:
     file. An unfinished save counts as running until `grace_s` seconds after its last write.
     `require_seal` demands a seal that proves the step, to the last byte: where no level is
     given, sealed steps are inspected at `content`. `key` is the key that seals must
-    have been made with, of at least `MIN_KEY_BYTES` bytes. `remote_checksums` compares the
-    store's own checksums with the seal. `marks` is the path of a file of marks that apply
-    beside those in the steps.
+    have been made with, of at least `MIN_KEY_BYTES` bytes. `seal_run` is the id of the run
+    that they must be of, by default the one that the root records; the newest seal of the root
+    must have at least the place `seal_sequence` in the order of its seals. `remote_checksums`
+    compares the store's own checksums with the seal. `marks` is the path of a file of marks
+    that apply beside those in the steps.
     """
 
     pattern: str | None = None
@@ -108,6 +113,8 @@ class Requirements:
     saved_world_size: int | None = None
     grace_s: float = 600.0
     require_seal: bool = False
+    seal_run: str | None = None
+    seal_sequence: int | None = None
     key: bytes | None = field(default=None, repr=False)
     remote_checksums: bool = False
     marks: str | None = None
@@ -139,6 +146,12 @@ class Requirements:
             if size is not None and size < 1:
                 raise UsageError(f"--{name} is {size}; a job has at least 1 rank")
         not_negative("grace", self.grace_s)
+        if self.seal_run is not None and not _RUN.fullmatch(self.seal_run):
+            raise UsageError(
+                f"--seal-run is {self.seal_run!r}; the id of a run has 32 hexadecimal digits"
+            )
+        if self.seal_sequence is not None and self.seal_sequence < 1:
+            raise UsageError(f"--seal-sequence is {self.seal_sequence}; it must be 1 or more")
         if self.key is not None and len(self.key) < MIN_KEY_BYTES:
             raise UsageError(
                 f"the key for seals has {len(self.key)} bytes; it must have {MIN_KEY_BYTES} or "
@@ -156,6 +169,8 @@ class StepKeywords(StorageKeywords, total=False):
     saved_world_size: int | None
     grace_s: float
     require_seal: bool
+    seal_run: str | None
+    seal_sequence: int | None
     key: bytes | None
     remote_checksums: bool
     marks: str | None

@@ -277,6 +277,8 @@ def _report(
         ),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
         seal=seal.kind if seal else None,
+        seal_run=seal.run if seal else None,
+        seal_sequence=seal.sequence if seal else None,
         bytes_in_records=proven.n_asked,
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,

@@ -14,7 +14,15 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.seals import PROVES_NOTHING, Seen, applies_to_step, check_marks, check_seal
+from ckptctl.checks.seals import (
+    PROVES_NOTHING,
+    RootSeals,
+    Seen,
+    applies_to_step,
+    check_binding,
+    check_marks,
+    check_seal,
+)
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported, UsageError
 from ckptctl.findings import ByStore, Finding
@@ -74,12 +82,18 @@ NOTHING_NOTED = Notes()
 
 
 def read_notes(
-    opened: OpenStep, requirements: Requirements, known_faults: Collection[str] = ()
+    opened: OpenStep,
+    requirements: Requirements,
+    known_faults: Collection[str] = (),
+    *,
+    binds: bool = False,
 ) -> Notes:
     """The seal and the marks of a step, compared with what was read of it.
 
-    `known_faults` are the files that have a finding already. Storage errors pass through.
-    Cost: one read for the seal and one for each mark, where there are any.
+    `known_faults` are the files that have a finding already. With `binds`, or where a seal is
+    required, it is also compared with the root: which run it is of, and which seals others
+    name. Storage errors pass through. Cost: one read for the seal and one for each mark, where
+    there are any; for the comparison with the root, that of `seals_beside` and a read.
     """
     step, digests = opened.step, opened.digests
     current = metadata_digest(tuple(digests.items()))
@@ -95,6 +109,8 @@ def read_notes(
         differences = check_seal(seal, Seen(step, digests, named), key=requirements.key)
         # A file that the metadata misses, too, is one cause and one finding.
         about += [finding for finding in differences if finding.where not in known_faults]
+        if (binds or requirements.require_seal) and applies_to_step(about):
+            about += check_binding(seal, step, _root_seals(opened, seal, requirements))
     if requirements.require_seal and (
         seal is None or any(finding.code in PROVES_NOTHING for finding in about)
     ):
@@ -102,6 +118,15 @@ def read_notes(
     usable = seal if applies_to_step(about) else None
     pins = tuple(mark for mark in in_force(marks) if mark.word is MarkKind.PINNED)
     return Notes(usable, own, (*found, *about), pins)
+
+
+def _root_seals(opened: OpenStep, seal: Seal, requirements: Requirements) -> RootSeals:
+    from ckptctl.inspection.seal_chain import run_of, seals_beside
+
+    run = requirements.seal_run or run_of(opened.store)
+    at_least = requirements.seal_sequence
+    beside = seals_beside(opened, seal.run, requirements.key, every=at_least is not None)
+    return RootSeals(run, [one.seal for one in beside], at_least)
 
 
 ReadSeal = tuple[Seal | None, tuple[Finding, ...]]

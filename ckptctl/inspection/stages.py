@@ -301,7 +301,8 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     asked = context.requirements.require_seal or context.requirements.marks is not None
     if asked or any(layouts.is_own(file.path) for file in opened.files):
         faults = [one.where for one in context.findings if one.severity is Severity.FAULT]
-        context.notes = read_notes(opened, context.requirements, frozenset(faults))
+        binds = context.level is Level.CONTENT
+        context.notes = read_notes(opened, context.requirements, frozenset(faults), binds=binds)
         yield from context.notes.findings
 
 

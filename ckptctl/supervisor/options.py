@@ -53,9 +53,10 @@ class RunOptions:
     excluded and with how many ranks the job can run, `launchers` how many processes start the
     job together. `policy` and `requirements` are those of
     `pick`; steps are inspected at `structure` if no level is given and no seal required.
-    `optional_roots` may be absent, as for `pick`. The state of the run is kept in the first root, or in the folder or
-    URL `state`. With `create`, a missing root is created. `wait_s` bounds the wait for a
-    storage that does not answer, before the first attempt and after a failed one.
+    `optional_roots` may be absent, as for `pick`. The state of the run is kept in the first
+    root, or in the folder or URL `state`. With `create`, a missing root is created. `wait_s`
+    bounds the wait for a storage that does not answer, before the first attempt and after a
+    failed one.
     `section_timeouts` are limits in seconds: a job with a rank that reports nothing for longer
     hangs, and is ended and restarted; other sections have limits that are learned or built
     in. `on_attempt` gets each attempt when it has ended, `tell` the messages between them.

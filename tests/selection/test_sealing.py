@@ -102,11 +102,11 @@ def test_a_sealed_step_is_proven_at_every_level(root, key):
     assert report.bytes_read > report.n_bytes
 
 
-def test_nothing_is_written_but_the_seal(root):
+def test_nothing_is_written_but_the_seal_and_the_id_of_the_run(root):
     before = tree(root)
     ckptctl.seal(f"{root}@500")
     after = tree(root)
-    assert set(after) - set(before) == {f"step_500/{SEAL}"}
+    assert set(after) - set(before) == {f"step_500/{SEAL}", ".ckptctl/root.json"}
     assert {name: after[name] for name in before} == before
 
 
