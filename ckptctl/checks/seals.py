@@ -66,12 +66,14 @@ class RootSeals:
     """What the root of a step knows of its seals.
 
     `run` is the id of the run that seals must be of, None where none is recorded. `beside` are
-    the seals of other steps, `at_least` the place that the newest must have.
+    the seals of other steps, `at_least` the place that the newest must have. A root that
+    records no run contradicts no seal; where a seal is `required`, it proves none either.
     """
 
     run: str | None
     beside: Sequence[Seal] = ()
     at_least: int | None = None
+    required: bool = False
 
 
 def check_binding(seal: Seal, step: Step, root: RootSeals) -> Iterator[Finding]:
@@ -81,7 +83,7 @@ def check_binding(seal: Seal, step: Step, root: RootSeals) -> Iterator[Finding]:
     that other seals do not name contradicts nothing: they may have been made at the same time, or
     removed.
     """
-    if seal.run != root.run:
+    if seal.run != root.run and (root.run is not None or root.required):
         yield _other_run(seal, root.run)
     if seal.step.name != step.name and not _is_of_another_step(seal, step):
         yield Finding(

@@ -110,8 +110,12 @@ def seal_found(
     replace: bool = False,
     adopt: str | None = None,
     accept_unverifiable: bool = False,
+    root: Store | None = None,
 ) -> Sealed:
-    """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes."""
+    """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes.
+
+    `root` is where the step will be, if it is not published yet.
+    """
     had_one = _check_place(found, replace=replace or adopt is not None)
     first, second = _halves(limits)
     inspected = inspect_step(
@@ -149,6 +153,7 @@ def seal_found(
             adopted=adopted,
         ),
         key,
+        root,
     )
     _write(found, seal_bytes(made, key), replace=had_one)
     path = join_url(found.store.url, found.in_store(SEAL))
@@ -177,18 +182,19 @@ def _adopted(inspected: Inspection, reason: str) -> Adoption:
     return Adoption(seal.run, seal_digest(seal), user_name(), time_now(), reason)
 
 
-def bound(opened: OpenStep, made: Seal, key: bytes | None) -> Seal:
+def bound(opened: OpenStep, made: Seal, key: bytes | None, root: Store | None = None) -> Seal:
     """The seal, bound to its root: with the run, its place in the order, and the seals there.
 
-    Two that are made at once may get the same place, and do not name each other. Raises
+    `root` is where the step will be, if it is not published yet. Two that are made at once may
+    get the same place, and do not name each other. Raises
     `StorageError`: without what was sealed before, a place might be lower than it has to be.
     """
-    run = run_for_seal(opened.store)
+    run = run_for_seal(root or opened.store)
     own, _ = opened.seal
     known = own
     if own is not None and (own.run != run or not (key is None or is_authentic(own, key))):
         known = None
-    sequence, earlier = next_place(seals_beside(opened, run, key), known)
+    sequence, earlier = next_place(seals_beside(opened, run, key, root=root), known)
     return replace(made, run=run, sequence=sequence, earlier=tuple(earlier))
 
 

@@ -142,9 +142,13 @@ def test_a_step_of_another_run_is_refused(run, other):
     refused(run, 500, "seal.other-run")
 
 
-def test_a_step_in_a_root_without_a_sentinel_is_refused(other):
+def test_a_root_that_records_no_run_contradicts_no_seal_and_proves_none(other):
     (other / ".ckptctl" / "root.json").unlink()
-    refused(other, 500, "seal.other-run")
+    assert codes(found(other, 500)) == set()
+    required = found(other, 500, require_seal=True)
+    assert (required.exit_code, codes(required)) == (22, {"seal.other-run"})
+    named = seal_of(other, 500).run
+    assert found(other, 500, require_seal=True, seal_run=named).exit_code == 0
 
 
 def test_the_caller_names_the_run_that_seals_must_be_of(run, other):
