@@ -189,6 +189,9 @@ CODES: Mapping[str, Code] = {
     "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated"),
     "seal.bad-signature": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the given key"),
     "seal.required": _fault(Verdict.UNVERIFIABLE, "a seal is required, and none proves the step"),
+    "seal.not-compared": _fault(
+        Verdict.UNVERIFIABLE, "a seal is required, and it was not compared with every byte"
+    ),
     "seal.invalid": _warning("the seal is damaged"),
     "seal.unsupported": _warning("the seal requires a newer ckptctl"),
     "seal.foreign": _warning("the seal belongs to another step"),
@@ -196,7 +199,11 @@ CODES: Mapping[str, Code] = {
     "seal.partial": _warning("the seal does not cover the whole step"),
     "seal.unkeyed": _warning("the seal was made without a key, and one was given"),
     "seal.no-key": _note("the seal was made with a key, and none was given"),
-    "seal.extra": _note("a file was added after the step was sealed"),
+    "seal.other-run": _warning("the step was sealed for another run"),
+    "seal.renamed": _warning("the step was sealed under another name"),
+    "seal.rolled-back": _warning("a newer seal of the step was in the root"),
+    "seal.set-back": _warning("the root has no seal as new as the one that was asked for"),
+    "seal.extra": _warning("a file was added after the step was sealed"),
     "seal.missing": _note("the step has no seal"),
     "store.contradicts": _fault(
         Verdict.CORRUPT, "the bytes of an object do not match the checksum that the store reports"
@@ -383,6 +390,10 @@ class Report:
     """The ranks that left a file, by part; of rank files, those that lack none."""
     seal: str | None = None
     """The kind of seal (`xxh3-128`, `sha256 with a key`); null where no seal is of this save."""
+    seal_run: str | None = None
+    """The id of the run that the seal is of; null where no seal is of this save."""
+    seal_sequence: int | None = None
+    """The place of the seal in the order of the root's seals; null where none is of this save."""
     bytes_in_records: int = 0
     """At level content: bytes of all records."""
     bytes_proven: int = 0

@@ -12,6 +12,7 @@ together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, TypeVar, overload
 
@@ -22,6 +23,8 @@ from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_opti
 
 TIMEOUT_S = 30.0
 """How long one answer of a storage is waited for, by default."""
+
+_RUN = re.compile("[0-9a-f]{32}")
 
 MIN_KEY_BYTES = 16
 """A key for seals has at least so many bytes."""
@@ -126,10 +129,13 @@ class Requirements:
     must be there, as a list or as `model,optimizer`. `world_size` is how many ranks will
     load the step, `saved_world_size` how many wrote it and must each have left a shard
     file. An unfinished save counts as running until `grace_s` seconds after its last write.
-    `require_seal` demands a seal that proves the step; `key` is the key that seals must
-    have been made with, of at least `MIN_KEY_BYTES` bytes. `remote_checksums` compares the
-    store's own checksums with the seal. `marks` is the path of a file of marks that apply
-    beside those in the steps. `allow_globals` are the run's own classes in pickles,
+    `require_seal` demands a seal that proves the step, to the last byte: where no level is
+    given, sealed steps are inspected at `content`. `key` is the key that seals must
+    have been made with, of at least `MIN_KEY_BYTES` bytes. `seal_run` is the id of the run
+    that they must be of, by default the one that the root records; the newest seal of the root
+    must have at least the place `seal_sequence` in the order of its seals. `remote_checksums`
+    compares the store's own checksums with the seal. `marks` is the path of a file of marks
+    that apply beside those in the steps. `allow_globals` are the run's own classes in pickles,
     `module.Name` each, as a list or joined with commas: `pickle.unknown` does not report them.
     A global that can act is never allowed.
     """
@@ -140,10 +146,23 @@ class Requirements:
     saved_world_size: int | None = None
     grace_s: float = 600.0
     require_seal: bool = False
+    seal_run: str | None = None
+    seal_sequence: int | None = None
     key: bytes | None = field(default=None, repr=False)
     remote_checksums: bool = False
     marks: str | None = None
     allow_globals: Collection[str] = ()
+
+    def reads_every_byte(self, level: Level | None) -> bool:
+        """Whether the bytes of a step that has a seal are to be compared.
+
+        A required seal proves nothing at a shallower level, so it raises the level that
+        nobody asked for. Checksums of the store replace that only where there is no key: they
+        do not show intent.
+        """
+        if level is not None:
+            return level is Level.CONTENT
+        return self.require_seal and (self.key is not None or not self.remote_checksums)
 
     def __post_init__(self) -> None:
         allowed = self.allow_globals
@@ -173,6 +192,12 @@ class Requirements:
         not_negative("grace", self.grace_s)
         if self.key is not None:
             hide(self.key)
+        if self.seal_run is not None and not _RUN.fullmatch(self.seal_run):
+            raise UsageError(
+                f"--seal-run is {self.seal_run!r}; the id of a run has 32 hexadecimal digits"
+            )
+        if self.seal_sequence is not None and self.seal_sequence < 1:
+            raise UsageError(f"--seal-sequence is {self.seal_sequence}; it must be 1 or more")
         if self.key is not None and len(self.key) < MIN_KEY_BYTES:
             raise UsageError(
                 f"the key for seals has {len(self.key)} bytes; it must have {MIN_KEY_BYTES} or "
@@ -190,6 +215,8 @@ class StepKeywords(StorageKeywords, total=False):
     saved_world_size: int | None
     grace_s: float
     require_seal: bool
+    seal_run: str | None
+    seal_sequence: int | None
     key: bytes | None
     remote_checksums: bool
     marks: str | None
@@ -200,7 +227,8 @@ class StepKeywords(StorageKeywords, total=False):
 class PickPolicy:
     """Which step `pick` takes of those that are there.
 
-    `level` is how deep each step is inspected; None is as deep as is cheap on its storage.
+    `level` is how deep each step is inspected; None is as deep as is cheap on its storage,
+    and `content` where a seal is required.
     `before` excludes that step and all newer ones, `skip` single ones. `max_fallback` is
     how many damaged steps may be passed over. `allow_missing_state` takes a step that lacks
     train state which an older one holds, `accept_unverifiable` one that nothing in it can

@@ -16,7 +16,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.marks import Mark, MarkKind, in_force
-from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic
+from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic, seal_digest
 from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
 from ckptctl.model import FileInfo, Step
 
@@ -31,6 +31,11 @@ PROVES_NOTHING = frozenset(
         "seal.partial",
         "seal.unkeyed",
         "seal.no-key",
+        "seal.other-run",
+        "seal.renamed",
+        "seal.rolled-back",
+        "seal.set-back",
+        "seal.extra",
     }
 )
 """Findings after which a step is not proven by its seal, even where its digests agree."""
@@ -54,6 +59,101 @@ class Seen:
     step: Step
     metadata: Mapping[str, str]
     named: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RootSeals:
+    """What the root of a step knows of its seals.
+
+    `run` is the id of the run that seals must be of, None where none is recorded. `beside` are
+    the seals of other steps, `at_least` the place that the newest must have. A root that
+    records no run contradicts no seal; where a seal is `required`, it proves none either.
+    """
+
+    run: str | None
+    beside: Sequence[Seal] = ()
+    at_least: int | None = None
+    required: bool = False
+
+
+def check_binding(seal: Seal, step: Step, root: RootSeals) -> Iterator[Finding]:
+    """Yield the contradictions between a seal of this save and the root that it is in.
+
+    Yields `seal.other-run`, `seal.renamed`, `seal.rolled-back` and `seal.set-back`. A seal
+    that other seals do not name contradicts nothing: they may have been made at the same time, or
+    removed.
+    """
+    if seal.run != root.run and (root.run is not None or root.required):
+        yield _other_run(seal, root.run)
+    if seal.step.name != step.name and not _is_of_another_step(seal, step):
+        yield Finding(
+            "seal.renamed",
+            SEAL,
+            f"the step was sealed as {seal.step.name}, and is {step.name} now: another save of "
+            "its number may have been there",
+            expected=seal.step.name,
+            found=step.name,
+            next_command="ckptctl explain seal.renamed",
+        )
+    digest = seal_digest(seal)
+    for other in root.beside:
+        for earlier in other.earlier:
+            newer = earlier.name == step.name and earlier.sequence > seal.sequence
+            if newer and earlier.seal != digest:
+                yield _rolled_back(seal, step, other, earlier.sequence)
+                break
+        else:
+            continue
+        break
+    newest = max(
+        (seal.sequence, *(n for other in root.beside for n in _places(other))),
+    )
+    if root.at_least is not None and newest < root.at_least:
+        yield Finding(
+            "seal.set-back",
+            SEAL,
+            f"the newest seal of the root has place {newest:,} in the order of its seals, and one "
+            f"with place {root.at_least:,} was made: newer steps were removed, or the root was "
+            "replaced by an older copy",
+            expected=f"a seal with place {root.at_least:,} or more",
+            found=f"{newest:,}",
+            next_command="ckptctl explain seal.set-back",
+        )
+
+
+def _places(seal: Seal) -> Iterator[int]:
+    yield seal.sequence
+    yield from (earlier.sequence for earlier in seal.earlier)
+
+
+def _other_run(seal: Seal, run: str | None) -> Finding:
+    sealed_for = f"run {seal.run}" if seal.run else "a run that it does not name"
+    if run is None:
+        what = f"the step was sealed for {sealed_for}, and the root does not record of which run "
+        what += "it is"
+    else:
+        what = f"the step was sealed for {sealed_for}, and this is a root of run {run}: it was "
+        what += "copied here"
+    return Finding(
+        "seal.other-run",
+        SEAL,
+        what,
+        expected=f"a seal for run {run}" if run else "a root with the id of its run",
+        found=sealed_for,
+        next_command="ckptctl explain seal.other-run",
+    )
+
+
+def _rolled_back(seal: Seal, step: Step, other: Seal, place: int) -> Finding:
+    return Finding(
+        "seal.rolled-back",
+        SEAL,
+        f"the seal of step {other.step.number} names a newer seal of {step.name} (place "
+        f"{place:,}; this one has {seal.sequence:,}): an older save was put in its place",
+        expected=f"a seal with place {place:,} or more",
+        found=f"{seal.sequence:,}",
+        next_command="ckptctl explain seal.rolled-back",
+    )
 
 
 def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[Finding]:
@@ -252,7 +352,7 @@ def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
     unsealed = [
         file.path
         for file in seen.step.files
-        if file.kind == "file" and file.path not in sealed and is_saved(file.path)
+        if file.kind != "dir" and file.path not in sealed and is_saved(file.path)
     ]
     needed = [path for path in unsealed if path in seen.named or path in seen.metadata]
     if needed:
@@ -273,6 +373,7 @@ def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
             f"{counted(len(extra), 'file')} added after the step was sealed: {some_of(extra)}",
             expected="only sealed files",
             found=counted(len(extra), "more file"),
+            next_command="ckptctl explain seal.extra",
         )
 
 

@@ -285,7 +285,22 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             bool,
             False,
             "--require-seal",
-            "Require a seal that proves the step, made with the key if one is given.",
+            "Require a seal that proves the step, made with the key if one is given; compares "
+            "every byte unless --level is lower, which is then 22.",
+        ),
+        "seal_run": _offer(
+            str | None,
+            None,
+            "--seal-run ID",
+            "The id of the run that seals must be of; by default the one that the root records.",
+        ),
+        "seal_sequence": _offer(
+            int | None,
+            None,
+            "--seal-sequence N",
+            "With --require-seal: the newest seal of the root must have at least this place in "
+            "the order of its seals; an older one shows that the root was set back.",
+            min=1,
         ),
         "key_file": Offer(KeyFileOpt, None, "key", seal_key),
         "remote_checksums": _offer(

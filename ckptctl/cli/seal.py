@@ -24,6 +24,14 @@ def seal(
     replace: Annotated[
         bool, option("--replace", "Replace an existing seal, if the step has no fault.")
     ] = False,
+    adopt: Annotated[
+        str | None,
+        option(
+            "--adopt REASON",
+            "Accept a step that was sealed for another root or under another name: compare it "
+            "with that seal, and make a new one that records who accepted it and why.",
+        ),
+    ] = None,
     accept_unverifiable: Annotated[
         bool, option("--accept-unverifiable", "Seal a step that cannot be proven good.")
     ] = False,
@@ -44,6 +52,7 @@ def seal(
     sealed = ckptctl.seal(
         step,
         replace=replace,
+        adopt=adopt,
         accept_unverifiable=accept_unverifiable,
         jobs=jobs,
         on_progress=lambda done, total: out.progress("digested", done, total),
@@ -77,6 +86,7 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
         line(StyledText("sealed", "good"), " ", StyledText(sealed.url, "name"), solid=True),
         line(f"  {digested}", hang=4),
         line(f"  inspected first, at level {sealed.report.level.value}", hang=4),
+        line(f"  place {sealed.sequence:,} of the seals of run {sealed.run}", hang=4),
         line("  ", written, StyledText(sealed.path, "name"), solid=True),
         EMPTY,
         *findings,

@@ -17,8 +17,8 @@ from pathlib import Path
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import PathNotFound
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.inspection.seal_and_marks import ROOT_FILE
 from ckptctl.options import StorageOptions
-from ckptctl.selection.history import ROOT_FILE
 from ckptctl.starting import find_program
 from ckptctl.storage.contract import Span
 from ckptctl.storage.files import FULL, error_of, full

@@ -47,7 +47,13 @@ from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes
-from ckptctl.inspection.stages import HELPER_STAGES, STAGES, StageContext, contradicted
+from ckptctl.inspection.stages import (
+    HELPER_STAGES,
+    STAGES,
+    SealBytes,
+    StageContext,
+    contradicted,
+)
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -80,6 +86,7 @@ def inspect_step(
     content: Asked | None = None,
     older: Older | None = None,
     confirm: bool = True,
+    seal_bytes: SealBytes | None = None,
 ) -> Inspection:
     """Inspect one step.
 
@@ -88,7 +95,8 @@ def inspect_step(
     records are compared with those of the first of the `older` steps, where the caller
     gives these. A storage that fails, or a lack of memory, gives a report with the verdict
     `unknown`, never an exception. With `confirm`, files that the listing lacks are asked
-    for by name, see `stages.contradictions`.
+    for by name, see `stages.contradictions`. `seal_bytes` states what a required seal means
+    for the level; None raises the level that nobody asked for.
 
     Cost: at `listing` one listing, a second one of a damaged step, and one read for each
     metadata file, and on file systems for each small file of train state, and for the seal
@@ -100,7 +108,13 @@ def inspect_step(
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
     context = StageContext(
-        requirements, asked, content, older, confirm, chooses_level=level is None
+        requirements,
+        asked,
+        content,
+        older,
+        confirm,
+        chooses_level=level is None,
+        seal_bytes=seal_bytes or (SealBytes.COMPARED if level is None else SealBytes.AT_LEVEL),
     )
     try:
         with content.group.sharing() if content is not None else nullcontext():
@@ -263,6 +277,8 @@ def _report(
         ),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
         seal=seal.kind if seal else None,
+        seal_run=seal.run if seal else None,
+        seal_sequence=seal.sequence if seal else None,
         bytes_in_records=proven.n_asked,
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,

@@ -1,4 +1,4 @@
-"""Read the seal and the marks of a step, and files of marks.
+"""Read the seal and the marks of a step, files of marks, and the sentinel of a root.
 
 In a step they are read only where its listing shows that there is something. A file of marks
 is for steps that cannot be written to: one mark per line, of any step of any root; new marks are
@@ -14,11 +14,26 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.seals import PROVES_NOTHING, Seen, applies_to_step, check_marks, check_seal
+from ckptctl.checks.seals import (
+    PROVES_NOTHING,
+    RootSeals,
+    Seen,
+    applies_to_step,
+    check_binding,
+    check_marks,
+    check_seal,
+)
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported, UsageError
+from ckptctl.errors import (
+    OwnFileUnreadable,
+    OwnFileUnsupported,
+    PathEscape,
+    PathNotFound,
+    UsageError,
+)
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own.files import read_back
 from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
     MAX_MARK_BYTES,
@@ -34,12 +49,18 @@ from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
 from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Span, TooLarge
+from ckptctl.storage.contract import Span, Store, TooLarge
 from ckptctl.storage.files import append_line
 from ckptctl.storage.opening import absolute_url
 
 if TYPE_CHECKING:
+    from ckptctl.formats.own.documents import RootDocument
     from ckptctl.inspection.open_step import OpenStep
+
+ROOT_FILE = f"{OWN_FOLDER}/root.json"
+"""The sentinel of a root; it holds the id of the run, which seals name."""
+ROOT_SCHEMA = "ckptctl.root/1"
+_MAX_SENTINEL = 64 << 10
 
 MAX_MARKS = 256
 """So many marks of one step are read: those that rule it out first, then the newest."""
@@ -74,12 +95,18 @@ NOTHING_NOTED = Notes()
 
 
 def read_notes(
-    opened: OpenStep, requirements: Requirements, known_faults: Collection[str] = ()
+    opened: OpenStep,
+    requirements: Requirements,
+    known_faults: Collection[str] = (),
+    *,
+    binds: bool = False,
 ) -> Notes:
     """The seal and the marks of a step, compared with what was read of it.
 
-    `known_faults` are the files that have a finding already. Storage errors pass through.
-    Cost: one read for the seal and one for each mark, where there are any.
+    `known_faults` are the files that have a finding already. With `binds`, or where a seal is
+    required, it is also compared with the root: which run it is of, and which seals others
+    name. Storage errors pass through. Cost: one read for the seal and one for each mark, where
+    there are any; for the comparison with the root, that of `seals_beside` and a read.
     """
     step, digests = opened.step, opened.digests
     current = metadata_digest(tuple(digests.items()))
@@ -95,6 +122,8 @@ def read_notes(
         differences = check_seal(seal, Seen(step, digests, named), key=requirements.key)
         # A file that the metadata misses, too, is one cause and one finding.
         about += [finding for finding in differences if finding.where not in known_faults]
+        if (binds or requirements.require_seal) and applies_to_step(about):
+            about += check_binding(seal, step, _root_seals(opened, seal, requirements))
     if requirements.require_seal and (
         seal is None or any(finding.code in PROVES_NOTHING for finding in about)
     ):
@@ -102,6 +131,41 @@ def read_notes(
     usable = seal if applies_to_step(about) else None
     pins = tuple(mark for mark in in_force(marks) if mark.word is MarkKind.PINNED)
     return Notes(usable, own, (*found, *about), pins)
+
+
+def _root_seals(opened: OpenStep, seal: Seal, requirements: Requirements) -> RootSeals:
+    from ckptctl.inspection.seal_chain import seals_beside
+
+    run = requirements.seal_run or run_of(opened.store)
+    at_least = requirements.seal_sequence
+    beside = seals_beside(opened, seal.run, requirements.key, every=at_least is not None)
+    return RootSeals(
+        run, [one.seal for one in beside], at_least, required=requirements.require_seal
+    )
+
+
+def read_sentinel(store: Store) -> RootDocument | None:
+    """The fields of the sentinel, None without one. Raises `OwnFileUnreadable`, `StorageError`."""
+    from ckptctl.formats.own.documents import RootDocument  # few commands need it
+
+    try:
+        data = store.read(ROOT_FILE, limit=_MAX_SENTINEL)
+    except PathNotFound:
+        return None
+    except PathEscape as error:
+        raise OwnFileUnreadable(error.message) from error
+    except TooLarge as error:
+        raise OwnFileUnreadable(f"it is larger than {_MAX_SENTINEL:,} bytes") from error
+    return read_back(data, ROOT_SCHEMA, RootDocument, max_objects=4)
+
+
+def run_of(store: Store) -> str | None:
+    """The id of the run whose root this is; None where none is recorded. Cost: one read."""
+    try:
+        fields = read_sentinel(store)
+    except OwnFileUnreadable:
+        return None
+    return None if fields is None else fields.get("run")
 
 
 ReadSeal = tuple[Seal | None, tuple[Finding, ...]]

@@ -9,6 +9,7 @@ another that explains it is left to the report, see `inspecting.settled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,13 +32,13 @@ from ckptctl.checks.shape import (
 from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
-from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity
+from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
 from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
-from ckptctl.formats.own.seals import SEAL
+from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import (
@@ -59,6 +60,14 @@ if TYPE_CHECKING:
     from ckptctl.inspection.predecessor import Older
 
 
+class SealBytes(Enum):
+    """How an inspection compares the bytes of a step whose seal is required."""
+
+    COMPARED = "the level is raised to `content`"
+    AT_LEVEL = "they are compared only if the level that was asked for does"
+    LATER = "another inspection compares them"
+
+
 @dataclass(slots=True)
 class StageContext:
     """What an inspection was asked for, and what its stages have found so far.
@@ -74,6 +83,7 @@ class StageContext:
     older: Older | None = None
     confirm: bool = True
     chooses_level: bool = False
+    seal_bytes: SealBytes = SealBytes.AT_LEVEL
     findings: list[Finding] = field(default_factory=list)
     readable: set[str] = field(default_factory=set)
     sound: set[str] = field(default_factory=set)
@@ -118,6 +128,19 @@ def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     yield from check_holds_anything(sharded)
     if context.chooses_level:
         context.level = cheap_level(opened)
+    if context.seal_bytes is SealBytes.COMPARED and _may_be_proven(opened, context):
+        context.level = Level.CONTENT
+
+
+def _may_be_proven(opened: OpenStep, context: StageContext) -> bool:
+    """Whether a required seal may prove the step; reading its bytes is of no use otherwise."""
+    if not context.requirements.reads_every_byte(None) or not opened.has_seal:
+        return False
+    if any(part.path not in context.readable for part in opened.parts):
+        return False
+    seal, _ = opened.seal
+    key = context.requirements.key
+    return seal is not None and (key is None or is_authentic(seal, key))
 
 
 def cheap_level(opened: OpenStep) -> Level:
@@ -291,7 +314,8 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     asked = context.requirements.require_seal or context.requirements.marks is not None
     if asked or any(layouts.is_own(file.path) for file in opened.files):
         faults = [one.where for one in context.findings if one.severity is Severity.FAULT]
-        context.notes = read_notes(opened, context.requirements, frozenset(faults))
+        binds = context.level is Level.CONTENT
+        context.notes = read_notes(opened, context.requirements, frozenset(faults), binds=binds)
         yield from context.notes.findings
 
 
@@ -347,6 +371,52 @@ def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding
     if context.requirements.remote_checksums:
         context.by_store, findings = ask_store(opened, context.notes.seal, context.findings)
         yield from findings
+
+
+def seal_compared(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Yield `seal.not-compared` where a required seal was not compared with every byte.
+
+    A step that is refused for another reason is left to that.
+    """
+    if not context.requirements.require_seal or context.seal_bytes is SealBytes.LATER:
+        return
+    seal = context.notes.seal
+    undecided = verdict_of(context.findings) in (Verdict.COMPLETE, Verdict.UNVERIFIABLE)
+    if seal is None or not undecided or context.places("seal.required"):
+        return
+    if context.content is not None and context.content.whole:
+        return
+    why_not = _not_by_store(seal, context)
+    if why_not is not None:
+        yield Finding(
+            "seal.not-compared",
+            SEAL,
+            f"a seal that proves the step is required, and {why_not}: bytes that were changed "
+            "without changing a size would not be detected",
+            expected="every byte compared with the seal",
+            found=why_not,
+            next_command=command_line("verify", opened.url, "--level", "content", "--require-seal"),
+        )
+
+
+def _not_by_store(seal: Seal, context: StageContext) -> str | None:
+    """Why the store's checksums do not prove the bytes; None if they do."""
+    by_store = context.by_store
+    if by_store is None:
+        return f"level {context.level.value} does not compare the bytes with it"
+    if by_store.n_files != by_store.n_same:
+        return "the store's checksums prove only a part of the files"
+    if context.requirements.key is None:
+        return None
+    names = {
+        file.stored.algorithm
+        for file in seal.files
+        if file.stored is not None and file.path not in seal.step.metadata
+    }
+    weak = sorted(names - {"sha256"})
+    if not weak:
+        return None
+    return f"other bytes with the store's checksum ({', '.join(weak)}) can be made on purpose"
 
 
 def archived(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -408,6 +478,7 @@ STAGES: tuple[Stage, ...] = (
     lost_weights,
     content,
     store_checksums,
+    seal_compared,
     archived,
     unchanged,
     contradictions,

@@ -331,6 +331,7 @@ class _Work:
             Limits(self._budget.jobs, on_progress=on_progress),
             replace=True,
             accept_unverifiable=options.accept_unverifiable,
+            root=store,
         )
         return sealed.report
 

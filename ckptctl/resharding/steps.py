@@ -20,6 +20,7 @@ from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step
 from ckptctl.formatting import command_line
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
@@ -292,11 +293,11 @@ def inspect_whole(
     can verify the step, and that takes reading every byte. So does a seal that may be older
     than a file: what was written since may be sound, and of another save.
     """
-    inspected = inspect_step(found, checked, level=Level.STRUCTURE)
+    inspected = inspect_step(found, checked, level=Level.STRUCTURE, seal_bytes=SealBytes.LATER)
     whole = not refusal(inspected.report, accept_unverifiable=accept_unverifiable)
     seal = inspected.notes.seal
     is_older = seal is not None and not is_unwritten(seal, inspected.step)
-    if whole and (is_older or needs_content(inspected.report)):
+    if whole and (checked.require_seal or is_older or needs_content(inspected.report)):
         return inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     return inspected
 
@@ -342,7 +343,9 @@ def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) ->
     """The layout of the step that `--like` names: its slices, and the ranks that wrote them."""
     assert asked.like is not None  # noqa: S101 - asked for where there is no mesh
     with opened_step(asked.like, requirements, storage) as found:
-        inspected = inspect_step(found, requirements, level=Level.LISTING)
+        inspected = inspect_step(
+            found, requirements, level=Level.LISTING, seal_bytes=SealBytes.LATER
+        )
         if refusal(inspected.report, accept_unverifiable=True):
             raise UsageError(
                 f"--like {found.url}: the step is {inspected.report.verdict.value}",

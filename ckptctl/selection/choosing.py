@@ -229,7 +229,9 @@ def why_not(
 
 def refusal(report: Report, policy: PickPolicy) -> str | None:
     """Why a step cannot be chosen because of its own content, in one line; None if it can."""
-    if report.verdict is Verdict.UNVERIFIABLE and policy.accept_unverifiable:
+    unsealed = any(one.code in ("seal.required", "seal.not-compared") for one in report.findings)
+    # What was required is not given up by an option that accepts less.
+    if report.verdict is Verdict.UNVERIFIABLE and policy.accept_unverifiable and not unsealed:
         return None
     if report.usable:
         return None

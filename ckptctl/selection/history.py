@@ -1,10 +1,10 @@
 """Read and write what a root records about the steps that it has contained.
 
 The sentinel `.ckptctl/root.json` states whether the root was empty when ckptctl first wrote
-to it, and the first step that was found usable. The ledgers of `ckptctl.train` below
-`.ckptctl/attempts/` state which steps were saved and resumed from. Together they
-distinguish a run that has never finished a save from one whose steps are gone. A record
-that cannot be read in full proves nothing.
+to it, the first step that was found usable, and the id of the run, which seals name. The
+ledgers of `ckptctl.train` below `.ckptctl/attempts/` state which steps were saved and resumed
+from. Together they distinguish a run that has never finished a save from one whose steps are
+gone. A record that cannot be read in full proves nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
@@ -28,22 +29,20 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.documents import RootDocument
-from ckptctl.formats.own.files import as_stored, read_back, time_now
+from ckptctl.formats.own.files import as_stored, time_now
+from ckptctl.inspection.seal_and_marks import ROOT_FILE, ROOT_SCHEMA, read_sentinel, run_of
 from ckptctl.model import FileInfo
 from ckptctl.selection.roots import list_root
-from ckptctl.storage.contract import Store, TooLarge, list_if_there, read_if_there
+from ckptctl.storage.contract import Store, list_if_there, read_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.ledger import LedgerLine
 
-ROOT_FILE = f"{OWN_FOLDER}/root.json"
 ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
 FENCE_FOLDER = f"{OWN_FOLDER}/fence"
 
-_SCHEMA = "ckptctl.root/1"
-_MAX_SENTINEL = 64 << 10
 _MAX_LEDGER = 16 << 20
 _MAX_LEDGERS = 1_000
 _MAX_RESUMES = 20
@@ -86,21 +85,57 @@ def begin_run(stores: Iterable[Store], step: int | None) -> None:
     A root that cannot be written to can still be resumed from: a `StorageError` is raised
     only without a step.
     """
+    stores = tuple(stores)
+    run = _run_of_any(stores) if len(stores) > 1 else None
     for store in stores:
         if step is None:
-            put_sentinel(store)
+            put_sentinel(store, run)
         else:
             with suppress(StorageError):
-                record_usable(store, step)
+                record_usable(store, step, run)
 
 
-def put_sentinel(store: Store) -> None:
-    """Write `.ckptctl/root.json` if it is missing. Cost: a read; then a listing and a write."""
+def _run_of_any(stores: Iterable[Store]) -> str:
+    """The id that one of the roots of a run has; a new one if none has."""
+    for store in stores:
+        with suppress(StorageError):
+            run = run_of(store)
+            if run is not None:
+                return run
+    return token_hex(16)
+
+
+def put_sentinel(store: Store, run: str | None = None) -> None:
+    """Write `.ckptctl/root.json` if it is missing, with the id of the `run` or a new one.
+
+    Cost: a read; then a listing and a write.
+    """
     with suppress(OwnFileUnreadable):
-        if _sentinel(store) is not None:
+        if read_sentinel(store) is not None:
             return
     with suppress(AlreadyExists):
-        store.put(ROOT_FILE, as_stored(_SCHEMA, _new(began_empty=not list_root(store).steps)))
+        began_empty = not list_root(store).steps
+        store.put(ROOT_FILE, as_stored(ROOT_SCHEMA, _new(run, began_empty=began_empty)))
+
+
+def run_for_seal(store: Store) -> str:
+    """The id of the run of a root, which is recorded if it is not yet.
+
+    It is read back: of two processes that record one at once, the last write counts. Cost: a
+    read; once a listing, a write and a read more. Raises `StorageError`.
+    """
+    run = run_of(store)
+    if run is None:
+        put_sentinel(store)
+        run = run_of(store)
+    if run is None:  # the sentinel is damaged, or has none yet
+        new = _new(None, began_empty=False)
+        with suppress(OwnFileUnreadable):
+            known = read_sentinel(store)
+            new = new if known is None else {**known, "run": new["run"]}
+        store.put(ROOT_FILE, as_stored(ROOT_SCHEMA, new), replace=True)
+        run = run_of(store)
+    return run or ""
 
 
 def check_sentinel(store: Store) -> None:
@@ -117,35 +152,27 @@ def check_sentinel(store: Store) -> None:
         )
 
 
-def record_usable(store: Store, step: int) -> None:
+def record_usable(store: Store, step: int, run: str | None = None) -> None:
     """Record once that a step of the root is usable; creates a missing sentinel.
 
     From then on the root never counts as that of a new run. Cost: a read, and once a write.
     """
     try:
-        fields = _sentinel(store)
+        fields = read_sentinel(store)
     except OwnFileUnreadable:
         fields = None
     if fields is None or fields.get("usable_step") is None:
-        fields = {**(fields or _new(began_empty=False)), "usable_step": step}
-        store.put(ROOT_FILE, as_stored(_SCHEMA, fields), replace=True)
+        fields = {**(fields or _new(run, began_empty=False)), "usable_step": step}
+        store.put(ROOT_FILE, as_stored(ROOT_SCHEMA, fields), replace=True)
 
 
-def _new(*, began_empty: bool) -> RootDocument:
-    return {"tool": f"ckptctl {__version__}", "created_at": time_now(), "began_empty": began_empty}
-
-
-def _sentinel(store: Store) -> RootDocument | None:
-    """The fields of the sentinel, None without one. Raises `OwnFileUnreadable`, `StorageError`."""
-    try:
-        data = store.read(ROOT_FILE, limit=_MAX_SENTINEL)
-    except PathNotFound:
-        return None
-    except PathEscape as error:
-        raise OwnFileUnreadable(error.message) from error
-    except TooLarge as error:
-        raise OwnFileUnreadable(f"it is larger than {_MAX_SENTINEL:,} bytes") from error
-    return read_back(data, _SCHEMA, RootDocument, max_objects=4)
+def _new(run: str | None, *, began_empty: bool) -> RootDocument:
+    return {
+        "tool": f"ckptctl {__version__}",
+        "created_at": time_now(),
+        "began_empty": began_empty,
+        "run": run or token_hex(16),
+    }
 
 
 def read_history(store: Store) -> History:
@@ -155,7 +182,7 @@ def read_history(store: Store) -> History:
     three more listings without a sentinel.
     """
     try:
-        fields = _sentinel(store)
+        fields = read_sentinel(store)
         if fields is None:
             _check_absent(store, ROOT_FILE, "file")
     except OwnFileUnreadable as error:

@@ -15,6 +15,7 @@ from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.results import Answer, Pick
@@ -77,14 +78,18 @@ def check_create(*, allow_fresh: bool, create: bool) -> None:
 
 
 def pick_step(
-    roots: Roots, policy: PickPolicy, requirements: Requirements, storage: SharedStores
+    roots: Roots,
+    policy: PickPolicy,
+    requirements: Requirements,
+    storage: SharedStores,
+    seal_bytes: SealBytes | None = None,
 ) -> tuple[Pick, OpenStep | None]:
     """The answer of `pick`, and the chosen step, open.
 
     Its store is one of the shared ones, and stays open.
     """
     with ExitStack() as stack:
-        done = search(stack, roots, policy, requirements, storage)
+        done = search(stack, roots, policy, requirements, storage, seal_bytes=seal_bytes)
         return answer_of(done, requirements), done.opened
 
 

@@ -237,6 +237,10 @@ class Sealed:
     next_command: NextCommand
     n_stored: int = 0
     """Files for which the seal also has the store's own checksum."""
+    run: str = ""
+    """The id of the run that the seal is of; empty where the step was refused."""
+    sequence: int = 0
+    """The place of the seal in the order of the root's seals; 0 where the step was refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import weights_written_s
 from ckptctl.data_classes import dataclass, field, replace
@@ -25,6 +26,7 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import PickPolicy, Requirements
 from ckptctl.selection.choosing import (
@@ -46,6 +48,9 @@ from ckptctl.storage.contract import Store, StoreKind
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import join_url
 
+if TYPE_CHECKING:
+    from ckptctl.inspection.predecessor import Older
+
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
 SEALED_UNVERIFIABLE = "sealed, but unverifiable without --accept-unverifiable"
@@ -60,7 +65,7 @@ class Rules:
     """Which steps count: the newest `keep` that `pick` would choose under the same conditions.
 
     Without `unsealed` a step needs a seal to count. `protected` maps steps that always stay
-    to the reason.
+    to the reason. `seal_bytes` states how the bytes are compared where a seal is required.
     """
 
     keep: int
@@ -68,6 +73,7 @@ class Rules:
     policy: PickPolicy = field(default_factory=PickPolicy)
     unsealed: bool = False
     protected: Mapping[int, str] = field(default_factory=dict)
+    seal_bytes: SealBytes | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +122,9 @@ class RetentionPlan:
         self._rules = rules
         self._root = root
         opened_roots = [root, *others]
-        self._inspector = CachingInspector(opened_roots, rules.requirements, rules.policy.level)
+        self._inspector = CachingInspector(
+            opened_roots, rules.requirements, rules.policy.level, rules.seal_bytes
+        )
         self._compared = in_order(candidates_of(opened_roots), rules.policy)
         self._order = [candidate for candidate in self._compared if candidate.root_index == 0]
         self._alone = not others
@@ -127,7 +135,7 @@ class RetentionPlan:
         self._set_aside = [
             (
                 named,
-                inspect_step(OpenStep(root.store, named), rules.requirements, level=Level.LISTING),
+                self._at_listing(OpenStep(root.store, named)),
             )
             for named in moved_aside(root.store)
         ]
@@ -213,6 +221,8 @@ class RetentionPlan:
     @property
     def _is_all_that_pick_sees(self) -> bool:
         level = self._rules.policy.level
+        if self._rules.requirements.reads_every_byte(level):
+            return False
         if not self._alone:  # records of other roots may exclude a step
             return False
         return level is Level.LISTING or (level is None and self._store.kind is StoreKind.OBJECT)
@@ -228,11 +238,19 @@ class RetentionPlan:
                 files = None  # the inspection reports what it is
             if files is not None and tuple(files) == known.step.files:
                 return known
-        return inspect_step(
+        return self._at_listing(
             OpenStep(self._store, named, files),
+            older=lambda: older_steps(self._root.listing.steps, named.number),
+        )
+
+    def _at_listing(self, step: OpenStep, older: Older | None = None) -> Inspection:
+        """Inspect a step for what its listing excludes; a required seal is compared later."""
+        return inspect_step(
+            step,
             self._rules.requirements,
             level=Level.LISTING,
-            older=lambda: older_steps(self._root.listing.steps, named.number),
+            older=older,
+            seal_bytes=SealBytes.LATER,
         )
 
     # Counting

@@ -13,28 +13,35 @@ from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.checks.sealed_bytes import as_kept, best_of
-from ckptctl.checks.seals import written_ms
+from ckptctl.checks.seals import PROVES_NOTHING, written_ms
 from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming
 from ckptctl.formats.frameworks.layouts import is_saved
-from ckptctl.formats.own.files import time_now
+from ckptctl.formats.own.files import MAX_STRING, time_now
 from ckptctl.formats.own.seals import (
     MAX_SEAL_BYTES,
     SEAL,
+    Adoption,
     Identity,
     Seal,
     SealedFile,
+    is_authentic,
     seal_bytes,
+    seal_digest,
 )
 from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.seal_chain import next_place, seals_beside
 from ckptctl.inspection.stages import contradicted
 from ckptctl.model import FileInfo, Level, WorldSize
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import DigestRun, Limits, OnProgress, Stretch, read_runs
+from ckptctl.selection.history import run_for_seal
+from ckptctl.selection.marking import user_name
 from ckptctl.selection.results import Sealed
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import ShortRead, Store
@@ -52,6 +59,7 @@ def seal(
     step: str,
     *,
     replace: bool = False,
+    adopt: str | None = None,
     accept_unverifiable: bool = False,
     jobs: int | None = None,
     on_progress: OnProgress | None = None,
@@ -63,9 +71,11 @@ def seal(
 
     `step` is named as for `verify`. Without `key` the digests are xxh3-128 and detect
     damage; with one they are SHA-256, and the seal cannot be made without the key.
-    `replace` replaces an existing seal. `accept_unverifiable` seals content that nothing in
-    the step can prove. `saved_world_size` is how many ranks wrote the step; it is checked,
-    and recorded in the seal. `jobs` is how many threads read.
+    `replace` replaces an existing seal. `adopt` is the reason why a step that was sealed for
+    another root, or under another name, belongs to this one: its bytes are compared with that
+    seal, and the new one records who decided it, when and why. `accept_unverifiable` seals
+    content that nothing in the step can prove. `saved_world_size` is how many ranks wrote the
+    step; it is checked, and recorded in the seal. `jobs` is how many threads read.
 
     A step that is not complete is refused: the result has its report and exit code. Raises
     `UsageError` if a seal exists, `StorageError` if the storage fails.
@@ -78,6 +88,8 @@ def seal(
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+    if adopt is not None and not (adopt.strip() and len(adopt) <= MAX_STRING):
+        raise UsageError(f"--adopt needs a reason, of at most {MAX_STRING:,} characters")
     requirements, storage = options_from(keywords, requirements, storage)
     with open_target(step, requirements, storage) as found:
         return seal_found(
@@ -85,6 +97,7 @@ def seal(
             requirements,
             Limits(jobs, on_progress=on_progress),
             replace=replace,
+            adopt=adopt,
             accept_unverifiable=accept_unverifiable,
         )
 
@@ -95,10 +108,15 @@ def seal_found(
     limits: Limits,
     *,
     replace: bool = False,
+    adopt: str | None = None,
     accept_unverifiable: bool = False,
+    root: Store | None = None,
 ) -> Sealed:
-    """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes."""
-    had_one = _check_place(found, replace=replace)
+    """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes.
+
+    `root` is where the step will be, if it is not published yet.
+    """
+    had_one = _check_place(found, replace=replace or adopt is not None)
     first, second = _halves(limits)
     inspected = inspect_step(
         found,
@@ -110,6 +128,7 @@ def seal_found(
     if not (inspected.report.usable or (accept_unverifiable and unproven)):
         return _refused(inspected.report)
     key = requirements.key
+    adopted = None if adopt is None else _adopted(inspected, adopt)
     algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
     sealed = [file for file in found.files if is_sealed(file)]
     try:
@@ -123,16 +142,60 @@ def seal_found(
     changed = unlike if contradiction is None else [contradiction]
     if changed or unequal:
         return _refused(inspected.report.with_findings(*changed, *unequal))
-    made = Seal(
-        algorithm,
-        identity_of(inspected, requirements.saved_world_size),
-        files,
-        time_now(),
-        f"ckptctl {__version__}",
+    made = bound(
+        found,
+        Seal(
+            algorithm,
+            identity_of(inspected, requirements.saved_world_size),
+            files,
+            time_now(),
+            f"ckptctl {__version__}",
+            adopted=adopted,
+        ),
+        key,
+        root,
     )
     _write(found, seal_bytes(made, key), replace=had_one)
     path = join_url(found.store.url, found.in_store(SEAL))
     return _sealed(inspected.report, made, path, keyed=key is not None, replaced=had_one)
+
+
+_ADOPTABLE = frozenset({"seal.other-run", "seal.renamed", "seal.rolled-back"})
+"""What an adoption decides: the bytes are those that were sealed, and only the place differs."""
+
+
+def _adopted(inspected: Inspection, reason: str) -> Adoption:
+    """The decision on a step that was inspected with its seal; raises where there is none."""
+    report, seal = inspected.report, inspected.notes.seal
+    codes = {one.code for one in report.findings} & PROVES_NOTHING
+    if seal is None or codes - _ADOPTABLE:
+        why = ", ".join(sorted(codes - _ADOPTABLE)) or "it has no seal of this save"
+        raise UsageError(
+            f"{report.url} cannot be adopted: {why}. Only a step that matches its seal can be",
+            next_command=command_line("verify", report.url, "--level", "content"),
+        )
+    if not codes:
+        raise UsageError(
+            f"{report.url} is already sealed for this root: there is nothing to adopt",
+            next_command=command_line("verify", report.url, "--require-seal"),
+        )
+    return Adoption(seal.run, seal_digest(seal), user_name(), time_now(), reason)
+
+
+def bound(opened: OpenStep, made: Seal, key: bytes | None, root: Store | None = None) -> Seal:
+    """The seal, bound to its root: with the run, its place in the order, and the seals there.
+
+    `root` is where the step will be, if it is not published yet. Two that are made at once may
+    get the same place, and do not name each other. Raises
+    `StorageError`: without what was sealed before, a place might be lower than it has to be.
+    """
+    run = run_for_seal(root or opened.store)
+    own, _ = opened.seal
+    known = own
+    if own is not None and (own.run != run or not (key is None or is_authentic(own, key))):
+        known = None
+    sequence, earlier = next_place(seals_beside(opened, run, key, root=root), known)
+    return replace(made, run=run, sequence=sequence, earlier=tuple(earlier))
 
 
 def _check_place(found: OpenTarget, *, replace: bool) -> bool:
@@ -278,4 +341,6 @@ def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: boo
         exit_code=0,
         next_command=command_line("verify", report.url, "--require-seal"),
         n_stored=sum(bool(file.stored and file.stored.checksum) for file in made.files),
+        run=made.run,
+        sequence=made.sequence,
     )

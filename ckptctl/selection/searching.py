@@ -26,6 +26,7 @@ from ckptctl.formatting import command_line, rfc3339, some_of, verb
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import RecordedResume, left_behind, ruled_out
@@ -100,6 +101,7 @@ def search(
     requirements: Requirements,
     storage: StorageOptions,
     list_steps: ListRoot = names_only,
+    seal_bytes: SealBytes | None = None,
 ) -> Search:
     """Open the roots until `stack` ends, list each, and choose a step.
 
@@ -109,7 +111,7 @@ def search(
     check_marks_file(requirements.marks)
     pattern = compile_pattern(requirements.pattern)
     opened_roots = open_roots(stack, roots, lambda store: list_steps(store, pattern), storage)
-    inspector = CachingInspector(opened_roots, requirements, policy.level)
+    inspector = CachingInspector(opened_roots, requirements, policy.level, seal_bytes)
     candidates = in_order(candidates_of(opened_roots), policy)
     choice = choose(candidates, inspector, policy)
     _check_are_steps(opened_roots, choice)
@@ -197,9 +199,14 @@ class CachingInspector:
     """Inspects candidates, each at most once at each level, and keeps the reports."""
 
     def __init__(
-        self, opened_roots: Sequence[OpenRoot], requirements: Requirements, level: Level | None
+        self,
+        opened_roots: Sequence[OpenRoot],
+        requirements: Requirements,
+        level: Level | None,
+        seal_bytes: SealBytes | None = None,
     ) -> None:
         self._roots = opened_roots
+        self._seal_bytes = seal_bytes
         self._requirements = requirements
         self.level = level
         self.confirm = True
@@ -232,6 +239,7 @@ class CachingInspector:
             content=self.content,
             older=partial(self._older, candidate),
             confirm=self.confirm,
+            seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
         )
 
     def _level(self, at_least: Level) -> Level | None:
@@ -250,7 +258,7 @@ class CachingInspector:
             for named in root.listing.steps if root.store.url == url else ():
                 if named.number == report.number:
                     step = OpenStep(root.store, named)
-                    other = inspect_step(step, self._requirements, level=Level.LISTING).report
+                    other = self._at_listing(step).report
                     is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
                     if report.digests and other.digests == report.digests and not is_out:
                         return True
@@ -261,8 +269,14 @@ class CachingInspector:
         known = self.inspected.get(candidate)
         if known is None:
             step = OpenStep(self._roots[candidate.root_index].store, candidate.named)
-            known = inspect_step(step, self._requirements, level=Level.LISTING)
+            known = self._at_listing(step)
         return known
+
+    def _at_listing(self, step: OpenStep) -> Inspection:
+        """An inspection that asks which save a step is, and not for its bytes."""
+        return inspect_step(
+            step, self._requirements, level=Level.LISTING, seal_bytes=SealBytes.LATER
+        )
 
     def candidate_of(self, report: Report | None) -> Candidate | None:
         """The candidate that a report is about; None if it was not inspected here."""

@@ -21,6 +21,7 @@ from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
     ContentOptions,
@@ -89,10 +90,12 @@ def verify(
     content, requirements, storage = options_from(keywords, content, requirements, storage)
     reading = None
     group = group or ProcessGroup()
-    if level is Level.CONTENT:
+    if requirements.reads_every_byte(level):
         reading = content_asked(content, group, stop, on_progress)
     else:
         _check_no_content(step, content)
+    if reading is not None and group.size > 1:  # the others read their shares without a report
+        level = Level.CONTENT
     with ExitStack() as stack:
         opened: list[OpenTarget] = []
         # A process that does not find the step must not leave the others waiting for its share.
@@ -150,10 +153,21 @@ class OpenTarget(OpenStep):
         self._pattern = pattern
 
     def inspect(
-        self, requirements: Requirements, level: Level | None, content: Asked | None = None
+        self,
+        requirements: Requirements,
+        level: Level | None,
+        content: Asked | None = None,
+        seal_bytes: SealBytes | None = None,
     ) -> Inspection:
         """Inspect the step; see `inspect_step`."""
-        return inspect_step(self, requirements, level=level, content=content, older=self.older)
+        return inspect_step(
+            self,
+            requirements,
+            level=level,
+            content=content,
+            older=self.older,
+            seal_bytes=seal_bytes,
+        )
 
     def older(self) -> tuple[StepName, ...]:
         """The steps under the root that are older by their number, newest first.

@@ -66,7 +66,7 @@ class WatchedRoots:
         return pick(
             *self._roots.urls,
             optional_roots=self._roots.optional,
-            policy=options.policy,
+            policy=options.pick_policy,
             requirements=options.requirements,
             storage=options.storage,
             **keywords,

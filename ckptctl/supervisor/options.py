@@ -52,10 +52,11 @@ class RunOptions:
     `budget` bounds the restarts, `output` sets what becomes of the logs, `nodes` how nodes are
     excluded and with how many ranks the job can run, `launchers` how many processes start the
     job together. `policy` and `requirements` are those of
-    `pick`; steps are inspected at `structure` if no level is given. `optional_roots` may be
-    absent, as for `pick`. The state of the run is kept in the first root, or in the folder or
-    URL `state`. With `create`, a missing root is created. `wait_s` bounds the wait for a
-    storage that does not answer, before the first attempt and after a failed one.
+    `pick`; steps are inspected at `structure` if no level is given and no seal required.
+    `optional_roots` may be absent, as for `pick`. The state of the run is kept in the first
+    root, or in the folder or URL `state`. With `create`, a missing root is created. `wait_s`
+    bounds the wait for a storage that does not answer, before the first attempt and after a
+    failed one.
     `section_timeouts` are limits in seconds: a job with a rank that reports nothing for longer
     hangs, and is ended and restarted; other sections have limits that are learned or built
     in. `on_attempt` gets each attempt when it has ended, `tell` the messages between them.
@@ -82,8 +83,13 @@ class RunOptions:
         SectionLimits(self.section_timeouts)
         compile_pattern(self.requirements.pattern)
         check_marks_file(self.requirements.marks)
-        level = self.policy.level or Level.STRUCTURE
-        object.__setattr__(self, "policy", replace(self.policy, level=level))
+
+    @property
+    def pick_policy(self) -> PickPolicy:
+        """The policy with the level at which `run` inspects steps."""
+        if self.policy.level is None and not self.requirements.reads_every_byte(None):
+            return replace(self.policy, level=Level.STRUCTURE)
+        return self.policy
 
     def with_keywords(self, keywords: Mapping[str, Any]) -> RunOptions:
         """The options with those fields that are given, of this object or of one in it.

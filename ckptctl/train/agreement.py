@@ -19,6 +19,7 @@ from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern, train_step_of
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import SETTLE_S, PickPolicy, Requirements
 from ckptctl.selection.choosing import refusal
@@ -69,6 +70,16 @@ class Selection:
     requirements: Requirements
     storage: SharedStores
     settle_s: float = SETTLE_S
+
+    @property
+    def shares_content(self) -> bool:
+        """Whether all ranks compare every byte of the chosen step together."""
+        return self.requirements.reads_every_byte(self.policy.level)
+
+    @property
+    def seal_bytes_at_first(self) -> SealBytes | None:
+        """What a required seal means for rank 0's own inspection."""
+        return SealBytes.LATER if self.shares_content else None
 
     def older_than(self, step: int) -> Selection:
         """The same for steps before `step` that also respect the policy's own bound."""
@@ -152,7 +163,13 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision
     policy = replace(
         selection.policy, level=_first_level(selection), skip={*selection.policy.skip, *skip}
     )
-    found, opened = pick_step(selection.roots, policy, selection.requirements, selection.storage)
+    found, opened = pick_step(
+        selection.roots,
+        policy,
+        selection.requirements,
+        selection.storage,
+        selection.seal_bytes_at_first,
+    )
     rejected = tuple(_rejected(over) for over in found.passed_over)
     if found.answer is Answer.FRESH and not skip:
         return ResumeDecision(None, None, rejected=rejected), None
@@ -170,8 +187,7 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision
 
 def _first_level(selection: Selection) -> Level | None:
     """The level of rank 0's own inspection; level `content` follows, shared by all ranks."""
-    level = selection.policy.level
-    return None if level is Level.CONTENT else level
+    return None if selection.shares_content else selection.policy.level
 
 
 def _rejected(over: PassedOver) -> Rejected:
@@ -184,7 +200,9 @@ def _named(
 ) -> tuple[ResumeDecision, OpenStep | None]:
     level = _first_level(selection) or Level.STRUCTURE
     with open_target(target, selection.requirements, selection.storage) as found:
-        report = found.inspect(selection.requirements, level).report
+        report = found.inspect(
+            selection.requirements, level, seal_bytes=selection.seal_bytes_at_first
+        ).report
     if refusal(report, selection.policy) is not None:
         raise _not_usable(report)
     if report.number is None:

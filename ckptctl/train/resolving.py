@@ -162,13 +162,15 @@ def _read_now(step: OpenStep, files: Sequence[str]) -> tuple[Mapping[str, str], 
 def prove_content(
     decision: ResumeDecision, group: ProcessGroup, selection: Selection, opened: OpenStep
 ) -> LoadFailed | None:
-    """Verify every byte of the step if level `content` was requested; shared by all ranks.
+    """Verify every byte of the step at level `content`, or if a seal is required.
+
+    All ranks share the bytes.
 
     `opened` is the step as this rank reads it; what it holds is not read again. Returns the
     failure that all ranks agree on, None for a sound step. Raises `StorageError`. Cost:
     every byte of the step, each read by one rank.
     """
-    if selection.policy.level is not Level.CONTENT:
+    if not selection.shares_content:
         return None
     pattern = compile_pattern(selection.requirements.pattern)
 

@@ -16,6 +16,7 @@ from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.formats.own.ledger import RemovingLine
 from ckptctl.formatting import and_more
 from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.selection.branches import read_resumes
 from ckptctl.selection.choosing import Candidate
@@ -67,7 +68,14 @@ class Retention:
     def _run(self, protected: Mapping[int, str]) -> None:
         selection = self._job.selection
         policy = replace(selection.policy, level=Level.LISTING)
-        rules = Rules(self._keep, selection.requirements, policy, protected=protected)
+        # Bytes are not read during training: a resume or `prune` compares them with the seals.
+        rules = Rules(
+            self._keep,
+            selection.requirements,
+            policy,
+            protected=protected,
+            seal_bytes=SealBytes.LATER,
+        )
         others = [
             (store, url in selection.roots.optional)
             for url, store in self._job.stores.items()

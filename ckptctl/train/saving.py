@@ -43,7 +43,7 @@ from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.history import check_sentinel
 from ckptctl.selection.removing import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
-from ckptctl.selection.sealing import digested, identity_of, is_sealed
+from ckptctl.selection.sealing import bound, digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Held, move_aside
@@ -345,6 +345,7 @@ class StepSave:
         )
         self._check_token()
         try:
+            made = bound(inspected.opened, made, self._target.key)
             self._store.put(f"{self.name}/{SEAL}", seal_bytes(made, self._target.key))
         except StorageError as error:
             raise SaveFailed(

@@ -306,7 +306,7 @@ def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_
     assert gone(done) == {100, 200}
     with open_store(url, storage_options=s3_moto.options) as store:
         names = {info.path for info in store.list_dir()}
-    assert names == {"notes", "step_300", "step_400", "step_500"}
+    assert names == {".ckptctl", "notes", "step_300", "step_400", "step_500"}
 
 
 # The command

@@ -95,18 +95,18 @@ def test_a_sealed_step_is_proven_at_every_level(root, key):
     assert (sealed.exit_code, sealed.path) == (0, str(root / "step_500" / SEAL))
     assert (sealed.n_files, sealed.n_bytes) == (5, sealed.report.n_bytes)
     for level in (Level.LISTING, Level.STRUCTURE):
-        report = ckptctl.verify(f"{root}@500", level=level, require_seal=True, key=key)
+        report = ckptctl.verify(f"{root}@500", level=level, key=key)
         assert (report.exit_code, report.findings, report.seal) == (0, (), sealed.kind)
     report = every_byte(root / "step_500", require_seal=True, key=key)
     assert (faults(report), codes(report)) == ([], set())
     assert report.bytes_read > report.n_bytes
 
 
-def test_nothing_is_written_but_the_seal(root):
+def test_nothing_is_written_but_the_seal_and_the_id_of_the_run(root):
     before = tree(root)
     ckptctl.seal(f"{root}@500")
     after = tree(root)
-    assert set(after) - set(before) == {f"step_500/{SEAL}"}
+    assert set(after) - set(before) == {f"step_500/{SEAL}", ".ckptctl/root.json"}
     assert {name: after[name] for name in before} == before
 
 

@@ -11,7 +11,7 @@ more, and all but the resume report a `digest`: the SHA-256 of the document with
 # Annotations stay objects, so that reading a document evaluates no string as code.
 from typing import TYPE_CHECKING, TypedDict
 
-from ckptctl.model import Positive, Sha256, StepNumber, Time
+from ckptctl.model import Id, Positive, Sha256, StepNumber, Time
 
 if TYPE_CHECKING:
     from ckptctl.distributed.launcher import Cluster
@@ -85,6 +85,9 @@ class WatchDocument(TypedDict):
 
 
 class _RootOptions(TypedDict, total=False):
+    run: Id
+    """The id of the run, which its seals name; roots of one run have the same. Absent where a
+    seal has not needed it."""
     began_empty: bool
     """The root held no step when ckptctl first wrote to it."""
     usable_step: int | None

@@ -18,7 +18,7 @@ from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.files import Fields, as_fields, canonical, digest_of, opened, typed
-from ckptctl.model import Hex, Sha256, StepNumber, Time
+from ckptctl.model import Hex, Positive, Sha256, StepNumber, Time
 
 SEAL = f"{OWN_FOLDER}/seal.json"
 """Where the seal lies in its step."""
@@ -29,6 +29,9 @@ MAX_SEAL_BYTES = 32 << 20
 """Larger seals are not read: 200,000 files, or 30 TB, fit; half as many of an object store."""
 
 _MAX_OBJECTS = 1_000_000
+
+MAX_SEQUENCE = 2**53
+"""The last place in the order of seals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,36 @@ class Origin:
     """The machine of rank 0; empty where that is unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierSeal:
+    """A seal that was in the root when another one was made."""
+
+    name: str
+    """The name of its step's folder."""
+    number: StepNumber
+    """The number of its step."""
+    sequence: Positive
+    """Its place in the order of the root's seals."""
+    seal: Sha256
+    """Its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """The decision that a sealed step of another root is of this one."""
+
+    run: Hex
+    """The run that the step had been sealed for; empty where that is unknown."""
+    seal: Sha256
+    """The digest of the seal that it had there."""
+    by: str
+    """Who decided it."""
+    at: Time
+    """When."""
+    reason: str
+    """Why, in that person's words."""
+
+
 class _SealedObject(TypedDict, total=False):
     stored: Stored
     """What an object store kept of the file, where it keeps anything."""
@@ -112,6 +145,8 @@ class _SealOptions(TypedDict, total=False):
     """HMAC-SHA-256 of the same bytes as the digest, where there is a key."""
     origin: Origin
     """The attempt that saved the step, where `ckptctl.train` did."""
+    adopted: Adoption
+    """The decision that the step is of this root, where it was sealed for another one."""
 
 
 class SealDocument(_SealOptions):
@@ -125,6 +160,13 @@ class SealDocument(_SealOptions):
     """The algorithm of the digests."""
     block_bytes: Annotated[int, ("const", BLOCK_BYTES)]
     """The size of a block in bytes."""
+    run: Hex
+    """The id of the run, as the root's `.ckptctl/root.json` records it; empty where it is
+    unknown."""
+    sequence: Positive
+    """The place of the seal in the order of the root's seals; two may share one."""
+    earlier: list[EarlierSeal]
+    """The seals that were in the root when this one was made, sorted by name."""
     step: Identity
     """The step that was sealed."""
     files: list[SealedFileEntry]
@@ -152,7 +194,8 @@ class Seal:
     """A seal; `sealed_at` is RFC 3339, `files` are sorted by path.
 
     `hmac` is there where it was made with a key. `origin` states which attempt saved the
-    step, where one of `ckptctl.train` did.
+    step, where one of `ckptctl.train` did. `run`, `sequence` and `earlier` bind it to its root,
+    see `inspection.seal_chain`; `adopted` is there where a person bound it to another one.
     """
 
     algorithm: Algorithm
@@ -162,6 +205,10 @@ class Seal:
     tool: str
     hmac: str | None = None
     origin: Origin | None = None
+    run: str = ""
+    sequence: int = 1
+    earlier: tuple[EarlierSeal, ...] = ()
+    adopted: Adoption | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -181,6 +228,11 @@ def seal_bytes(seal: Seal, key: bytes | None) -> bytes:
     if key is not None:
         document["hmac"] = _hmac(fields, key)
     return canonical(document) + b"\n"
+
+
+def seal_digest(seal: Seal) -> str:
+    """The SHA-256 by which other seals name this one."""
+    return digest_of(_fields_of(seal))
 
 
 def is_authentic(seal: Seal, key: bytes) -> bool:
@@ -203,6 +255,8 @@ def parse_seal(data: bytes) -> Seal:
     files = tuple(_file(each, algorithm) for each in fields["files"])
     if [file.path for file in files] != sorted({file.path for file in files}):
         raise OwnFileUnreadable("its files are not in order, or one is there twice")
+    if fields["sequence"] > MAX_SEQUENCE:
+        raise OwnFileUnreadable(f"its place among the seals is above {MAX_SEQUENCE:,}")
     signature = fields.get("hmac")
     if (signature is not None) != (algorithm is Algorithm.SHA256):
         raise OwnFileUnreadable(
@@ -216,6 +270,10 @@ def parse_seal(data: bytes) -> Seal:
         fields["tool"],
         signature,
         fields.get("origin"),
+        fields["run"],
+        fields["sequence"],
+        tuple(fields["earlier"]),
+        fields.get("adopted"),
     )
 
 
@@ -233,8 +291,13 @@ def _check_supported(fields: Fields) -> None:
 
 def _fields_of(seal: Seal) -> Fields:
     origin: Fields = {} if seal.origin is None else {"origin": as_fields(seal.origin)}
+    adopted: Fields = {} if seal.adopted is None else {"adopted": as_fields(seal.adopted)}
     return {
         **origin,
+        **adopted,
+        "run": seal.run,
+        "sequence": seal.sequence,
+        "earlier": [as_fields(one) for one in seal.earlier],
         "schema": SCHEMA,
         "tool": seal.tool,
         "sealed_at": seal.sealed_at,

@@ -1,0 +1,63 @@
+"""A `Checkpointer` that requires seals compares the bytes before it loads a step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from damage import flip  # noqa: E402
+from one_process import Job, run  # noqa: E402
+
+from ckptctl.errors import NothingToResume  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+KEY = b"a key of thirty-two bytes or so."
+SEALED = {"require_seal": True, "key": KEY}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with steps 3, 6 and 9, sealed with the key as they were saved."""
+    root = tmp_path_factory.mktemp("sealed") / "run"
+    run(root, 9, **SEALED)
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def resumed(root: Path, resume_from: object = "auto", **options: object) -> int:
+    job = Job(root, **{**SEALED, **options})
+    try:
+        return job.resume(resume_from).step
+    finally:
+        job.die()
+
+
+@pytest.mark.parametrize("resume_from", ["auto", 9])
+def test_a_sound_sealed_step_is_resumed_from(root, resume_from):
+    assert resumed(root, resume_from) == 9
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_changed_byte_leads_to_the_step_before(root, name):
+    flip(root / "step_9" / name)
+    assert resumed(root) == 6
+
+
+def test_an_unsealed_step_is_passed_over_without_counting_as_one_that_failed(root):
+    (root / "step_9" / ".ckptctl" / "seal.json").unlink()
+    assert resumed(root, max_fallback=0) == 6
+
+
+@pytest.mark.parametrize("level", ["listing", "structure"])
+def test_a_level_that_compares_no_bytes_is_refused(root, level):
+    with pytest.raises(NothingToResume):
+        resumed(root, level=level)
