@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,8 @@ def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOpt
     for url in roots.urls:
         open_store(url, options.storage).close()
     with stored_state(roots.first, options) as revisions:
-        return _run(SupervisedJob(tuple(command), roots, revisions, options))
+        with closing(SupervisedJob(tuple(command), roots, revisions, options)) as job:
+            return _run(job)
 
 
 def _run(job: SupervisedJob) -> Supervised:
