@@ -29,6 +29,7 @@ from ckptctl.loss.rows import Marker, Row
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import absolute_url, is_local, open_store
+from ckptctl.storage.shared_places import open_folder
 from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
 from ckptctl.supervisor.holding import marker_of
 from ckptctl.supervisor.nodes import NodeOptions
@@ -74,6 +75,15 @@ def new_work_folder(
     if is_local(root) and Path(absolute_url(root)).resolve() in (work, *work.parents):
         raise UsageError(f"{work} is in the root; give another folder with --work")
     return work
+
+
+def make_work_folder(work: Path) -> None:
+    """Create the work folder, which nobody else can write; its parents where they are missing.
+
+    Raises `FileExistsError` where somebody has created it meanwhile, and `PathUntrusted`.
+    """
+    with open_folder(str(work.parent), make=True) as parent:
+        os.mkdir(work.name, 0o755, dir_fd=parent.fd)
 
 
 class LoggedSteps:

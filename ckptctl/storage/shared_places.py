@@ -23,7 +23,8 @@ import shlex
 import stat
 import tempfile
 from collections.abc import Collection, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 from ckptctl.errors import PathUntrusted
 from ckptctl.storage.contract import Closing
@@ -297,22 +298,86 @@ def open_named(path: str) -> int:
         raise _refusal(path, "is not a regular file")
 
 
-def open_found(path: str, users: Collection[int] = ()) -> int:
+def open_appended(path: str) -> int:
+    """The descriptor of a file that a person named, to append to it; folders are created too.
+
+    In a folder that everybody can write, it must be of a trusted user. Raises as `open_named`.
+    """
+    open_folder(os.path.dirname(path) or ".", make=True).close()
+    place, name = open_place(path)
+    with place:
+        return place.append(name, 0o666, private=False)
+
+
+class FoundIn(NamedTuple):
+    """Where a file was found: in the folder that was named, or below it.
+
+    `users` are trusted besides root and this user, such as the owner of what was named.
+    """
+
+    folder: str
+    users: frozenset[int] = frozenset()
+
+
+def open_stream(place: HeldFolder, name: str) -> int | None:
+    """The descriptor of a pipe or device that a person named, to write to it; None for a file.
+
+    Opening a pipe waits for its reader. Raises `PathUntrusted` for those of other users.
+    """
+    if is_in_proc(place):
+        return os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=place.fd)
+    try:
+        about = place.about_file(name)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode):
+        return None
+    if about.st_uid not in trusted_users() or stat.S_ISLNK(about.st_mode):
+        raise _refusal(place.path_of(name), f"is {_kind_of(about)}")
+    return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.fd)
+
+
+def open_found(path: str, found: FoundIn) -> int:
     """The descriptor of a regular file that was found in a folder, to read it.
 
-    In a folder that everybody can write, it must be of a trusted user or of one of `users`.
-    Raises `PathUntrusted`, and `OSError`.
+    If everybody can write the folder that was named, or one on the way, the file must be of a
+    trusted user. Raises `PathUntrusted`, and `OSError`.
     """
-    parent, name = os.path.split(path)
-    with open_folder(parent or ".") as folder:
-        fd = folder.open(name)
-        about = os.fstat(fd)
-        within = folder.about
-        why = distrusted(path, about, users)
-        if why is None or not within.st_mode & stat.S_IWOTH:
+    *folders, name = os.path.relpath(path, found.folder).split(os.sep)
+    with ExitStack() as stack:
+        here = stack.enter_context(open_folder(found.folder))
+        is_open = bool(here.about.st_mode & stat.S_IWOTH)
+        for folder in folders:
+            here = stack.enter_context(here.folder(folder))
+            is_open = is_open or bool(here.about.st_mode & stat.S_IWOTH)
+        fd = here.open(name)
+        why = distrusted(path, os.fstat(fd), found.users) if is_open else None
+        if why is None:
             return fd
         os.close(fd)
         raise PathUntrusted(why)
+
+
+def open_log(path: str) -> tuple[int, bool]:
+    """The descriptor of a log that a person named, and whether it is a regular file.
+
+    A pipe or a device may be named too, if a trusted user owns it; opening a pipe waits for its
+    writer. Raises `PathUntrusted` for those of others and for another user's link, and `OSError`.
+    """
+    place, name = open_place(path)
+    with place:
+        if is_in_proc(place):
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=place.fd)
+            return fd, stat.S_ISREG(os.fstat(fd).st_mode)
+        about = place.about_file(name)
+        if stat.S_ISREG(about.st_mode):
+            return place.open(name), True
+        if stat.S_ISDIR(about.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if about.st_uid not in trusted_users() or stat.S_ISLNK(about.st_mode):
+            raise _refusal(path, f"is {_kind_of(about)}")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, dir_fd=place.fd), False
 
 
 def owner_of(path: str) -> int | None:

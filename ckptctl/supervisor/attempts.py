@@ -101,9 +101,7 @@ class AttemptRunner:
         stops = (each.poll(running, now_s) for each in self._watchers)
         return next((stop for stop in stops if stop is not None), None)
 
-    def _output(
-        self, number: int
-    ) -> tuple[tuple[int | None, int | None], tuple[JobLog, ...]]:
+    def _output(self, number: int) -> tuple[tuple[int | None, int | None], tuple[JobLog, ...]]:
         """Where output and errors of an attempt go; and the logs that it writes to."""
         logs = tuple(map(JobLog, self._options.logs))
         if self._log_folder is None:

@@ -216,6 +216,8 @@ class SupervisedJob:
         if self.signals.asked is not None:
             raise NotStarted(128 + self.signals.asked, "a signal asked to end")
         known = self.copy.read()
+        if self.copy.set_aside:
+            self.tell(f"warning: set aside: {self.copy.set_aside}")
         reset = self.options.budget.reset_budget
         best = None if known is None or reset else known["best"]
         if seen.code in (0, EXIT_FRESH) and not seen.holds_steps and best is not None:
