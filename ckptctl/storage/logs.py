@@ -92,9 +92,9 @@ def read_pieces(
     is yielded as far as it goes. `found` states where a local file was found; without it, a
     person has named it.
 
-    Raises `PathUntrusted` for what another user could have put there, see `shared_places`; `damaged` for damaged compressed data, `PathNotFound`, `AccessDenied`,
-    `StorageUnavailable`, `UsageError` for a folder, and `MissingExtra` for zstd without its
-    package.
+    Raises `PathUntrusted` for what another user could have put there, see `shared_places`;
+    `damaged` for damaged compressed data, `PathNotFound`, `AccessDenied`, `StorageUnavailable`,
+    `UsageError` for a folder, and `MissingExtra` for zstd without its package.
     """
     return _unpacked(url, _stored_pieces(url, storage, found), damaged)
 

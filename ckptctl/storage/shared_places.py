@@ -132,7 +132,7 @@ class HeldFolder(Closing):
 
     def folder(self, name: str, *, make: bool = False) -> HeldFolder:
         """The folder `name` in it; with `make` it is created where it is missing."""
-        return HeldFolder(self.path_of(name), _walked(name, make=make, within=self.fd)[0])
+        return HeldFolder(self.path_of(name), _walked(name, make=make, within=self)[0])
 
     def open(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
         """The descriptor of a regular file.
@@ -388,7 +388,7 @@ def owner_of(path: str) -> int | None:
 
 
 def is_in_proc(folder: HeldFolder) -> bool:
-    """Whether a folder is one of `/proc`, where no user can put a link: `/dev/stdout` leads there."""
+    """Whether a folder is one of `/proc`, as for `/dev/stdout`: no user can put a link there."""
     return _is_in_proc(folder.fd)
 
 
@@ -399,7 +399,7 @@ def _is_in_proc(fd: int) -> bool:
 
 
 def _walked(
-    path: str, *, make: bool = False, leaf: bool = False, within: int | None = None
+    path: str, *, make: bool = False, leaf: bool = False, within: HeldFolder | None = None
 ) -> tuple[int, str]:
     """Open the folder to which a path leads, or with `leaf` the one that holds its last name.
 
@@ -411,12 +411,11 @@ def _walked(
     names = _names(path)
     if leaf and not names:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if path.startswith("/"):
-        here = os.open("/", _SEARCHED | os.O_DIRECTORY)
-    elif within is None:
-        here = os.open(".", _SEARCHED | os.O_DIRECTORY)
+    at = "/" if path.startswith("/") else "" if within is None else within.path
+    if within is None or at == "/":
+        here = os.open(at or ".", _SEARCHED | os.O_DIRECTORY)
     else:
-        here = os.dup(within)
+        here = os.dup(within.fd)
     n_links = n_tries = 0
     try:
         while names:
@@ -426,7 +425,7 @@ def _walked(
             if is_leaf:
                 if name == "..":
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-                target = _link_to_follow(here, name, path)
+                target = _link_to_follow(here, name, os.path.join(at, name))
                 if target is None:
                     return here, name
             else:
@@ -447,12 +446,12 @@ def _walked(
                     if _is_in_proc(here):
                         below = os.open(name, _SEARCHED | os.O_DIRECTORY, dir_fd=here)
                     else:
-                        target = _link_to_follow(here, name, path)
+                        target = _link_to_follow(here, name, os.path.join(at, name))
                         if target is None:
                             raise
                 if target is None:
                     os.close(here)
-                    here = below
+                    here, at = below, os.path.join(at, name)
                     continue
             n_links += 1
             if n_links > _MOST_LINKS:
@@ -462,7 +461,7 @@ def _walked(
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             if target.startswith("/"):
                 os.close(here)
-                here = -1
+                here, at = -1, "/"
                 here = os.open("/", _SEARCHED | os.O_DIRECTORY)
         return here, ""
     except BaseException:
@@ -479,6 +478,8 @@ def _names(path: str) -> list[str]:
 def _link_to_follow(within: int, name: str, path: str) -> str | None:
     """The target of a link that is followed; None where `name` is no link, or is in `/proc`.
 
+    `path` names it in an error.
+
     Raises `PathUntrusted` for a link that another user could have created.
     """
     if _is_in_proc(within):
@@ -490,8 +491,7 @@ def _link_to_follow(within: int, name: str, path: str) -> str | None:
     if not stat.S_ISLNK(about.st_mode):
         return None
     if about.st_uid not in trusted_users() and not _is_of_system(about, os.fstat(within)):
-        where = path if path.rstrip("/").endswith(name) else f"{path} ({name} on the way)"
-        raise _refusal(where, f"is a link that uid {about.st_uid} created")
+        raise _refusal(path, f"is a link that uid {about.st_uid} created")
     target = os.readlink(name, dir_fd=within)
     again = os.stat(name, dir_fd=within, follow_symlinks=False)
     if not os.path.samestat(about, again):

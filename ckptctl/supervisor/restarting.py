@@ -64,9 +64,11 @@ def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOpt
     roots = roots_in(root, options.optional_roots)
     for url in roots.urls:
         open_store(url, options.storage).close()
-    with stored_state(roots.first, options) as revisions:
-        with closing(SupervisedJob(tuple(command), roots, revisions, options)) as job:
-            return _run(job)
+    with (
+        stored_state(roots.first, options) as revisions,
+        closing(SupervisedJob(tuple(command), roots, revisions, options)) as job,
+    ):
+        return _run(job)
 
 
 def _run(job: SupervisedJob) -> Supervised:

@@ -1,10 +1,11 @@
-"""Paths in places that others can write: what another user puts there is neither followed nor used."""
+"""Paths in places that others can write: what another user puts there is not used."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,11 +257,9 @@ def test_a_report_goes_through_a_link_of_this_user_to_its_file(tmp_path: Path):
 @pytest.mark.parametrize("target", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
 @pytest.mark.parametrize("to_file", [False, True])
 def test_a_report_goes_to_the_standard_output(tmp_path: Path, target: str, to_file: bool):
-    program = f"from ckptctl.storage.files import replace_file\nreplace_file({target!r}, b'text', 'x')"
-    words = ["python", "-c", program]
-    import sys
-
-    words[0] = sys.executable
+    call = f"replace_file({target!r}, b'text', 'the report')"
+    program = f"from ckptctl.storage.files import replace_file\n{call}"
+    words = [sys.executable, "-c", program]
     if to_file:
         with open(tmp_path / "out", "wb") as out:
             subprocess.run(words, stdout=out, check=True)
