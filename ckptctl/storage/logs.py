@@ -21,7 +21,7 @@ from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.files import error_of
 from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
-from ckptctl.storage.shared_places import FoundIn, open_found, open_log, owner_of
+from ckptctl.storage.shared_places import FoundIn, found_in, open_found, open_log
 from ckptctl.storage.waiting import busy
 
 STDIN = "-"
@@ -70,13 +70,9 @@ def logs_below(name: str, storage: StorageOptions) -> Sequence[str]:
 
 
 def found_below(folder: str) -> FoundIn | None:
-    """What the files in a folder that a person named are; None where it is not local.
-
-    Its owner is trusted: the folder was named on purpose.
-    """
+    """What the files in a folder that a person named are; None where it is not local."""
     path = local_path(folder)
-    owner = None if path is None else owner_of(path)
-    return None if path is None else FoundIn(path, frozenset([] if owner is None else [owner]))
+    return None if path is None else found_in(path)
 
 
 def read_pieces(

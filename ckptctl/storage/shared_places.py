@@ -35,6 +35,7 @@ _UNBLOCKED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FOLDER = frozenset({errno.ENOTDIR, errno.ELOOP})
 _NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP})
 """What opening a link, a pipe without a reader, a folder, a device or a socket fails with."""
+_PROBE = ".ckptctl-owner"
 _MOST_LINKS = 40
 """As the kernel has it, by path_resolution(7)."""
 _MOST_TRIES = 8
@@ -259,10 +260,26 @@ def new_private_folder(prefix: str, parents: Iterable[str | None] = (None,)) -> 
     failed: OSError | None = None
     for parent in parents:
         try:
-            return open_private_folder(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            folder = open_folder(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            about = folder.about
+            if not about.st_mode & _OTHERS and about.st_uid in (os.geteuid(), _creates_as(folder)):
+                return folder
         except OSError as error:
             failed = error
+        else:
+            folder.close()
+            raise _refusal(folder.path, f"was replaced by one of uid {about.st_uid}")
     raise failed or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), prefix)
+
+
+def _creates_as(folder: HeldFolder) -> int:
+    """The owner of what this user creates in a folder: an NFS server may give it to another."""
+    fd = folder.open(_PROBE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        return os.fstat(fd).st_uid
+    finally:
+        os.close(fd)
+        os.unlink(_PROBE, dir_fd=folder.fd)
 
 
 def make_private_folder(path: str) -> HeldFolder:
@@ -296,6 +313,12 @@ def open_named(path: str) -> int:
             return fd
         os.close(fd)
         raise _refusal(path, "is not a regular file")
+
+
+def found_in(folder: str) -> FoundIn:
+    """What the files in a folder that a person named are; its owner is trusted."""
+    owner = owner_of(folder)
+    return FoundIn(folder, frozenset([] if owner is None else [owner]))
 
 
 def open_appended(path: str) -> int:
