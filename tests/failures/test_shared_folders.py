@@ -91,7 +91,7 @@ def test_a_link_or_pipe_of_another_user_is_refused_and_waits_for_nobody(place: P
     log.symlink_to(place / "secret") if what == "link" else os.mkfifo(log)
     give(log)
     done = run_ckptctl("classify", log)
-    assert done.returncode == 25
+    assert done.returncode == 2
     assert f"uid {UID}" in done.stderr
     assert "next: " in done.stderr
     os.lchown(log, 0, 0)
@@ -105,11 +105,11 @@ def test_a_loss_log_of_another_user_is_refused_where_everybody_can_write(place: 
     (place / "train.jsonl").write_text("\n".join(rows) + "\n")
     give(place / "train.jsonl")
     done = run_ckptctl("loss", place)
-    assert done.returncode == 25
+    assert done.returncode == 2
     assert f"train.jsonl belongs to uid {UID}" in done.stderr
-    assert run_ckptctl("loss", place / "train.jsonl").returncode != 25
+    assert run_ckptctl("loss", place / "train.jsonl").returncode != 2
     place.chmod(0o755)
-    assert run_ckptctl("loss", place).returncode != 25
+    assert run_ckptctl("loss", place).returncode != 2
 
 
 @needs_root
