@@ -29,7 +29,7 @@ from ckptctl.loss.rows import Marker, Row
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import absolute_url, is_local, open_store
-from ckptctl.storage.shared_places import open_folder
+from ckptctl.storage.shared_places import open_folder, open_place
 from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
 from ckptctl.supervisor.holding import marker_of
 from ckptctl.supervisor.nodes import NodeOptions
@@ -69,6 +69,8 @@ def new_work_folder(
             "write {root} in it, or give --root-env NAME",
             next_command=usage,
         )
+    with suppress(OSError):
+        open_place(folder)[0].close()  # raises for another user's link
     work = Path(folder).resolve()
     if work.exists():
         raise UsageError(f"{work} already exists; give another folder with --work")

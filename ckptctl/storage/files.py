@@ -365,13 +365,7 @@ def append_line(path: str, line: bytes) -> None:
         with busy(path):
             place, name = open_place(path)
             with place:
-                try:
-                    place.about_file(name)
-                    is_there = True
-                except FileNotFoundError:
-                    is_there = False
-                if is_there or not _published_first(place, name, line):
-                    _append(place, name, line)
+                append_line_within(place, name, line)
     except OSError as exc:
         if exc.errno in FULL:
             raise full(path, exc, folder, len(line)) from exc
@@ -379,6 +373,16 @@ def append_line(path: str, line: bytes) -> None:
         if isinstance(error, PathNotFound):
             raise PathNotFound(f"{error.message}; the folder of the file must exist") from exc
         raise error from exc
+
+
+def append_line_within(place: HeldFolder, name: str, line: bytes) -> None:
+    """The same in a folder that is open; errors of the system pass through."""
+    try:
+        place.about_file(name)
+    except FileNotFoundError:
+        if _published_first(place, name, line):
+            return
+    _append(place, name, line)
 
 
 def _published_first(place: HeldFolder, name: str, line: bytes) -> bool:
@@ -392,7 +396,9 @@ def _published_first(place: HeldFolder, name: str, line: bytes) -> bool:
 
 
 def _append(place: HeldFolder, name: str, line: bytes) -> None:
-    with Descriptor(place.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)) as file:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+    is_open = bool(place.about.st_mode & stat.S_IWOTH)
+    with Descriptor(place.open(name, flags, 0o666, single=is_open)) as file:
         # Over NFS, two concurrent appends may overwrite each other; the lock prevents this.
         fcntl.flock(file.fd, fcntl.LOCK_EX)
         _write_line(file.fd, line)

@@ -163,8 +163,8 @@ def _opened(path: str, name: str, found: FoundIn | None) -> tuple[int, bool]:
     if found is not None:
         with busy(name):
             return open_found(path, found), True
-    if os.path.isfile(path):
-        with busy(name):
+    with busy(name):
+        if os.path.isfile(path):
             return open_log(path)
     return open_log(path)  # the writer of a pipe may open it at any time
 

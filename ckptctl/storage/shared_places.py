@@ -21,7 +21,6 @@ import errno
 import os
 import shlex
 import stat
-import tempfile
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
@@ -33,8 +32,8 @@ _SEARCHED = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC
 """How folders on the way are opened: it takes the right to search them, not the one to list."""
 _UNBLOCKED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FOLDER = frozenset({errno.ENOTDIR, errno.ELOOP})
-_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP})
-"""What opening a link, a pipe without a reader, a folder, a device or a socket fails with."""
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP})
+"""What opening a link, a pipe without a reader, a device or a socket fails with."""
 _PROBE = ".ckptctl-owner"
 _MOST_LINKS = 40
 """As the kernel has it, by path_resolution(7)."""
@@ -138,10 +137,12 @@ class HeldFolder(Closing):
         """The folder `name` in it; with `make` it is created where it is missing."""
         return HeldFolder(self.path_of(name), _walked(name, make=make, within=self)[0])
 
-    def open(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    def open(
+        self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600, *, single: bool = False
+    ) -> int:
         """The descriptor of a regular file.
 
-        Raises `PathUntrusted` for anything else, and where it is to be written and has a second
+        Raises `PathUntrusted` for anything else, with `single` also for a file that has a second
         name; `OSError` as the system does. The owner is not compared.
         """
         path = self.path_of(name)
@@ -157,7 +158,7 @@ class HeldFolder(Closing):
         why = None
         if not stat.S_ISREG(about.st_mode):
             why = f"is {_kind_of(about)}"
-        elif flags & (os.O_WRONLY | os.O_RDWR) and about.st_nlink > 1:
+        elif single and about.st_nlink > 1:
             why = "has a second name (a hard link)"
         if why is not None:
             os.close(fd)
@@ -185,7 +186,7 @@ class HeldFolder(Closing):
             with suppress(FileExistsError):
                 return self.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
             with suppress(FileNotFoundError):
-                fd = self.open(name, flags)
+                fd = self.open(name, flags, single=True)
                 why = distrusted(self.path_of(name), os.fstat(fd))
                 if why is not None and (private or self.about.st_mode & stat.S_IWOTH):
                     os.close(fd)
@@ -261,6 +262,8 @@ def new_private_folder(prefix: str, parents: Iterable[str | None] = (None,)) -> 
     None is the folder for temporary files. Raises `OSError`, and `PathUntrusted` where another
     user has put something else in its place meanwhile.
     """
+    import tempfile  # its imports would delay every command
+
     failed: OSError | None = None
     for parent in parents:
         try:
@@ -367,8 +370,8 @@ def open_stream(place: HeldFolder, name: str) -> int | None:
 def open_found(path: str, found: FoundIn) -> int:
     """The descriptor of a regular file that was found in a folder, to read it.
 
-    If everybody can write the folder that was named, or one on the way, the file must be of a
-    trusted user. Raises `PathUntrusted`, and `OSError`.
+    A link of a trusted user is followed. If everybody can write the folder that was named, or one
+    on the way, the file must be of a trusted user. Raises `PathUntrusted`, and `OSError`.
     """
     *folders, name = os.path.relpath(path, found.folder).split(os.sep)
     with ExitStack() as stack:
@@ -377,7 +380,8 @@ def open_found(path: str, found: FoundIn) -> int:
         for folder in folders:
             here = stack.enter_context(here.folder(folder))
             is_open = is_open or bool(here.about.st_mode & stat.S_IWOTH)
-        fd = here.open(name)
+        last, name = _walked(name, leaf=True, within=here)
+        fd = stack.enter_context(HeldFolder(here.path, last)).open(name)
         why = distrusted(path, os.fstat(fd), found.users) if is_open else None
         if why is None:
             return fd
