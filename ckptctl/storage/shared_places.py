@@ -83,10 +83,10 @@ def _kind_of(about: os.stat_result) -> str:
 
 
 def _refusal(path: str, why: str) -> PathUntrusted:
-    return PathUntrusted(f"{path} {why}; it was not used", next_command=_look_at(path))
+    return PathUntrusted(f"{path} {why}; it was not used", next_command=_status_command(path))
 
 
-def _look_at(path: str) -> str:
+def _status_command(path: str) -> str:
     return f"ls -ld {shlex.quote(path)}"
 
 
@@ -172,7 +172,7 @@ class HeldFolder(Closing):
         with os.fdopen(fd, "rb") as file:
             why = distrusted(self.path_of(name), os.fstat(fd), users)
             if why is not None:
-                raise PathUntrusted(why, next_command=_look_at(self.path_of(name)))
+                raise PathUntrusted(why, next_command=_status_command(self.path_of(name)))
             return file.read(limit)
 
     def append(self, name: str, mode: int = 0o644, *, private: bool = True) -> int:
@@ -190,7 +190,7 @@ class HeldFolder(Closing):
                 why = distrusted(self.path_of(name), os.fstat(fd))
                 if why is not None and (private or self.about.st_mode & stat.S_IWOTH):
                     os.close(fd)
-                    command = _look_at(self.path_of(name))
+                    command = _status_command(self.path_of(name))
                     raise PathUntrusted(f"{why}; it was not used", next_command=command)
                 return fd
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path_of(name))
@@ -386,7 +386,7 @@ def open_found(path: str, found: FoundIn) -> int:
         if why is None:
             return fd
         os.close(fd)
-        raise PathUntrusted(why, next_command=_look_at(path))
+        raise PathUntrusted(why, next_command=_status_command(path))
 
 
 def open_log(path: str) -> tuple[int, bool]:
