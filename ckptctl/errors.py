@@ -109,6 +109,10 @@ class PathEscape(StorageError, code="path.escape", exit_code=25):
     """A path or a link leads outside its folder; it was not followed."""
 
 
+class PathUntrusted(StorageError, code="path.untrusted", exit_code=2):
+    """Another user could have put a file, a link or a folder there; it was not used."""
+
+
 class AlreadyExists(StorageError, code="storage.exists", exit_code=1):
     """A write that must create a file found one already there."""
 

@@ -142,6 +142,7 @@ def classification_lines(answer: Classification) -> list[Line]:
         *section(_listed("training continued after", answer.survived)),
         *section(_stalled(answer)),
         *_suspected(answer.suspects),
+        *_set_aside(answer),
         line("do: ", StyledText(answer.action.value, "strong"), f". {answer.advice}", hang=4),
         line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
         line(_read(answer)),
@@ -170,6 +171,13 @@ def _stalled(answer: Classification) -> Iterator[Line]:
         yield line(f"  ranks without a dump: {ranges_of(answer.ranks_without_dump)}", hang=4)
     for message in answer.not_dumps[:_FEW]:
         yield line(f"  {message}", hang=4)
+
+
+def _set_aside(answer: Classification) -> Iterator[Line]:
+    for reason in answer.set_aside[:_FEW]:
+        yield line("set aside: ", StyledText(reason, "warn"), hang=4)
+    if len(answer.set_aside) > _FEW:
+        yield line(f"  and {len(answer.set_aside) - _FEW:,} more (--json has them)")
 
 
 _RESTART = {

@@ -23,6 +23,7 @@ from ckptctl.starting import find_program
 from ckptctl.storage.contract import Span
 from ckptctl.storage.files import FULL, error_of, full
 from ckptctl.storage.opening import absolute_url, is_local, open_store
+from ckptctl.storage.shared_places import open_named
 
 _FICLONE = 0x40049409
 """Source: `FICLONE` of `linux/fs.h`."""
@@ -138,7 +139,7 @@ def _copy_local(real: Path, step: str, above: Sequence[Path], target: Path) -> s
 def _copy_file(source: Path, target: Path) -> bool:
     """Copy one file; whether both share their blocks now."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as old, target.open("wb") as new:
+    with os.fdopen(open_named(str(source)), "rb") as old, target.open("wb") as new:
         with suppress(OSError):
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
             return True

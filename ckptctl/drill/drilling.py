@@ -23,7 +23,14 @@ from ckptctl.drill.copying import (
     read_only_launcher,
     storage_errors,
 )
-from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_work_folder
+from ckptctl.drill.job import (
+    DrillJob,
+    Ending,
+    JobOptions,
+    TrialFailed,
+    make_work_folder,
+    new_work_folder,
+)
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
 from ckptctl.errors import UsageError
@@ -155,7 +162,7 @@ class _Faults:
         `begun` is reported once a signal ends the drill with its report.
         """
         with storage_errors(self._work):
-            self._work.mkdir(parents=True)
+            make_work_folder(self._work)
         self._ending.lead(partial(self._run, begun), self._work, keep=self._options.keep)
         return self._ending.asked
 

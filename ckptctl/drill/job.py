@@ -30,6 +30,7 @@ from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
 from ckptctl.starting import OwnCommand, own_command
 from ckptctl.storage.opening import absolute_url, is_local, open_store
+from ckptctl.storage.shared_places import open_folder, open_place
 from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
 from ckptctl.supervisor.holding import marker_of
 from ckptctl.supervisor.nodes import NodeOptions
@@ -69,12 +70,23 @@ def new_work_folder(
             "write {root} in it, or give --root-env NAME",
             next_command=usage,
         )
+    with suppress(OSError):
+        open_place(folder)[0].close()  # raises for another user's link
     work = Path(folder).resolve()
     if work.exists():
         raise UsageError(f"{work} already exists; give another folder with --work")
     if is_local(root) and Path(absolute_url(root)).resolve() in (work, *work.parents):
         raise UsageError(f"{work} is in the root; give another folder with --work")
     return work
+
+
+def make_work_folder(work: Path) -> None:
+    """Create the work folder, which nobody else can write; its parents where they are missing.
+
+    Raises `FileExistsError` where somebody has created it meanwhile, and `PathUntrusted`.
+    """
+    with open_folder(str(work.parent), make=True) as parent:
+        os.mkdir(work.name, 0o755, dir_fd=parent.fd)
 
 
 class LoggedSteps:

@@ -141,6 +141,7 @@ def _answer(
         n_dumps=len(read.dumps),
         n_lines=read.n_lines,
         not_dumps=read.not_dumps[:_SHOWN],
+        set_aside=read.set_aside[:_SHOWN],
         deadline_reached=read.deadline_reached,
         next_command=_next(about, decisive, node, scheduler, found),
     )

@@ -2,6 +2,9 @@
 
 Each log is read once, with bounded memory and up to a deadline. A folder stands for the
 files in it: logs and dumps; binary files are skipped.
+
+What a person names is read, whoever owns it. What is found in a folder that everybody can
+write is read only if it is of root, of this user or of the owner of something that was named.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import BinaryData, PathNotFound, StorageError
+from ckptctl.errors import BinaryData, PathNotFound, PathUntrusted, StorageError
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.rank_dumps import (
     MAX_BYTES,
@@ -38,6 +41,7 @@ from ckptctl.storage.logs import (
     read_pieces,
 )
 from ckptctl.storage.opening import local_path
+from ckptctl.storage.shared_places import FoundIn, owner_of
 
 _SAME_JOB_S = 3600.0
 """A log and a dump beside it belong to one job if written within this time."""
@@ -47,12 +51,14 @@ _LOG_NAME = re.compile(
 )
 
 
-def log_blocks(file: str, storage: StorageOptions = StorageOptions()) -> Iterator[Sequence[Line]]:
+def log_blocks(
+    file: str, storage: StorageOptions = StorageOptions(), found: FoundIn | None = None
+) -> Iterator[Sequence[Line]]:
     """The lines of the program in a log, some thousands at once.
 
     Raises `BinaryData` where the log is not text, and as `read_pieces`.
     """
-    return blocks_of(unwrapped(read_pieces(file, storage)), file)
+    return blocks_of(unwrapped(read_pieces(file, storage, found=found)), file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class Read:
     """What was read; `first_failed` is the host and rank that a launcher names as the first.
 
     `not_dumps` are messages about files that were given as dumps but are not.
+    `set_aside` are the reasons why something that was found is no evidence.
     `deadline_reached`: the deadline passed before the end of the logs.
     """
 
@@ -69,6 +76,7 @@ class Read:
     stacks: tuple[Stack, ...]
     dumps: tuple[Dump, ...]
     not_dumps: tuple[str, ...]
+    set_aside: tuple[str, ...]
     n_files: int
     n_lines: int
     deadline_reached: bool
@@ -77,8 +85,14 @@ class Read:
 class _Reading:
     """The state of one reading of all logs."""
 
-    def __init__(self, storage: StorageOptions, deadline_s: float | None) -> None:
+    def __init__(
+        self, named: Iterable[str], storage: StorageOptions, deadline_s: float | None
+    ) -> None:
         self.storage = storage
+        paths = (local_path(name) for name in named if name != STDIN)
+        owners = (owner_of(path) for path in paths if path is not None)
+        self.users = frozenset(owner for owner in owners if owner is not None)
+        self.set_aside: dict[str, str] = {}
         self.until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
         self.readers: list[LogReader] = []
         self.dumps: dict[str, Dump] = {}
@@ -89,38 +103,49 @@ class _Reading:
     def evidence_in(self, name: str) -> Iterator[tuple[LogReader, Evidence]]:
         """The evidence in a log, or in the files of a folder."""
         files = logs_below(name, self.storage)
+        found = self.found_in(name)
         for file in files:
             if time.monotonic() > self.until_s:
                 self.deadline_reached = True
                 return
             if file == name:
                 yield from self._in_log(file)
-            elif not self._is_dump(file):
-                try:
-                    yield from self._in_log(file)
-                except BinaryData:
-                    self.n_binary += 1
-                    self.beside_binary.add(os.path.dirname(file))
-                    self.readers.pop()
+                continue
+            try:
+                if not self._is_dump(file, found):
+                    yield from self._in_log(file, found)
+            except BinaryData:
+                self.n_binary += 1
+                self.beside_binary.add(os.path.dirname(file))
+                self.readers.pop()
+            except PathUntrusted as error:
+                self.set_aside[file] = error.message
+                self.readers = [reader for reader in self.readers if reader.name != file]
 
-    def _in_log(self, file: str) -> Iterator[tuple[LogReader, Evidence]]:
+    def found_in(self, folder: str) -> FoundIn:
+        """What the files in a folder are."""
+        return FoundIn(local_path(folder) or "", self.users)
+
+    def _in_log(
+        self, file: str, found: FoundIn | None = None
+    ) -> Iterator[tuple[LogReader, Evidence]]:
         reader = LogReader(file, self.until_s)
         self.readers.append(reader)
-        for block in log_blocks(file, self.storage):
-            for found in reader.take(block):
-                yield reader, found
+        for block in log_blocks(file, self.storage, found):
+            for evidence in reader.take(block):
+                yield reader, evidence
             if reader.stopped or time.monotonic() > self.until_s:
                 self.deadline_reached = True
                 return
 
-    def _is_dump(self, file: str) -> bool:
+    def _is_dump(self, file: str, found: FoundIn) -> bool:
         """Whether a file of a folder is a dump; if so, it is read."""
         path = local_path(file)
         if path is None or not re.search(r"\d(?:\.\w+)?$", file):
             return False
-        if may_be_dump(file, read_head(path)):
+        if may_be_dump(file, read_head(path, found)):
             with suppress(NotADump):
-                self.dumps[file] = read_dump(file, read_bytes(file, limit=MAX_BYTES))
+                self.dumps[file] = read_dump(file, read_bytes(file, limit=MAX_BYTES, found=found))
                 return True
         return False
 
@@ -138,8 +163,12 @@ class _Reading:
             # A folder such as /tmp also holds the dumps of other jobs.
             at_s = _changed_s(file)
             if at_s is not None and any(abs(at_s - each) <= _SAME_JOB_S for each in times):
-                with suppress(StorageError):
-                    self._is_dump(file)
+                try:
+                    self._is_dump(file, self.found_in(os.path.dirname(file) or "."))
+                except PathUntrusted as error:
+                    self.set_aside[file] = error.message
+                except StorageError:
+                    continue
 
     def is_log(self, file: str) -> bool:
         """False for a text file among the binary files of a checkpoint."""
@@ -156,7 +185,8 @@ def read_logs(
     Raises `BinaryData` if a given file is binary, or a folder contains binary files and no
     log.
     """
-    reading = _Reading(storage, deadline_s)
+    named = names if recorder is None else [*names, recorder]
+    reading = _Reading(named, storage, deadline_s)
     not_dumps = tuple(_named_dumps(reading, recorder)) if recorder is not None else ()
     evidence = folded(found for name in names for found in reading.evidence_in(name))
     logs = [reader for reader in reading.readers if reading.is_log(reader.name)]
@@ -176,6 +206,7 @@ def read_logs(
         stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
         dumps=tuple(reading.dumps.values()),
         not_dumps=not_dumps,
+        set_aside=tuple(reading.set_aside.values()),
         n_files=len(logs),
         n_lines=sum(each.n_lines for each in logs),
         deadline_reached=reading.deadline_reached,
@@ -186,12 +217,17 @@ def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:
     for file in logs_below(recorder, reading.storage):
         if not re.search(r"\d(?:\.\w+)?$", file):
             continue
+        found = None if file == recorder else reading.found_in(recorder)
         try:
-            data = read_bytes(file, limit=MAX_BYTES, storage=reading.storage)
+            data = read_bytes(file, limit=MAX_BYTES, storage=reading.storage, found=found)
             reading.dumps[file] = read_dump(file, data)
         except NotADump as error:
             yield str(error)
-    if not reading.dumps:
+        except PathUntrusted as error:
+            if found is None:
+                raise
+            reading.set_aside[file] = error.message
+    if not reading.dumps and not reading.set_aside:
         raise PathNotFound(
             f"{recorder}: no readable dump of the flight recorder; the name of a dump must end "
             "with its rank"

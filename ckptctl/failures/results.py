@@ -341,6 +341,9 @@ class Classification:
     """Lines that were classified."""
     not_dumps: tuple[str, ...]
     """Why files that were named as dumps were not read."""
+    set_aside: tuple[str, ...]
+    """What was found and is no evidence, because another user may have put it there: the
+    reasons, at most 50."""
     deadline_reached: bool
     """Whether the deadline passed before the end of the logs; the rest was not read."""
     next_command: str | None

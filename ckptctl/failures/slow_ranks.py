@@ -20,7 +20,7 @@ from ckptctl.findings import Finding
 from ckptctl.formatting import listed
 from ckptctl.model import Fraction
 from ckptctl.options import StorageOptions
-from ckptctl.storage.logs import MAX_MATCHED, logs_below
+from ckptctl.storage.logs import MAX_MATCHED, found_below, logs_below
 
 THRESHOLD = 0.7
 MAX_RANKS = 1 << 20
@@ -106,12 +106,14 @@ def slow_in_logs(
     """The slow ranks by the newest report in these logs, or folders of logs.
 
     Only timers of computation count: in those of communication the others wait for the slow one.
-    Raises the errors of reading a log.
+    Raises the errors of reading a log; a file of another user in a folder that everybody can
+    write is one.
     """
     reports = _Reports()
     for name in names:
         for file in logs_below(name, storage):
-            for block in log_blocks(file, storage):
+            found = None if file == name else found_below(name)
+            for block in log_blocks(file, storage, found):
                 for _, text in block:
                     if reports.in_timer or _HINT.search(text, 0, MAX_MATCHED):
                         reports.take(text[:MAX_MATCHED])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import stat
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from ckptctl.errors import (
     OwnFileUnsupported,
     PathEscape,
     PathNotFound,
+    PathUntrusted,
     UsageError,
 )
 from ckptctl.findings import ByStore, Finding
@@ -52,6 +52,7 @@ from ckptctl.options import Requirements
 from ckptctl.storage.contract import Span, Store, TooLarge
 from ckptctl.storage.files import append_line
 from ckptctl.storage.opening import absolute_url
+from ckptctl.storage.shared_places import open_named
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.documents import RootDocument
@@ -367,17 +368,17 @@ def check_marks_file(path: str | None) -> None:
 
 def _content(path: str) -> bytes:
     try:
-        # Without O_NONBLOCK, opening a pipe waits for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_named(path)
     except FileNotFoundError:
         return b""
     except OSError as error:
         raise _bad_file(path, error.strerror or type(error).__name__) from error
-    about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_FILE_BYTES:
+    except PathUntrusted as error:
+        raise _bad_file(path, error.message) from error
+    size = os.fstat(fd).st_size
+    if size > MAX_FILE_BYTES:
         os.close(fd)
-        what = f"it is {about.st_size:,} bytes, more than {MAX_FILE_BYTES:,}"
-        raise _bad_file(path, what if stat.S_ISREG(about.st_mode) else "it is not a regular file")
+        raise _bad_file(path, f"it is {size:,} bytes, more than {MAX_FILE_BYTES:,}")
     with os.fdopen(fd, "rb") as file:
         return file.read()
 

@@ -14,6 +14,7 @@ Source: nvidia-resiliency-ext 0.4.1 `checkpointing/local/ckpt_managers/base_mana
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Any
 
 from nvidia_resiliency_ext import fault_tolerance
@@ -21,8 +22,10 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager impor
     LocalCheckpointManager,
 )
 
+from ckptctl.errors import StorageError
 from ckptctl.formats.own.heartbeats import Reported
 from ckptctl.records.verification import check_whole
+from ckptctl.storage.shared_places import open_named
 from ckptctl.train import heartbeat
 from ckptctl.train.ledger import to_stderr
 
@@ -67,14 +70,14 @@ def _damage(path: Any) -> str | None:
     """Why a file is not one that `torch.save` has written; None for a sound one."""
     try:
         with (
-            open(path, "rb") as file,
+            os.fdopen(open_named(str(path)), "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             memoryview(data) as view,
         ):
             found = check_whole(view)
     except ValueError:
         return "it is empty"
-    except OSError as error:
+    except (OSError, StorageError) as error:
         return str(error)
     if found.wrong is not None:
         return f"{found.wrong.names[0]} in it does not match its checksum"

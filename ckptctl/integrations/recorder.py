@@ -25,6 +25,7 @@ from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import JOB_TIMEOUT_S
 from ckptctl.selection.sealing import seal
 from ckptctl.storage.opening import base_name, join_url, open_store
+from ckptctl.storage.shared_places import open_appended
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.train.ledger import new_attempt, put_report, to_stderr
 
@@ -181,8 +182,7 @@ class Recorder(Sealer):
             self._file = None
 
     def _record_attempt(self) -> None:
-        os.makedirs(os.path.dirname(self._log_path) or ".", exist_ok=True)
-        self._file = open(self._log_path, "a", encoding="utf-8")  # noqa: SIM115 - until `close`
+        self._file = os.fdopen(open_appended(self._log_path), "a", encoding="utf-8")
         step = self._resumed_from
         # `loss` reads the words as the boundary between two attempts in this file.
         words = "this is a fresh start" if step is None else f"resuming from step {step}"

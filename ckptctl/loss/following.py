@@ -27,6 +27,7 @@ from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import STDIN
 from ckptctl.storage.opening import local_path
+from ckptctl.storage.shared_places import open_named
 
 POLL_S = 1.0
 _PIECE_BYTES = 1 << 20
@@ -130,7 +131,7 @@ class FileTail(_Tail):
     def new_items(self) -> Iterator[Row | Marker]:
         """See `_Tail.new_items`."""
         try:
-            file = open(self._path, "rb")  # noqa: SIM115 - closed below
+            file = os.fdopen(open_named(self._path), "rb")
         except FileNotFoundError:
             return
         except OSError as error:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import LogUnreadable, PathNotFound
 from ckptctl.options import StorageOptions
-from ckptctl.storage.logs import STDIN, errors_of_storage, files_below, read_pieces
+from ckptctl.storage.logs import STDIN, errors_of_storage, files_below, found_below, read_pieces
 from ckptctl.storage.opening import base_name, join_url, local_path
+from ckptctl.storage.shared_places import open_found, open_named
 
 # The names of logs in a folder. The first kind that occurs is read, since one run is often
 # logged in several formats; formats that keep whole floats come first.
@@ -53,15 +54,31 @@ def log_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
 
 
 def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
-    """The logs that the paths stand for; a folder stands for its files with the name of a log."""
+    """The logs that the paths stand for; a folder stands for its files with the name of a log.
+
+    Raises `PathUntrusted` for the file of another user in a folder that everybody can write.
+    """
     found: list[str] = []
     for path in paths:
         files = None if metrics_folder(path) else files_below(path, storage)
         if files is None:
             found.append(path)
         else:
-            found += _logs_among(path, sorted((info.path for info in files), key=natural))
+            names = sorted((info.path for info in files if info.kind == "file"), key=natural)
+            logs = _logs_among(path, names)
+            _check_found(path, logs)
+            found += logs
     return tuple(found)
+
+
+def _check_found(folder: str, logs: Sequence[str]) -> None:
+    """Raise `PathUntrusted` where a log in a folder may be that of another user."""
+    found = found_below(folder)
+    for log in logs if found is not None else ():
+        path = local_path(log)
+        if path is not None and found is not None:
+            with errors_of_storage(log):
+                os.close(open_found(path, found))
 
 
 def _logs_among(path: str, names: Sequence[str]) -> list[str]:
@@ -128,7 +145,8 @@ def _metric_pieces(path: str, folder: str) -> Iterator[bytes]:
 
 
 def _values(folder: str, name: str) -> Iterator[tuple[int, int, str, str]]:
-    with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+    fd = open_named(os.path.join(folder, name))
+    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
         for line in file:
             match = _METRIC_LINE.fullmatch(line)
             if match is not None:

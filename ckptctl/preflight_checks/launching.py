@@ -34,7 +34,13 @@ _MOST_BYTES = 1 << 20
 """The report of one process."""
 _TOKEN = re.compile(r"[0-9a-f]{12}/[0-9]{1,2}")
 # They are about the process that was typed, and not about those on other nodes.
-_NOT_HANDED_ON = ("CKPTCTL_JSON", "CKPTCTL_QUIET", "CKPTCTL_REPORT", "CKPTCTL_LAUNCHER")
+_NOT_HANDED_ON = (
+    "CKPTCTL_JSON",
+    "CKPTCTL_QUIET",
+    "CKPTCTL_REPORT",
+    "CKPTCTL_LAUNCHER",
+    "CKPTCTL_HEARTBEAT_KEY",
+)
 NODE_SECRETS = "CKPTCTL_NODE_SECRETS"
 """The variable with the storage options that may be secrets, as a JSON object."""
 _MOST_SECRETS = 1 << 20

@@ -309,7 +309,10 @@ class StorageProbe:
 
     def _forget(self, name: str) -> None:
         """Ask the system to drop the file from its cache, so that the storage is what is read."""
-        fd = os.open(self._folders.path_of(name), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(
+            self._folders.path_of(name),
+            os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+        )
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

@@ -21,7 +21,14 @@ from ckptctl.drill.copying import (
     read_only_launcher,
     storage_errors,
 )
-from ckptctl.drill.job import DrillJob, Ending, JobOptions, TrialFailed, new_work_folder
+from ckptctl.drill.job import (
+    DrillJob,
+    Ending,
+    JobOptions,
+    TrialFailed,
+    make_work_folder,
+    new_work_folder,
+)
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formatting import command_line
@@ -129,6 +136,8 @@ def rerun(
         kinds = (ReplayNodes.SAME, *((ReplayNodes.OTHER,) if options.other_nodes else ()))
         replays += [_result(plan, plan.job(each, 1, ending.end), each, None, {}) for each in kinds]
         return _concluded(plan, decision, replays, before, tell)
+    with storage_errors(work):
+        make_work_folder(work)
     ending.lead(lead, work, keep=options.keep)
     if ending.asked is not None:
         decision = RerunDecision(ValueOrigin.UNDECIDED, f"ended by {ending.asked.name}")

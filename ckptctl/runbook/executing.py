@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import IO
 
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import UsageError
+from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.runbook.document import Value
 from ckptctl.starting import child_environment, own_command
+from ckptctl.storage.shared_places import HeldFolder, open_folder
 
 OnLine = Callable[[str], None]
 """Called with one line of either stream, without its end."""
@@ -109,7 +110,7 @@ def execute(
             f"the block cannot be run without a temporary folder: {error.strerror}",
             next_command="df -h /tmp",
         ) from error
-    with made as folder:
+    with made as folder, open_folder(folder) as held:
         report, picture = Path(folder) / "report.json", Path(folder) / "picture.svg"
         lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
         texts = {name: value for name, value in variables.items() if isinstance(value, str)}
@@ -127,8 +128,8 @@ def execute(
             _newest(heard.printed),
             _newest(heard.kept),
             time.monotonic() - started,
-            _document(report),
-            _text(picture),
+            _document(held, report.name),
+            _text(held, picture.name),
         )
 
 
@@ -281,20 +282,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 stream.close()
 
 
-def _document(path: Path) -> dict[str, object] | None:
+def _document(folder: HeldFolder, name: str) -> dict[str, object] | None:
     try:
-        text = _text(path) or "null"
+        text = _text(folder, name) or "null"
         document = decode_json(text, max_bytes=_MAX_FILE_BYTES, numbers="finite")
     except NotJson:
         return None
     return document if isinstance(document, dict) else None
 
 
-def _text(path: Path) -> str | None:
+def _text(folder: HeldFolder, name: str) -> str | None:
     """The content of a file that a command wrote; None if it is missing or too large."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(folder.open(name), "rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1).decode("utf-8", "replace")
-    except OSError:
+    except (OSError, StorageError):
         return None
     return text if len(json.dumps(text)) <= _MAX_FILE_BYTES else None

@@ -6,14 +6,16 @@ replaces a shipped one of the same name.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptctl.data_classes import replace
-from ckptctl.errors import UsageError
+from ckptctl.errors import PathUntrusted, UsageError
 from ckptctl.runbook.document import STOP, Arrow, Block, Input, Outcome, Runbook, State
+from ckptctl.storage.shared_places import found_in, open_found, open_named
 
 _TITLE = re.compile(r"# (?P<name>[A-Za-z0-9][A-Za-z0-9-]*): (?P<title>\S.*)")
 _HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
@@ -62,7 +64,7 @@ def find_runbook(name: str, folder: str | None = None) -> Runbook:
         return _read(Path(name))
     for path in _pages(folder):
         if path.stem.lower() == name.lower():
-            book = _read(path)
+            book = _read(path, is_found=path.parent != _SHIPPED)
             if book.name != name.lower():
                 better = shlex.quote(str(path.with_name(f"{book.name}.md")))
                 raise UsageError(
@@ -86,14 +88,25 @@ def led_to(book: Runbook, name: str) -> str:
     return find_runbook(name, folder).called
 
 
-def _read(path: Path) -> Runbook:
-    """The runbook in a file; raises `UsageError` if it cannot be read or parsed."""
+def _read(path: Path, *, is_found: bool = False) -> Runbook:
+    """The runbook in a file; raises `UsageError` if it cannot be read or parsed.
+
+    `is_found`: a person has named the folder, and not the file. Its blocks are run: in a folder
+    that everybody can write, it must be of a trusted user.
+    """
     try:
-        with path.open("rb") as file:
+        fd = (
+            open_found(str(path), found_in(str(path.parent))) if is_found else open_named(str(path))
+        )
+        with os.fdopen(fd, "rb") as file:
             data = file.read(_MAX_PAGE_BYTES + 1)
         text = data.decode()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
+    except PathUntrusted as error:
+        raise UsageError(
+            f"the runbook was not read: {error.message}", next_command=error.next_command
+        ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text in UTF-8: {error.reason}") from error
     if len(data) > _MAX_PAGE_BYTES:

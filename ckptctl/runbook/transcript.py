@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl import markup
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import StorageError, UsageError
+from ckptctl.errors import PathUntrusted, StorageError, UsageError
 from ckptctl.formats.own.files import as_fields
 from ckptctl.formats.own.run_events import (
     BeganEvent,
@@ -30,6 +30,7 @@ from ckptctl.markup import as_text, page
 from ckptctl.runbook.document import shown
 from ckptctl.runbook.pictures import bars_of_time, documents_of, map_of_shards, timeline_of_steps
 from ckptctl.storage.local import LocalStore
+from ckptctl.storage.shared_places import open_folder
 
 SHOWN_LINES = 60
 
@@ -50,9 +51,11 @@ def write_transcript(folder: Path, events: Sequence[Event], step: str | None) ->
     Their owner alone can read them. Raises `UsageError` if nothing can be written there.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        open_folder(str(folder), make=True).close()
     except OSError as error:
         raise UsageError(f"the transcript {folder}: {error.strerror}") from error
+    except PathUntrusted as error:
+        raise UsageError(f"the transcript {error.message}") from error
     try:
         with LocalStore(str(folder), private=True) as store:
             for name, text in transcript(events, step).items():

@@ -26,6 +26,7 @@ from ckptctl.errors import (
     AccessDenied,
     PathEscape,
     PathNotFound,
+    PathUntrusted,
     StorageError,
     StorageFull,
     StorageUnavailable,
@@ -33,6 +34,7 @@ from ckptctl.errors import (
 )
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Closing, StoreKind, parts_of
+from ckptctl.storage.shared_places import HeldFolder, is_in_proc, open_place, open_stream
 from ckptctl.storage.waiting import Transient, beat, busy
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -79,26 +81,40 @@ def publish(
 def replace_file(path: str, data: bytes, what: str, *, mode: int = SHARED) -> None:
     """Replace the file at `path` durably, or leave it as it was; `what` names it in an error.
 
-    A pipe or a device is written to: a rename would put a file in its place, and root may
-    do so even to `/dev/null`. A link stays; the file that it leads to is replaced. Raises
-    `UsageError`.
+    A pipe or a device of a trusted user is written to: a rename would put a file in its place,
+    and root may do so even to `/dev/null`. A link of a trusted user stays; the file that it
+    leads to is replaced. Raises `UsageError`, also for another user's link or pipe.
     """
-    folder, name = os.path.split(os.path.realpath(path))
+    folder = os.path.dirname(path) or "."
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            with open(path, "wb") as stream:
-                stream.write(data)
-            return
-        within = os.open(folder, _FOLDER)
-        try:
-            publish(name, [data], within=within, replace=True, mode=mode)
-        finally:
-            os.close(within)
+        place, name = open_place(path)
+        with place:
+            target = _kernel_link(place, name)
+            if target is not None:
+                replace_file(target, data, what, mode=mode)
+            elif (stream := open_stream(place, name)) is not None:
+                with os.fdopen(stream, "wb") as file:
+                    file.write(data)
+            else:
+                with Descriptor(os.open(".", _FOLDER, dir_fd=place.fd)) as within:
+                    publish(name, [data], within=within.fd, replace=True, mode=mode)
     except OSError as error:
         raise UsageError(
             f"{what} cannot be written to {path}: {error.strerror}",
             next_command=_room(error, folder) if error.errno in FULL else None,
         ) from error
+    except PathUntrusted as error:
+        raise UsageError(
+            f"{what} cannot be written: {error.message}", next_command=error.next_command
+        ) from error
+
+
+def _kernel_link(place: HeldFolder, name: str) -> str | None:
+    """The regular file to which a descriptor in `/proc` leads, as `/dev/stdout` may do."""
+    if not is_in_proc(place) or not stat.S_ISREG(os.stat(name, dir_fd=place.fd).st_mode):
+        return None
+    target = os.readlink(name, dir_fd=place.fd)
+    return target if os.path.isfile(target) else None
 
 
 def write_in_place(name: str, data: Iterable[bytes | memoryview], *, within: int) -> None:
@@ -354,32 +370,41 @@ def _info(entry: os.DirEntry[str], folder: Descriptor, prefix: str) -> FileInfo:
     return FileInfo(path, 0, mtime_s, identity, "other")
 
 
-_APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-
-
 def append_line(path: str, line: bytes) -> None:
     """Append `line`, which must end with a line end, durably.
 
     Creates the file with the line in it, so that a power cut leaves no empty file, but not its
-    folder. Raises `PathNotFound`, `AccessDenied`, `StorageUnavailable`.
+    folder. Raises `PathNotFound`, `AccessDenied`, `StorageUnavailable`; `PathUntrusted` for another
+    user's link, and for anything but a regular file.
     """
-    folder, name = os.path.split(path)
+    folder = os.path.dirname(path) or "."
     try:
         with busy(path):
-            if os.path.exists(path) or not _published_first(folder or ".", name, line):
-                _append(path, line)
+            place, name = open_place(path)
+            with place:
+                append_line_within(place, name, line)
     except OSError as exc:
         if exc.errno in FULL:
-            raise full(path, exc, folder or ".", len(line)) from exc
+            raise full(path, exc, folder, len(line)) from exc
         error = error_of(path, exc)
         if isinstance(error, PathNotFound):
             raise PathNotFound(f"{error.message}; the folder of the file must exist") from exc
         raise error from exc
 
 
-def _published_first(folder: str, name: str, line: bytes) -> bool:
+def append_line_within(place: HeldFolder, name: str, line: bytes) -> None:
+    """The same in a folder that is open; errors of the system pass through."""
+    try:
+        place.about_file(name)
+    except FileNotFoundError:
+        if _published_first(place, name, line):
+            return
+    _append(place, name, line)
+
+
+def _published_first(place: HeldFolder, name: str, line: bytes) -> bool:
     """Create the file with its first line; False if it exists by then."""
-    with Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as within:
+    with Descriptor(os.open(".", _FOLDER, dir_fd=place.fd)) as within:
         try:
             publish(name, (line,), within=within.fd, replace=False)
         except FileExistsError:
@@ -387,8 +412,10 @@ def _published_first(folder: str, name: str, line: bytes) -> bool:
     return True
 
 
-def _append(path: str, line: bytes) -> None:
-    with Descriptor(os.open(path, _APPENDED, 0o666)) as file:
+def _append(place: HeldFolder, name: str, line: bytes) -> None:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+    is_open = bool(place.about.st_mode & stat.S_IWOTH)
+    with Descriptor(place.open(name, flags, 0o666, single=is_open)) as file:
         # Over NFS, two concurrent appends may overwrite each other; the lock prevents this.
         fcntl.flock(file.fd, fcntl.LOCK_EX)
         _write_line(file.fd, line)

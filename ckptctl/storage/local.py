@@ -32,7 +32,7 @@ from ckptctl.storage.files import (
     SHARED,
     Descriptor,
     RootFolder,
-    append_line,
+    append_line_within,
     error_of,
     full,
     kind_of,
@@ -42,6 +42,7 @@ from ckptctl.storage.files import (
     scan,
     write_in_place,
 )
+from ckptctl.storage.shared_places import HeldFolder
 from ckptctl.storage.waiting import Retries, Transient, beat, busy, retried
 
 T = TypeVar("T")
@@ -151,9 +152,11 @@ class LocalStore(Closing):
             os.fsync(folder.fd)
 
     def append_line(self, path: str, line: bytes) -> None:
-        with self._writing(path), self._root.folder(parts_of(path)[:-1]):
-            pass  # no link leads to it
-        append_line(self.path_of(path), line)
+        *folders, name = parts_of(path)
+        with self._writing(path, len(line)), self._root.folder(folders) as folder:
+            above = HeldFolder(os.path.dirname(self.path_of(path)), os.dup(folder.fd))
+            with above:
+                append_line_within(above, name, line)
 
     def move(self, path: str, target: str) -> None:
         old, new = parts_of(path), parts_of(target)

@@ -10,7 +10,6 @@ import bz2
 import lzma
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.files import error_of
 from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
+from ckptctl.storage.shared_places import FoundIn, found_in, open_found, open_log
 from ckptctl.storage.waiting import busy
 
 STDIN = "-"
@@ -69,20 +69,30 @@ def logs_below(name: str, storage: StorageOptions) -> Sequence[str]:
     return tuple(join_url(name.rstrip("/"), path) for path in files)
 
 
+def found_below(folder: str) -> FoundIn | None:
+    """What the files in a folder that a person named are; None where it is not local."""
+    path = local_path(folder)
+    return None if path is None else found_in(path)
+
+
 def read_pieces(
-    url: str, storage: StorageOptions, damaged: type[CkptctlError] = UsageError
+    url: str,
+    storage: StorageOptions,
+    damaged: type[CkptctlError] = UsageError,
+    found: FoundIn | None = None,
 ) -> Iterator[bytes]:
     """Yield the bytes of a log in pieces of at most 1 MiB.
 
     gzip, bzip2, xz and zstd are recognized by their first bytes, whatever the name, and
     decompressed. Compressed data that only ends too early, as in a log that is still written,
-    is yielded as far as it goes.
+    is yielded as far as it goes. `found` states where a local file was found; without it, a
+    person has named it.
 
-    Raises `damaged` for damaged compressed data, `PathNotFound`, `AccessDenied`,
-    `StorageUnavailable`, `UsageError` for a folder, and `MissingExtra` for zstd without its
-    package.
+    Raises `PathUntrusted` for what another user could have put there, see `shared_places`;
+    `damaged` for damaged compressed data, `PathNotFound`, `AccessDenied`, `StorageUnavailable`,
+    `UsageError` for a folder, and `MissingExtra` for zstd without its package.
     """
-    return _unpacked(url, _stored_pieces(url, storage), damaged)
+    return _unpacked(url, _stored_pieces(url, storage, found), damaged)
 
 
 def blocks_of(pieces: Iterator[bytes], url: str) -> Iterator[Sequence[Line]]:
@@ -94,22 +104,28 @@ def blocks_of(pieces: Iterator[bytes], url: str) -> Iterator[Sequence[Line]]:
     yield from _blocks(_text_only(_gathered(pieces), url))
 
 
-def read_bytes(url: str, *, limit: int, storage: StorageOptions = StorageOptions()) -> bytes:
+def read_bytes(
+    url: str,
+    *,
+    limit: int,
+    storage: StorageOptions = StorageOptions(),
+    found: FoundIn | None = None,
+) -> bytes:
     """The content of a small file, as it is stored; raises as `read_pieces` does.
 
     Also raises `UsageError` if it is larger than `limit` bytes.
     """
     data = bytearray()
-    for piece in _stored_pieces(url, storage):
+    for piece in _stored_pieces(url, storage, found):
         data += piece
         if len(data) > limit:
             raise UsageError(f"{url} is larger than {limit:,} bytes")
     return bytes(data)
 
 
-def read_head(path: str) -> bytes:
+def read_head(path: str, found: FoundIn) -> bytes:
     """The first bytes of a local file; raises as `read_pieces` does."""
-    return next(_local_pieces(path, path), b"")
+    return next(_local_pieces(path, path, found), b"")
 
 
 @contextmanager
@@ -123,23 +139,34 @@ def errors_of_storage(name: str) -> Iterator[None]:
         raise error_of(name, error) from error
 
 
-def _stored_pieces(url: str, storage: StorageOptions) -> Iterator[bytes]:
+def _stored_pieces(
+    url: str, storage: StorageOptions, found: FoundIn | None = None
+) -> Iterator[bytes]:
     if url == STDIN:
         return _descriptor_pieces(0, "standard input", watched=False)
     path = local_path(url)
-    return _object_pieces(url, storage) if path is None else _local_pieces(path, url)
+    return _object_pieces(url, storage) if path is None else _local_pieces(path, url, found)
 
 
-def _local_pieces(path: str, name: str) -> Iterator[bytes]:
+def _local_pieces(path: str, name: str, found: FoundIn | None = None) -> Iterator[bytes]:
     with errors_of_storage(name):
-        with busy(name):
-            is_file = stat.S_ISREG(os.stat(path).st_mode)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd, is_file = _opened(path, name, found)
     try:
         # The writer of a pipe may pause for any time; only files are watched.
         yield from _descriptor_pieces(fd, name, watched=is_file)
     finally:
         os.close(fd)
+
+
+def _opened(path: str, name: str, found: FoundIn | None) -> tuple[int, bool]:
+    """A descriptor, and whether it is of a file."""
+    if found is not None:
+        with busy(name):
+            return open_found(path, found), True
+    with busy(name):
+        if os.path.isfile(path):
+            return open_log(path)
+    return open_log(path)  # the writer of a pipe may open it at any time
 
 
 def _descriptor_pieces(fd: int, name: str, *, watched: bool) -> Iterator[bytes]:

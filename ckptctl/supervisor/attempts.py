@@ -7,13 +7,13 @@ earlier ones too. `classify` finds the cause; `job` decides what follows.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
+from typing import BinaryIO
 
 from ckptctl.distributed.launcher import cluster_context
-from ckptctl.errors import CkptctlError
+from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.failures.classifying import classify
 from ckptctl.failures.results import CLASSES, CONFIDENCES
 from ckptctl.formats.own.files import MAX_STRING, time_now, utc_now
@@ -24,7 +24,13 @@ from ckptctl.formats.own.supervision import (
     ShareDocument,
 )
 from ckptctl.redaction import redacted
-from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher, log_size
+from ckptctl.storage.shared_places import (
+    HeldFolder,
+    new_private_folder,
+    open_folder,
+    open_named,
+)
+from ckptctl.supervisor.child import EndedElsewhere, Hang, JobLog, Running, Signals, Stop, Watcher
 from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
 from ckptctl.supervisor.policy import (
@@ -70,16 +76,17 @@ class AttemptRunner:
         Raises `UsageError` where the command cannot be started.
         """
         began_s = time.monotonic()
-        with self._output(number) as (output, paths):
-            logs_to = f", logs: {', '.join(paths)}" if paths else ""
-            message = f"attempt {number} started: {about}{logs_to}"
-            variables = {**plan.variables, **variables}
-            for watcher in self._watchers:
-                variables |= watcher.prepare(number, paths)
-            logs = Logs(paths)
-            code, stop = self._signals.run(
-                plan.command, output, variables, lambda: self._tell(message), self._poll
-            )
+        output, job_logs = self._output(number)
+        paths = [log.path for log in job_logs]
+        logs_to = f", logs: {', '.join(paths)}" if paths else ""
+        message = f"attempt {number} started: {about}{logs_to}"
+        variables = {**plan.variables, **variables}
+        for watcher in self._watchers:
+            variables |= watcher.prepare(number, job_logs)
+        logs = Logs(job_logs, self._tell)
+        code, stop = self._signals.run(
+            plan.command, output, variables, lambda: self._tell(message), self._poll
+        )
         seconds = time.monotonic() - began_s
         for watcher in self._watchers:
             watcher.finish()
@@ -95,22 +102,16 @@ class AttemptRunner:
         stops = (each.poll(running, now_s) for each in self._watchers)
         return next((stop for stop in stops if stop is not None), None)
 
-    @contextmanager
-    def _output(
-        self, number: int
-    ) -> Iterator[tuple[tuple[int | None, int | None], tuple[str, ...]]]:
+    def _output(self, number: int) -> tuple[tuple[int | None, int | None], tuple[JobLog, ...]]:
         """Where output and errors of an attempt go; and the logs that it writes to."""
-        logs = tuple(self._options.logs)
+        logs = tuple(map(JobLog, self._options.logs))
         if self._log_folder is None:
-            yield (self._options.stdout, None), logs
-            return
-        with self._log_folder.output(number) as opened:
-            if opened is None:
-                self._tell("warning: the log folder cannot be written; the output goes here")
-                yield (self._options.stdout, None), logs
-                return
-            fd, path = opened
-            yield (fd, fd), (*logs, path)
+            return (self._options.stdout, None), logs
+        log = self._log_folder.output(number)
+        if isinstance(log, str):
+            self._tell(f"warning: the log folder cannot be used ({log}); the output goes here")
+            return (self._options.stdout, None), logs
+        return (log.fd, log.fd), (*logs, log)
 
 
 def begun(number: int, plan: AttemptPlan) -> AttemptDocument:
@@ -294,11 +295,13 @@ _MOST_BYTES = 64 << 20
 class Logs:
     """The logs of an attempt: local files, which need not exist yet.
 
-    What they hold when this object is made belongs to earlier attempts.
+    What they hold when this object is made belongs to earlier attempts. `tell` gets why a log
+    was not read.
     """
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._sizes = {path: log_size(path) for path in paths}
+    def __init__(self, logs: Iterable[JobLog], tell: Callable[[str], None]) -> None:
+        self._sizes = {log: log.size() for log in logs}
+        self._tell = tell
 
     def cause(self, exit_code: int) -> CauseDocument | None:
         """Why the attempt with this exit code failed; None if its logs do not show it.
@@ -306,11 +309,14 @@ class Logs:
         Nothing that prevents reading them may prevent a restart.
         """
         try:
-            with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
+            folder = new_private_folder("ckptctl-run-")
+            try:
                 added = [*self._added(folder)]
                 if not added:
                     return None
                 found = classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
+            finally:
+                folder.remove()
         except (CkptctlError, OSError):  # such as a full disk
             return None
         if found.failure == _UNKNOWN:
@@ -326,26 +332,34 @@ class Logs:
             "nodes": [*found.nodes[:MOST_NAMES]],
         }
 
-    def _added(self, folder: str) -> Iterator[str]:
+    def _added(self, folder: HeldFolder) -> Iterator[str]:
         """Copies of what the attempt added, in a folder; without logs that cannot be read."""
-        # Opening a pipe would block.
-        for n, path in enumerate(filter(os.path.isfile, self._sizes)):
-            copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
-            with suppress(OSError):
-                _copy_from(path, self._sizes[path], copy)
-                yield copy
+        for n, (log, size) in enumerate(self._sizes.items()):
+            name = f"{n}-{os.path.basename(log.path)}"
+            try:
+                source = os.dup(log.fd) if log.fd is not None else open_named(log.path)
+                with os.fdopen(source, "rb") as file:
+                    folder.write(name, _added_to(file, size))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._tell(f"warning: {log.path} was not read: {error.strerror}")
+            except StorageError as error:
+                self._tell(f"warning: set aside: {error.message}")
+            else:
+                # Only the descriptor leads to it for sure, whoever can write the parent folder.
+                yield os.path.join(folder.held_path, name)
 
 
-def _copy_from(path: str, start: int, copy: str) -> None:
-    """Copy the end of the added text; a log that became shorter was rewritten.
+def _added_to(file: BinaryIO, start: int) -> bytes:
+    """The end of the added text; a log that became shorter was rewritten.
 
     What another process adds meanwhile is left out: it may write faster than this copies.
     """
-    with open(path, "rb") as log, open(copy, "wb") as added:
-        size = os.fstat(log.fileno()).st_size
-        begin = max(start if size >= start else 0, size - _MOST_BYTES)
-        log.seek(begin)
-        added.write(log.read(size - begin))
+    size = os.fstat(file.fileno()).st_size
+    begin = max(start if size >= start else 0, size - _MOST_BYTES)
+    file.seek(begin)
+    return file.read(size - begin)
 
 
 class LogFolder:
@@ -353,38 +367,83 @@ class LogFolder:
 
     A folder that cannot be written must not prevent an attempt: its output goes where that of
     `run` goes, then. `launcher` is the number of this one where there are several: each writes
-    files of its own.
+    files of its own. Folder and files are held open; others may be able to write the folder.
     """
 
     def __init__(self, folder: str, phase: str, launcher: int | None = None) -> None:
-        self._folder = folder
+        self._path = folder
         self._suffix = ".log" if launcher is None else f"-{launcher}.log"
-        self._attempts = os.path.join(folder, phase) if phase else folder
+        self._phase = phase
         self._prefix = f"{phase}: " if phase else ""
+        self._folder: HeldFolder | None = None
+        self._notes: int | None = None
+        self._output: int | None = None
 
     def path(self, attempt: int) -> str:
         """Where the output of an attempt goes."""
-        return os.path.join(self._attempts, str(attempt), f"output{self._suffix}")
+        attempts = os.path.join(self._path, self._phase) if self._phase else self._path
+        return os.path.join(attempts, str(attempt), f"output{self._suffix}")
 
-    @contextmanager
-    def output(self, attempt: int) -> Iterator[tuple[int, str] | None]:
-        """A descriptor for the output of an attempt and its path; None where there is none."""
-        path = self.path(attempt)
+    def output(self, attempt: int) -> JobLog | str:
+        """The log for the output of an attempt, open until the next one; or why there is none."""
+        self._close_output()
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError:
-            yield None
-            return
-        try:
-            yield fd, path
-        finally:
-            os.close(fd)
+            with ExitStack() as stack:
+                within = self._held()
+                for name in filter(None, (self._phase, str(attempt))):
+                    within = stack.enter_context(within.folder(name, make=True))
+                self._output = within.append(f"output{self._suffix}")
+        except OSError as error:
+            return error.strerror or type(error).__name__
+        except StorageError as error:
+            return error.message
+        return JobLog(self.path(attempt), self._output)
 
-    def note(self, message: str) -> None:
-        """Add a line to `run.log`, as far as that is possible."""
-        with suppress(OSError):
-            os.makedirs(self._folder, exist_ok=True)
-            line = redacted(f"{time_now()} {self._prefix}{message}\n")
-            with open(os.path.join(self._folder, f"run{self._suffix}"), "ab") as file:
-                file.write(line.encode("utf-8", "backslashreplace"))
+    def note(self, message: str) -> str | None:
+        """Add a line to `run.log`, as far as that is possible; why it is not."""
+        name = f"run{self._suffix}"
+        line = redacted(f"{time_now()} {self._prefix}{message}\n")
+        try:
+            folder = self._held()
+            if self._notes is None or not _is_at(folder, name, self._notes):
+                notes = folder.append(name, private=False)
+                if self._notes is not None:
+                    os.close(self._notes)
+                self._notes = notes
+            os.write(self._notes, line.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            return f"{os.path.join(self._path, name)}: {error.strerror}"
+        except StorageError as error:
+            return error.message
+        return None
+
+    def close(self) -> None:
+        """Close what is held open."""
+        self._close_output()
+        if self._notes is not None:
+            os.close(self._notes)
+            self._notes = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+    def _close_output(self) -> None:
+        if self._output is not None:
+            os.close(self._output)
+            self._output = None
+
+    def _held(self) -> HeldFolder:
+        """The folder; opened again, with all checks, where its path leads to another by now."""
+        if self._folder is None or not self._folder.is_there():
+            folder = open_folder(self._path, make=True)
+            if self._folder is not None:
+                self._folder.close()
+            self._folder = folder
+        return self._folder
+
+
+def _is_at(folder: HeldFolder, name: str, fd: int) -> bool:
+    """Whether a name in a folder is that of an open file; it may have been rotated away."""
+    with suppress(OSError):
+        return os.path.samestat(folder.about_file(name), os.fstat(fd))
+    return False

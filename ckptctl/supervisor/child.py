@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process
@@ -35,11 +36,17 @@ class Running:
     """Every living process of the job on this node, by one pass over the process table."""
 
 
-def log_size(path: str) -> int:
-    """The bytes of a log of the job; 0 before it is there."""
-    with suppress(OSError):
-        return os.path.getsize(path)
-    return 0
+class JobLog(NamedTuple):
+    """A log of the job; `fd` is the file where this process created it, whatever its path names."""
+
+    path: str
+    fd: int | None = None
+
+    def size(self) -> int:
+        """Its bytes; 0 before it is there."""
+        with suppress(OSError):
+            return os.stat(self.path if self.fd is None else self.fd).st_size
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ Stop = Hang | EndedElsewhere
 class Watcher:
     """Watches one attempt after the other; called in the main thread only."""
 
-    def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
+    def prepare(self, _attempt: int, _logs: Sequence[JobLog]) -> Mapping[str, str]:
         """Forget all that is in progress, and return variables for the environment of the job.
 
         Called before each attempt (numbered from 1 over all invocations of `run`), when no

@@ -4,6 +4,8 @@ For each rank: the state of its process, and the stacks of its threads, twice, b
 it is installed and may read the process, else by the signal that `ckptctl.train` has set a
 handler for. Of the processes that a rank has started (workers of a data loader): state, what they
 wait in, and stacks. Besides, the dumps of torch's flight recorder. `naming` decides what they mean.
+
+Dumps lie where others may write: those of a user who does not run the job are set aside.
 """
 
 from __future__ import annotations
@@ -11,22 +13,29 @@ from __future__ import annotations
 import os
 import re
 import signal
-import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
+from ckptctl.errors import StorageError
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
 from ckptctl.redaction import redacted
 from ckptctl.starting import find_program
+from ckptctl.storage.shared_places import (
+    HeldFolder,
+    distrusted,
+    open_folder,
+    sole_writer,
+    trusted_users,
+)
 
 SAMPLES = 4
 BETWEEN_S = 1.0
@@ -107,13 +116,14 @@ class HangEvidence(NamedTuple):
     """What was found on this node, and the files in which it was kept.
 
     `works` means that processes which ranks have started were busy meanwhile: an evaluation in a
-    process of its own.
+    process of its own. `set_aside` are the reasons why something that was found is no evidence.
     """
 
     ranks: tuple[RankEvidence, ...]
     dumps: tuple[Dump, ...]
     files: tuple[str, ...]
     works: bool
+    set_aside: tuple[str, ...] = ()
 
 
 class _Sample(NamedTuple):
@@ -125,8 +135,8 @@ class _Sample(NamedTuple):
 def collect(
     beats: Mapping[int, Heartbeat],
     processes: Callable[[], Iterable[Process]],
-    folder: str,
-    out: str,
+    folder: HeldFolder | None,
+    out: HeldFolder,
     since_s: float,
     *,
     of_save: bool = False,
@@ -161,16 +171,50 @@ def collect(
     started = {rank: [each for each, of in helpers.items() if of == rank] for rank in alive}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         [*pool.map(lambda rank: _keep_started(beats[rank], started[rank], folder, out), alive)]
-    dumps = _dumps(out, since_s)
+    dumps, set_aside = _dumps(out, since_s, _users_of(found))
     return HangEvidence(
         tuple(
             _evidence(rank, beat["node"], samples.get(rank, ()), stuck[rank])
             for rank, beat in beats.items()
         ),
         dumps,
-        tuple(sorted(entry.path for entry in os.scandir(out) if entry.name.startswith(_KEPT))),
+        tuple(_kept_in(out)),
         wanted_s >= _WORKING * took_s,
+        set_aside,
     )
+
+
+def _kept_in(out: HeldFolder) -> Iterator[str]:
+    """The files of evidence that this user has written into a folder."""
+    for name in out.names():
+        with suppress(OSError):
+            if name.startswith(_KEPT) and out.about_file(name).st_uid in trusted_users():
+                yield out.path_of(name)
+
+
+def _keep(out: HeldFolder, name: str, text: str) -> None:
+    """Add text to a file of evidence, as far as that is possible."""
+    with suppress(OSError, StorageError), os.fdopen(out.append(name), "ab") as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _users_of(processes: Iterable[Process]) -> frozenset[int]:
+    """The users of the job: root may start it as another one.
+
+    Only processes below this one count; anybody can copy the environment of the job.
+    """
+    users: set[int] = set()
+    for process in processes if os.geteuid() == 0 else ():
+        pid = process.pid
+        for _ in range(_DEEPEST):
+            entry = entry_of(pid)
+            if entry is None or pid == os.getpid():
+                break
+            pid = entry.parent
+        if pid == os.getpid():
+            with suppress(OSError):
+                users.add(os.stat(f"/proc/{process.pid}").st_uid)
+    return frozenset(users)
 
 
 def _evidence(
@@ -243,9 +287,11 @@ def _about(process: Process, file: str) -> str:
         return ""
 
 
-def _keep_started(beat: Heartbeat, started: Sequence[Process], folder: str, out: str) -> None:
+def _keep_started(
+    beat: Heartbeat, started: Sequence[Process], folder: HeldFolder | None, out: HeldFolder
+) -> None:
     """Write state, wait and stacks of what a rank has started into a file of the rank."""
-    stacks = os.path.join(folder, stacks_name(beat["rank"]))
+    stacks = stacks_name(beat["rank"])
     lines, until_s = list[str](), time.monotonic() + _STARTED_S
     for process in started[:_MOST_STARTED]:
         state, wait = state_of(process), _about(process, "wchan")
@@ -255,20 +301,25 @@ def _keep_started(beat: Heartbeat, started: Sequence[Process], folder: str, out:
         if state in STUCK or time.monotonic() > until_s:
             continue
         text = _by_py_spy(process)
-        if not text and beat["stack_signal"] is not None and _has_open(process, stacks):
-            text = _by_signal(beat["stack_signal"], process, stacks)
+        number = beat["stack_signal"]
+        if not text and number is not None and _has_open(process, folder, stacks):
+            text = _by_signal(number, process, folder, stacks)
         lines.append(text)
     if lines:
-        kept = os.path.join(out, f"processes-rank-{beat['rank']}.txt")
-        with suppress(OSError), open(kept, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+        text = "\n".join(lines) + "\n"
+        with suppress(OSError, StorageError):
+            content = text.encode("utf-8", "backslashreplace")
+            out.write(f"processes-rank-{beat['rank']}.txt", content, 0o644)
 
 
-def _has_open(process: Process, path: str) -> bool:
+def _has_open(process: Process, folder: HeldFolder | None, name: str) -> bool:
     """Whether a process has a file open: a fork of a rank has the file of its stacks."""
-    folder = f"/proc/{process.pid}/fd"
+    descriptors = f"/proc/{process.pid}/fd"
     with suppress(OSError):
-        return any(os.path.samefile(f"{folder}/{each}", path) for each in os.listdir(folder))
+        if folder is not None:
+            about = folder.about_file(name)
+            found = (os.stat(f"{descriptors}/{each}") for each in os.listdir(descriptors))
+            return any(os.path.samestat(each, about) for each in found)
     return False
 
 
@@ -276,7 +327,7 @@ def _has_open(process: Process, path: str) -> bool:
 
 
 def _samples(
-    beat: Heartbeat, process: Process, folder: str, out: str, of_save: bool
+    beat: Heartbeat, process: Process, folder: HeldFolder | None, out: HeldFolder, of_save: bool
 ) -> list[_Sample]:
     """What several samples at one rank show; fewer where it does not answer."""
     found: list[_Sample] = []
@@ -289,26 +340,24 @@ def _samples(
     return found
 
 
-def _sample(beat: Heartbeat, process: Process, folder: str, out: str, of_save: bool) -> _Sample:
+def _sample(
+    beat: Heartbeat, process: Process, folder: HeldFolder | None, out: HeldFolder, of_save: bool
+) -> _Sample:
     state = state_of(process)
     # A stopped process does not answer, and py-spy would wait for it.
     if state == "T":
         return _Sample(state, None, asked=False)
-    kept = os.path.join(out, f"stacks-rank-{beat['rank']}.txt")
     text = _by_py_spy(process)
     stack = stack_in(text, of_save=of_save)
     asked = False
     if stack is None and beat["stack_signal"] is not None:
         asked = True
-        text = _by_signal(
-            beat["stack_signal"], process, os.path.join(folder, stacks_name(beat["rank"]))
-        )
+        text = _by_signal(beat["stack_signal"], process, folder, stacks_name(beat["rank"]))
         stack = stack_in(text, of_save=of_save)
     if text:
-        with suppress(OSError), open(kept, "a", encoding="utf-8") as file:
-            # py-spy prints the command line of the process.
-            shown = redacted(text)
-            file.write(f"rank {beat['rank']}, process {process.pid}, state {state}\n{shown}\n")
+        # py-spy prints the command line of the process.
+        head = f"rank {beat['rank']}, process {process.pid}, state {state}"
+        _keep(out, f"stacks-rank-{beat['rank']}.txt", f"{head}\n{redacted(text)}\n")
     return _Sample(state, stack, asked)
 
 
@@ -324,30 +373,36 @@ def _by_py_spy(process: Process) -> str:
     return done.stdout[:_MAX_STACKS_BYTES]
 
 
-def _by_signal(number: int, process: Process, path: str) -> str:
+def _by_signal(number: int, process: Process, folder: HeldFolder | None, name: str) -> str:
     """What the process adds to the file when it gets the signal; empty without an answer."""
-    try:
-        begin = os.path.getsize(path)
-        fd = os.pidfd_open(process.pid)
-        try:
-            # Without its handler the signal would end the process.
-            if is_alive(process) and signals_of(process.pid, "SigCgt") >> (number - 1) & 1:
-                signal.pidfd_send_signal(fd, number)
-        finally:
-            os.close(fd)
-        size, asked_s = begin, time.monotonic()
-        while (waited_s := time.monotonic() - asked_s) < _STARVED_S:
-            if waited_s >= _ANSWER_S and state_of(process) != "R":
-                break
-            time.sleep(_POLL_S)
-            before, size = size, os.path.getsize(path)
-            if size == before > begin:
-                break
-        with open(path, "rb") as file:
-            file.seek(begin)
-            return file.read(_MAX_STACKS_BYTES).decode("utf-8", "replace")
-    except OSError:
+    if folder is None:
         return ""
+    try:
+        with os.fdopen(folder.open(name), "rb") as file:
+            return _answer(number, process, file)
+    except (OSError, StorageError):
+        return ""
+
+
+def _answer(number: int, process: Process, file: BinaryIO) -> str:
+    begin = os.fstat(file.fileno()).st_size
+    fd = os.pidfd_open(process.pid)
+    try:
+        # Without its handler the signal would end the process.
+        if is_alive(process) and signals_of(process.pid, "SigCgt") >> (number - 1) & 1:
+            signal.pidfd_send_signal(fd, number)
+    finally:
+        os.close(fd)
+    size, asked_s = begin, time.monotonic()
+    while (waited_s := time.monotonic() - asked_s) < _STARVED_S:
+        if waited_s >= _ANSWER_S and state_of(process) != "R":
+            break
+        time.sleep(_POLL_S)
+        before, size = size, os.fstat(file.fileno()).st_size
+        if size == before > begin:
+            break
+    file.seek(begin)
+    return file.read(_MAX_STACKS_BYTES).decode("utf-8", "replace")
 
 
 # A thread, and a call, as py-spy 0.4 and as faulthandler of Python 3.9 to 3.15 print them.
@@ -388,39 +443,39 @@ def _match(patterns: Iterable[re.Pattern[str]], line: str) -> re.Match[str] | No
 # Dumps of the flight recorder
 
 
-def _dumps(out: str, since_s: float) -> tuple[Dump, ...]:
-    """Copy the dumps of this attempt, and read them."""
+def _dumps(
+    out: HeldFolder, since_s: float, users: Collection[int]
+) -> tuple[tuple[Dump, ...], tuple[str, ...]]:
+    """Copy the dumps of this attempt, and read them; and why others are no evidence."""
     given = (os.environ.get(name) for name in PREFIX_VARIABLES)
     prefix = next(filter(None, given), _DUMP_PREFIX)
-    found, left = [], MAX_DUMPS_BYTES
-    with suppress(OSError):
-        for entry in os.scandir(os.path.dirname(prefix) or "."):
-            name = entry.name.removeprefix(os.path.basename(prefix))
-            if name == entry.name or not name.isdecimal():
+    found, set_aside, left = list[Dump](), list[str](), MAX_DUMPS_BYTES
+    try:
+        folder = open_folder(os.path.dirname(prefix) or ".")
+    except OSError:
+        return (), ()
+    except StorageError as error:
+        return (), (error.message,)
+    with folder, suppress(OSError):
+        users = {*users, *sole_writer(folder.about)}
+        for entry in folder.names():
+            name = entry.removeprefix(os.path.basename(prefix))
+            if name == entry or not name.isdecimal():
                 continue
-            with suppress(OSError, NotADump):
-                data = _dump_bytes(entry.path, since_s, min(left, MAX_DUMP_BYTES))
+            with suppress(OSError, NotADump, StorageError):
+                about = folder.about_file(entry)
+                if about.st_mtime < since_s:
+                    continue
+                why = distrusted(folder.path_of(entry), about, users)
+                if why is not None:
+                    set_aside.append(why)
+                    continue
+                limit = min(left, MAX_DUMP_BYTES)
+                data = folder.read(entry, limit + 1, users)
+                if len(data) > limit:
+                    continue
                 left -= len(data)
-                kept = os.path.join(out, f"flight-recorder-rank-{name}")
-                with open(kept, "wb") as file:
-                    file.write(data)
-                found.append(read_dump(kept, data))
-    return tuple(found)
-
-
-def _dump_bytes(path: str, since_s: float, limit: int) -> bytes:
-    """The bytes of a dump of this attempt; raises `NotADump` for anything else.
-
-    Everybody can create files in a folder for temporary files: a link may lead to a file that
-    only this user can read, and a pipe or a device has no end.
-    """
-    with open(path, "rb", opener=_no_link) as file:
-        about = os.fstat(file.fileno())
-        if stat.S_ISREG(about.st_mode) and about.st_mtime >= since_s and about.st_size <= limit:
-            return file.read(about.st_size)
-    raise NotADump(path)
-
-
-def _no_link(path: str, flags: int) -> int:
-    # Without O_NONBLOCK, opening a pipe waits for its writer.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+                kept = f"flight-recorder-rank-{name}"
+                out.write(kept, data, 0o644)
+                found.append(read_dump(out.path_of(kept), data))
+    return tuple(found), tuple(set_aside)

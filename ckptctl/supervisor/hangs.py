@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process, state_of
+from ckptctl.errors import StorageError
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
-from ckptctl.formatting import duration
+from ckptctl.formatting import duration, some_of
+from ckptctl.storage.shared_places import HeldFolder, new_private_folder, open_folder
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.supervisor.child import Hang, Running, Watcher, log_size
+from ckptctl.supervisor.child import Hang, JobLog, Running, Watcher
 from ckptctl.supervisor.evidence import HangEvidence, collect
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
@@ -33,6 +34,9 @@ meanwhile is held against nobody. It is called about once a second."""
 
 _SAMPLE_AGAIN_S = 30.0
 """How long after samples that showed work the next are taken, at least."""
+
+_MOST_SET_ASIDE = 100
+"""Of how many things that are no evidence a message is printed in one run."""
 
 _QUIET_S = 1800.0
 """After how long without a line in the logs a message is printed, where no limit is given."""
@@ -77,6 +81,8 @@ class HangWatcher(Watcher):
         self._folder = Folder()
         self._logs = LogGrowth()
         self._kept_in = folder
+        self._evidence: HeldFolder | None = None
+        self._reported: set[str] = set()
         self._tell = tell
         self._step_times = step_times or StepTimes()
         self._explained = False
@@ -86,14 +92,15 @@ class HangWatcher(Watcher):
         """Remove the folder of the heartbeats, and measure logs no longer."""
         self._folder.remove()
         self._logs.close()
+        if self._evidence is not None:
+            self._evidence.close()
 
-    def prepare(self, attempt: int, logs: Sequence[str]) -> Mapping[str, str]:
+    def prepare(self, attempt: int, logs: Sequence[JobLog]) -> Mapping[str, str]:
         """Forget the attempt before; what the environment of the job must hold."""
-        self._folder.clear()
         self._logs.follow(logs)
         self._reset(attempt)
         self._step_times.reset()
-        return self._folder.variables
+        return self._folder.begin()
 
     def finish(self) -> None:
         """Take the last step times; the limits have learned while the attempt ran."""
@@ -117,6 +124,7 @@ class HangWatcher(Watcher):
             self._restart_timers(now_s)
         self._polled_s = now_s
         beats = self._folder.read()
+        self._report_set_aside(self._folder.set_aside.values())
         self._take_in(beats, now_s)
         self._step_times.take(beats, now_s)
         if not self._ranks:
@@ -130,6 +138,13 @@ class HangWatcher(Watcher):
             self._next_sample_s = float("-inf")
             return None
         return self._check_late(late, running, now_s)
+
+    def _report_set_aside(self, reasons: Iterable[str]) -> None:
+        """Report what was not taken as evidence, once."""
+        for reason in reasons:
+            if reason not in self._reported and len(self._reported) < _MOST_SET_ASIDE:
+                self._reported.add(reason)
+                self._tell(f"set aside: {reason}")
 
     def _explain(self) -> None:
         """Say what it takes to detect a hang, where nothing shows that the job has it."""
@@ -253,23 +268,38 @@ class HangWatcher(Watcher):
     def _collect(
         self, beats: Mapping[int, Heartbeat], running: Running, *, of_save: bool = False
     ) -> HangEvidence:
-        out = self._new_folder()
-        if not out:
-            return HangEvidence((), (), (), works=False)
-        return collect(
-            beats, running.processes, self._folder.path, out, self._began_at_s, of_save=of_save
-        )
-
-    def _new_folder(self) -> str:
-        """A folder for the evidence of this attempt; that of the heartbeats on a full disk."""
+        out, why = self._new_folder()
+        if out is None:
+            return HangEvidence((), (), (), works=False, set_aside=why)
         try:
-            if self._kept_in is None:
-                self._kept_in = tempfile.mkdtemp(prefix="ckptctl-evidence-")
-            out = os.path.join(self._kept_in, f"attempt-{self._attempt}")
-            os.makedirs(out, exist_ok=True)
+            evidence = collect(
+                beats, running.processes, self._folder.held, out, self._began_at_s, of_save=of_save
+            )
+        finally:
+            if out is not self._folder.held:
+                out.close()
+        set_aside = (*why, *self._folder.set_aside.values(), *evidence.set_aside)
+        self._report_set_aside(set_aside)
+        return evidence._replace(set_aside=set_aside)
+
+    def _new_folder(self) -> tuple[HeldFolder | None, tuple[str, ...]]:
+        """A folder for the evidence of this attempt, and why it is not the one that was asked for.
+
+        It is that of the heartbeats where no other can be used, as on a full disk.
+        """
+        try:
+            if self._evidence is None or not self._evidence.is_there():
+                if self._evidence is not None:
+                    self._evidence.close()
+                if self._kept_in is not None:
+                    self._evidence = open_folder(self._kept_in, make=True)
+                else:
+                    self._evidence = new_private_folder("ckptctl-evidence-")
+            return self._evidence.folder(f"attempt-{self._attempt}", make=True), ()
         except OSError:
-            return self._folder.path
-        return out
+            return self._folder.held, ()
+        except StorageError as error:
+            return self._folder.held, (error.message,)
 
     # Without heartbeats
 
@@ -309,7 +339,7 @@ def _hang(section: Section, message: str, evidence: HangEvidence, missing: Colle
     if {*named.ranks} & {*missing}:
         nodes = {each.node for each in evidence.ranks}  # they are on this node, too
     return Hang(
-        f"{message}; {named.why}{_place_of(evidence)}",
+        f"{message}; {named.why}{_place_of(evidence)}{_set_aside(evidence)}",
         section,
         named.ranks,
         tuple(sorted(nodes)),
@@ -320,6 +350,11 @@ def _hang(section: Section, message: str, evidence: HangEvidence, missing: Colle
 def _place_of(evidence: HangEvidence) -> str:
     """The end of a message: the folder that is left with the evidence, if there is any."""
     return f"; evidence in {os.path.dirname(evidence.files[0])}" if evidence.files else ""
+
+
+def _set_aside(evidence: HangEvidence) -> str:
+    """The end of a message: what was found and is no evidence."""
+    return f"; set aside: {some_of(evidence.set_aside)}" if evidence.set_aside else ""
 
 
 def _works(evidence: HangEvidence) -> bool:
@@ -339,13 +374,13 @@ class LogGrowth:
     EVERY_S = 1.0
 
     def __init__(self) -> None:
-        self.paths: tuple[str, ...] = ()
+        self.paths: tuple[JobLog, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._grew_s = self._measured_s = time.monotonic()
         self._measures = False
         self._closed = threading.Event()
 
-    def follow(self, paths: Sequence[str]) -> None:
+    def follow(self, paths: Sequence[JobLog]) -> None:
         """Measure these files from now on."""
         self.paths = tuple(paths)
         if paths and not self._measures:
@@ -368,7 +403,7 @@ class LogGrowth:
 
     def _measure(self) -> None:
         while not self._closed.is_set():
-            sizes = tuple(log_size(path) for path in self.paths)
+            sizes = tuple(log.size() for log in self.paths)
             self._measured_s = time.monotonic()
             if sizes != self._sizes:
                 self._sizes, self._grew_s = sizes, self._measured_s

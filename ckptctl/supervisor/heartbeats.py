@@ -1,7 +1,8 @@
-"""The folder of heartbeats that `ckptctl run` gives its job, and what is in it.
+"""The folder of heartbeats that `ckptctl run` gives an attempt of its job, and what is in it.
 
 The folder is in memory of this node where the system has that, and only this user can enter
-it. Ranks on other nodes have no such folder and write nothing.
+it. It is held by its descriptor: what takes its name is not read, and nothing in it is removed.
+Ranks on other nodes have no such folder and write nothing.
 
 Ranks count their steps and the time in them, and the supervisor divides, off the training path.
 A window is a minute, as the reports of NVRx are; the present time of a rank is that of its last
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -20,17 +20,25 @@ from contextlib import suppress
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_table import Process, environment_of, is_alive, own_process
-from ckptctl.errors import OwnFileUnreadable
+from ckptctl.errors import OwnFileUnreadable, StorageError
 from ckptctl.failures.slow_ranks import SlowRank, slow_among
 from ckptctl.formats.own.heartbeats import (
     FOLDER_VARIABLE,
+    KEY_VARIABLE,
     MAX_BYTES,
     Heartbeat,
     first_heartbeat,
+    new_key,
     rank_in,
     read_heartbeat,
 )
 from ckptctl.formats.own.supervision import SlowRankDocument
+from ckptctl.storage.shared_places import (
+    HeldFolder,
+    make_private_folder,
+    new_private_folder,
+    open_private_folder,
+)
 
 MAX_RANKS = 4096
 """How many heartbeats are read; a node has a few hundred ranks at most."""
@@ -41,65 +49,91 @@ _IN_MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is made by mkdtemp
 
 
 class Folder:
-    """The folder of the heartbeats of one job on this node.
+    """The folder of the heartbeats of one attempt after the other on this node.
 
-    `path` is empty where no folder can be made: the job then writes no heartbeats.
+    `held` is None where there is none: the job then writes no heartbeats. `set_aside` are the
+    reasons why files were not read, by name.
     """
 
     def __init__(self) -> None:
-        self.path = ""
+        self.held: HeldFolder | None = None
+        self.set_aside: dict[str, str] = {}
+        self._path = ""
+        self._key = ""
         _remove_left_behind()
-        own = own_process()
-        prefix = f"ckptctl-{own.pid}-{own.started}-"
-        for parent in (_IN_MEMORY, None):
-            with suppress(OSError):
-                self.path = self.path or tempfile.mkdtemp(prefix=prefix, dir=parent)
 
     @property
-    def variables(self) -> Mapping[str, str]:
-        """What the environment of the job must hold."""
-        return {FOLDER_VARIABLE: self.path} if self.path else {}
+    def path(self) -> str:
+        """Where the folder is or was; empty where none could be made."""
+        return self._path
 
-    def clear(self) -> None:
-        """Remove all that an earlier attempt left, also a section that it had begun."""
-        self.mend()
-        for path in self._paths():
-            with suppress(OSError):
-                os.unlink(path)
+    def begin(self) -> Mapping[str, str]:
+        """Make a new folder and a new key for an attempt; what its environment must hold."""
+        self.remove()
+        self.set_aside.clear()
+        own = own_process()
+        with suppress(OSError, StorageError):
+            prefix = f"ckptctl-{own.pid}-{own.started}-"
+            self.held = new_private_folder(prefix, (_IN_MEMORY, None))
+            self._path = self.held.path
+        self._key = new_key() if self.held is not None else ""
+        # Empty values also hide those of a job around this one.
+        return {FOLDER_VARIABLE: self._path, KEY_VARIABLE: self._key}
 
     def mend(self) -> bool:
-        """Make the folder again if it is gone; whether it was.
+        """Make the folder again if it is gone; whether heartbeats may be missing for that.
 
-        systemd removes what a user has in /dev/shm when the user logs out (`RemoveIPC`).
+        systemd removes what a user has in /dev/shm when the user logs out (`RemoveIPC`). Where
+        another user has taken the name meanwhile, there are no heartbeats until the next attempt.
         """
-        if not self.path or os.path.isdir(self.path):
+        if not self._path or (self.held is not None and self.held.is_there()):
             return False
-        with suppress(OSError):
-            os.mkdir(self.path, 0o700)
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+        try:
+            self.held = make_private_folder(self._path)
+        except FileExistsError:
+            with suppress(OSError):
+                uid = os.lstat(self._path).st_uid
+                self.set_aside[""] = (
+                    f"{self._path} was removed, and uid {uid} put something else there; "
+                    "heartbeats are not read until the next attempt"
+                )
+        except (OSError, StorageError):
+            pass
         return True
 
-    def _paths(self) -> list[str]:
-        try:
-            return sorted(entry.path for entry in os.scandir(self.path))
-        except OSError:
-            return []
-
     def read(self) -> dict[int, Heartbeat]:
-        """The heartbeats by rank, in their order; a file that is no heartbeat is passed over."""
-        names = ((rank_in(os.path.basename(path)), path) for path in self._paths())
-        paths = sorted((rank, path) for rank, path in names if rank is not None)
+        """The heartbeats by rank, in their order; what is none is named in `set_aside`."""
+        if self.held is None:
+            return {}
+        names: list[str] = []
+        with suppress(OSError):
+            names = self.held.names()
+        ranks = sorted((rank, name) for name in names if (rank := rank_in(name)) is not None)
         found = {}
-        for rank, path in paths[:MAX_RANKS]:
-            with suppress(OSError, OwnFileUnreadable), open(path, "rb") as file:
-                beat = read_heartbeat(file.read(MAX_BYTES + 1))
+        for rank, name in ranks[:MAX_RANKS]:
+            try:
+                beat = read_heartbeat(self.held.read(name, MAX_BYTES + 1), self._key)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self.set_aside[name] = f"{self.held.path_of(name)}: {error.strerror}"
+            except StorageError as error:
+                self.set_aside[name] = error.message
+            except OwnFileUnreadable as error:
+                self.set_aside[name] = f"{self.held.path_of(name)}: {error.message}"
+            else:
                 if beat["rank"] == rank:
                     found[rank] = beat
         return found
 
     def remove(self) -> None:
-        """Remove the folder, at the end of the run."""
-        if self.path:
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the folder, at the end of an attempt and of the run."""
+        if self.held is not None:
+            self.held.remove()
+        self.held, self._path = None, ""
 
 
 def _remove_left_behind() -> None:
@@ -118,7 +152,8 @@ def _remove_left_behind() -> None:
                 is_old = time.time() - about.st_mtime > _LEFT_BEHIND_S
                 maker = Process(int(match[1]), int(match[2]))
                 if about.st_uid == os.geteuid() and is_old and not is_alive(maker):
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                    with suppress(OSError, StorageError):
+                        open_private_folder(entry.path).remove()
 
 
 def process_of(beat: Heartbeat) -> Process:

@@ -156,6 +156,7 @@ class SupervisedJob:
         self.revisions = revisions
         log_dir, phase = options.output.log_dir, options.output.phase
         place = options.launchers.place if options.launchers.count > 1 else None
+        self._notes_failed = False
         self._log_folder = None if log_dir is None else LogFolder(log_dir, phase, place)
         self.nodes = Nodes(options.nodes, command, self.tell)
         self.roots = WatchedRoots(roots, options)
@@ -172,13 +173,26 @@ class SupervisedJob:
     def tell(self, message: str) -> None:
         """Report a message, in the log folder too."""
         self.options.tell(message)
-        if self._log_folder is not None:
-            self._log_folder.note(message)
+        self._note(message)
+
+    def _note(self, message: str) -> None:
+        """Add a line to `run.log`; why that is impossible is reported once."""
+        if self._log_folder is None:
+            return
+        why = self._log_folder.note(message)
+        if why is not None and not self._notes_failed:
+            self._notes_failed = True
+            self.options.tell(f"warning: the decisions are not written to the log folder: {why}")
 
     def runner(self, *watchers: Watcher) -> AttemptRunner:
         """What runs one attempt, or a share of one, and is polled by `watchers`."""
         output = self.options.output
         return AttemptRunner(output, self._log_folder, watchers, self.signals, self.tell)
+
+    def close(self) -> None:
+        """Close the logs."""
+        if self._log_folder is not None:
+            self._log_folder.close()
 
     @property
     def state_place(self) -> StatePlace:
@@ -202,6 +216,8 @@ class SupervisedJob:
         if self.signals.asked is not None:
             raise NotStarted(128 + self.signals.asked, "a signal asked to end")
         known = self.copy.read()
+        if self.copy.set_aside:
+            self.tell(f"warning: set aside: {self.copy.set_aside}")
         reset = self.options.budget.reset_budget
         best = None if known is None or reset else known["best"]
         if seen.code in (0, EXIT_FRESH) and not seen.holds_steps and best is not None:
@@ -300,8 +316,7 @@ class SupervisedJob:
         left = budget_of(since_progress(held.state)).left(budget)
         phase = self.options.output.phase or None
         self.attempts.append(reported(attempt, conclusion, left, phase))
-        if self._log_folder is not None:
-            self._log_folder.note(self.attempts[-1].sentence)
+        self._note(self.attempts[-1].sentence)
         self.options.on_attempt(self.attempts[-1])
         return conclusion
 

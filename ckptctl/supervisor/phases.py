@@ -8,6 +8,7 @@ only validates has nothing to resume from: it starts again from its beginning.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage.opening import is_local, join_url
+from ckptctl.storage.shared_places import open_named
 from ckptctl.supervisor.options import RunOptions
 from ckptctl.supervisor.restarting import supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
@@ -64,7 +66,7 @@ def _parsed(path: str) -> list[Any]:
     except ImportError as error:
         raise MissingExtra("--job needs Python 3.11 or later, which reads TOML") from error
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_named(path), "rb") as file:
             data = file.read(_MAX_BYTES + 1)
         document = tomllib.loads(data.decode("utf-8")) if len(data) <= _MAX_BYTES else {}
     except OSError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,8 +64,11 @@ def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOpt
     roots = roots_in(root, options.optional_roots)
     for url in roots.urls:
         open_store(url, options.storage).close()
-    with stored_state(roots.first, options) as revisions:
-        return _run(SupervisedJob(tuple(command), roots, revisions, options))
+    with (
+        stored_state(roots.first, options) as revisions,
+        closing(SupervisedJob(tuple(command), roots, revisions, options)) as job,
+    ):
+        return _run(job)
 
 
 def _run(job: SupervisedJob) -> Supervised:

@@ -23,6 +23,7 @@ from ckptctl.errors import (
     OwnFileUnreadable,
     OwnFileUnsupported,
     PathNotFound,
+    PathUntrusted,
     StorageError,
     UsageError,
 )
@@ -48,6 +49,7 @@ from ckptctl.selection.history import check_sentinel
 from ckptctl.storage.contract import Store, TooLarge, read_if_there
 from ckptctl.storage.files import PRIVATE, replace_file
 from ckptctl.storage.opening import absolute_url, join_url, open_store
+from ckptctl.storage.shared_places import open_folder
 
 if TYPE_CHECKING:
     from ckptctl.supervisor.options import RunOptions
@@ -180,7 +182,12 @@ def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
 
 
 class LocalCopy:
-    """The state as this user last wrote it on this machine; nothing where that is impossible."""
+    """The state as this user last wrote it on this machine; nothing where that is impossible.
+
+    `set_aside` is why a file with its name was not read; empty where it was.
+    """
+
+    set_aside = ""
 
     def __init__(self, root: str, phase: str = "") -> None:
         given = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -190,14 +197,19 @@ class LocalCopy:
 
     def read(self) -> SupervisorDocument | None:
         """The copy; None where there is none that can be read."""
-        with suppress(OSError, OwnFileUnreadable), open(self.path, "rb") as file:
-            return read_state(file.read(MAX_STATE_BYTES))
+        try:
+            with open_folder(os.path.dirname(self.path)) as folder:
+                return read_state(folder.read(os.path.basename(self.path), MAX_STATE_BYTES))
+        except PathUntrusted as error:
+            self.set_aside = error.message
+        except (OSError, StorageError, OwnFileUnreadable):
+            pass
         return None
 
     def write(self, state: SupervisorDocument) -> None:
         """Replace the copy, as far as the file system allows it."""
-        with suppress(OSError, UsageError):
-            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        with suppress(OSError, StorageError, UsageError):
+            open_folder(os.path.dirname(self.path), make=True).close()
             data = as_stored(STATE_SCHEMA, redacted_values(state))
             replace_file(self.path, data, "the copy of the state", mode=PRIVATE)
 

@@ -3,6 +3,9 @@
 `Checkpointer` writes it; a script without one calls `heartbeat`. Without `ckptctl run` nothing
 is written, and no signal handler is set. The file is on the node itself, and an unchanged
 section is written once a second at most. No failure to write reaches the training.
+
+The folder is this user's, and nobody else can write it; the key of the attempt is in the
+environment. Both must be as they should be, or nothing is written.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from typing import BinaryIO
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_table import Process, is_alive, own_process, signals_of
-from ckptctl.errors import OwnFileUnreadable, UsageError
+from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
 from ckptctl.formats.own.heartbeats import (
     FOLDER_VARIABLE,
+    KEY_VARIABLE,
     MAX_BYTES,
     REPORTED,
     Reported,
@@ -31,6 +35,7 @@ from ckptctl.formats.own.heartbeats import (
     read_heartbeat,
     stacks_name,
 )
+from ckptctl.storage.shared_places import HeldFolder, open_private_folder
 
 EVERY_S = 1.0
 """How often an unchanged section is written at most, in seconds."""
@@ -101,15 +106,19 @@ def _writer() -> _Writer | None:
 
 
 def _opened() -> _Writer | None:
-    folder = os.environ.get(FOLDER_VARIABLE, "")
-    try:
-        if not folder or os.stat(folder).st_uid != os.geteuid():
-            return None
-        writer = _Writer(folder, _rank())
-        # A program that a rank starts inherits its environment, and must not report for it.
-        return None if _is_taken(writer.path) else writer
-    except OSError:
+    path, key = os.environ.get(FOLDER_VARIABLE, ""), os.environ.get(KEY_VARIABLE, "")
+    if not path or not key:
         return None
+    try:
+        folder = open_private_folder(path)
+    except (OSError, StorageError):
+        return None
+    writer = _Writer(folder, key, _rank())
+    # A program that a rank starts inherits its environment, and must not report for it.
+    if not writer.is_taken():
+        return writer
+    folder.close()
+    return None
 
 
 def _rank() -> int:
@@ -119,28 +128,28 @@ def _rank() -> int:
     return cluster_context().rank or 0
 
 
-def _is_taken(path: str) -> bool:
-    """Whether another living process writes this file."""
-    try:
-        with open(path, "rb") as file:
-            beat = read_heartbeat(file.read(MAX_BYTES + 1))
-        return beat["pid"] != os.getpid() and is_alive(Process(beat["pid"], beat["started"]))
-    except (OSError, OwnFileUnreadable):
-        return False
-
-
 class _Writer:
     """Writes the heartbeat of this process."""
 
-    def __init__(self, folder: str, rank: int) -> None:
-        self.path = os.path.join(folder, file_name(rank))
-        self._stacks_path = os.path.join(folder, stacks_name(rank))
+    def __init__(self, folder: HeldFolder, key: str, rank: int) -> None:
+        self._folder = folder
+        self._key = key
+        self._name = file_name(rank)
+        self._stacks_name = stacks_name(rank)
         self._lock = threading.Lock()
         self._written_s = float("-inf")
         self._step_ended: tuple[int, float] | None = None
         self._work_s = 0.0
         self._stacks: BinaryIO | None = None
         self._beat = first_heartbeat(rank, own_process(), cluster_context())
+
+    def is_taken(self) -> bool:
+        """Whether another living process writes this file."""
+        try:
+            beat = read_heartbeat(self._folder.read(self._name, MAX_BYTES + 1), self._key)
+        except (OSError, StorageError, OwnFileUnreadable):
+            return False
+        return beat["pid"] != os.getpid() and is_alive(Process(beat["pid"], beat["started"]))
 
     @property
     def section(self) -> Reported:
@@ -184,12 +193,25 @@ class _Writer:
     def _write(self) -> None:
         self._written_s = time.monotonic()
         # A full or removed folder must not end a training job.
-        with suppress(OSError):
+        with suppress(OSError, StorageError):
+            self._keep_folder()
             self._keep_handler()
-            aside = f"{self.path}.new"
-            with open(aside, "wb") as file:
-                file.write(heartbeat_bytes(self._beat))
-            os.replace(aside, self.path)
+            self._folder.write(self._name, heartbeat_bytes(self._beat, self._key))
+
+    def _keep_folder(self) -> None:
+        """Open the folder again where `ckptctl run` had to make it again.
+
+        Raises `PathUntrusted` where another user did, and `OSError` while it is missing.
+        """
+        if self._folder.is_there():
+            return
+        folder = open_private_folder(self._folder.path)
+        self._folder.close()
+        self._folder = folder
+        if self._stacks is not None and self._beat["stack_signal"] is not None:
+            before, self._stacks = self._stacks, self._opened_stacks()
+            self._register(self._beat["stack_signal"])
+            before.close()
 
     def _keep_handler(self) -> None:
         """Set the handler that writes stacks once; withdraw it if the job uses its signal."""
@@ -197,15 +219,21 @@ class _Writer:
         if self._stacks is None:
             number = _free_signal()
             if number is not None:
-                self._stacks = open(  # noqa: SIM115  # the handler writes to it as long as the process lives
-                    self._stacks_path, "ab", buffering=0
-                )
-                # Not chained: system calls that it interrupts are restarted then.
-                faulthandler.register(number, self._stacks, all_threads=True, chain=False)
+                self._stacks = self._opened_stacks()
+                self._register(number)
                 self._beat["stack_signal"] = number
         elif number is not None and signal.getsignal(number) is not signal.SIG_DFL:
             # The job has set a handler of its own since. It stays, and is never called by us.
             self._beat["stack_signal"] = None
+
+    def _opened_stacks(self) -> BinaryIO:
+        """The file to which the handler writes for as long as the process lives."""
+        return os.fdopen(self._folder.append(self._stacks_name, 0o600), "ab", buffering=0)
+
+    def _register(self, number: int) -> None:
+        if self._stacks is not None:
+            # Not chained: system calls that it interrupts are restarted then.
+            faulthandler.register(number, self._stacks, all_threads=True, chain=False)
 
 
 def _free_signal() -> int | None:

@@ -270,7 +270,7 @@ def runbook_report(root: Path, data: bytes) -> None:
 
 def heartbeat(_root: Path, data: bytes) -> None:
     with pytest.raises(OwnFileUnreadable):
-        read_heartbeat(data)
+        read_heartbeat(data, "key")
 
 
 def records_of_a_collector(root: Path, data: bytes) -> None:

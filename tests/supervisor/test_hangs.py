@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -19,9 +18,16 @@ from services.processes import wait_until
 
 from ckptctl.distributed.process_table import entry_of
 from ckptctl.errors import OwnFileUnreadable, UsageError
-from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
+from ckptctl.formats.own.heartbeats import (
+    KEY_VARIABLE,
+    SECTIONS,
+    file_name,
+    heartbeat_bytes,
+    read_heartbeat,
+)
+from ckptctl.storage.shared_places import open_folder
 from ckptctl.supervisor import evidence
-from ckptctl.supervisor.child import Hang
+from ckptctl.supervisor.child import Hang, JobLog
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, SectionTimes
@@ -51,7 +57,8 @@ class Watch:
         self.begin(1)
 
     def begin(self, attempt: int) -> None:
-        self.ranks = Ranks(self.watcher.prepare(attempt, self.logs))
+        self.variables = self.watcher.prepare(attempt, [*map(JobLog, self.logs)])
+        self.ranks = Ranks(self.variables)
 
     def poll(self) -> Hang | None:
         return self.watcher.poll(self.ranks.running, self.now_s)
@@ -64,6 +71,10 @@ class Watch:
             self.now_s += GAP_S - 1
             found = self.poll()
         return found
+
+    @property
+    def key(self) -> str:
+        return self.variables[KEY_VARIABLE]
 
     def file(self, rank: int) -> Path:
         return Path(self.watcher._folder.path) / file_name(rank)
@@ -201,7 +212,9 @@ def test_what_was_in_progress_ends_with_the_attempt(watch):
     one.ranks.start(0, section="checkpoint")
     assert one.wait(20) is None
     one.ranks.end()
+    before = one.file(0)
     one.begin(2)
+    assert not before.parent.exists()
     assert not one.file(0).exists()
     assert one.wait(25) is None
     one.ranks.start(0, section="step")
@@ -391,9 +404,9 @@ BEAT = {
     ],
 )
 def test_a_heartbeat_out_of_bounds_is_refused(change: dict):
-    read_heartbeat(json.dumps(BEAT).encode())
+    read_heartbeat(heartbeat_bytes(BEAT, "key"), "key")
     with pytest.raises(OwnFileUnreadable):
-        read_heartbeat(json.dumps({**BEAT, **change}).encode())
+        read_heartbeat(heartbeat_bytes({**BEAT, **change}, "key"), "key")
 
 
 def test_a_heartbeat_that_names_a_process_outside_of_the_job_does_no_harm(watch):
@@ -401,7 +414,7 @@ def test_a_heartbeat_that_names_a_process_outside_of_the_job_does_no_harm(watch)
     one.ranks.start(0)
     outsider = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     named = {"rank": 5, "pid": outsider.pid, "started": entry_of(outsider.pid).process.started}
-    one.file(5).write_bytes(json.dumps({**BEAT, **named}).encode())
+    one.file(5).write_bytes(heartbeat_bytes({**BEAT, **named}, one.key))
     one.file(6).write_bytes(b"[" * 100_000)
     found = one.wait(40)
     assert found.ranks == (5,)
@@ -412,8 +425,8 @@ def test_a_heartbeat_that_names_a_process_outside_of_the_job_does_no_harm(watch)
 def test_a_heartbeat_is_read_as_it_was_written(watch):
     one = watch(GIVEN)
     one.ranks.start(3, section="checkpoint")
-    beat = read_heartbeat(one.file(3).read_bytes())
-    assert heartbeat_bytes(beat) == one.file(3).read_bytes()
+    beat = read_heartbeat(one.file(3).read_bytes(), one.key)
+    assert heartbeat_bytes(beat, one.key) == one.file(3).read_bytes()
     assert (beat["rank"], beat["section"], beat["step"], beat["pid"]) == (
         3,
         "checkpoint",
@@ -449,6 +462,6 @@ def test_only_regular_files_are_kept_as_dumps(tmp_path: Path, monkeypatch: pytes
     (dumps / "trace_6").mkdir()
     (dumps / "trace_7").symlink_to("/dev/zero")
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(dumps / "trace_"))
-    found = collect({}, lambda: (), str(tmp_path), str(out), 0.0)
+    found = collect({}, lambda: (), None, open_folder(str(out)), 0.0)
     assert [dump.rank for dump in found.dumps] == [3]
     assert [file.name for file in out.iterdir()] == ["flight-recorder-rank-3"]

@@ -10,13 +10,15 @@ import pytest
 from command_line import clean_environment
 
 from ckptctl.errors import UsageError
-from ckptctl.formats.own.heartbeats import FOLDER_VARIABLE, Heartbeat, read_heartbeat
+from ckptctl.formats.own.heartbeats import FOLDER_VARIABLE, KEY_VARIABLE, Heartbeat, read_heartbeat
 from ckptctl.train import heartbeat
+
+KEY = "a key of the attempt"
 
 
 def run(folder: Path | None, program: str, **variables: str) -> str:
     """Run a program of a rank; what it printed."""
-    given = {} if folder is None else {FOLDER_VARIABLE: str(folder)}
+    given = {} if folder is None else {FOLDER_VARIABLE: str(folder), KEY_VARIABLE: KEY}
     done = subprocess.run(
         [sys.executable, "-c", f"from ckptctl.train import heartbeat\n{program}"],
         env=clean_environment(**given, **variables),
@@ -28,7 +30,7 @@ def run(folder: Path | None, program: str, **variables: str) -> str:
 
 
 def beat_in(folder: Path, rank: int = 0) -> Heartbeat:
-    return read_heartbeat((folder / f"rank-{rank}.json").read_bytes())
+    return read_heartbeat((folder / f"rank-{rank}.json").read_bytes(), KEY)
 
 
 def test_a_job_that_run_did_not_start_writes_nothing_and_sets_no_handler(tmp_path: Path):

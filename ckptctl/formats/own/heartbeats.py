@@ -2,21 +2,33 @@
 
 `ckptctl.train` writes it, `ckptctl run` reads it. It holds no times: the supervisor measures
 by its own clock since when a heartbeat has not changed.
+
+A heartbeat is bound to its attempt: it ends with a MAC whose key only the processes of that
+attempt have, in their environment.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
+import secrets
 from typing import Annotated, Literal, TypedDict, get_args
 
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.distributed.process_table import Process
+from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import parsed, typed
 from ckptctl.model import Pid
 
 FOLDER_VARIABLE = "CKPTCTL_HEARTBEATS"
 """The variable in which `ckptctl run` gives its job the folder of the heartbeats."""
+
+KEY_VARIABLE = "CKPTCTL_HEARTBEAT_KEY"
+"""The variable in which `ckptctl run` gives its job the key of the heartbeats of an attempt.
+
+Only root and the user of the job can read the environment of a process. The key is written nowhere.
+"""
 
 MAX_BYTES = 1024
 """Of one heartbeat; a larger file is none."""
@@ -99,14 +111,34 @@ def rank_in(name: str) -> int | None:
     return int(found[1]) if found and int(found[1]) < MAX_RANK else None
 
 
-def heartbeat_bytes(beat: Heartbeat) -> bytes:
+def new_key() -> str:
+    """A key for the heartbeats of one attempt."""
+    return secrets.token_hex(32)
+
+
+def heartbeat_bytes(beat: Heartbeat, key: str) -> bytes:
     """The heartbeat as it is written."""
-    return json.dumps(beat, separators=(",", ":")).encode()
+    return json.dumps({**beat, _MAC: _mac(beat, key)}, separators=(",", ":")).encode()
 
 
-def read_heartbeat(data: bytes) -> Heartbeat:
-    """The heartbeat in a file. Raises `OwnFileUnreadable` for anything else.
+def read_heartbeat(data: bytes, key: str) -> Heartbeat:
+    """The heartbeat in a file, of an attempt with this key.
 
-    The file may be written by anybody who runs as this user: values out of bounds are refused.
+    Raises `OwnFileUnreadable` for anything else: for values out of bounds, and for a heartbeat
+    that no process of the attempt wrote.
     """
-    return typed(Heartbeat, parsed(data, MAX_BYTES))
+    document = parsed(data, MAX_BYTES)
+    found = document.pop(_MAC, None)
+    beat = typed(Heartbeat, document)
+    expected = _mac(beat, key)
+    if not isinstance(found, str) or not hmac.compare_digest(found.encode(), expected.encode()):
+        raise OwnFileUnreadable("no process of this attempt wrote it")
+    return beat
+
+
+_MAC = "mac"
+
+
+def _mac(beat: Heartbeat, key: str) -> str:
+    content = json.dumps(beat, separators=(",", ":"), sort_keys=True)
+    return hmac.new(key.encode(), content.encode(), "sha256").hexdigest()
