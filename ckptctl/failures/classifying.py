@@ -35,6 +35,7 @@ from ckptctl.failures.results import (
 )
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, ranks_listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.outside_numbers import MOST, clamped, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -309,7 +310,7 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
             f"an exit code is a number like 137, -9 or 0:9, not {exit_code!r}",
             instead="--exit-code 137",
         )
-    code, number = int(form[1]), int(form[2] or 0)
+    code, number = whole(form[1], least=-MOST) or 0, clamped(form[2] or "0")
     if number == 0 and code < 0:
         code, number = 0, -code
     elif number == 0 and 128 < code < 128 + signal.NSIG:

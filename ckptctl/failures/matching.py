@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ckptctl.data_classes import replace
 from ckptctl.failures.loglines import (
     ERROR,
+    MAX_RANK,
     WARNING,
     LogLine,
     clock_of,
@@ -28,6 +29,7 @@ from ckptctl.failures.loglines import (
 from ckptctl.failures.rank_dumps import StackReader
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
+from ckptctl.outside_numbers import clamped, finite, whole
 from ckptctl.storage.logs import MAX_MATCHED
 
 _MAX_TEXT = 400
@@ -168,14 +170,15 @@ class LogReader:
     def _place(self, raw: str) -> None:
         """Learn the node of a rank from the line that NCCL prints for each communicator."""
         match = _COMMUNICATOR.search(raw, 0, MAX_MATCHED)
-        if match is None or int(match["n"]) < self._n_ranks:
+        n_ranks = 0 if match is None else clamped(match["n"])
+        if match is None or n_ranks < self._n_ranks:
             return
         # Ranks of smaller communicators are counted within these.
-        if int(match["n"]) > self._n_ranks:
+        if n_ranks > self._n_ranks:
             self.hosts.clear()
-        self._n_ranks = int(match["n"])
+        self._n_ranks = n_ranks
         if len(self.hosts) < _MAX_RANKS:
-            self.hosts[int(match["rank"])] = match["host"]
+            self.hosts[clamped(match["rank"])] = match["host"]
 
     def last_progress_s(self) -> float | None:
         """The time of the last line of progress, if known."""
@@ -200,14 +203,17 @@ class LogReader:
 
     def _progress(self, raw: str) -> None:
         raw = raw[:MAX_MATCHED]
-        step = _STEP.search(raw)
-        if step and int(step[1]) > self._step and _FINITE.search(raw):
+        match = _STEP.search(raw)
+        if match is None:
+            return
+        step = clamped(match[1])
+        if step > self._step and _FINITE.search(raw):
             self.n_progress += 1
-            self._step = int(step[1])
+            self._step = step
             self._progressed = raw
-        elif step and int(step[1]) < self._step:
+        elif step < self._step:
             # Another attempt starts from an older step in the same log.
-            self._step = int(step[1])
+            self._step = step
 
     def _framed(self, number: int, line: LogLine) -> bool:
         """Whether the line only frames others, as the head of a traceback or report does."""
@@ -239,8 +245,8 @@ class LogReader:
         key, colon, value = (part.strip() for part in message.partition(":"))
         if colon and key in ("host", "rank"):
             self._report[key] = value.split()[0] if value else ""
-            rank = self._report.get("rank", "")
-            self.first_failed = (self._report.get("host"), int(rank) if rank.isdecimal() else None)
+            rank = whole(self._report.get("rank"), MAX_RANK)
+            self.first_failed = (self._report.get("host"), rank)
             return True
         return False
 
@@ -302,7 +308,7 @@ class LogReader:
             at_s=at_s,
             host=_group(match, "host") or (None if rule.reporter else host),
             device=_group(match, "device") or (None if rule.reporter else line.device),
-            rank=int(rank_named) if rank_named else None if rule.reporter else rank,
+            rank=whole(rank_named, MAX_RANK) if rank_named or rule.reporter else rank,
             ranks=_ranks_in(_group(match, "ranks") or ""),
             action=rule.action,
             restart=rule.restart,
@@ -333,10 +339,7 @@ def _largest(pattern: re.Pattern[str], message: str) -> float:
 
 
 def _n_bytes(number: str, unit: str) -> float:
-    try:
-        return float(number) * _UNITS[unit[0]]
-    except ValueError:
-        return 0.0
+    return (finite(number) or 0.0) * _UNITS[unit[0]]
 
 
 _CHECKS = {"held-by-others": _held_by_others}
@@ -421,7 +424,10 @@ def _ranks_in(text: str) -> tuple[int, ...]:
     """The ranks in a list such as `0-3, 7`."""
     ranks: set[int] = set()
     for first, last in re.findall(r"(\d{1,6})(?:\s?-\s?(\d{1,6}))?", text):
-        ranks |= {*range(int(first), min(int(last or first), int(first) + _MAX_RANKS) + 1)}
+        begin = clamped(first)
+        ranks |= {*range(begin, min(clamped(last or first), begin + _MAX_RANKS) + 1)}
+        if len(ranks) > MAX_RANK:
+            break
     return tuple(sorted(ranks))
 
 
