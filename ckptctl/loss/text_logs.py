@@ -148,6 +148,12 @@ class TextLog:
         self._ranks = RankDeduplicator()
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
+        # Most lines of a log without rows have none of the literals: few formats read them.
+        self._unhinted = tuple(form for form in self._candidates if "" in form.hints)
+        self._hinted = re.compile(
+            "|".join(re.escape(hint) for form in self._candidates for hint in form.hints if hint)
+            or "(?!)"
+        )
         self._chosen: TextFormat | None = None
         self._readers: dict[tuple[str, int | None], RankReader] = {}
         # Rows of fallback formats, and the markers between them, in the order they were read.
@@ -195,8 +201,12 @@ class TextLog:
             return
         marks = self._markers.find(whole)
         scanner = self._splitter.lines(whole)
+        searched: Sequence[bytes] | None = None
+        hints: Sequence[bytes] = ()
         while True:
-            literals = self._literals(whole, marks)
+            if searched is not self._hints:
+                searched, hints = self._hints, tuple(h for h in self._hints if h in whole)
+            literals = self._literals(hints, marks)
             if literals is None:
                 return
             chosen, is_open = self._chosen, bool(self._incomplete)
@@ -219,9 +229,13 @@ class TextLog:
             else:
                 return
 
-    def _literals(self, whole: bytes, marks: Sequence[bytes]) -> Sequence[bytes] | None:
-        """What the lines to read contain; nothing for every line, None for no line."""
-        hints = [hint for hint in self._hints if hint in whole]
+    def _literals(
+        self, hints: Sequence[bytes], marks: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        """What the lines to read contain; nothing for every line, None for no line.
+
+        `hints` are those of the format that the block contains.
+        """
         if self._chosen is None or self._incomplete or b"" in hints:
             return ()
         return (*hints, *marks) or None
@@ -280,7 +294,8 @@ class TextLog:
         position = LogPosition(self._name, number)
         if self._incomplete and its_rank is None:
             its_rank = self._rank_of_open()
-        for form in self._candidates:
+        may_be_any = self._incomplete or self._hinted.search(text) is not None
+        for form in self._candidates if may_be_any else self._unhinted:
             rank, text = its_rank, rest
             if form.numbered is not None and form.numbered.match(split_stamp(whole)[1]):
                 rank, text = pod, whole
@@ -350,7 +365,7 @@ class TextLog:
 
     def _choose(self, form: TextFormat) -> None:
         self._chosen = form
-        self._candidates = (form,)
+        self._candidates = self._unhinted = (form,)
         self._undecided = []
         self._hints = tuple(hint.encode() for hint in form.hints)
         self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
