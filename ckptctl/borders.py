@@ -25,13 +25,18 @@ class Unknown:
     message: str
 
 
-def guarded(what: str, work: Callable[[], T]) -> T | Unknown:
+def guarded(
+    what: str, work: Callable[[], T], *, raises: type[Exception] | tuple[type[Exception], ...] = ()
+) -> T | Unknown:
     """The result of `work`; `Unknown` for any exception but those that end the process.
 
-    `what` is the work in words, such as `reading job.log`.
+    `what` is the work in words, such as `reading job.log`. Exceptions of `raises` are the caller's
+    to handle.
     """
     try:
         return work()
+    except raises:
+        raise
     except Exception as error:  # noqa: BLE001 - the place that stands between a fault and a job
         return Unknown(f"{what} failed: {described(error)}")
 

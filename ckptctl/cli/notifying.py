@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import ckptctl
-from ckptctl.cli.documents import Document, error_document
+from ckptctl.borders import Unknown, guarded
+from ckptctl.cli.documents import error_document
 from ckptctl.cli.output import MakeDocument, Output
 from ckptctl.cli.rendering import line
 from ckptctl.distributed.commands import run_bounded
@@ -54,7 +55,7 @@ class Notifier:
     def send(self, document: MakeDocument) -> None:
         """Send a document, behind those that are not sent yet; returns at once."""
         if self._send is not None:
-            self._sent.append(self._thread.submit(self._deliver, self._send, document()))
+            self._sent.append(self._thread.submit(self._deliver, self._send, document))
 
     def __enter__(self) -> Notifier:
         return self
@@ -72,8 +73,9 @@ class Notifier:
             warning = f"warning: --notify: {counted(len(left), 'document')} not sent in time"
             self._out.lines([line(warning, hang=2)], to=self._out.err)
 
-    def _deliver(self, send: Callable[[bytes], str | None], document: Document) -> None:
-        why = send(json.dumps(document).encode())
+    def _deliver(self, send: Callable[[bytes], str | None], document: MakeDocument) -> None:
+        sent = guarded("sending", lambda: send(json.dumps(document()).encode()))
+        why = f"{sent.message}; it was not sent" if isinstance(sent, Unknown) else sent
         if why is not None:
             self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
 

@@ -17,7 +17,7 @@ from ckptctl.outside_numbers import clamped, finite, moment_of, whole
 from ckptctl.storage.logs import MAX_MATCHED
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeGuard
+    from typing import TypeGuard
 
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _MAX_PREFIXES = 10

@@ -6,15 +6,16 @@ files in it: logs and dumps; binary files are skipped.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import BinaryData, PathNotFound, StorageError
+from ckptctl.deadlines import Deadline
+from ckptctl.errors import BinaryData, CkptctlError, PathNotFound, StorageError
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.rank_dumps import (
     MAX_BYTES,
@@ -59,8 +60,9 @@ def log_blocks(file: str, storage: StorageOptions = StorageOptions()) -> Iterato
 class Read:
     """What was read; `first_failed` is the host and rank that a launcher names as the first.
 
-    `not_dumps` are messages about files that were given as dumps but are not.
-    `deadline_reached`: the deadline passed before the end of the logs.
+    `not_dumps` are messages about files that were given as dumps but are not. `unread` names what
+    could not be read for a fault of ckptctl itself. `deadline_reached`: the deadline passed before
+    the end of the logs.
     """
 
     evidence: tuple[Evidence, ...]
@@ -69,6 +71,7 @@ class Read:
     stacks: tuple[Stack, ...]
     dumps: tuple[Dump, ...]
     not_dumps: tuple[str, ...]
+    unread: tuple[str, ...]
     n_files: int
     n_lines: int
     deadline_reached: bool
@@ -79,19 +82,18 @@ class _Reading:
 
     def __init__(self, storage: StorageOptions, deadline_s: float | None) -> None:
         self.storage = storage
-        self.until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        self.deadline = Deadline(deadline_s)
+        self.unread: list[str] = []
         self.readers: list[LogReader] = []
         self.dumps: dict[str, Dump] = {}
         self.beside_binary: set[str] = set()
         self.n_binary = 0
-        self.deadline_reached = False
 
     def evidence_in(self, name: str) -> Iterator[tuple[LogReader, Evidence]]:
         """The evidence in a log, or in the files of a folder."""
         files = logs_below(name, self.storage)
         for file in files:
-            if time.monotonic() > self.until_s:
-                self.deadline_reached = True
+            if self.deadline.passed():
                 return
             if file == name:
                 yield from self._in_log(file)
@@ -104,13 +106,21 @@ class _Reading:
                     self.readers.pop()
 
     def _in_log(self, file: str) -> Iterator[tuple[LogReader, Evidence]]:
-        reader = LogReader(file, self.until_s)
+        reader = LogReader(file, self.deadline)
         self.readers.append(reader)
-        for block in log_blocks(file, self.storage):
+        blocks = log_blocks(file, self.storage)
+        while True:
+            what = f"reading {file} behind line {reader.n_lines:,}"
+            block = guarded(what, partial(next, blocks, None), raises=CkptctlError)
+            if isinstance(block, Unknown):
+                self.unread.append(block.message)
+                return
+            if block is None:
+                return
+            self.deadline.extend(sum(len(text) for _, text in block))
             for found in reader.take(block):
                 yield reader, found
-            if reader.stopped or time.monotonic() > self.until_s:
-                self.deadline_reached = True
+            if self.deadline.passed():
                 return
 
     def _is_dump(self, file: str) -> bool:
@@ -120,9 +130,18 @@ class _Reading:
             return False
         if may_be_dump(file, read_head(path)):
             with suppress(NotADump):
-                self.dumps[file] = read_dump(file, read_bytes(file, limit=MAX_BYTES))
+                self.take_dump(file, read_bytes(file, limit=MAX_BYTES))
                 return True
         return False
+
+    def take_dump(self, file: str, data: bytes) -> None:
+        """Read a dump; raises `NotADump` for anything else."""
+        self.deadline.extend(len(data))
+        dump = guarded(f"reading {file}", partial(read_dump, file, data), raises=NotADump)
+        if isinstance(dump, Unknown):
+            self.unread.append(dump.message)
+        else:
+            self.dumps[file] = dump
 
     def take_dumps_beside(self, logs: Iterable[str]) -> None:
         """Read the dumps in the folders of the logs, and those that the variables name."""
@@ -176,9 +195,10 @@ def read_logs(
         stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
         dumps=tuple(reading.dumps.values()),
         not_dumps=not_dumps,
+        unread=(*reading.unread, *(message for each in logs for message in each.unread)),
         n_files=len(logs),
         n_lines=sum(each.n_lines for each in logs),
-        deadline_reached=reading.deadline_reached,
+        deadline_reached=reading.deadline.reached,
     )
 
 
@@ -188,10 +208,10 @@ def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:
             continue
         try:
             data = read_bytes(file, limit=MAX_BYTES, storage=reading.storage)
-            reading.dumps[file] = read_dump(file, data)
+            reading.take_dump(file, data)
         except NotADump as error:
             yield str(error)
-    if not reading.dumps:
+    if not reading.dumps and not reading.unread:
         raise PathNotFound(
             f"{recorder}: no readable dump of the flight recorder; the name of a dump must end "
             "with its rank"

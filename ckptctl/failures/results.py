@@ -341,6 +341,9 @@ class Classification:
     """Lines that were classified."""
     not_dumps: tuple[str, ...]
     """Why files that were named as dumps were not read."""
+    unread: tuple[str, ...]
+    """What ckptctl itself failed to read, a file, a line or a rule, and why: a failure there is not
+    in the answer."""
     deadline_reached: bool
     """Whether the deadline passed before the end of the logs; the rest was not read."""
     next_command: str | None

@@ -18,14 +18,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
+from ckptctl.outside_numbers import clamped
 
 SAMPLES = 4
 BETWEEN_S = 1.0
@@ -223,7 +226,7 @@ def _wanted_s(process: Process) -> float:
         # One that has just ended must not hide the others: they would seem to work later.
         with suppress(OSError, ValueError), open(f"{folder}/{thread}/schedstat", "rb") as file:
             used_ns, waited_ns, *_ = file.read().split()
-            total_ns += int(used_ns) + int(waited_ns)
+            total_ns += clamped(used_ns) + clamped(waited_ns)
     return total_ns / 1e9
 
 
@@ -370,7 +373,7 @@ def stack_in(text: str, *, of_save: bool = False) -> Stack | None:
         if thread := _match(_THREADS, line):
             threads.append((thread["main"] is not None, []))
         elif threads and (frame := _match(_FRAMES, line)):
-            threads[-1][1].append(Frame(frame["function"], frame["file"], int(frame["line"])))
+            threads[-1][1].append(Frame(frame["function"], frame["file"], clamped(frame["line"])))
     for is_main, frames in threads:
         saves = any(frame.file.endswith(_OF_SAVE) for frame in frames)
         if frames and (saves and not is_main if of_save else is_main):
@@ -389,7 +392,7 @@ def _dumps(out: str, since_s: float) -> tuple[Dump, ...]:
     """Copy the dumps of this attempt, and read them."""
     given = (os.environ.get(name) for name in PREFIX_VARIABLES)
     prefix = next(filter(None, given), _DUMP_PREFIX)
-    found, left = [], MAX_DUMPS_BYTES
+    found, left = list[Dump](), MAX_DUMPS_BYTES
     with suppress(OSError):
         for entry in os.scandir(os.path.dirname(prefix) or "."):
             name = entry.name.removeprefix(os.path.basename(prefix))
@@ -401,7 +404,8 @@ def _dumps(out: str, since_s: float) -> tuple[Dump, ...]:
                 kept = os.path.join(out, f"flight-recorder-rank-{name}")
                 with open(kept, "wb") as file:
                     file.write(data)
-                found.append(read_dump(kept, data))
+                dump = guarded(f"reading {kept}", partial(read_dump, kept, data), raises=NotADump)
+                found += [] if isinstance(dump, Unknown) else [dump]
     return tuple(found)
 
 
