@@ -31,7 +31,7 @@ LOG_WORDS = (
     "2026-11-20 03:12:44,123 - INFO - ",
     "Nov 20 03:12:44 node017 kernel: ",
     '"message": "',
-    "level=error msg=\"a",
+    'level=error msg="a',
     "Traceback (most recent call last): ",
     '  File "a.py", line 1, in f ',
     "RuntimeError: CUDA error ",
@@ -43,7 +43,7 @@ LOG_WORDS = (
     "rank 1: 1.5 times across ranks (ms): ",
     "out of memory total capacity of 1 GiB 1 GiB free ",
     "State=FAILED Reason=",
-    '[pod/train-0/a] 2026-11-20T03:12:44.1Z ',
+    "[pod/train-0/a] 2026-11-20T03:12:44.1Z ",
     "2026-11-20T03:12:44.123Z stdout P ",
     '{"log": "step 1 loss 2\\n", "stream": "stdout"} ',
     "wandb: Run summary: loss 1 ",
@@ -51,7 +51,27 @@ LOG_WORDS = (
     "'quoted ",
     "loss 1.0 step ",
 )
-FILLERS = (" ", "a", "7", "[", "{", "(", "'", '"', "\\", "|", ":", "=", ",", "a=", "1,", "\t", "\r", "\x1b[", "━")
+FILLERS = (
+    " ",
+    "a",
+    "7",
+    "[",
+    "{",
+    "(",
+    "'",
+    '"',
+    "\\",
+    "|",
+    ":",
+    "=",
+    ",",
+    "a=",
+    "1,",
+    "\t",
+    "\r",
+    "\x1b[",
+    "━",
+)
 
 SCRIPT_WORDS = (
     "srun ",
@@ -63,7 +83,7 @@ SCRIPT_WORDS = (
     "trap x ",
     "set -o ",
     "--shutdown-timeout 1 ",
-    "timeout" ,
+    "timeout",
     "a=$(",
     "x | y ",
     "local a=$(ckptctl ",
@@ -136,7 +156,9 @@ def _resumes(n_bytes: int) -> bytes:
 
 
 def _jumps(n_bytes: int) -> bytes:
-    return "".join(f"step {n * 7919 % 10007} loss 2.{n % 10}\n" for n in range(n_bytes // 20)).encode()
+    return "".join(
+        f"step {n * 7919 % 10007} loss 2.{n % 10}\n" for n in range(n_bytes // 20)
+    ).encode()
 
 
 def _ranked_steps(n_bytes: int) -> bytes:
@@ -202,7 +224,9 @@ def _nested_records(n_bytes: int) -> bytes:
 
 def _reversed_records(n_bytes: int) -> bytes:
     lines = (
-        json.dumps({"textPayload": f"step {n} loss 2", "timestamp": f"{2e9 - n:.0f}", "insertId": "1"})
+        json.dumps(
+            {"textPayload": f"step {n} loss 2", "timestamp": f"{2e9 - n:.0f}", "insertId": "1"}
+        )
         for n in range(n_bytes // 85)
     )
     return "\n".join(lines).encode()
@@ -243,7 +267,9 @@ def _open_heredoc(n_bytes: int) -> bytes:
 
 
 def _trainings(n_bytes: int) -> bytes:
-    return b"#!/bin/bash\n#SBATCH --signal=B:USR1@60\n" + b"srun python a.py x=1\n" * (n_bytes // 21)
+    return b"#!/bin/bash\n#SBATCH --signal=B:USR1@60\n" + b"srun python a.py x=1\n" * (
+        n_bytes // 21
+    )
 
 
 def _piped(n_bytes: int) -> bytes:

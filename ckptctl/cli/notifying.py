@@ -54,8 +54,13 @@ class Notifier:
 
     def send(self, document: MakeDocument) -> None:
         """Send a document, behind those that are not sent yet; returns at once."""
-        if self._send is not None:
-            self._sent.append(self._thread.submit(self._deliver, self._send, document))
+        if self._send is None:
+            return
+        body = guarded("making the document", lambda: json.dumps(document()).encode())
+        if isinstance(body, Unknown):
+            self._warn(f"{body.message}; it was not sent")
+        else:
+            self._sent.append(self._thread.submit(self._deliver, self._send, body))
 
     def __enter__(self) -> Notifier:
         return self
@@ -73,11 +78,14 @@ class Notifier:
             warning = f"warning: --notify: {counted(len(left), 'document')} not sent in time"
             self._out.lines([line(warning, hang=2)], to=self._out.err)
 
-    def _deliver(self, send: Callable[[bytes], str | None], document: MakeDocument) -> None:
-        sent = guarded("sending", lambda: send(json.dumps(document()).encode()))
-        why = f"{sent.message}; it was not sent" if isinstance(sent, Unknown) else sent
+    def _deliver(self, send: Callable[[bytes], str | None], body: bytes) -> None:
+        sent = guarded("sending", lambda: send(body))
+        why = sent.message if isinstance(sent, Unknown) else sent
         if why is not None:
-            self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
+            self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
 
 
 def _sender(given: str) -> Callable[[bytes], str | None]:

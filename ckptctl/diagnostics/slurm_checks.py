@@ -14,11 +14,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ckptctl.deadlines import Deadline
 from ckptctl.diagnostics.advice import Advice, fault, warning
 from ckptctl.diagnostics.slurm_script import Script, Training
 from ckptctl.outside_numbers import clamped, whole
 
 _LEAST_NOTICE_S = 60
+MAX_ADVICE = 1000
+"""More mistakes in one script are not listed."""
 _MOST_S = 10**9
 _SHOWN = 100
 """Characters of the script that a message shows of one word."""
@@ -43,15 +46,28 @@ _PATIENCE = (
     re.compile("shutdown|preempt|exit|save|sigterm|grace", re.IGNORECASE),
     re.compile("timeout|time|grace|sec|deadline|duration|period", re.IGNORECASE),
 )
-_BY_TIME = re.compile(
-    r"\bls\s+(?:-\w+\s+)*-\w*t\w*\b|-printf\s+['\"]?%T@"
-)
+_BY_TIME = re.compile(r"\bls\s+(?:-\w+\s+)*-\w*t\w*\b|-printf\s+['\"]?%T@")
 _SORTED_BY_TIME = (re.compile(r"\bls\b"), re.compile("--sort[= ]time"))
 
 
-def check_script(name: str, script: Script) -> tuple[Advice, ...]:
-    """The mistakes in the script, in the order of its lines."""
-    found = [each for check in _CHECKS for each in check(name, script)]
+def check_script(name: str, script: Script, deadline: Deadline | None = None) -> tuple[Advice, ...]:
+    """The mistakes in the script, in the order of its lines.
+
+    Where the deadline passes, `script.unread` states which checks were not made.
+    """
+    deadline = deadline or Deadline()
+    found: list[Advice] = []
+    for n_made, check in enumerate(_CHECKS):
+        for advice in check(name, script):
+            found.append(advice)
+            if len(found) > MAX_ADVICE or deadline.passed():
+                break
+        if len(found) > MAX_ADVICE or deadline.passed():
+            why = "takes longer than any script" if deadline.reached else "has too many mistakes"
+            message = (
+                f"it {why}: {n_made} of {len(_CHECKS)} groups of checks were made to their end"
+            )
+            return (fault("script.unread", f"{name}:1", message), *sorted(found, key=_line_of))
     return tuple(sorted(found, key=_line_of))
 
 

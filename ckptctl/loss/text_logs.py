@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.deadlines import Deadline
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import EPOCH_HINT, LineReader, pattern_format
@@ -27,6 +28,9 @@ from ckptctl.loss.formats.text_lines import (
 )
 from ckptctl.loss.rows import LogPosition, Marker, RankReader, Row, set_interval
 from ckptctl.storage.logs import MAX_MATCHED
+
+_LINES_PER_LOOK = 64
+"""How often the deadline is looked at."""
 
 # Rows of fallback formats that wait for a better format.
 _UNDECIDED_ROWS = 8
@@ -128,9 +132,6 @@ class TextLog:
     `earlier` is the log before it, which shows at which step an epoch began.
     """
 
-    # Lines that cannot be parsed are skipped, so a text log cannot be damaged.
-    damage: str | None = None
-
     def __init__(
         self,
         name: str,
@@ -139,7 +140,11 @@ class TextLog:
         pattern: str | None = None,
         keys: Keys = None,
         earlier: TextLog | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
+        self.damage: str | None = None
+        """Lines that cannot be parsed are skipped; this states where the deadline passed."""
+        self._deadline = deadline
         self._name = name
         self._earlier = {} if earlier is None else earlier._readers
         self._keys = keys
@@ -211,7 +216,9 @@ class TextLog:
                 return
             chosen, is_open = self._chosen, bool(self._incomplete)
             shapes = None if is_open else self._shapes
-            for number, line in scanner.scan(literals):
+            for n_read, (number, line) in enumerate(scanner.scan(literals), 1):
+                if n_read % _LINES_PER_LOOK == 0 and self._is_late(number):
+                    return
                 known = None if shapes is None else shapes.read(line, number)
                 if known is not None:
                     for row in self._ranks.row(*known):
@@ -229,9 +236,16 @@ class TextLog:
             else:
                 return
 
-    def _literals(
-        self, hints: Sequence[bytes], marks: Sequence[bytes]
-    ) -> Sequence[bytes] | None:
+    def _is_late(self, number: int) -> bool:
+        """Whether reading has to stop at this line."""
+        if self._deadline is None or not self._deadline.passed():
+            return False
+        self.damage = (
+            f"reading stopped at line {number:,}, because it took longer than any log of this size"
+        )
+        return True
+
+    def _literals(self, hints: Sequence[bytes], marks: Sequence[bytes]) -> Sequence[bytes] | None:
         """What the lines to read contain; nothing for every line, None for no line.
 
         `hints` are those of the format that the block contains.

@@ -283,7 +283,12 @@ def _checked(cause: CauseDocument | None) -> CauseDocument | None:
 
     Another launcher may be of another version.
     """
-    if cause is None or cause["failure"] not in CLASSES or cause["failure"] == UNKNOWN or cause["confidence"] not in CONFIDENCES:
+    if (
+        cause is None
+        or cause["failure"] not in CLASSES
+        or cause["failure"] == UNKNOWN
+        or cause["confidence"] not in CONFIDENCES
+    ):
         return None
     return cause
 
