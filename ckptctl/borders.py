@@ -47,7 +47,8 @@ def described(error: BaseException) -> str:
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = os.path.basename(trace.tb_frame.f_code.co_filename)
-        trace, place = trace.tb_next, f"{file}:{trace.tb_lineno}"
+        place = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
     about = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if len(about) > _MAX_TEXT:
         about = f"{about[:_MAX_TEXT]}…"

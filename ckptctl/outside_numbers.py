@@ -1,10 +1,10 @@
 """Turn digits in text that somebody else wrote into bounded numbers.
 
 The one place where text from outside becomes a number, an index, a size or a time. Python's own
-conversions fail on it in several ways: `int` raises `ValueError` above 4,300 digits, `float` returns
-infinity for `1e999`, `int(inf)` and `datetime` raise `OverflowError`, and an integer of a thousand
-digits fails later, where it meets a float, a `range` or an allocation. Here what is out of bounds
-is None, or the nearest bound.
+conversions fail on it in several ways: `int` raises `ValueError` above 4,300 digits, `float`
+returns infinity for `1e999`, `int(inf)` and `datetime` raise `OverflowError`, and an integer of a
+thousand digits fails later, where it meets a float, a `range` or an allocation. Here what is out
+of bounds is None, or the nearest bound.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def finite(text: str | bytes | None) -> float | None:
 
 
 def whole_of(value: float, most: int = MOST) -> int | None:
-    """The integer that a float is; None for a fraction, NaN, and out of bounds."""
+    """The integer that a number is; None for a fraction, NaN, and out of bounds."""
     return int(value) if -most <= value <= most and value == math.floor(value) else None
 
 

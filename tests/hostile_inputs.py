@@ -137,7 +137,8 @@ def texts(words: tuple[str, ...]) -> Mapping[str, Make]:
 def _ranks(n_bytes: int) -> bytes:
     """Lines of a thousand ranks with a traceback that does not end."""
     lines = (
-        f'[rank{n % 4096}]: Traceback (most recent call last):\n[rank{n % 4096}]:   File "a.py", line 1, in f\n'
+        f"[rank{n % 4096}]: Traceback (most recent call last):\n"
+        f'[rank{n % 4096}]:   File "a.py", line 1, in f\n'
         for n in range(n_bytes // 80)
     )
     return "".join(lines).encode()

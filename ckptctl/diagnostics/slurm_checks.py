@@ -171,8 +171,8 @@ def _to_shell(
         yield fault(
             "signal.foreground",
             f"{name}:{training.line}",
-            f"the trap of line {shell.trap_line} runs only after this command has ended: bash waits for "
-            "foreground commands",
+            f"the trap of line {shell.trap_line} runs only after this command has ended: bash "
+            "waits for foreground commands",
         )
     elif training.in_pipeline and shell.signals_child:
         yield fault(
@@ -317,17 +317,21 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
                 where,
                 "|| true: the job always ends with 0 and is never restarted",
             )
-        elif last is not None and last.line > each.line and not exits_on_error:
-            if last_kept <= each.line and "$?" not in each.text:
-                yield warning(
-                    "exit-code.swallowed",
-                    where,
-                    f"the job ends with the exit code of line {last.line}, not with this one",
-                )
+        elif (
+            last is not None
+            and last_kept <= each.line < last.line
+            and not exits_on_error
+            and "$?" not in each.text
+        ):
+            yield warning(
+                "exit-code.swallowed",
+                where,
+                f"the job ends with the exit code of line {last.line}, not with this one",
+            )
     if exits_on_error:
         return
     texts_after = [*(each.text for each in script.commands[1:]), ""]
-    for command, following in zip(script.commands, texts_after, strict=True):
+    for command, following in zip(script.commands, texts_after, strict=False):
         picked = re.match(
             r"(?:(?:local|export|declare|readonly)\s+)?\w+=\"?\$\(\s*ckptctl", command.text
         )

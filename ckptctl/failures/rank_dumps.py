@@ -157,9 +157,10 @@ def _enqueued(
     for name, group in config.items():
         is_default = isinstance(group, dict) and group.get("desc") == DEFAULT_GROUP
         number = whole(last) if isinstance(last, str) else last
-        is_number = isinstance(number, int) and 0 <= number <= MOST
-        if is_default and str(name) not in recorded and is_number:
-            yield str(name), int(number)
+        if not is_default or str(name) in recorded or not isinstance(number, int):
+            continue
+        if 0 <= number <= MOST:
+            yield str(name), number
 
 
 def _calls(entries: Iterator[Mapping[object, object]]) -> tuple[tuple[Call, ...], frozenset[str]]:

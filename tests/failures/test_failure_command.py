@@ -11,8 +11,8 @@ from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
-from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.deadlines import Deadline
+from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.failures.classifying import host_names
 from ckptctl.failures.matching import LogReader
 
