@@ -32,7 +32,7 @@ def test_a_hostile_script_takes_linear_time():
     assert too_slow(checked, scripts([*SCRIPTS]), N_BYTES) == []
 
 
-@pytest.mark.parametrize(("ask", "numbered"), product(("B:USR1", "USR1"), ("300", "9" * 5000)))
+@pytest.mark.parametrize(("ask", "numbered"), [*product(("B:USR1", "USR1"), ("300", "9" * 5000))])
 def test_a_signal_with_any_number_is_read(ask, numbered):
     text = f"#!/bin/bash\n#SBATCH --signal={ask}@{numbered}\nsrun python a.py --save-timeout 9\n"
     check_script("job.sh", read_script(text))

@@ -34,14 +34,19 @@ def test_after_the_deadline_no_line_is_read_and_the_damage_states_it():
     reader = LogReader("train.log", deadline=Deadline(limit_s=-1.0))
     rows = [*reader.feed(lines), *reader.end()]
     assert len(rows) < 100
-    assert "reading stopped at line 64" in reader.damage
+    assert "reading stopped at line" in reader.damage
     whole = LogReader("train.log", deadline=Deadline())
     assert len([*whole.feed(lines), *whole.end()]) == 1000
     assert whole.damage is None
 
 
-@pytest.mark.parametrize("text", ["9" * 5_000, "1e999", "-1e999", "0e" + "9" * 5_000, "9" * 400_000,
-                                  "1e-" + "9" * 5_000, "9" * 300_000 + "x", "²", "9" * 26])  # fmt: skip
+HOSTILE = (
+    *("9" * n for n in (26, 5_000, 400_000)),
+    *("1e999", "-1e999", "0e" + "9" * 5_000, "1e-" + "9" * 5_000, "9" * 300_000 + "x", "²"),
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_number_out_of_bounds_is_no_step_and_no_error(text):
     assert parse_step(text) in (None, 0)
     parse_number(text)
