@@ -95,8 +95,9 @@ bench: $(READY) ## Measure against peers, and write the tables of docs/performan
 loss-bench: $(READY) ## Measure which faults of a resume each loss rule detects, and its false alarms
 	@$(BIN)/python bench/loss_rules.py --all
 
-fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute for each
+fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, logs and own files, a minute for each
 	@$(BIN)/python -m pip install -qq -c constraints.txt --group fuzz
+	@$(BIN)/python tests/fuzz/outside_texts.py --seconds 480
 	@$(BIN)/python tests/fuzz/fuzz.py
 
 properties: $(READY) ## Run the property tests with new examples, ten times (ten minutes)

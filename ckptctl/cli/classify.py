@@ -146,6 +146,7 @@ def classification_lines(answer: Classification) -> list[Line]:
         line("do: ", StyledText(answer.action.value, "strong"), f". {answer.advice}", hang=4),
         line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
         line(_read(answer)),
+        *(line(f"not read: {message}", hang=4) for message in answer.unread[:_FEW]),
         *next_line(answer.next_command),
     ]
 
@@ -154,7 +155,11 @@ def _read(answer: Classification) -> str:
     dumps = f" and {counted(answer.n_dumps, 'dump')}" if answer.n_dumps else ""
     if not answer.n_files:
         return f"no log was read{f', only {dumps[5:]}' if dumps else ''}"
-    end = "; the deadline was reached, and the rest was not read" if answer.deadline_reached else ""
+    end = (
+        "; the deadline was reached, and the rest was not read: the answer rests on what was read"
+        if answer.deadline_reached
+        else ""
+    )
     return (
         f"read {counted(answer.n_lines, 'line')} from {counted(answer.n_files, 'log')}{dumps}{end}"
     )

@@ -7,6 +7,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,7 +77,8 @@ def metrics_text(samples: Iterable[Sample]) -> str:
     """The samples that have a value, grouped by name as the format demands."""
     found: dict[str, list[str]] = {name: [] for name in _FAMILIES}
     for each in samples:
-        if each.value is not None:
+        # An integer may be larger than any float: then the figure is not known.
+        if each.value is not None and abs(each.value) < sys.float_info.max:
             found[each.name].append(f"{each.name}{_labels(each.labels)} {each.value:.12g}")
     return "".join(
         f"# HELP {name} {about}\n"

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import ckptctl
-from ckptctl.cli.documents import Document, error_document
+from ckptctl.borders import Unknown, guarded
+from ckptctl.cli.documents import error_document
 from ckptctl.cli.output import MakeDocument, Output
 from ckptctl.cli.rendering import line
 from ckptctl.distributed.commands import run_bounded
@@ -54,8 +55,15 @@ class Notifier:
 
     def send(self, document: MakeDocument) -> None:
         """Send a document, behind those that are not sent yet; returns at once."""
-        if self._send is not None:
-            self._sent.append(self._thread.submit(self._deliver, self._send, document()))
+        if self._send is None:
+            return
+        body = guarded(
+            "making the document", lambda: json.dumps(redacted_values(document())).encode()
+        )
+        if isinstance(body, Unknown):
+            self._warn(f"{body.message}; it was not sent")
+        else:
+            self._sent.append(self._thread.submit(self._deliver, self._send, body))
 
     def __enter__(self) -> Notifier:
         return self
@@ -73,10 +81,14 @@ class Notifier:
             warning = f"warning: --notify: {counted(len(left), 'document')} not sent in time"
             self._out.lines([line(warning, hang=2)], to=self._out.err)
 
-    def _deliver(self, send: Callable[[bytes], str | None], document: Document) -> None:
-        why = send(json.dumps(redacted_values(document)).encode())
+    def _deliver(self, send: Callable[[bytes], str | None], body: bytes) -> None:
+        sent = guarded("sending", lambda: send(body))
+        why = sent.message if isinstance(sent, Unknown) else sent
         if why is not None:
-            self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
+            self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
 
 
 def _sender(given: str) -> Callable[[bytes], str | None]:

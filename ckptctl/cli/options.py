@@ -144,7 +144,8 @@ KeyFileOpt = Annotated[
     str | None,
     option(
         "--key-file FILE",
-        f"File with the key of seals; without it {SEAL_KEY} is the key, if it is set.",
+        f"File with the key of seals, which only you can read (chmod 600); without it {SEAL_KEY} "
+        "is the key, if it is set.",
     ),
 ]
 OnlyOpt = Annotated[str | None, option("--only KIND", "Keep only this kind of train state: model.")]

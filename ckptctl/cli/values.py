@@ -46,24 +46,19 @@ def _json_or_text(value: str) -> object:
 _MAX_OPTION = 1 << 20
 
 
-_MAX_KEY_BYTES = 4096
-
-
 def seal_key(key_file: str | None) -> bytes | None:
     """The key of seals: what is in the file, or in the environment, or None.
 
     A line end behind it is not part of it. Raises `UsageError` for a file that cannot
-    be read, or is too large to be a key.
+    be read, is too large to be a key, or that others can read or replace.
     """
     if key_file is None:
         key = os.environb.get(SEAL_KEY.encode(), b"")
     else:
-        try:
-            with open(key_file, "rb") as file:
-                key = file.read(_MAX_KEY_BYTES + 1)
-        except OSError as error:
-            raise UsageError(f"the key file {key_file}: {error.strerror}") from error
-        if not key.strip() or len(key) > _MAX_KEY_BYTES:
+        from ckptctl.cli.key_files import MAX_BYTES, read_key_file
+
+        key = read_key_file(key_file)
+        if not key.strip() or len(key) > MAX_BYTES:
             raise UsageError(
                 f"the key file {key_file} has {'no key' if not key.strip() else 'more than a key'}"
                 " in it",

@@ -26,6 +26,11 @@ class Check(NamedTuple):
 
 CHECKS: Mapping[str, Check] = {
     # doctor slurm
+    "script.unread": Check(
+        "the script was not checked to its end",
+        "It is no script as people write them; what was not checked may hold any mistake.",
+        "Shorten it, and run `ckptctl doctor slurm` again.",
+    ),
     "script.shebang": Check(
         "the script names no shell",
         "sbatch rejects a script whose first line does not begin with `#!`.",

@@ -24,6 +24,7 @@ from ckptctl.errors import UsageError
 from ckptctl.findings import Severity
 from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.outside_numbers import whole
 from ckptctl.storage.logs import read_bytes
 from ckptctl.storage.opening import absolute_url
 
@@ -145,7 +146,7 @@ def _version(name: str) -> str | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     parts = version.split("+", maxsplit=1)[0].split(".")
-    return tuple(int(part) for part in parts if part.isdecimal())
+    return tuple(number for part in parts if (number := whole(part)) is not None)
 
 
 def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:

@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+from ckptctl.deadlines import Deadline
 from ckptctl.diagnostics.advice import Advice, fault, warning
 from ckptctl.diagnostics.slurm_script import Script, Training
+from ckptctl.outside_numbers import clamped, whole
 
 _LEAST_NOTICE_S = 60
+MAX_ADVICE = 1000
+"""More mistakes in one script are not listed."""
+_MOST_S = 10**9
+_SHOWN = 100
+"""Characters of the script that a message shows of one word."""
 _PREEMPTIBLE = re.compile(r"pre-?empt|spot|scaveng|low-?prio|backfill|interruptible", re.IGNORECASE)
 # How the NCCL watchdog is set, and the unit in seconds.
 _WATCHDOGS = (
     (r"\bTORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=(\d{1,9})", 1),
-    (r"distributed[-_]timeout[-_]minutes[=\s]+(\d{1,9})", 60),
-    (r"distributed[-_]timeout[-_]seconds[-_\w]*[=\s]+(\d{1,9})", 1),
+    (r"distributed[-_]timeout[-_]minutes[=\s]{1,9}(\d{1,9})", 60),
+    (r"distributed[-_]timeout[-_]seconds[-_\w]{0,50}[=\s]{1,9}(\d{1,9})", 1),
 )
-_SIGNAL = re.compile(r"^(?:[A-Z]*B[A-Z]*:)?(?:SIG)?(\w+?)(?:@(\d+))?$")
+_SIGNAL = re.compile(r"^(?:(?=[A-Z]*B)[A-Z]+:)?(?:SIG)?(\w+?)(?:@(\d+))?$")
 # `ckptctl run` in the batch shell, and not in a step of its own.
 _SUPERVISED = re.compile(r"(?:(?!\bsrun\b).)*\bckptctl\s+run\b", re.DOTALL)
 _RESUMES = re.compile(
@@ -32,25 +40,39 @@ _RESUMES = re.compile(
     r"from[-_.]?(?:checkpoint|ckpt|latest)|init[-_]from|auto[-_]?restart",
     re.IGNORECASE,
 )
-_PATIENCE = re.compile(
-    r"(?:^|\s)-{0,2}[\w.-]*(?:shutdown|preempt|exit|save|sigterm|grace)[\w.-]*(?:timeout|time|grace|sec|deadline|"
-    r"duration|period)[\w.-]*[=\s]+(\d+)(?:\.\d+)?\b",
-    re.IGNORECASE,
+# Of `--save-timeout 90`: the name, which has to hold both words of `_PATIENCE`, and the number.
+_NUMBERED = re.compile(r"(?<!\S)([\w.-]+)[=\s]+(\d+)(?:\.\d+)?\b")
+_PATIENCE = (
+    re.compile("shutdown|preempt|exit|save|sigterm|grace", re.IGNORECASE),
+    re.compile("timeout|time|grace|sec|deadline|duration|period", re.IGNORECASE),
 )
-_BY_TIME = re.compile(
-    r"\bls\s+(?:-\w+\s+)*-\w*t\w*\b|\bls\b[^|]*--sort[= ]time|-printf\s+['\"]?%T@"
-)
+_BY_TIME = re.compile(r"\bls\s+(?:-\w+\s+)*-\w*t\w*\b|-printf\s+['\"]?%T@")
+_SORTED_BY_TIME = (re.compile(r"\bls\b"), re.compile("--sort[= ]time"))
 
 
-def check_script(name: str, script: Script) -> tuple[Advice, ...]:
-    """The mistakes in the script, in the order of its lines."""
-    found = [each for check in _CHECKS for each in check(name, script)]
+def check_script(name: str, script: Script, deadline: Deadline | None = None) -> tuple[Advice, ...]:
+    """The mistakes in the script, in the order of its lines.
+
+    Where the deadline passes, `script.unread` states which checks were not made.
+    """
+    deadline = deadline or Deadline()
+    found: list[Advice] = []
+    for n_made, check in enumerate(_CHECKS):
+        for advice in check(name, script):
+            found.append(advice)
+            if len(found) > MAX_ADVICE or deadline.passed():
+                break
+        if len(found) > MAX_ADVICE or deadline.passed():
+            why = "takes longer than any script" if deadline.reached else "has too many mistakes"
+            message = (
+                f"it {why}: {n_made} of {len(_CHECKS)} groups of checks were made to their end"
+            )
+            return (fault("script.unread", f"{name}:1", message), *sorted(found, key=_line_of))
     return tuple(sorted(found, key=_line_of))
 
 
 def _line_of(advice: Advice) -> int:
-    number = advice.where.rpartition(":")[2]
-    return int(number) if number.isdecimal() else 0
+    return whole(advice.where.rpartition(":")[2]) or 0
 
 
 def _form(name: str, script: Script) -> Iterator[Advice]:
@@ -93,13 +115,15 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
     line, value = given
     where = f"{name}:{line}"
     match = _SIGNAL.match(value)
-    seconds = int(match[2] or 60) if match else 60
+    seconds = clamped(match[2], _MOST_S) if match and match[2] else 60
     signal = match[1] if match else value
     yield from _notice(where, script, seconds)
     to_shell = value.partition(":")[0].count("B") > 0 and ":" in value
+    trap_line = _search_both(script, r"\btrap\b", rf"\b(?:SIG)?{re.escape(signal)}\b")
+    shell = _Shell(trap_line, _traps_child(script), script.search(r"\bwait\b") is not None)
     for each in script.trainings:
         if to_shell:
-            yield from _to_shell(name, where, script, each, signal)
+            yield from _to_shell(name, where, shell, each, signal)
         elif each.launcher not in ("srun",):
             yield fault(
                 "signal.no-step",
@@ -120,14 +144,21 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
             )
 
 
+class _Shell(NamedTuple):
+    """How the batch shell treats the signal: the line of its trap, what that signals, a wait."""
+
+    trap_line: int | None
+    signals_child: bool
+    waits: bool
+
+
 def _to_shell(
-    name: str, where: str, script: Script, training: Training, signal: str
+    name: str, where: str, shell: _Shell, training: Training, signal: str
 ) -> Iterator[Advice]:
     # exec replaces the shell with Python, which then receives its signals.
     if training.is_exec and not training.in_pipeline:
         return
-    trap = script.search(rf"\btrap\b.*\b(?:SIG)?{re.escape(signal)}\b")
-    if trap is None:
+    if shell.trap_line is None:
         yield fault(
             "signal.no-trap",
             where,
@@ -140,16 +171,16 @@ def _to_shell(
         yield fault(
             "signal.foreground",
             f"{name}:{training.line}",
-            f"the trap of line {trap[0]} runs only after this command has ended: bash waits for "
-            "foreground commands",
+            f"the trap of line {shell.trap_line} runs only after this command has ended: bash "
+            "waits for foreground commands",
         )
-    elif training.in_pipeline and re.search(r"\$\{?!|\$pid|\$\{?PID|\$child", _traps(script)):
+    elif training.in_pipeline and shell.signals_child:
         yield fault(
             "signal.pipeline",
             f"{name}:{training.line}",
             "$! is the last command of the pipeline: the trap signals that one, not the training",
         )
-    elif script.search(r"\bwait\b") is None:
+    elif not shell.waits:
         yield fault(
             "signal.no-wait",
             f"{name}:{training.line}",
@@ -157,22 +188,41 @@ def _to_shell(
         )
 
 
-def _traps(script: Script) -> str:
-    named = " ".join(each.text for each in script.commands if each.text.startswith("trap"))
-    bodies = " ".join(each.text for each in script.commands if "kill " in each.text)
-    return f"{named} {bodies}"
+def _traps_child(script: Script) -> bool:
+    """Whether a trap, or a function that it calls, signals the last background command."""
+    return any(
+        re.search(r"\$\{?!|\$pid|\$\{?PID|\$child", each.text)
+        for each in script.commands
+        if each.text.startswith("trap") or "kill " in each.text
+    )
+
+
+def _search_both(script: Script, first: str, then: str) -> int | None:
+    """The line of the first command with `first` and, behind it, `then`."""
+    patterns = re.compile(first), re.compile(then)
+    return next((each.line for each in script.commands if in_order(*patterns, each.text)), None)
+
+
+def in_order(first: re.Pattern[str], then: re.Pattern[str], text: str) -> bool:
+    """Whether a text has `first` and, behind it, `then`, in linear time.
+
+    `first.*then` would be searched again from every place of `first`.
+    """
+    found = first.search(text)
+    return found is not None and then.search(text, found.end()) is not None
 
 
 def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
     for each in script.commands:
-        for match in _PATIENCE.finditer(each.text):
-            if int(match[1]) > seconds:
+        for match in _NUMBERED.finditer(each.text):
+            given_s = clamped(match[2], _MOST_S)
+            if given_s > seconds and in_order(*_PATIENCE, match[1]):
                 yield fault(
                     "signal.notice-short",
                     where,
                     f"the notice is {seconds} s, and line {each.line} gives the save up to "
-                    f"{match[1]} s ({match[0].split('=')[0].split()[0]}): the job is killed first",
-                    f"@{int(match[1]) + 60} or more: SLURM may signal up to a minute late",
+                    f"{given_s} s ({match[1][:_SHOWN]}): the job is killed first",
+                    f"@{given_s + 60} or more: SLURM may signal up to a minute late",
                 )
     if seconds < _LEAST_NOTICE_S:
         yield warning(
@@ -225,16 +275,17 @@ def _requeue(name: str, script: Script) -> Iterator[Advice]:
 
 def _resume(name: str, script: Script) -> Iterator[Advice]:
     for each in script.commands:
-        if _BY_TIME.search(each.text):
+        pipe = each.text.split("|")
+        if _BY_TIME.search(each.text) or any(in_order(*_SORTED_BY_TIME, part) for part in pipe):
             yield fault(
                 "resume.by-mtime",
                 f"{name}:{each.line}",
                 "the step is chosen by its mtime, which copies, rsync and touch change; it may "
                 "also be incomplete",
             )
+    resumes = any(_RESUMES.search(each.text) for each in script.commands if "=" in each.text)
     for training in script.trainings:
-        searched = " ".join([training.text, *(c.text for c in script.commands if "=" in c.text)])
-        if not _RESUMES.search(searched):
+        if not (resumes or _RESUMES.search(training.text)):
             yield fault(
                 "resume.absent",
                 f"{name}:{training.line}",
@@ -243,9 +294,14 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
 
 
 def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
-    strict = script.search(r"\bset\b.*\bpipefail\b")
+    strict = _search_both(script, r"\bset\b", r"\bpipefail\b") is not None
     saved = script.search(r"PIPESTATUS")
-    exits_on_error = script.search(r"\bset\s+-\w*e\w*\b|\bset\b.*\berrexit\b") is not None
+    exits_on_error = (
+        script.search(r"\bset\s+-\w*e\w*\b") is not None
+        or _search_both(script, r"\bset\b", r"\berrexit\b") is not None
+    )
+    keeps = re.compile(r"\$\?|\bwait\b|\bexit\b")
+    last_kept = max((each.line for each in script.commands if keeps.search(each.text)), default=0)
     last = script.commands[-1] if script.commands else None
     for each in script.trainings:
         where = f"{name}:{each.line}"
@@ -261,26 +317,25 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
                 where,
                 "|| true: the job always ends with 0 and is never restarted",
             )
-        elif last is not None and last.line > each.line and not exits_on_error:
-            kept = any(
-                re.search(r"\$\?|\bwait\b|\bexit\b", c.text)
-                for c in script.commands
-                if c.line > each.line
+        elif (
+            last is not None
+            and last_kept <= each.line < last.line
+            and not exits_on_error
+            and "$?" not in each.text
+        ):
+            yield warning(
+                "exit-code.swallowed",
+                where,
+                f"the job ends with the exit code of line {last.line}, not with this one",
             )
-            if not kept and "$?" not in each.text:
-                yield warning(
-                    "exit-code.swallowed",
-                    where,
-                    f"the job ends with the exit code of line {last.line}, not with this one",
-                )
     if exits_on_error:
         return
-    for command in script.commands:
+    texts_after = [*(each.text for each in script.commands[1:]), ""]
+    for command, following in zip(script.commands, texts_after, strict=False):
         picked = re.match(
             r"(?:(?:local|export|declare|readonly)\s+)?\w+=\"?\$\(\s*ckptctl", command.text
         )
         checked = re.search(r"\|\||&&|;\s*(?:case|if)|\bif\b", command.text)
-        following = next((c.text for c in script.commands if c.line > command.line), "")
         if picked and not checked and "$?" not in following:
             yield fault(
                 "exit-code.pick",
@@ -327,18 +382,19 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
                 f"{name}:{each.line}",
                 f"{ignored[1]} is an option of ft_launcher; torchrun detects no hang",
             )
-    hard = script.search(r"hard[-_]timeout[=\s]+(\d{1,9})")
+    hard = script.search(r"hard[-_]timeout[=\s]{1,9}(\d{1,9})")
     for pattern, unit_s in _WATCHDOGS:
         watchdog = script.search(pattern)
-        if hard and watchdog and int(watchdog[1][1]) * unit_s <= int(hard[1][1]):
+        watchdog_s = clamped(watchdog[1][1]) * unit_s if watchdog else 0
+        if hard and watchdog and watchdog_s <= clamped(hard[1][1]):
             yield fault(
                 "nccl.watchdog-short",
                 f"{name}:{watchdog[0]}",
-                f"the NCCL watchdog ends the process after {int(watchdog[1][1]) * unit_s} s, and "
+                f"the NCCL watchdog ends the process after {watchdog_s} s, and "
                 f"the in-process restart acts after {hard[1][1]} s (hard timeout)",
             )
     saved = script.search(r"--async-save\b|\basync_save=[Tt]rue\b")
-    form = script.search(r"\b(?:dist[-_])?ckpt[-_]format[=\s]+[\"']?(\w+)")
+    form = script.search(r"\b(?:dist[-_])?ckpt[-_]format[=\s]{1,9}[\"']?(\w{1,100})")
     if saved and form and form[1][1] != "torch_dist":
         yield fault(
             "save.async-format",

@@ -12,9 +12,11 @@ import shlex
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.data_classes import dataclass, field
+from ckptctl.borders import Unknown, guarded
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import UsageError
 from ckptctl.failures.deciding import WeighedEvidence, decide, hardware
@@ -35,6 +37,7 @@ from ckptctl.failures.results import (
 )
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, ranks_listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.outside_numbers import MOST, clamped, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,8 +69,10 @@ def classify(
     shell. `flight_recorder` is a folder of dumps of torch's flight recorder, one per rank;
     without it, dumps in a folder of logs or beside a log are read.
 
-    Reads each log once, with bounded memory, for at most `deadline_s` seconds; the result
-    states whether the deadline was reached. Raises `UsageError` if there is no input or a
+    Reads each log once, with bounded memory, for at most `deadline_s` seconds, and for no more time
+    of the processor than its bytes explain; the result states whether the deadline was reached.
+    A fault of ckptctl itself in one file, line or rule leaves the evidence in the others; `unread`
+    names it. Raises `UsageError` if there is no input or a
     log is binary data, and the errors of reading a log.
     """
     names = [logs] if isinstance(logs, str) else [*logs]
@@ -83,11 +88,18 @@ def classify(
     given = _given(exit_code, state, scheduler)
     storage = options_from(keywords, storage)
     read = read_logs(names, flight_recorder, storage, deadline_s)
-    stall = compare_dumps(read.dumps)
+    stall = guarded("comparing the dumps", partial(compare_dumps, read.dumps))
+    stacks = guarded("comparing the stacks", lambda: [*compared(read.stacks)])
+    failed = [each.message for each in (stall, stacks) if isinstance(each, Unknown)]
+    stall = compare_dumps(()) if isinstance(stall, Unknown) else stall
+    read = replace(read, unread=(*read.unread, *failed))
     place = flight_recorder or next((dump.file for dump in read.dumps), "")
-    found = (*read.evidence, *compared(read.stacks), *evidence_of(stall, place), *given)
+    of_stacks = () if isinstance(stacks, Unknown) else stacks
+    found = (*read.evidence, *of_stacks, *evidence_of(stall, place), *given)
     decision = decide(found, read.first_failed)
-    finished = _is_zero(exit_code) or state in _FINISHED
+    # What was not read may hold a failure.
+    is_whole = not (read.deadline_reached or read.unread)
+    finished = is_whole and (_is_zero(exit_code) or state in _FINISHED)
     return _answer(decision, found, scheduler, read, stall, finished=finished)
 
 
@@ -142,6 +154,7 @@ def _answer(
         n_lines=read.n_lines,
         not_dumps=read.not_dumps[:_SHOWN],
         set_aside=read.set_aside[:_SHOWN],
+        unread=read.unread[:_SHOWN],
         deadline_reached=read.deadline_reached,
         next_command=_next(about, decisive, node, scheduler, found),
     )
@@ -310,7 +323,7 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
             f"an exit code is a number like 137, -9 or 0:9, not {exit_code!r}",
             instead="--exit-code 137",
         )
-    code, number = int(form[1]), int(form[2] or 0)
+    code, number = whole(form[1], least=-MOST) or 0, clamped(form[2] or "0")
     if number == 0 and code < 0:
         code, number = 0, -code
     elif number == 0 and 128 < code < 128 + signal.NSIG:

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.outside_numbers import clamped, finite, moment_of, whole
 from ckptctl.storage.logs import MAX_MATCHED
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _MAX_PREFIXES = 10
 _MAX_PREFIX = 1000
+MAX_RANK = (1 << 20) - 1
+"""A larger number is no rank."""
 _YEARLESS_AHEAD = timedelta(days=2)
 
 
@@ -186,8 +193,8 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
         at_s=at_s,
         # In a kernel log, the text before a colon is a driver: `nvidia-nvswitch3: SXid`.
         host=(None if found.kernel else given.get("host")) or found.host or given.get("pod"),
-        rank=int(rank) if rank is not None else found.rank,
-        device=f"GPU {nccl}" if nccl is not None and int(nccl) >= 0 else found.device,
+        rank=found.rank if (number := whole(rank, MAX_RANK)) is None else number,
+        device=f"GPU {nccl}" if whole(nccl, MAX_RANK) is not None else found.device,
         level=level,
         kernel=found.kernel or given.get("kernel") is not None,
     )
@@ -195,32 +202,23 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
 
 def _seconds(given: Mapping[str, str | None]) -> float | None:
     month = given.get("mo") or str(_MONTHS.index((given.get("month") or "jan").lower()) + 1)
-    fraction = float(f"0.{given.get('f') or 0}")
-    year = given.get("y")
+    fraction = finite(f"0.{given.get('f') or 0}") or 0.0
+    year = whole(given.get("y"))
     now = datetime.now(UTC)
-    try:
-        moment = datetime(
-            int(year) if year else now.year,
-            int(month),
-            int(given.get("d") or 1),
-            int(given.get("h") or 0),
-            int(given.get("m") or 0),
-            int(given.get("s") or 0),
-            tzinfo=_zone(given.get("z")),
-        )
-        if not year and moment > now + _YEARLESS_AHEAD:
-            moment = moment.replace(year=now.year - 1)
-    except ValueError:
-        return None
-    return moment.timestamp() + fraction
+    month_day = clamped(month), clamped(given.get("d") or "1")
+    h, m, s = (clamped(given.get(part) or "0") for part in "hms")
+    moment = moment_of(year or now.year, *month_day, (h, m, s), _offset_s(given.get("z")))
+    if year is None and (moment is None or moment > now + _YEARLESS_AHEAD):
+        moment = moment_of(now.year - 1, *month_day, (h, m, s))
+    return None if moment is None else moment.timestamp() + fraction
 
 
-def _zone(text: str | None) -> timezone:
-    if not text or text.strip() in ("Z", "UTC"):
-        return UTC
-    sign = -1 if text[0] == "-" else 1
-    digits = text[1:].replace(":", "")
-    return timezone(sign * timedelta(hours=int(digits[:2]), minutes=int(digits[2:])))
+def _offset_s(zone: str | None) -> int:
+    if not zone or zone.strip() in ("Z", "UTC"):
+        return 0
+    digits = zone[1:].replace(":", "")
+    seconds = clamped(digits[:2]) * 3600 + clamped(digits[2:]) * 60
+    return -seconds if zone[0] == "-" else seconds
 
 
 _MAX_JSON = 16 << 20
@@ -259,7 +257,7 @@ def _from_json(text: str) -> LogLine | None:
         level=level if level is not None else wrapped.level,
         at_s=_time_of(_first(document, _TIME_KEYS)) or wrapped.at_s,
         host=str(host) if host else wrapped.host,
-        rank=rank if isinstance(rank, int) else wrapped.rank,
+        rank=rank if _is_rank(rank) else wrapped.rank,
         kernel=document.get("SYSLOG_IDENTIFIER") == "kernel" or wrapped.kernel,
         error_file="exc_info" in document or wrapped.error_file,
     )
@@ -273,10 +271,14 @@ def _from_error_file(inner: Mapping[str, object]) -> LogLine:
     return LogLine(
         str(inner.get("message", "")),
         at_s=_time_of(info.get("timestamp")),
-        rank=rank if isinstance(rank, int) else None,
+        rank=rank if _is_rank(rank) else None,
         level=ERROR,
         error_file=True,
     )
+
+
+def _is_rank(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_RANK
 
 
 def _first(document: Mapping[str, object], keys: tuple[str, ...]) -> object:
@@ -285,11 +287,11 @@ def _first(document: Mapping[str, object], keys: tuple[str, ...]) -> object:
 
 def _time_of(value: object) -> float | None:
     if isinstance(value, str) and value.replace(".", "", 1).isdecimal():
-        value = float(value)
+        value = finite(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # Some logs use milliseconds, microseconds or nanoseconds.
         for scale in (1, 1e3, 1e6, 1e9):
-            if 1e9 < value / scale < 1e10:
+            if 1e9 * scale < value < 1e10 * scale:  # an integer may be too large to divide
                 return value / scale
         return None
     return clock_of(value) if isinstance(value, str) and not value.startswith("{") else None

@@ -11,14 +11,17 @@ around its literal, and every pattern takes linear time
 
 from __future__ import annotations
 
-import math
 import re
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import replace
+from ckptctl.deadlines import Deadline
 from ckptctl.failures.loglines import (
     ERROR,
+    MAX_RANK,
     WARNING,
     LogLine,
     clock_of,
@@ -28,12 +31,16 @@ from ckptctl.failures.loglines import (
 from ckptctl.failures.rank_dumps import StackReader
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
+from ckptctl.outside_numbers import clamped, finite, whole
 from ckptctl.storage.logs import MAX_MATCHED
+
+T = TypeVar("T")
 
 _MAX_TEXT = 400
 _MAX_TRACEBACK = 100
 """Lines after the newest frame of a traceback in which it is expected to end."""
 _MAX_RANKS = 4096
+_MAX_UNREAD = 20
 _MAX_CONTEXT = 300
 """The characters around a match that decide whether it is a quote or advice."""
 
@@ -111,14 +118,15 @@ class LogReader:
     """Reads one log, block by block.
 
     `n_lines` counts the lines that were classified, `n_progress` those of training progress.
-    `hosts` are the nodes of ranks, as far as the log shows them. After `until_s` of the
-    monotonic clock no further line is matched, and `stopped` is true.
+    `hosts` are the nodes of ranks, as far as the log shows them. After the deadline no further
+    line is matched. `unread` names the lines and rules in which ckptctl itself failed: the others
+    count all the same.
     """
 
-    def __init__(self, name: str, until_s: float = math.inf) -> None:
+    def __init__(self, name: str, deadline: Deadline | None = None) -> None:
         self.name = name
-        self.stopped = False
-        self._until_s = until_s
+        self.unread: list[str] = []
+        self._deadline = deadline or Deadline()
         self.n_lines = 0
         self.n_progress = 0
         self.first_failed: tuple[str | None, int | None] | None = None
@@ -143,20 +151,30 @@ class LogReader:
         hits = find_literals([raw for _, raw in block])
         for index, (number, raw) in enumerate(block):
             if index in hits.inits:
-                self._place(raw)
+                self._guarded(number, "", partial(self._place, raw))
             if index in hits.losses:
-                self._progress(raw)
+                self._guarded(number, "", partial(self._progress, raw))
             if raw[:48].count(":") > 1:
                 self._clocked = raw
             asked = hits.rules.get(index)
             # Nearly every line ends here, so the code below may be slow.
             if asked or index in hits.frames or self._within(number, asked):
-                if time.monotonic() > self._until_s:
-                    self.stopped = True
+                if self._deadline.passed():
                     self.n_lines += index
                     return
-                yield from self._evidence_in(number, raw, asked)
+                work = partial(self._evidence_in, number, raw, asked)
+                yield from self._guarded(number, "", work) or ()
         self.n_lines += len(block)
+
+    def _guarded(self, number: int, rule: str, work: Callable[[], T]) -> T | None:
+        """The result of `work` on a line; None where ckptctl fails in it, which is noted."""
+        what = f"{self.name}:{number}: {f'the rule {rule}' if rule else 'reading the line'}"
+        result = guarded(what, work)
+        if not isinstance(result, Unknown):
+            return result
+        if len(self.unread) < _MAX_UNREAD:
+            self.unread.append(result.message)
+        return None
 
     def _within(self, number: int, asked: Collection[int] | None) -> bool:
         """Whether a line may continue or end a traceback, a report or a stack."""
@@ -168,14 +186,15 @@ class LogReader:
     def _place(self, raw: str) -> None:
         """Learn the node of a rank from the line that NCCL prints for each communicator."""
         match = _COMMUNICATOR.search(raw, 0, MAX_MATCHED)
-        if match is None or int(match["n"]) < self._n_ranks:
+        n_ranks = 0 if match is None else clamped(match["n"])
+        if match is None or n_ranks < self._n_ranks:
             return
         # Ranks of smaller communicators are counted within these.
-        if int(match["n"]) > self._n_ranks:
+        if n_ranks > self._n_ranks:
             self.hosts.clear()
-        self._n_ranks = int(match["n"])
+        self._n_ranks = n_ranks
         if len(self.hosts) < _MAX_RANKS:
-            self.hosts[int(match["rank"])] = match["host"]
+            self.hosts[clamped(match["rank"])] = match["host"]
 
     def last_progress_s(self) -> float | None:
         """The time of the last line of progress, if known."""
@@ -183,31 +202,36 @@ class LogReader:
 
     def _evidence_in(
         self, number: int, raw: str, asked: Collection[int] | None
-    ) -> Iterator[Evidence]:
+    ) -> Sequence[Evidence]:
         line = take_apart(raw)
         self.stacks.take(number, line.message[:MAX_MATCHED], line.rank)
         first, *exceptions = split_traceback(line)
         if self._framed(number, first):
-            return
+            return ()
         if asked is None and not exceptions and line.rank not in self._tracebacks:
-            return
+            return ()
         noted = exceptions and _is_noted(first)
+        evidence = []
         for each in (first, *exceptions):
             found = self._weighed(number, each, sorted(asked or ()))
             if found is not None:
                 leads = found.role in (Role.ROOT, Role.SUSPECT)
-                yield replace(found, role=Role.NOTE) if noted and leads else found
+                evidence.append(replace(found, role=Role.NOTE) if noted and leads else found)
+        return evidence
 
     def _progress(self, raw: str) -> None:
         raw = raw[:MAX_MATCHED]
-        step = _STEP.search(raw)
-        if step and int(step[1]) > self._step and _FINITE.search(raw):
+        match = _STEP.search(raw)
+        if match is None:
+            return
+        step = clamped(match[1])
+        if step > self._step and _FINITE.search(raw):
             self.n_progress += 1
-            self._step = int(step[1])
+            self._step = step
             self._progressed = raw
-        elif step and int(step[1]) < self._step:
+        elif step < self._step:
             # Another attempt starts from an older step in the same log.
-            self._step = int(step[1])
+            self._step = step
 
     def _framed(self, number: int, line: LogLine) -> bool:
         """Whether the line only frames others, as the head of a traceback or report does."""
@@ -239,8 +263,8 @@ class LogReader:
         key, colon, value = (part.strip() for part in message.partition(":"))
         if colon and key in ("host", "rank"):
             self._report[key] = value.split()[0] if value else ""
-            rank = self._report.get("rank", "")
-            self.first_failed = (self._report.get("host"), int(rank) if rank.isdecimal() else None)
+            rank = whole(self._report.get("rank"), MAX_RANK)
+            self.first_failed = (self._report.get("host"), rank)
             return True
         return False
 
@@ -261,17 +285,24 @@ class LogReader:
         ignored = in_traceback and line.rank in self._ignored
         for which in (*asked, *(ENDING if in_traceback else ())):
             rule = RULES[which]
-            part = _around_literal(message, rule)
-            match = rule.pattern.search(part)
-            if match is None or not _may_speak(rule, line, part, match, ended=in_traceback):
-                continue
-            if rule.check and not _CHECKS[rule.check](part):
-                continue
-            found = self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
-            if ignored and found.role in (Role.ROOT, Role.SUSPECT):
+            work = partial(self._by_rule, number, line, rule, message, in_traceback=in_traceback)
+            found = self._guarded(number, rule.name, work)
+            if found is not None and ignored and found.role in (Role.ROOT, Role.SUSPECT):
                 return replace(found, role=Role.NOTE)
-            return found
+            if found is not None:
+                return found
         return None
+
+    def _by_rule(
+        self, number: int, line: LogLine, rule: Rule, message: str, *, in_traceback: bool
+    ) -> Evidence | None:
+        part = _around_literal(message, rule)
+        match = rule.pattern.search(part)
+        if match is None or not _may_speak(rule, line, part, match, ended=in_traceback):
+            return None
+        if rule.check and not _CHECKS[rule.check](part):
+            return None
+        return self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
 
     def _evidence(
         self,
@@ -302,7 +333,7 @@ class LogReader:
             at_s=at_s,
             host=_group(match, "host") or (None if rule.reporter else host),
             device=_group(match, "device") or (None if rule.reporter else line.device),
-            rank=int(rank_named) if rank_named else None if rule.reporter else rank,
+            rank=whole(rank_named, MAX_RANK) if rank_named or rule.reporter else rank,
             ranks=_ranks_in(_group(match, "ranks") or ""),
             action=rule.action,
             restart=rule.restart,
@@ -333,10 +364,7 @@ def _largest(pattern: re.Pattern[str], message: str) -> float:
 
 
 def _n_bytes(number: str, unit: str) -> float:
-    try:
-        return float(number) * _UNITS[unit[0]]
-    except ValueError:
-        return 0.0
+    return (finite(number) or 0.0) * _UNITS[unit[0]]
 
 
 _CHECKS = {"held-by-others": _held_by_others}
@@ -421,7 +449,10 @@ def _ranks_in(text: str) -> tuple[int, ...]:
     """The ranks in a list such as `0-3, 7`."""
     ranks: set[int] = set()
     for first, last in re.findall(r"(\d{1,6})(?:\s?-\s?(\d{1,6}))?", text):
-        ranks |= {*range(int(first), min(int(last or first), int(first) + _MAX_RANKS) + 1)}
+        begin = clamped(first)
+        ranks |= {*range(begin, min(clamped(last or first), begin + _MAX_RANKS) + 1)}
+        if len(ranks) > MAX_RANK:
+            break
     return tuple(sorted(ranks))
 
 

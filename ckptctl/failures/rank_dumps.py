@@ -27,6 +27,7 @@ from ckptctl.failures.results import Evidence, Role
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.formats.pickles.stubs import Grammar
+from ckptctl.outside_numbers import MOST, clamped, whole
 
 PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """The variables that name the recorder's files, without the rank at their end."""
@@ -121,7 +122,7 @@ def read_dump(name: str, data: bytes) -> Dump:
         raise NotADump(f"{name}: not a dump of the flight recorder")
     calls, uncounted = _calls(entry for entry in entries if isinstance(entry, dict))
     enqueued = dict(_enqueued(config, document.get("pg_status"), {call.group for call in calls}))
-    return Dump(int(found[1]), name, calls, dict(_members(config)), uncounted, enqueued)
+    return Dump(clamped(found[1]), name, calls, dict(_members(config)), uncounted, enqueued)
 
 
 def _decoded(name: str, data: bytes) -> object:
@@ -137,9 +138,10 @@ def _members(config: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, 
     for name, group in config.items():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, str):
-            ranks = [int(each) for each in re.findall(r"\d{1,7}", ranks[: 8 * _MAX_RANKS])]
+            ranks = [clamped(each) for each in re.findall(r"\d{1,7}", ranks[: 8 * _MAX_RANKS])]
         if isinstance(ranks, list) and ranks:
-            yield str(name), tuple(rank for rank in ranks if isinstance(rank, int))
+            known = (rank for rank in ranks[:_MAX_RANKS] if isinstance(rank, int))
+            yield str(name), tuple(rank for rank in known if 0 <= rank < _MAX_RANKS)
 
 
 def _enqueued(
@@ -154,8 +156,11 @@ def _enqueued(
     last = default.get("last_enqueued_collective") if isinstance(default, dict) else None
     for name, group in config.items():
         is_default = isinstance(group, dict) and group.get("desc") == DEFAULT_GROUP
-        if is_default and str(name) not in recorded and str(last).isdecimal():
-            yield str(name), int(str(last))
+        number = whole(last) if isinstance(last, str) else last
+        if not is_default or str(name) in recorded or not isinstance(number, int):
+            continue
+        if 0 <= number <= MOST:
+            yield str(name), number
 
 
 def _calls(entries: Iterator[Mapping[object, object]]) -> tuple[tuple[Call, ...], frozenset[str]]:
@@ -206,7 +211,7 @@ def _call(entry: Mapping[object, object]) -> Call | None:
     pair = _PAIR.search(operation)
     is_p2p = bool(entry.get("is_p2p")) and pair is not None
     sequence = entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")
-    if not isinstance(sequence, int):
+    if not isinstance(sequence, int) or not 0 <= sequence <= MOST:
         return None
     inputs, outputs = entry.get("input_sizes"), entry.get("output_sizes")
     types = [*_list(entry.get("input_dtypes")), *_list(entry.get("output_dtypes"))]
@@ -228,7 +233,7 @@ def _call(entry: Mapping[object, object]) -> Call | None:
 
 
 def _sender_first(pair: re.Match[str]) -> tuple[int, int]:
-    first, second = int(pair[1]), int(pair[3])
+    first, second = clamped(pair[1]), clamped(pair[3])
     return (first, second) if pair[2] == "->" else (second, first)
 
 
@@ -245,7 +250,7 @@ def _n_elements(sizes: object) -> int:
     for each in _list(sizes):
         n = 1
         for size in _list(each)[:16]:
-            n *= size if isinstance(size, int) else 0
+            n *= size if isinstance(size, int) and abs(size) <= MOST else 0
         total += n
     return total
 
@@ -370,7 +375,7 @@ class StackReader:
         if (match := _FRAME.match(text)) is not None and self._open is not None:
             if len(self._open.frames) < _MAX_FRAMES:
                 name = match["name"] or match["name_2"]
-                line = int(match["line"] or match["line_2"])
+                line = clamped(match["line"] or match["line_2"])
                 self._open.frames.append(Frame(name, match["file"] or match["file_2"], line))
             return
         self._open = None
@@ -379,7 +384,7 @@ class StackReader:
         # faulthandler prints the stacks of a process that crashed in the same form.
         if match is not None and not self._crashed and len(self.stacks) < _MAX_STACKS:
             in_name = None if rank is not None else _RANK_OF_LOG.search(self._name)
-            rank = int(in_name[1] or in_name[2]) if in_name else rank
+            rank = clamped(in_name[1] or in_name[2]) if in_name else rank
             self._open = Stack(rank, self._name, number, match["name"] or "")
             self.stacks.append(self._open)
 

@@ -9,15 +9,16 @@ write is read only if it is of root, of this user or of the owner of something t
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import BinaryData, PathNotFound, PathUntrusted, StorageError
+from ckptctl.deadlines import Deadline
+from ckptctl.errors import BinaryData, CkptctlError, PathNotFound, PathUntrusted, StorageError
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.rank_dumps import (
     MAX_BYTES,
@@ -66,8 +67,9 @@ class Read:
     """What was read; `first_failed` is the host and rank that a launcher names as the first.
 
     `not_dumps` are messages about files that were given as dumps but are not.
-    `set_aside` are the reasons why something that was found is no evidence.
-    `deadline_reached`: the deadline passed before the end of the logs.
+    `set_aside` are the reasons why something that was found is no evidence. `unread` names what
+    could not be read for a fault of ckptctl itself. `deadline_reached`: the deadline passed before
+    the end of the logs.
     """
 
     evidence: tuple[Evidence, ...]
@@ -77,6 +79,7 @@ class Read:
     dumps: tuple[Dump, ...]
     not_dumps: tuple[str, ...]
     set_aside: tuple[str, ...]
+    unread: tuple[str, ...]
     n_files: int
     n_lines: int
     deadline_reached: bool
@@ -93,20 +96,19 @@ class _Reading:
         owners = (owner_of(path) for path in paths if path is not None)
         self.users = frozenset(owner for owner in owners if owner is not None)
         self.set_aside: dict[str, str] = {}
-        self.until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        self.deadline = Deadline(deadline_s)
+        self.unread: list[str] = []
         self.readers: list[LogReader] = []
         self.dumps: dict[str, Dump] = {}
         self.beside_binary: set[str] = set()
         self.n_binary = 0
-        self.deadline_reached = False
 
     def evidence_in(self, name: str) -> Iterator[tuple[LogReader, Evidence]]:
         """The evidence in a log, or in the files of a folder."""
         files = logs_below(name, self.storage)
         found = self.found_in(name)
         for file in files:
-            if time.monotonic() > self.until_s:
-                self.deadline_reached = True
+            if self.deadline.passed():
                 return
             if file == name:
                 yield from self._in_log(file)
@@ -129,13 +131,21 @@ class _Reading:
     def _in_log(
         self, file: str, found: FoundIn | None = None
     ) -> Iterator[tuple[LogReader, Evidence]]:
-        reader = LogReader(file, self.until_s)
+        reader = LogReader(file, self.deadline)
         self.readers.append(reader)
-        for block in log_blocks(file, self.storage, found):
+        blocks = log_blocks(file, self.storage, found)
+        while True:
+            what = f"reading {file} behind line {reader.n_lines:,}"
+            block = guarded(what, partial(next, blocks, None), raises=CkptctlError)
+            if isinstance(block, Unknown):
+                self.unread.append(block.message)
+                return
+            if block is None:
+                return
+            self.deadline.extend(sum(len(text) for _, text in block))
             for evidence in reader.take(block):
                 yield reader, evidence
-            if reader.stopped or time.monotonic() > self.until_s:
-                self.deadline_reached = True
+            if self.deadline.passed():
                 return
 
     def _is_dump(self, file: str, found: FoundIn) -> bool:
@@ -145,9 +155,18 @@ class _Reading:
             return False
         if may_be_dump(file, read_head(path, found)):
             with suppress(NotADump):
-                self.dumps[file] = read_dump(file, read_bytes(file, limit=MAX_BYTES, found=found))
+                self.take_dump(file, read_bytes(file, limit=MAX_BYTES, found=found))
                 return True
         return False
+
+    def take_dump(self, file: str, data: bytes) -> None:
+        """Read a dump; raises `NotADump` for anything else."""
+        self.deadline.extend(len(data))
+        dump = guarded(f"reading {file}", partial(read_dump, file, data), raises=NotADump)
+        if isinstance(dump, Unknown):
+            self.unread.append(dump.message)
+        else:
+            self.dumps[file] = dump
 
     def take_dumps_beside(self, logs: Iterable[str]) -> None:
         """Read the dumps in the folders of the logs, and those that the variables name."""
@@ -207,9 +226,10 @@ def read_logs(
         dumps=tuple(reading.dumps.values()),
         not_dumps=not_dumps,
         set_aside=tuple(reading.set_aside.values()),
+        unread=(*reading.unread, *(message for each in logs for message in each.unread)),
         n_files=len(logs),
         n_lines=sum(each.n_lines for each in logs),
-        deadline_reached=reading.deadline_reached,
+        deadline_reached=reading.deadline.reached,
     )
 
 
@@ -220,14 +240,14 @@ def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:
         found = None if file == recorder else reading.found_in(recorder)
         try:
             data = read_bytes(file, limit=MAX_BYTES, storage=reading.storage, found=found)
-            reading.dumps[file] = read_dump(file, data)
+            reading.take_dump(file, data)
         except NotADump as error:
             yield str(error)
         except PathUntrusted as error:
             if found is None:
                 raise
             reading.set_aside[file] = error.message
-    if not reading.dumps and not reading.set_aside:
+    if not reading.dumps and not reading.set_aside and not reading.unread:
         raise PathNotFound(
             f"{recorder}: no readable dump of the flight recorder; the name of a dump must end "
             "with its rank"

@@ -344,6 +344,9 @@ class Classification:
     set_aside: tuple[str, ...]
     """What was found and is no evidence, because another user may have put it there: the
     reasons, at most 50."""
+    unread: tuple[str, ...]
+    """What ckptctl itself failed to read, a file, a line or a rule, and why: a failure there is not
+    in the answer."""
     deadline_reached: bool
     """Whether the deadline passed before the end of the logs; the rest was not read."""
     next_command: str | None

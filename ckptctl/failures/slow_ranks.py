@@ -20,6 +20,7 @@ from ckptctl.findings import Finding
 from ckptctl.formatting import listed
 from ckptctl.model import Fraction
 from ckptctl.options import StorageOptions
+from ckptctl.outside_numbers import clamped, finite
 from ckptctl.storage.logs import MAX_MATCHED, found_below, logs_below
 
 THRESHOLD = 0.7
@@ -141,8 +142,9 @@ class _Reports:
             self._kind = head["kind"]
             self._nvrx[self._kind] = {}
         elif self._kind and (score := _NVRX_SCORE.search(text)) is not None:
-            self._nvrx[self._kind][int(score["rank"])] = min(1.0, float(score["score"]))
-            self._nodes[int(score["rank"])] = score["node"]
+            rank = clamped(score["rank"])
+            self._nvrx[self._kind][rank] = min(1.0, finite(score["score"]) or 0.0)
+            self._nodes[rank] = score["node"]
         elif (head := _TIMERS_HEAD.search(text)) is not None:
             self._timer = ""
             if head["bounds"] == "times":
@@ -152,9 +154,10 @@ class _Reports:
         elif (timer := _TIMER.search(text)) is not None:
             self._timer = timer["name"]
         elif self._timer and (of_rank := _TIMER_RANK.search(text)) is not None:
-            self._timers.setdefault(self._timer, {})[int(of_rank["rank"])] = float(of_rank["ms"])
-        elif (bounds := _BOUNDS.search(text)) is not None and float(bounds["high"]) > 0:
-            self._bounds.append(float(bounds["low"]) / float(bounds["high"]))
+            times = self._timers.setdefault(self._timer, {})
+            times[clamped(of_rank["rank"])] = finite(of_rank["ms"]) or 0.0
+        elif (bounds := _BOUNDS.search(text)) is not None and (high := finite(bounds["high"])):
+            self._bounds.append((finite(bounds["low"]) or 0.0) / high)
         else:
             self._timer = ""
 

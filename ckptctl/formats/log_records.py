@@ -16,10 +16,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.outside_numbers import finite, moment, whole
 
 MAX_RECORD = 4 << 20
 _MAX_DEPTH = 4
@@ -187,8 +187,8 @@ def _text_of(document: Mapping[str, object], *, inside: bool) -> str | None:
     for key in _OF_ONE:
         text = document.get(key)
         if key == "MESSAGE" and isinstance(text, list):  # journald: it is not UTF-8
-            codes = [int(code) for code in text if isinstance(code, str) and code.isdecimal()]
-            text = bytes(code for code in codes if code < 256).decode("utf-8", "replace")
+            codes = (whole(code, 255) for code in text if isinstance(code, str))
+            text = bytes(code for code in codes if code is not None).decode("utf-8", "replace")
         if isinstance(text, str):
             return text
     if _PROGRAMS & document.keys():
@@ -225,11 +225,11 @@ def _first_time(document: Mapping[str, object]) -> str:
 def _time_of(value: str) -> str:
     """A time as RFC 3339; empty for what is none."""
     if re.fullmatch(r"\d{9,20}(?:\.\d{1,9})?", value):
-        seconds = float(value)
+        seconds = finite(value) or 0.0
         while seconds >= 1e11:  # milliseconds, microseconds or nanoseconds
             seconds /= 1e3
-        moment = datetime.fromtimestamp(seconds, UTC)
-        return f"{moment:%Y-%m-%dT%H:%M:%S.%f}Z"
+        time = moment(seconds)
+        return "" if time is None else f"{time:%Y-%m-%dT%H:%M:%S.%f}Z"
     match = _ISO.fullmatch(value)
     if match is None:
         return ""

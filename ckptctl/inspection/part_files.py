@@ -34,6 +34,7 @@ from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_o
 from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.sidecars import scalar, steps_inside
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
+from ckptctl.outside_numbers import MOST
 from ckptctl.records.opening import Need
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
@@ -310,7 +311,7 @@ def steps_by_rank(part: OpenPart) -> Mapping[str, Sequence[tuple[str, float]]]:
             # One count is all that a file of a known kind may have; of other files it may be
             # a count of the rank's own.
             steps = steps if held is None or len(steps) > 1 else steps * 2
-            found[kind] += [(path, float(n)) for n in steps]
+            found[kind] += [(path, float(n)) for n in steps if abs(n) <= MOST]
     return found
 
 

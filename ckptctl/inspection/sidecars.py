@@ -7,7 +7,6 @@ are only opened when they are small and known to hold train state.
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from ckptctl.formats.frameworks.state_keys import StateKind, kind_of_entry
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import command_line, inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
+from ckptctl.outside_numbers import whole_of
 from ckptctl.records.opening import Need, is_before_archives, open_before_archives
 from ckptctl.records.reads import open_one_record
 from ckptctl.storage.contract import Span, Store, read_range
@@ -396,8 +396,9 @@ def read_numbers(
     numbers = {}
     for span, record in store.read_spans(spans):
         value = number_in(record)
-        if value is not None and math.isfinite(value) and value == int(value):
-            numbers[spans[span]] = int(value)
+        number = None if value is None else whole_of(value)
+        if number is not None:
+            numbers[spans[span]] = number
     return numbers
 
 

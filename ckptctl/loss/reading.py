@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ckptctl.data_classes import dataclass, field
+from ckptctl.deadlines import Deadline
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.wrapped_logs import Unwrapper
@@ -97,12 +98,18 @@ class LogReader:
     `name` is the file as the caller named it; it is part of the position of each row.
     The iterator that `feed` returns must be exhausted before the next call. Where a log
     is rotated, call `end` and continue with a new reader, to which this one is `earlier`.
+    After the `deadline` no further line is read, and `damage` states it.
     """
 
     def __init__(
-        self, name: str, log_format: LogFormat | None = None, earlier: LogReader | None = None
+        self,
+        name: str,
+        log_format: LogFormat | None = None,
+        earlier: LogReader | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.name = name
+        self._deadline = deadline
         self._earlier = earlier
         self.n_bytes = 0
         self._options = log_format or LogFormat()
@@ -133,6 +140,8 @@ class LogReader:
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
         self.n_bytes += len(data)
+        if self._deadline is not None:
+            self._deadline.extend(len(data))
         data = self._begun(data, _HEAD_BYTES)
         yield from self._fed(data if self._unwrapper is None else self._unwrapper.feed(data))
 
@@ -185,7 +194,14 @@ class LogReader:
         before = None if self._earlier is None else self._earlier._log
         self._earlier = None
         earlier = before if isinstance(before, TextLog) else None
-        return TextLog(self.name, form=name, pattern=pattern, keys=keys, earlier=earlier)
+        return TextLog(
+            self.name,
+            form=name,
+            pattern=pattern,
+            keys=keys,
+            earlier=earlier,
+            deadline=self._deadline,
+        )
 
 
 @dataclass(slots=True)
@@ -246,7 +262,8 @@ def read_logs(
 
     Memory does not grow with the logs. Where a log is damaged in the middle, the rows
     before the damage are yielded; then `on_damage` is called, or `LogUnreadable` raised
-    where it is None. Raises `LogWithoutLoss` at the end where no row had a loss,
+    where it is None. So it is where reading takes longer than the bytes explain (`Deadline`).
+    Raises `LogWithoutLoss` at the end where no row had a loss,
     `UsageError` where no log is named, and the errors of the storage.
     """
     if not paths:
@@ -254,8 +271,9 @@ def read_logs(
     log_format = log_format or LogFormat()
     readers: list[LogReader] = []
     has_loss = False
+    deadline = Deadline()
     for path in _in_order(expanded(paths, storage), storage, log_format):
-        reader = LogReader(path, log_format, readers[-1] if readers else None)
+        reader = LogReader(path, log_format, readers[-1] if readers else None, deadline)
         readers.append(reader)
         for item in _read(reader, storage, on_damage):
             has_loss = has_loss or (isinstance(item, Row) and item.has_loss)
@@ -289,7 +307,11 @@ def _in_order(
 ) -> Sequence[str]:
     if len(paths) < 2 or STDIN in paths:
         return paths
-    first = {path: _first_clock(LogReader(path, log_format), storage) for path in paths}
+    deadline = Deadline()
+    first = {
+        path: _first_clock(LogReader(path, log_format, deadline=deadline), storage)
+        for path in paths
+    }
     clocks = {path: at for path, at in first.items() if at is not None}
     if len(clocks) == len(first):
         # The sort is stable: logs with the same first time keep the order of the caller.

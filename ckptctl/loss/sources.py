@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import LogUnreadable, PathNotFound
 from ckptctl.options import StorageOptions
+from ckptctl.outside_numbers import MOST, clamped, whole
 from ckptctl.storage.logs import STDIN, errors_of_storage, files_below, found_below, read_pieces
 from ckptctl.storage.opening import base_name, join_url, local_path
 from ckptctl.storage.shared_places import open_found, open_named
@@ -95,7 +96,7 @@ def _logs_among(path: str, names: Sequence[str]) -> list[str]:
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key that puts `version_2` before `version_10`."""
     return tuple(
-        (1, int(part), "") if part.isdigit() else (0, 0, part)
+        (0, 0, part) if (number := whole(part)) is None else (1, number, "")
         for part in re.split(r"(\d+)", name)
         if part
     )
@@ -149,5 +150,6 @@ def _values(folder: str, name: str) -> Iterator[tuple[int, int, str, str]]:
     with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
         for line in file:
             match = _METRIC_LINE.fullmatch(line)
-            if match is not None:
-                yield int(match["at"]), int(match["step"]), name, match["value"]
+            step = None if match is None else whole(match["step"], least=-MOST)
+            if match is not None and step is not None:
+                yield clamped(match["at"]), step, name, match["value"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.deadlines import Deadline
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import EPOCH_HINT, LineReader, pattern_format
@@ -27,6 +28,9 @@ from ckptctl.loss.formats.text_lines import (
 )
 from ckptctl.loss.rows import LogPosition, Marker, RankReader, Row, set_interval
 from ckptctl.storage.logs import MAX_MATCHED
+
+_LINES_PER_LOOK = 64
+"""How often the deadline is looked at."""
 
 # Rows of fallback formats that wait for a better format.
 _UNDECIDED_ROWS = 8
@@ -128,9 +132,6 @@ class TextLog:
     `earlier` is the log before it, which shows at which step an epoch began.
     """
 
-    # Lines that cannot be parsed are skipped, so a text log cannot be damaged.
-    damage: str | None = None
-
     def __init__(
         self,
         name: str,
@@ -139,7 +140,11 @@ class TextLog:
         pattern: str | None = None,
         keys: Keys = None,
         earlier: TextLog | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
+        self.damage: str | None = None
+        """Lines that cannot be parsed are skipped; this states where the deadline passed."""
+        self._deadline = deadline
         self._name = name
         self._earlier = {} if earlier is None else earlier._readers
         self._keys = keys
@@ -148,6 +153,12 @@ class TextLog:
         self._ranks = RankDeduplicator()
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
+        # Most lines of a log without rows have none of the literals: few formats read them.
+        self._unhinted = tuple(form for form in self._candidates if "" in form.hints)
+        self._hinted = re.compile(
+            "|".join(re.escape(hint) for form in self._candidates for hint in form.hints if hint)
+            or "(?!)"
+        )
         self._chosen: TextFormat | None = None
         self._readers: dict[tuple[str, int | None], RankReader] = {}
         # Rows of fallback formats, and the markers between them, in the order they were read.
@@ -195,13 +206,19 @@ class TextLog:
             return
         marks = self._markers.find(whole)
         scanner = self._splitter.lines(whole)
+        searched: Sequence[bytes] | None = None
+        hints: Sequence[bytes] = ()
         while True:
-            literals = self._literals(whole, marks)
+            if searched is not self._hints:
+                searched, hints = self._hints, tuple(h for h in self._hints if h in whole)
+            literals = self._literals(hints, marks)
             if literals is None:
                 return
             chosen, is_open = self._chosen, bool(self._incomplete)
             shapes = None if is_open else self._shapes
-            for number, line in scanner.scan(literals):
+            for n_read, (number, line) in enumerate(scanner.scan(literals), 1):
+                if n_read % _LINES_PER_LOOK == 0 and self._is_late(number):
+                    return
                 known = None if shapes is None else shapes.read(line, number)
                 if known is not None:
                     for row in self._ranks.row(*known):
@@ -219,9 +236,20 @@ class TextLog:
             else:
                 return
 
-    def _literals(self, whole: bytes, marks: Sequence[bytes]) -> Sequence[bytes] | None:
-        """What the lines to read contain; nothing for every line, None for no line."""
-        hints = [hint for hint in self._hints if hint in whole]
+    def _is_late(self, number: int) -> bool:
+        """Whether reading has to stop at this line."""
+        if self._deadline is None or not self._deadline.passed():
+            return False
+        self.damage = (
+            f"reading stopped at line {number:,}, because it took longer than any log of this size"
+        )
+        return True
+
+    def _literals(self, hints: Sequence[bytes], marks: Sequence[bytes]) -> Sequence[bytes] | None:
+        """What the lines to read contain; nothing for every line, None for no line.
+
+        `hints` are those of the format that the block contains.
+        """
         if self._chosen is None or self._incomplete or b"" in hints:
             return ()
         return (*hints, *marks) or None
@@ -280,7 +308,8 @@ class TextLog:
         position = LogPosition(self._name, number)
         if self._incomplete and its_rank is None:
             its_rank = self._rank_of_open()
-        for form in self._candidates:
+        may_be_any = self._incomplete or self._hinted.search(text) is not None
+        for form in self._candidates if may_be_any else self._unhinted:
             rank, text = its_rank, rest
             if form.numbered is not None and form.numbered.match(split_stamp(whole)[1]):
                 rank, text = pod, whole
@@ -350,7 +379,7 @@ class TextLog:
 
     def _choose(self, form: TextFormat) -> None:
         self._chosen = form
-        self._candidates = (form,)
+        self._candidates = self._unhinted = (form,)
         self._undecided = []
         self._hints = tuple(hint.encode() for hint in form.hints)
         self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}

@@ -10,12 +10,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import BinaryIO
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.distributed.launcher import cluster_context
-from ckptctl.errors import CkptctlError, StorageError
+from ckptctl.errors import StorageError
 from ckptctl.failures.classifying import classify
-from ckptctl.failures.results import CLASSES, CONFIDENCES
+from ckptctl.failures.results import CLASSES, CONFIDENCES, Classification
 from ckptctl.formats.own.files import MAX_STRING, time_now, utc_now
 from ckptctl.formats.own.supervision import (
     AttemptDocument,
@@ -95,7 +97,10 @@ class AttemptRunner:
         if isinstance(stop, EndedElsewhere):
             return Ended(code, seconds, None, None, asked=False, ordered=True)
         asked = self._signals.asked is not None and stop is None
-        return Ended(code, seconds, logs.cause(code) if code else None, stop, asked)
+        cause = logs.cause(code) if code else None
+        if cause is not None and cause["failure"] == UNKNOWN:
+            self._tell(f"warning: the cause is unknown: {cause['message']}")
+        return Ended(code, seconds, cause, stop, asked)
 
     def _poll(self, running: Running) -> Stop | None:
         now_s = time.monotonic()
@@ -277,15 +282,23 @@ def _weight(share: ShareDocument) -> int:
 
 
 def _checked(cause: CauseDocument | None) -> CauseDocument | None:
-    """A cause whose words are ours; another launcher may be of another version."""
-    if cause is None or cause["failure"] not in CLASSES or cause["confidence"] not in CONFIDENCES:
+    """A cause that shows something, whose words are ours.
+
+    Another launcher may be of another version.
+    """
+    if (
+        cause is None
+        or cause["failure"] not in CLASSES
+        or cause["failure"] == UNKNOWN
+        or cause["confidence"] not in CONFIDENCES
+    ):
         return None
     return cause
 
 
 # Logs
 
-_UNKNOWN = "unknown"
+UNKNOWN = "unknown"
 _DEADLINE_S = 30.0
 """The longest time that a restart waits for the cause."""
 _MOST_BYTES = 64 << 20
@@ -306,21 +319,16 @@ class Logs:
     def cause(self, exit_code: int) -> CauseDocument | None:
         """Why the attempt with this exit code failed; None if its logs do not show it.
 
-        Nothing that prevents reading them may prevent a restart.
+        Nothing that prevents reading them may prevent a restart: it is an unknown cause, whose
+        message states what happened.
         """
-        try:
-            folder = new_private_folder("ckptctl-run-")
-            try:
-                added = [*self._added(folder)]
-                if not added:
-                    return None
-                found = classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
-            finally:
-                folder.remove()
-        except (CkptctlError, OSError):  # such as a full disk
+        found = guarded("reading the logs of the attempt", partial(self._classified, exit_code))
+        if isinstance(found, Unknown):
+            return _unknown(found.message)
+        if found is None:
             return None
-        if found.failure == _UNKNOWN:
-            return None
+        if found.failure == UNKNOWN:
+            return _unknown("; ".join(found.unread[:3])) if found.unread else None
         return {
             "failure": found.failure,
             "domain": found.domain.value,
@@ -331,6 +339,16 @@ class Logs:
             "rank": found.rank,
             "nodes": [*found.nodes[:MOST_NAMES]],
         }
+
+    def _classified(self, exit_code: int) -> Classification | None:
+        folder = new_private_folder("ckptctl-run-")
+        try:
+            added = [*self._added(folder)]
+            if not added:
+                return None
+            return classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
+        finally:
+            folder.remove()
 
     def _added(self, folder: HeldFolder) -> Iterator[str]:
         """Copies of what the attempt added, in a folder; without logs that cannot be read."""
@@ -349,6 +367,21 @@ class Logs:
             else:
                 # Only the descriptor leads to it for sure, whoever can write the parent folder.
                 yield os.path.join(folder.held_path, name)
+
+
+def _unknown(message: str) -> CauseDocument:
+    """The cause of an attempt whose logs could not be read; it decides nothing."""
+    about = CLASSES[UNKNOWN]
+    return {
+        "failure": about.name,
+        "domain": about.domain.value,
+        "restart": about.restart.value,
+        "confidence": CONFIDENCES[0],
+        "rule": "",
+        "message": message[:MAX_STRING],
+        "rank": None,
+        "nodes": [],
+    }
 
 
 def _added_to(file: BinaryIO, start: int) -> bytes:

@@ -18,8 +18,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import BinaryIO, NamedTuple
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
@@ -27,6 +29,7 @@ from ckptctl.errors import StorageError
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
+from ckptctl.outside_numbers import clamped
 from ckptctl.redaction import redacted
 from ckptctl.starting import find_program
 from ckptctl.storage.shared_places import (
@@ -268,7 +271,7 @@ def _wanted_s(process: Process) -> float:
         # One that has just ended must not hide the others: they would seem to work later.
         with suppress(OSError, ValueError), open(f"{folder}/{thread}/schedstat", "rb") as file:
             used_ns, waited_ns, *_ = file.read().split()
-            total_ns += int(used_ns) + int(waited_ns)
+            total_ns += clamped(used_ns) + clamped(waited_ns)
     return total_ns / 1e9
 
 
@@ -428,7 +431,7 @@ def stack_in(text: str, *, of_save: bool = False) -> Stack | None:
         if thread := _match(_THREADS, line):
             threads.append((thread["main"] is not None, []))
         elif threads and (frame := _match(_FRAMES, line)):
-            threads[-1][1].append(Frame(frame["function"], frame["file"], int(frame["line"])))
+            threads[-1][1].append(Frame(frame["function"], frame["file"], clamped(frame["line"])))
     for is_main, frames in threads:
         saves = any(frame.file.endswith(_OF_SAVE) for frame in frames)
         if frames and (saves and not is_main if of_save else is_main):
@@ -477,5 +480,9 @@ def _dumps(
                 left -= len(data)
                 kept = f"flight-recorder-rank-{name}"
                 out.write(kept, data, 0o644)
-                found.append(read_dump(out.path_of(kept), data))
+                kept_path = out.path_of(kept)
+                dump = guarded(
+                    f"reading {kept_path}", partial(read_dump, kept_path, data), raises=NotADump
+                )
+                found += [] if isinstance(dump, Unknown) else [dump]
     return tuple(found), tuple(set_aside)

@@ -13,8 +13,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process, state_of
 from ckptctl.errors import StorageError
@@ -27,6 +28,8 @@ from ckptctl.supervisor.evidence import HangEvidence, collect
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.naming import name_ranks
+
+T = TypeVar("T")
 
 GAP_S = 5.0
 """A supervisor that was not called for so long was suspended, or the machine was: what passed
@@ -86,6 +89,7 @@ class HangWatcher(Watcher):
         self._tell = tell
         self._step_times = step_times or StepTimes()
         self._explained = False
+        self._warned: set[str] = set()
         self._reset(0)
 
     def close(self) -> None:
@@ -104,7 +108,17 @@ class HangWatcher(Watcher):
 
     def finish(self) -> None:
         """Take the last step times; the limits have learned while the attempt ran."""
-        self._step_times.close(self._folder.read())
+        self._guarded(lambda: self._step_times.close(self._folder.read()))
+
+    def _guarded(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`; a fault of ckptctl in it must not end the job, and is a warning."""
+        result = guarded("watching for hangs", work)
+        if not isinstance(result, Unknown):
+            return result
+        if result.message not in self._warned:
+            self._warned.add(result.message)
+            self._tell(f"warning: {result.message}; whether the job hangs is unknown")
+        return None
 
     def _reset(self, attempt: int) -> None:
         self._attempt = attempt
@@ -117,6 +131,9 @@ class HangWatcher(Watcher):
 
     def poll(self, running: Running, now_s: float) -> Hang | None:
         """A hang with its evidence, or None."""
+        return self._guarded(lambda: self._polled(running, now_s))
+
+    def _polled(self, running: Running, now_s: float) -> Hang | None:
         if math.isnan(self._polled_s):
             self._began_s = now_s
             self._explain()
@@ -271,12 +288,15 @@ class HangWatcher(Watcher):
         out, why = self._new_folder()
         if out is None:
             return HangEvidence((), (), (), works=False, set_aside=why)
+        held = self._folder.held
         try:
-            evidence = collect(
-                beats, running.processes, self._folder.held, out, self._began_at_s, of_save=of_save
-            )
+            evidence = self._guarded(
+                lambda: collect(
+                    beats, running.processes, held, out, self._began_at_s, of_save=of_save
+                )
+            ) or HangEvidence((), (), (), works=False)
         finally:
-            if out is not self._folder.held:
+            if out is not held:
                 out.close()
         set_aside = (*why, *self._folder.set_aside.values(), *evidence.set_aside)
         self._report_set_aside(set_aside)

@@ -33,6 +33,7 @@ from ckptctl.formats.own.heartbeats import (
     read_heartbeat,
 )
 from ckptctl.formats.own.supervision import SlowRankDocument
+from ckptctl.outside_numbers import clamped
 from ckptctl.storage.shared_places import (
     HeldFolder,
     make_private_folder,
@@ -150,7 +151,7 @@ def _remove_left_behind() -> None:
                     continue
                 about = entry.stat(follow_symlinks=False)
                 is_old = time.time() - about.st_mtime > _LEFT_BEHIND_S
-                maker = Process(int(match[1]), int(match[2]))
+                maker = Process(clamped(match[1]), clamped(match[2]))
                 if about.st_uid == os.geteuid() and is_old and not is_alive(maker):
                     with suppress(OSError, StorageError):
                         open_private_folder(entry.path).remove()

@@ -9,13 +9,16 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from ckptctl.borders import Unknown, guarded
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
-from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
 from ckptctl.formatting import command_line, counted
+from ckptctl.outside_numbers import whole
 from ckptctl.selection.history import begin_run, check_sentinel
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Pick
@@ -168,7 +171,7 @@ class SupervisedJob:
         self._warnings: list[str] = []
         # `run` may itself run in a restarted job.
         count = os.environ.get(RESTART_COUNT, "")
-        self._earlier = int(count) if count.isdecimal() else 0
+        self._earlier = whole(count, MAX_ATTEMPTS) or 0
 
     def tell(self, message: str) -> None:
         """Report a message, in the log folder too."""
@@ -299,7 +302,10 @@ class SupervisedJob:
         budget = self.options.budget
         conclusion = decide(() if progress else before, ended, seen, best, budget)
         attempt = closed(attempt, ended, seen, conclusion, progress=progress)
-        if slow := self.step_times.documents():
+        slow = guarded("comparing step times", self.step_times.documents)
+        if isinstance(slow, Unknown):
+            self.tell(f"warning: {slow.message}")
+        elif slow:
             attempt["slow"] = slow
         state = {
             **state,
@@ -317,8 +323,13 @@ class SupervisedJob:
         phase = self.options.output.phase or None
         self.attempts.append(reported(attempt, conclusion, left, phase))
         self._note(self.attempts[-1].sentence)
-        self.options.on_attempt(self.attempts[-1])
+        reported_to = guarded("reporting the attempt", partial(self._report, self.attempts[-1]))
+        if isinstance(reported_to, Unknown):
+            self.tell(f"warning: {reported_to.message}")
         return conclusion
+
+    def _report(self, attempt: Attempt) -> None:
+        self.options.on_attempt(attempt)
 
     def _seen_after(self, ended: Ended) -> RootState:
         """The roots after an attempt; waited for only where a restart needs the answer."""

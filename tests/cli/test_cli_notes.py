@@ -51,6 +51,7 @@ def test_a_second_seal_is_an_error_that_says_how(ckptctl, sound_root):
 @pytest.fixture
 def how_to_key(tmp_path):
     (tmp_path / "seal.key").write_text(KEY + "\n")
+    (tmp_path / "seal.key").chmod(0o600)
     return {
         "file": (["--key-file", "seal.key"], {}),
         "environment": ([], {"CKPTCTL_SEAL_KEY": KEY}),
@@ -91,6 +92,7 @@ def test_nothing_is_written_through_a_link(ckptctl, sound_root, tmp_path):
 def test_a_key_file_that_holds_no_key_is_an_error(ckptctl, sound_root, tmp_path, content):
     if content is not None:
         (tmp_path / "seal.key").write_text(content)
+        (tmp_path / "seal.key").chmod(0o600)
     done = ckptctl("seal", f"{sound_root}@30", "--key-file", "seal.key")
     assert (done.returncode, done.stdout) == (2, "")
     assert not (sound_root / "step_30" / ".ckptctl").exists()

@@ -129,6 +129,7 @@ def sealed_root(sound_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "key").write_bytes(KEY)
+    (tmp_path / "key").chmod(0o600)
     for number in (10, 20, 30):
         ckptctl.seal(f"{sound_root}@{number}", key=KEY, accept_unverifiable=True, jobs=1)
     return sound_root

@@ -21,6 +21,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ckptctl.formats.frameworks.state_keys import StateKind
+from ckptctl.outside_numbers import clamped
 
 
 class FileName(NamedTuple):
@@ -517,7 +518,7 @@ def axes_in(match: re.Match[str]) -> Mapping[str, int]:
     """The numbers that a name states, by axis."""
     axes = match.groupdict()
     no_axis = ("folder", AGAIN)
-    return {axis: int(n) for axis, n in axes.items() if n and not axis.startswith(no_axis)}
+    return {axis: clamped(n) for axis, n in axes.items() if n and not axis.startswith(no_axis)}
 
 
 def rank_in_name(path: str) -> int | None:

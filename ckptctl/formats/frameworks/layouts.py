@@ -16,8 +16,11 @@ from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import full_match, weights_called
 from ckptctl.model import FileInfo, Part, PartFormat
+from ckptctl.outside_numbers import clamped, whole
 
 MAX_STEP = 2**63 - 1
+_MOST_RANKS = 10**9
+_MOST_STAGES = 100_000
 
 OWN_FOLDER = ".ckptctl"
 """What ckptctl writes itself: under a root and under a step."""
@@ -135,7 +138,7 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         return None
     attempt = found.attempt
     if saved:
-        attempt = 0 if unfinished else int(saved["attempt"])
+        attempt = 0 if unfinished else clamped(saved["attempt"])
     return replace(found, name=name, unfinished=unfinished or cut, attempt=attempt)
 
 
@@ -197,7 +200,7 @@ def _plain_step(name: str) -> StepName | None:
             found = named_by(name, layout, match) if match else None
             if found is not None:
                 epoch = re.search(tables.EPOCH_BEFORE, name) if layout == "dcp" else None
-                return replace(found, lone=True, epoch=int(epoch["epoch"]) if epoch else None)
+                return replace(found, lone=True, epoch=whole(epoch["epoch"]) if epoch else None)
     match = full_match(tables.BARE_NUMBER, name)
     return named_by(name, "dcp", match, bare=True) if match else None
 
@@ -209,13 +212,14 @@ def named_by(
     digits = (match["step"] or "").lstrip("0") or (match["step"] or "")[:1]
     if not (digits.isascii() and digits.isdigit()):
         return None
-    if len(digits) > len(str(MAX_STEP)) or int(digits) > MAX_STEP:
+    number = whole(digits, MAX_STEP)
+    if number is None:
         return None
     version = full_match(tables.LIGHTNING_VERSION, name) if layout in tables.WITH_VERSIONS else None
     attempt = version[1] if version else match.groupdict().get("attempt")
     run = match.groupdict().get("run") or ""
     run = re.sub(tables.SAME_RUN, "", run).strip("-_.") if run else ""
-    return StepName(name, int(digits), layout, bare=bare, attempt=int(attempt or 0), run=run)
+    return StepName(name, number, layout, bare=bare, attempt=clamped(attempt or "0"), run=run)
 
 
 def counted_name(name: str) -> StepName | None:
@@ -312,7 +316,7 @@ def pointed_step(
     if target in names:
         return names[target]
     if target.isascii() and target.isdigit() and len(target) < 20:
-        return int(target)
+        return whole(target)
     named = step_name(target, pattern)
     return named.number if named else None
 
@@ -347,19 +351,20 @@ METADATA_TMP = ".metadata.tmp"
 def shard_rank(file_name: str) -> int | None:
     """The rank in the name of a shard file (`__3_0.distcp`), None for another name."""
     match = full_match(tables.SHARD, file_name)
-    return int(match["rank"]) if match and len(match["rank"]) < 10 else None
+    return whole(match["rank"], _MOST_RANKS) if match else None
 
 
 def hugging_face_rank(file_name: str) -> int | None:
     """The rank in the name of a shard of DCP's Hugging Face writer, which counts from 1."""
     match = full_match(tables.HUGGING_FACE_SHARD, file_name)
-    return int(match["number"]) - 1 if match and int(match["number"]) > 0 else None
+    number = whole(match["number"], _MOST_RANKS) if match else None
+    return number - 1 if number else None
 
 
 def rank_local_rank(file_name: str) -> int | None:
     """The rank in the name of rank-local metadata (`__3.metadata`), None for another name."""
     match = full_match(tables.RANK_LOCAL, file_name)
-    return int(match["rank"]) if match and len(match["rank"]) < 10 else None
+    return whole(match["rank"], _MOST_RANKS) if match else None
 
 
 def belongs_to_shards(path: str) -> bool:
@@ -427,7 +432,9 @@ def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:
 
 def missing_stages(parts: Sequence[Part]) -> tuple[str, ...]:
     """Pipeline stages (`pp{K}`) that are missing below the highest one that is there."""
-    stages = {int(match["stage"]) for p in parts if (match := full_match(tables.STAGE, p.path))}
+    matches = (full_match(tables.STAGE, part.path) for part in parts)
+    numbers = (whole(match["stage"], _MOST_STAGES) for match in matches if match)
+    stages = {number for number in numbers if number is not None}
     return tuple(f"pp{k}" for k in range(max(stages, default=-1)) if k not in stages)
 
 

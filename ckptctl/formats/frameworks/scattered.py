@@ -15,6 +15,7 @@ from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import BY_RANK, full_match, rank_file
 from ckptctl.formats.frameworks.layouts import StepName, by_epochs, named_by, stem_of
 from ckptctl.model import FileInfo
+from ckptctl.outside_numbers import clamped, whole
 
 BESIDE_SUFFIXES = (".pt", ".pth", ".ckpt", ".pth.tar")
 """How files of a step side by side are called. Those of accelerate, `optimizer_1.bin`, are not."""
@@ -95,7 +96,7 @@ def _named_by_kind(file: FileInfo) -> _Beside | None:
         return None
     epoch = None if match["epochs"] else re.search(tables.EPOCH_BEFORE, rest)
     name = scattered_name(named.number)
-    named = replace(named, name=name, epoch=int(epoch["epoch"]) if epoch else None)
+    named = replace(named, name=name, epoch=whole(epoch["epoch"]) if epoch else None)
     return _Beside(file, "".join(re.findall(tables.KIND_BESIDE, stem)), named)
 
 
@@ -152,7 +153,7 @@ def ranks_beside(entries: Iterable[FileInfo], number: int) -> int:
             held.setdefault(folder, set()).add(named.number)
     kept = min((step for steps in held.values() if number in steps for step in steps), default=0)
     ranks = [folder for folder, steps in held.items() if max(steps, default=kept) >= kept]
-    return max((int(re.sub(r"[^/]*/|r", "", folder)) + 1 for folder in ranks), default=0)
+    return max((clamped(re.sub(r"[^/]*/|r", "", folder)) + 1 for folder in ranks), default=0)
 
 
 def may_hold_scattered(folder: str) -> bool:

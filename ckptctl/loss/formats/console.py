@@ -15,6 +15,7 @@ from ckptctl.errors import UsageError
 from ckptctl.loss.formats.fields import FIELDS, Precision, RowMaker, clock_in, parse_step
 from ckptctl.loss.formats.line_formats import LineFormat
 from ckptctl.loss.rows import LogPosition, Number, RankReader, Row
+from ckptctl.outside_numbers import whole
 
 _MAX_WRAPS = 8
 
@@ -162,7 +163,7 @@ class LineReader(RankReader):
         """
         named = _EPOCH_ABOVE.match(text) if EPOCH_HINT in text else None
         if named is not None and (self._epoch_above is not None or not self._has_rows):
-            self._epoch_above = int(named["epoch"])
+            self._epoch_above = whole(named["epoch"])
 
     def _wrapped(self, text: str) -> Iterator[Row]:
         if self._held is None or self._tail is None:
@@ -207,9 +208,8 @@ class LineReader(RankReader):
 
     def _step(self, groups: Mapping[str, str | None]) -> int | None:
         if "step" not in groups:
-            if groups["epoch"] and groups["per"] and groups["it"]:
-                return (int(groups["epoch"]) - 1) * int(groups["per"]) + int(groups["it"])
-            return None
+            epoch, per, it = (whole(groups[name]) for name in ("epoch", "per", "it"))
+            return None if epoch is None or per is None or it is None else (epoch - 1) * per + it
         step = parse_step(groups["step"] or "")
         if step is None or (self.format.models and not self._model.has(step)):
             return None
@@ -217,10 +217,10 @@ class LineReader(RankReader):
             return step
         if step == 0 and self.format.redrawn:
             return None  # a bar of which no step is done has the loss of the bar before
-        per, named = groups.get("per") or "", groups.get("epoch")
-        epoch = int(named) if named else self._epoch_above
+        named = groups.get("epoch")
+        epoch = whole(named) if named else self._epoch_above
         self._has_rows = True
-        batch = self._rounds.step(step, int(per) if per.isdecimal() else None, epoch)
+        batch = self._rounds.step(step, whole(groups.get("per")), epoch)
         return -(-batch // self._batches)
 
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.rows import LogPosition, Number, Row
+from ckptctl.outside_numbers import MOST, clamped, finite, whole, whole_of
 
 NUMBERS = (
     "loss",
@@ -252,7 +253,8 @@ class RowMaker:
         # StyleGAN and EDM count thousands of images.
         thousands = parse_number(best["step_k"][1]) if "step_k" in best else None
         is_number = thousands is not None and math.isfinite(thousands.value)
-        return round(1000 * thousands.value) if thousands is not None and is_number else None
+        steps = round(1000 * thousands.value) if thousands is not None and is_number else None
+        return steps if steps is not None and abs(steps) <= MOST else None
 
     def _values(self, texts: Mapping[str, str]) -> dict[str, Number | None]:
         values: dict[str, Number | None] = {}
@@ -276,13 +278,11 @@ class RowMaker:
 
 def parse_step(text: str) -> int | None:
     """A step as printed: `1,200`, `0001200`, `1200.0`, `1200/5000`; None for anything else."""
-    try:
-        return int(text)
-    except ValueError:
-        number = parse_number(text.partition("/")[0])
-    if number is None or not math.isfinite(number.value) or number.value != int(number.value):
-        return None
-    return int(number.value)
+    step = whole(text, least=-MOST)
+    if step is not None:
+        return step
+    number = parse_number(text.partition("/")[0])
+    return None if number is None else whole_of(number.value)
 
 
 def _scaled(number: Number, factor: float) -> Number:
@@ -313,14 +313,15 @@ def clock_in(text: str) -> float | None:
     if match is None:
         return None
     midnight = _midnight(
-        int(match["year"] or match["year_us"]),
-        int(match["month"] or match["month_us"]),
-        int(match["day"] or match["day_us"]),
+        clamped(match["year"] or match["year_us"]),
+        clamped(match["month"] or match["month_us"]),
+        clamped(match["day"] or match["day_us"]),
     )
     if midnight is None:
         return None
-    fraction = float(f"0.{match['fraction']}") if match["fraction"] else 0.0
-    time = int(match["hour"]) * 3600 + int(match["minute"]) * 60 + int(match["second"])
+    fraction = finite(f"0.{match['fraction']}") or 0.0 if match["fraction"] else 0.0
+    hour, minute, second = (clamped(match[part]) for part in ("hour", "minute", "second"))
+    time = hour * 3600 + minute * 60 + second
     return midnight + time + fraction - _offset_s(match["zone"])
 
 
@@ -332,9 +333,8 @@ def clock_span(text: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
 
 def parse_clock(text: str) -> float | None:
     """The time in a field of a record: a number, or a date with a time."""
-    try:
-        value = float(text)
-    except ValueError:
+    value = finite(text)
+    if value is None:
         return clock_in(text)
     if _SECONDS[0] <= value / 1000 <= _SECONDS[1]:
         return value / 1000
@@ -345,21 +345,23 @@ def _offset_s(zone: str | None) -> int:
     if not zone or zone == "Z":
         return 0
     digits = zone[1:].replace(":", "")
-    seconds = int(digits[:2]) * 3600 + int(digits[2:]) * 60
+    seconds = clamped(digits[:2]) * 3600 + clamped(digits[2:]) * 60
     return -seconds if zone[0] == "-" else seconds
 
 
 @lru_cache(maxsize=64)
 def _midnight(year: int, month: int, day: int) -> int | None:
-    if not (1 <= month <= 12 and 1 <= day <= 31):
+    if not (1 <= year <= 9999 and 1 <= month <= 12 and 1 <= day <= 31):
         return None
     return calendar.timegm((year, month, day, 0, 0, 0))
 
 
 _NUMBER = re.compile(
-    r"(?P<digits>[-+]?(?:\d[\d,_]*\.?\d*|\.\d+))(?:[eE](?P<power>[-+]?\d{1,4}))?"
+    r"(?P<digits>[-+]?(?:\d[\d,_]*(?:\.\d*)?|\.\d+))(?:[eE](?P<power>[-+]?\d{1,4}))?"
     r"\s?(?P<suffix>[KkMGTPB])?(?P<unit>%|ms|s|sec)?"
 )
+_MAX_NUMBER = 400
+"""Characters of a longer text, which is no number."""
 # As printed by Python, C, Java, JSON libraries and the old Windows runtime.
 _NAN = re.compile(r"[-+]?(?:nan(?:\([^)]*\))?|1\.#(?:QNAN|SNAN|IND)0*|1\.\$)", re.IGNORECASE)
 _INFINITY = re.compile(r"(?P<sign>[-+]?)(?:inf(?:inity)?|1\.#INF0*|∞)", re.IGNORECASE)
@@ -376,25 +378,34 @@ def parse_number(text: str) -> Number | None:
 
     None where `text` is not a number. NaN and infinity have quantum 0.
     """
-    try:
-        # The fast path: Python can parse nine of ten texts.
-        value = float(text)
-    except ValueError:
+    # The fast path: Python can parse nine of ten texts.
+    value = finite(text)
+    if value is None:
         return _parse_notation(text.strip().strip("'\""))
-    if value - value != 0:
-        return Number(value, 0.0)
     mantissa, _, power = text.replace("E", "e").partition("e")
-    return Number(value, _unit(mantissa.replace("_", "").strip(), int(power or 0)))
+    return Number(value, _unit(mantissa.replace("_", "").strip(), _power(power)))
 
 
 def _parse_notation(text: str) -> Number | None:
+    if len(text) > _MAX_NUMBER:
+        return None
     match = _NUMBER.fullmatch(text)
     if match is None:
         return _not_finite(text)
     digits = match["digits"].replace(",", "").replace("_", "")
-    power = int(match["power"] or 0) + _SUFFIXES.get(match["suffix"], 0)
+    power = _power(match["power"]) + _SUFFIXES.get(match["suffix"], 0)
     power += _UNITS.get(match["unit"], 0)
-    return Number(float(f"{digits}e{power}"), _unit(digits, power))
+    value = finite(f"{digits}e{power}")
+    if value is None:  # more than the largest float, as `1e999`
+        return Number(-math.inf if digits.startswith("-") else math.inf, 0.0)
+    return Number(value, _unit(digits, power))
+
+
+def _power(text: str | None) -> int:
+    """The exponent of a number as printed; an absurd one as the largest that a float can have."""
+    power = whole(text, least=-MOST) if text else 0
+    limit = sys.float_info.max_10_exp
+    return (-limit if text and text.startswith("-") else limit) if power is None else power
 
 
 def _unit(digits: str, power: int) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.loss.rows import LogPosition, Marker
+from ckptctl.outside_numbers import clamped, whole
 
 MAX_TEXT = 300
 """Characters of a marker's line that are kept."""
@@ -144,7 +145,7 @@ _ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
 def accumulated_in(text: str) -> int | None:
     """How many batches make one step of Lightning, where a line shows its setting."""
     match = _ACCUMULATED.search(text)
-    return max(1, int(match[1])) if match else None
+    return max(1, clamped(match[1])) if match else None
 
 
 _STOPPED = re.compile(r"`Trainer\.fit` stopped: `max_steps=(\d{1,12})` reached")
@@ -153,7 +154,7 @@ _STOPPED = re.compile(r"`Trainer\.fit` stopped: `max_steps=(\d{1,12})` reached")
 def stopped_in(text: str) -> int | None:
     """The step at which Lightning ended a training, where a line announces it."""
     match = _STOPPED.search(text)
-    return int(match[1]) if match else None
+    return clamped(match[1]) if match else None
 
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
@@ -163,7 +164,7 @@ def read_marker(text: str, position: LogPosition) -> Marker | None:
         if match is None:
             continue
         named = match.groupdict().get("step")
-        step = None if named is None else int(named)
+        step = whole(named)
         if step is not None and phrase.first_step:
             # Trainers count steps from 0 or from 1; both mean a fresh start.
             step = max(0, step - 1)

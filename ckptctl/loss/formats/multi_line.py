@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.fields import RowMaker, clock_in, parse_step
 from ckptctl.loss.rows import LogPosition, RankReader, Row
+from ckptctl.outside_numbers import clamped
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +183,11 @@ class KerasReader(RankReader):
         heading = _KERAS_EPOCH.match(text)
         if heading is not None:
             yield from self.end()
-            self._epoch = int(heading[1])
+            self._epoch = clamped(heading[1])
         bar = _KERAS_BAR.match(text)
         if bar is None or self._epoch is None:
             return
-        batch, per = int(bar[1]), int(bar[2])
+        batch, per = clamped(bar[1]), clamped(bar[2])
         pairs = [*_KERAS_PAIR.findall(text, bar.end()), ("step_time_s", bar[3])]
         step = (self._epoch - 1) * per + batch
         row = self._maker.row([*pairs, ("interval", bar[1])], position, step=step)
@@ -242,7 +243,7 @@ class HfConsoleReader(RankReader):
         """The row of the dictionary before this progress bar."""
         bar = _BAR.match(text) if self.bar_hint in text else None
         if bar is not None:
-            yield from self._drawn((int(bar["step"]), int(bar["total"])))
+            yield from self._drawn((clamped(bar["step"]), clamped(bar["total"])))
         if self.hint not in text:
             return
         found = _DICTIONARY.search(text)

@@ -19,6 +19,7 @@ from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
 from ckptctl.loss.formats.console import FirstModel
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, parse_step, plain_name
 from ckptctl.loss.rows import LogPosition, Marker, RankReader, Row
+from ckptctl.outside_numbers import finite
 
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
@@ -282,7 +283,7 @@ class PrintedTableReader(TableReader):
 
     def _pairs(self, cells: Sequence[str]) -> list[tuple[str, str]]:
         pairs = super()._pairs(cells)
-        parts = [Decimal(cell) for name, cell in pairs if name == _PART]
+        parts = [Decimal(c) for name, c in pairs if name == _PART and finite(c) is not None]
         return [*pairs, ("loss", str(sum(parts)))] if parts else pairs
 
     def _header(self, text: str, file: str) -> bool:

@@ -22,6 +22,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.console import LineReader
 from ckptctl.loss.formats.fields import NUMBERS, Precision, clock_in, clock_span, parse_number
 from ckptctl.loss.rows import LogPosition, Row, unparsed
+from ckptctl.outside_numbers import clamped
 from ckptctl.storage.logs import MAX_LINE, MAX_MATCHED
 
 # Marks a line that ended at a carriage return. NUL bytes of the log are removed before.
@@ -194,7 +195,7 @@ def split_prefix(text: str) -> tuple[int | None, str]:
     match = _PREFIX.match(text)
     if match is None or not match.end():
         return None, text
-    rank = int(match["number"] or match["named"] or match["hosted"] or 0)
+    rank = clamped(match["number"] or match["named"] or match["hosted"] or "0")
     return rank + _first_rank(match["pod"]), text[match.end() :]
 
 
@@ -273,10 +274,10 @@ class LineShapes:
         if shape.clock is not None:
             before, seconds, after = shape.clock
             minute = _minute(line[before], line[after])
-            at = None if minute is None else minute + int(line[seconds])
+            at = None if minute is None else minute + clamped(line[seconds])
         position = LogPosition(self._name, number)
         parse = partial(_parse, shape.reader.snapshot(), line, end, position)
-        return shape.rank, unparsed(int(line[shape.step]), position, at, parse)
+        return shape.rank, unparsed(clamped(line[shape.step]), position, at, parse)
 
     def learn(self, line: bytes, rank: int | None, end: int, reader: LineReader) -> None:
         """Keep the shape of a line that `reader` has parsed; its prefix ends at `end`."""
