@@ -181,6 +181,9 @@ class Recorder(Sealer):
             self._file = None
 
     def _record_attempt(self) -> None:
+        if self._resumed_from is not None and self._options.log is None:
+            with open_store(self._root) as store:
+                store.list_dir()  # what was resumed from is there: no other root is created
         os.makedirs(os.path.dirname(self._log_path) or ".", exist_ok=True)
         self._file = open(self._log_path, "a", encoding="utf-8")  # noqa: SIM115 - until `close`
         step = self._resumed_from

@@ -352,11 +352,17 @@ class LogFolder:
 
     A folder that cannot be written must not prevent an attempt: its output goes where that of
     `run` goes, then. `launcher` is the number of this one where there are several: each writes
-    files of its own.
+    files of its own. Below the checkpoint root `root` no folder is created while that is
+    missing: logs must not create the root of a run.
     """
 
-    def __init__(self, folder: str, phase: str, launcher: int | None = None) -> None:
+    def __init__(
+        self, folder: str, phase: str, launcher: int | None = None, *, root: str | None = None
+    ) -> None:
         self._folder = folder
+        above = None if root is None else os.path.abspath(root)
+        is_below = above is not None and f"{os.path.abspath(folder)}/".startswith(f"{above}/")
+        self._root = above if is_below else None
         self._suffix = ".log" if launcher is None else f"-{launcher}.log"
         self._attempts = os.path.join(folder, phase) if phase else folder
         self._prefix = f"{phase}: " if phase else ""
@@ -370,7 +376,7 @@ class LogFolder:
         """A descriptor for the output of an attempt and its path; None where there is none."""
         path = self.path(attempt)
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._make(os.path.dirname(path))
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError:
             yield None
@@ -383,7 +389,12 @@ class LogFolder:
     def note(self, message: str) -> None:
         """Add a line to `run.log`, as far as that is possible."""
         with suppress(OSError):
-            os.makedirs(self._folder, exist_ok=True)
+            self._make(self._folder)
             line = f"{time_now()} {self._prefix}{message}\n"
             with open(os.path.join(self._folder, f"run{self._suffix}"), "ab") as file:
                 file.write(line.encode("utf-8", "backslashreplace"))
+
+    def _make(self, folder: str) -> None:
+        if self._root is not None and not os.path.isdir(self._root):
+            raise FileNotFoundError(self._root)
+        os.makedirs(folder, exist_ok=True)
