@@ -91,7 +91,9 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
         steps = [named for root in opened_roots for named in root.listing.steps]
         if not steps:
             opened = partial(open_store, storage=selection.storage)
-            begins = decide_beginning(opened_roots, open_other=opened)
+            begins = decide_beginning(
+                opened_roots, open_other=opened, ignore=selection.policy.ignore
+            )
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
                     begins.message,
