@@ -10,13 +10,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, islice
 
 from ckptctl.data_classes import dataclass, field
-from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
+from ckptctl.findings import (
+    EXIT_NONE_USABLE,
+    EXIT_STATE_MISSING,
+    Finding,
+    Report,
+    Severity,
+    Verdict,
+)
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
 from ckptctl.formatting import and_more
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
-from ckptctl.selection.results import PassedOver
+from ckptctl.selection.results import NoStepReason, PassedOver
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -42,8 +49,9 @@ class Candidate:
 class Choice:
     """The result of choosing: the chosen report or none, and everything that was skipped.
 
-    `damaged` are the numbers of damaged steps. `stopped` is why the search ended early:
-    `unknown` for a step that could not be inspected, `suspect` for too many damaged ones.
+    `damaged` are the numbers of damaged steps that nobody has rejected. `stopped` is why the
+    search ended early: `unknown` for a step that could not be inspected, `suspect` for too
+    many damaged ones.
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
@@ -59,12 +67,20 @@ class Choice:
     exit_code: int = EXIT_NONE_USABLE
     further: Choice | None = None
 
-    def pass_over(self, report: Report, reason: str) -> None:
+    def pass_over(
+        self, report: Report, reason: str, word: NoStepReason = NoStepReason.DAMAGED
+    ) -> None:
         """Record a step that is not chosen."""
-        self.passed_over.append(PassedOver(report, reason))
-        # Copies of one step are adjacent.
-        if report.damaged and self.damaged[-1:] != [report.number]:
+        self.passed_over.append(PassedOver(report, reason, word))
+        # A person has seen a rejected step. Copies of one step are adjacent.
+        is_new = self.damaged[-1:] != [report.number]
+        if report.damaged and not report.has_finding("step.rejected") and is_new:
             self.damaged.append(report.number)
+
+    @property
+    def is_past_damage(self) -> bool:
+        """Whether a damaged step was passed over, also one that a person rejected."""
+        return any(one.report.damaged for one in self.passed_over) or bool(self.damaged)
 
 
 Inspect = Callable[[Candidate, Level], Report]
@@ -144,7 +160,7 @@ def take_one_of(
     until it has counted enough.
     """
     # After a damaged step, the next one is inspected at the full level.
-    level = Level.STRUCTURE if choice.damaged else Level.LISTING
+    level = Level.STRUCTURE if choice.is_past_damage else Level.LISTING
     for candidate in copies:
         report = inspect(candidate, level)
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
@@ -155,7 +171,8 @@ def take_one_of(
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
-        choice.pass_over(report, reason)
+        is_marked = _marked_elsewhere(report, others, inspect) is not None
+        choice.pass_over(report, reason, _word_of(report, policy, is_marked=is_marked))
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
             choice.unknown.append(report)
     return False
@@ -242,6 +259,21 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
     wanted = conditions.get(report.exit_code, "").split()
     messages = [finding.message for finding in report.findings if finding.code in wanted]
     return messages[0] if messages else report.verdict.value
+
+
+def _word_of(report: Report, policy: PickPolicy, *, is_marked: bool) -> NoStepReason:
+    """The word for a step that is not chosen; `is_marked`: a copy of it is rejected."""
+    if report.verdict is Verdict.UNKNOWN:
+        return NoStepReason.NOT_INSPECTED
+    if report.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED) or is_marked:
+        return NoStepReason.REJECTED
+    if report.verdict is Verdict.UNVERIFIABLE and not policy.accept_unverifiable:
+        return NoStepReason.UNVERIFIABLE
+    if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
+        return NoStepReason.DAMAGED
+    if refusal(report, policy) is None or report.exit_code == EXIT_STATE_MISSING:
+        return NoStepReason.STATE_MISSING
+    return NoStepReason.REQUIREMENT
 
 
 def _behind(report: Report, choice: Choice, policy: PickPolicy) -> str | None:

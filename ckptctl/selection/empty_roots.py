@@ -31,7 +31,7 @@ from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
-from ckptctl.selection.results import Answer
+from ckptctl.selection.results import Answer, NoStepReason
 from ckptctl.selection.roots import (
     RootListing,
     check_listed_again,
@@ -61,14 +61,16 @@ class Beginning:
     `answer` is `FRESH`, `NONE_USABLE` (11: a step was usable once, or the record cannot
     prove otherwise) or `UNKNOWN` (75: the first save may still be running). `missing` are
     the roots that do not exist, and `similar` addresses beside them with similar names;
-    `created` is the message where they are created.
+    `created` is the message where they are created. `next_command` leads to the unknown files.
     """
 
     answer: Answer
     message: str
+    reason: NoStepReason
     missing: tuple[str, ...] = ()
     similar: tuple[str, ...] = ()
     created: str = ""
+    next_command: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -119,9 +121,16 @@ def decide_beginning(
         except UsageError as error:
             if not interrupted:
                 raise
-            return Beginning(Answer.NONE_USABLE, error.message)
+            return Beginning(
+                Answer.NONE_USABLE,
+                error.message,
+                NoStepReason.UNKNOWN_FILES,
+                next_command=error.next_command,
+            )
         if history.held is not None or (history.used and history.doubt is not None):
-            return Beginning(Answer.NONE_USABLE, _lost(root.store.url, history, interrupted))
+            reason = NoStepReason.RECORD_DOUBT if history.held is None else NoStepReason.LOST_STEPS
+            message = _lost(root.store.url, history, interrupted)
+            return Beginning(Answer.NONE_USABLE, message, reason)
     counter = restart_counter()
     unused = [
         root.store.url
@@ -142,6 +151,7 @@ def decide_beginning(
             f"no {('usable ' if interrupted else '')}step is left in {urls}, but "
             f"{first.where} names {first.found}: the saved steps have disappeared; do not start "
             "fresh until the cause is known",
+            NoStepReason.LOST_STEPS,
         )
     if interrupted:
         histories = [
@@ -152,7 +162,8 @@ def decide_beginning(
     if missing:
         return _not_there(missing, open_other)
     holds = verb(len(opened_roots), "holds", "hold")
-    return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
+    message = f"{urls} {holds} no step at all: this is a fresh run"
+    return Beginning(Answer.FRESH, message, NoStepReason.NEW_RUN)
 
 
 def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> Beginning:
@@ -164,6 +175,7 @@ def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> Beginn
     return Beginning(
         Answer.FRESH,
         f"{absent}: check the path{beside}",
+        NoStepReason.NO_ROOT,
         names,
         tuple(similar),
         created=f"{absent}: created{beside}",
@@ -200,6 +212,7 @@ def _after_interrupted(
             Answer.NONE_USABLE,
             f"{urls}: {saves}, and no record proves that no step was ever usable: do not start "
             "fresh over them",
+            NoStepReason.RECORD_DOUBT,
         )
     # A counter shows that the attempt which was saving has ended.
     if counter is None and any(one.verdict is Verdict.IN_PROGRESS for one in interrupted):
@@ -207,11 +220,13 @@ def _after_interrupted(
             Answer.UNKNOWN,
             f"{urls}: the first save of the run is still being written, or was interrupted a "
             f"moment ago ({saves}); ask again, or pass a shorter --grace",
+            NoStepReason.SAVE_RUNNING,
         )
     return Beginning(
         Answer.FRESH,
         f"{urls}: {saves}, and by its record no step of this run was ever usable: this is a "
         "fresh run",
+        NoStepReason.NEW_RUN,
     )
 
 

@@ -48,7 +48,8 @@ class RootListing:
     targets, `unnumbered` the names of saved weights without a step number. `exists` is false
     if the root does not exist, which on an object store is a prefix without objects. `known`
     is true if ckptctl has written there before, and `is_step` if the folder is a step itself.
-    `doubt` is about files among the unnumbered that may be steps. `pattern` is how the caller names steps.
+    `doubt` is about files among the unnumbered that may be steps. `pattern` is how the caller
+    names steps.
     """
 
     steps: tuple[StepName, ...]

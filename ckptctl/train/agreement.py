@@ -99,6 +99,7 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
                     begins.message,
                     exit_code=begins.exit_code,
                     next_command=command_line("scan", *selection.roots.words),
+                    reason=begins.reason.value,
                 )
         return tuple(sorted(steps, key=lambda named: -named.number))
 
@@ -165,6 +166,7 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision
             found.message,
             exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
             next_command=found.next_command or command_line("scan", *selection.roots.words),
+            reason=found.reason.value if found.reason is not None else "",
         )
     fell_back = found.answer is Answer.FELL_BACK or bool(skip)
     return _chosen(found.chosen, rejected, fell_back=fell_back), opened
