@@ -23,6 +23,7 @@ from ckptctl.formats.own.supervision import (
     MemberDocument,
     ShareDocument,
 )
+from ckptctl.storage.files import is_same_folder
 from ckptctl.supervisor.child import EndedElsewhere, Hang, Running, Signals, Stop, Watcher, log_size
 from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
@@ -352,8 +353,8 @@ class LogFolder:
 
     A folder that cannot be written must not prevent an attempt: its output goes where that of
     `run` goes, then. `launcher` is the number of this one where there are several: each writes
-    files of its own. Below the checkpoint root `root` no folder is created while that is
-    missing: logs must not create the root of a run.
+    files of its own. Below the checkpoint root `root` nothing is written while that is missing
+    or another folder is in its place: logs must not create the root of a run.
     """
 
     def __init__(
@@ -363,6 +364,7 @@ class LogFolder:
         above = None if root is None else os.path.abspath(root)
         is_below = above is not None and f"{os.path.abspath(folder)}/".startswith(f"{above}/")
         self._root = above if is_below else None
+        self._root_id: tuple[int, int] | None = None
         self._suffix = ".log" if launcher is None else f"-{launcher}.log"
         self._attempts = os.path.join(folder, phase) if phase else folder
         self._prefix = f"{phase}: " if phase else ""
@@ -395,6 +397,10 @@ class LogFolder:
                 file.write(line.encode("utf-8", "backslashreplace"))
 
     def _make(self, folder: str) -> None:
-        if self._root is not None and not os.path.isdir(self._root):
-            raise FileNotFoundError(self._root)
+        if self._root is not None:
+            about = os.stat(self._root)
+            now = about.st_dev, about.st_ino
+            self._root_id = self._root_id or now
+            if not is_same_folder(self._root_id, now, self._root):
+                raise FileNotFoundError(self._root)
         os.makedirs(folder, exist_ok=True)
