@@ -20,14 +20,15 @@ from functools import partial
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
-from ckptctl.formats.frameworks.file_names import is_known_as_no_save
+from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights
 from ckptctl.formats.frameworks.layouts import (
     NO_RUN_BELOW,
     OWN_FOLDER,
     is_beside,
+    is_of_a_step,
     step_name,
 )
-from ckptctl.formats.frameworks.scattered import scattered_steps
+from ckptctl.formats.frameworks.scattered import is_scattered, scattered_steps
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
@@ -404,7 +405,7 @@ def _content_of(
     store: Store, listing: RootListing, open_other: OpenStore | None, ignore: Collection[str]
 ) -> _Content:
     """List a root and all folders below it, from the nearest level to one that holds steps."""
-    content = _Content()
+    content, without_number = _Content(), set[str]()
     ignore = (*ignore, *pointer_numbers(store, listing))  # what they name is compared elsewhere
     n_folders, n_files = -1, 0  # the root itself is listed first
     level = [""]
@@ -422,11 +423,24 @@ def _content_of(
             if folder and any(not step.bare for step in inside.steps):
                 content.roots.append(folder)
             elif folder and inside.is_step:
+                without_number.add(folder)
                 content.unknown.append(folder)
             else:
                 below += _compare(store, folder, entries, inside, open_other, ignore, content)
         level = below
+    # A folder of digits that holds weights is a step.
+    weights = [
+        path
+        for path in content.unknown
+        if path in without_number or _is_named_as_saved(base_name(f"/{path}"))
+    ]
+    above = (re.match(r"(.+?)/[0-9]+(?:/|$)", path) for path in weights)
+    content.roots = content.roots or list(dict.fromkeys(match[1] for match in above if match))
     return content
+
+
+def _is_named_as_saved(name: str) -> bool:
+    return is_named_as_weights(name) or is_of_a_step(name)
 
 
 def _compare(
@@ -441,7 +455,8 @@ def _compare(
     """Add what is unknown in one folder to `content`; yield the folders in it to be listed."""
     # The steps of the root itself are judged one by one.
     steps = {step.name for step in inside.steps if not step.bare}
-    steps |= {file.path for files in scattered_steps(entries).values() for file in files}
+    scattered = scattered_steps(entries) if any(map(is_scattered, steps)) else {}
+    steps |= {file.path for step in scattered if step.name in steps for file in scattered[step]}
     for entry in entries:
         path = f"{folder}/{entry.path}" if folder else entry.path
         if entry.path in steps or path == OWN_FOLDER or _is_ignored(path, ignore):

@@ -164,7 +164,8 @@ WRITERS = {
         from ckptctl.train.ledger import Ledger
         act = opened(lambda store: Ledger(store, "20261122T031011.000000Z-0123abcd").add(
             ResumedLine(
-                step=None, path=None, metadata={}, tokens=None, rejected=[], previous=None, load_s=0.0
+                step=None, path=None, metadata={}, tokens=None, rejected=[], previous=None,
+                load_s=0.0,
             )
         ))
     """,

@@ -394,7 +394,7 @@ def kind_of_file(layout: str, path: str) -> StateKind | None:
 
 
 _WEIGHTS = (
-    r".+\.(?:ckpt|pth|pth\.tar|safetensors|distcp|nemo|gguf)|\.metadata|__[0-9]+\.metadata"
+    r".+\.(?:ckpt|pth|pth\.tar|safetensors|distcp|nemo|gguf)|_CHECKPOINT_METADATA|\.metadata|__[0-9]+\.metadata"
     rf"|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)|{_NO_DATA}.+\.pt"
     rf"|{_NO_DATA}(?:.*[-_.])?(?:(?:global_)?step|iter|epoch|ckpt|checkpoint|snapshot)[-_=]?[0-9]+"
     r"\.(?:tar\.[a-z0-9]+|t[gbx]z2?|tzst|zip|7z|sqfs|squashfs)"
