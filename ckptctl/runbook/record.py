@@ -29,7 +29,6 @@ from ckptctl.errors import (
     OwnFileUnreadable,
     PathNotFound,
     StorageError,
-    StorageUnavailable,
     UsageError,
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -45,7 +44,7 @@ from ckptctl.formats.own.run_events import (
 from ckptctl.formatting import seconds_of
 from ckptctl.model import Pid
 from ckptctl.selection.marking import user_name
-from ckptctl.storage.contract import Store, TooLarge, list_if_there, storage_time_s
+from ckptctl.storage.contract import Store, TooLarge, storage_time_s
 from ckptctl.storage.opening import join_url
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
@@ -114,8 +113,6 @@ class RunRecord:
                 f"the record of the run {self.name} is full: {number - 1:,} events, "
                 f"{self._n_bytes >> 20} MiB; --new starts a new run"
             )
-        if self.events:
-            self._check_still_there()
         try:
             self.store.put(f"{self.folder}/{number:06d}.json", data)
         except AlreadyExists as error:
@@ -126,20 +123,6 @@ class RunRecord:
         self.events.append(made)
         self._n_bytes += len(data)
         return made
-
-    def _check_still_there(self) -> None:
-        """Raise `StorageUnavailable` if the root has lost the events that were recorded before.
-
-        Otherwise the next event would begin another record where the root was emptied or
-        unmounted, and the blocks would find a root without steps. Cost: one listing.
-        """
-        path = f"{self.folder}/{len(self.events):06d}.json"
-        if not any(entry.path == path for entry in list_if_there(self.store, self.folder)):
-            raise StorageUnavailable(
-                f"{join_url(self.store.url, path)} is gone: the storage is not mounted any more, "
-                "or the root was emptied; nothing more was run",
-                next_command="findmnt --real" if self.store.folders is not None else None,
-            )
 
     @property
     def is_over(self) -> bool:

@@ -77,11 +77,6 @@ class Choice:
         if report.damaged and not report.has_finding("step.rejected") and is_new:
             self.damaged.append(report.number)
 
-    @property
-    def is_past_damage(self) -> bool:
-        """Whether a damaged step was passed over, also one that a person rejected."""
-        return any(one.report.damaged for one in self.passed_over) or bool(self.damaged)
-
 
 Inspect = Callable[[Candidate, Level], Report]
 """Inspect a candidate, at the given level or deeper."""
@@ -160,7 +155,8 @@ def take_one_of(
     until it has counted enough.
     """
     # After a damaged step, the next one is inspected at the full level.
-    level = Level.STRUCTURE if choice.is_past_damage else Level.LISTING
+    is_past_damage = choice.damaged or any(one.report.damaged for one in choice.passed_over)
+    level = Level.STRUCTURE if is_past_damage else Level.LISTING
     for candidate in copies:
         report = inspect(candidate, level)
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
@@ -171,8 +167,9 @@ def take_one_of(
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
-        is_marked = _marked_elsewhere(report, others, inspect) is not None
-        choice.pass_over(report, reason, _word_of(report, policy, is_marked=is_marked))
+        is_sound = refusal(report, policy) is None
+        is_marked = is_sound and _marked_elsewhere(report, others, inspect) is not None
+        choice.pass_over(report, reason, _word_of(report, is_sound=is_sound, is_marked=is_marked))
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
             choice.unknown.append(report)
     return False
@@ -261,19 +258,25 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
     return messages[0] if messages else report.verdict.value
 
 
-def _word_of(report: Report, policy: PickPolicy, *, is_marked: bool) -> NoStepReason:
-    """The word for a step that is not chosen; `is_marked`: a copy of it is rejected."""
-    if report.verdict is Verdict.UNKNOWN:
-        return NoStepReason.NOT_INSPECTED
-    if report.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED) or is_marked:
+_WORDS = {
+    Verdict.UNKNOWN: NoStepReason.NOT_INSPECTED,
+    Verdict.REJECTED: NoStepReason.REJECTED,
+    Verdict.SUPERSEDED: NoStepReason.REJECTED,
+    Verdict.UNVERIFIABLE: NoStepReason.UNVERIFIABLE,
+    Verdict.COMPLETE: NoStepReason.REQUIREMENT,
+}
+
+
+def _word_of(report: Report, *, is_sound: bool, is_marked: bool) -> NoStepReason:
+    """The word for a step that is not chosen.
+
+    `is_sound`: its own content is no reason; `is_marked`: a copy of it is rejected.
+    """
+    if is_marked:
         return NoStepReason.REJECTED
-    if report.verdict is Verdict.UNVERIFIABLE and not policy.accept_unverifiable:
-        return NoStepReason.UNVERIFIABLE
-    if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
-        return NoStepReason.DAMAGED
-    if refusal(report, policy) is None or report.exit_code == EXIT_STATE_MISSING:
+    if is_sound or report.exit_code == EXIT_STATE_MISSING:
         return NoStepReason.STATE_MISSING
-    return NoStepReason.REQUIREMENT
+    return _WORDS.get(report.verdict, NoStepReason.DAMAGED)
 
 
 def _behind(report: Report, choice: Choice, policy: PickPolicy) -> str | None:
