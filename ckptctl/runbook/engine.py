@@ -179,7 +179,7 @@ class _Engine:
         self.position = position_of(book, record.events, n_found, attended=talk.attended)
 
     def _check_root(self) -> None:
-        """Raise `StorageUnavailable` if the root is gone, or another one, since the last look.
+        """Raise `StorageUnavailable` if the root is gone, or another one, since the last check.
 
         A question may be open for hours. A block that ran meanwhile, or after it, would
         find a root without steps and call the run fresh.

@@ -199,8 +199,12 @@ def after_beginning(done: Search, begins: Beginning, command: str) -> str:
         return command_line(chooses, *done.roots.words, "--allow-fresh")
     if begins.next_command is not None:
         return begins.next_command
-    # No step is damaged: they are gone, or in another place.
-    return command_line("scan", parent_url(done.roots.first))
+    over = done.choice.passed_over
+    if over and command == "scan":
+        return command_line("verify", over[0].report.url)
+    # No step is damaged: they are unfinished, gone, or in another place.
+    words = done.roots.words if over else (parent_url(done.roots.first),)
+    return command_line("scan", *words)
 
 
 def _none(done: Search) -> Pick:

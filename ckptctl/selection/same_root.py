@@ -1,4 +1,4 @@
-"""Check between two looks at a root that it is still the same one.
+"""Check that a root is still the one that was read before.
 
 A file system that is unmounted while a process works leaves an empty folder under its name,
 or none: that is no new run, and whatever is written there is lost when the file system comes
@@ -19,7 +19,7 @@ from ckptctl.storage.files import is_same_folder
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a look at a root showed: its folder, where it has one; sentinel; steps."""
+    """The state of a root: its folder, where it has one; its sentinel; its steps."""
 
     folder: tuple[int, int] | None
     sentinel: bool
@@ -33,7 +33,7 @@ class SeenRoots:
         self._seen: dict[str, _Seen] = {}
 
     def check(self, store: Store, listing: RootListing, *, steps_stay: bool = True) -> None:
-        """Raise `StorageUnavailable` if a root is gone, or another one, since the look before.
+        """Raise `StorageUnavailable` if a root is gone, or another one, since it was checked before.
 
         It is gone if its folder does not exist or is another folder, if it had a sentinel and
         has none, or with `steps_stay` if it had steps and has none. Cost: one listing of a
@@ -65,7 +65,7 @@ class SeenRoots:
 
 def _vanished(store: Store, what: str) -> StorageUnavailable:
     return StorageUnavailable(
-        f"{store.url} changed between two looks: {what}. Its storage was unmounted, or the root "
+        f"{store.url} changed since it was read before: {what}. Its storage was unmounted, or the root "
         "was moved, replaced or emptied; this is no new run, and what it holds is unknown",
         next_command="findmnt --real" if store.folders is not None else None,
     )

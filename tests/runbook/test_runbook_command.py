@@ -347,7 +347,7 @@ def test_the_options_of_the_call_reach_the_commands_of_the_blocks(root):
 
 
 def test_three_damaged_steps_are_resumed_past_once_a_person_has_rejected_them(root):
-    """RB-7 and the runbook for the storage do not lead to each other for ever."""
+    """RB-7 and the runbook for the storage do not lead to each other without an end."""
     for number in (500, 400, 300):
         flip(root / f"step_{number}" / ".metadata")
     code, leads = next_of("rb-7", root, "--yes", *SEEN, *RESUME)
