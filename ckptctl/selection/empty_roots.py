@@ -324,19 +324,16 @@ def check_empty(
 
 def _unknown(store: Store, listing: RootListing, unknown: Sequence[str]) -> UsageError:
     """The error for a root without steps that holds files which may be saves."""
-    numbered = [name for name in unknown if re.search("[0-9]", base_name(f"/{name}"))]
-    why = "a save that was not recognized is no new run"
+    why = "no name gives a step number: show by --pattern where it is, or give the step itself"
+    pattern = ""
     if listing.doubt is not None and listing.doubt.why:
-        why = listing.doubt.why
+        why, pattern = listing.doubt.why, listing.doubt.pattern
     elif any(_is_step(base_name(f"/{name}")) for name in unknown):
         why = "a step in one file has a name with its number that ends in .pt, .ckpt or the like"
-    elif numbered:
-        why = f"{why}; --pattern shows where the number of a step is"
-    pattern = listing.doubt.pattern if listing.doubt is not None else ""
     return UsageError(
         f"{store.url} holds no steps, but {counted(len(unknown), 'entry', 'entries')} of unknown "
-        f"content ({some_of(unknown, MAX_NAMED)}), which may be saves: {why}. If they are no "
-        "saves, accept them by --ignore PATTERN; a save without a number is given itself",
+        f"content ({some_of(unknown, MAX_NAMED)}), which may be saves; {why}. What is no save is "
+        "accepted by --ignore PATTERN",
         next_command=command_line("scan", store.url, "--pattern", pattern)
         if pattern
         else command_line("verify", join_url(store.url, unknown[0])),

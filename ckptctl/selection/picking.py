@@ -193,7 +193,9 @@ def after_beginning(done: Search, begins: Beginning, command: str) -> str:
     if begins.missing:  # more often a wrong path than a new run
         if len(begins.similar) == len(done.roots.urls) == 1:
             return command_line(command, begins.similar[0])
-        return command_line("scan", parent_url(begins.missing[0]))
+        above = parent_url(begins.missing[0])
+        if above != begins.missing[0]:  # an empty bucket has none
+            return command_line("scan", above)
     if begins.answer is Answer.FRESH:
         chooses = "pick" if command == "scan" else command
         return command_line(chooses, *done.roots.words, "--allow-fresh")

@@ -33,7 +33,7 @@ class SeenRoots:
         self._seen: dict[str, _Seen] = {}
 
     def check(self, store: Store, listing: RootListing, *, steps_stay: bool = True) -> None:
-        """Raise `StorageUnavailable` if a root is gone, or another one, since it was checked before.
+        """Raise `StorageUnavailable` if a root is gone, or another one, since the last check.
 
         It is gone if its folder does not exist or is another folder, if it had a sentinel and
         has none, or with `steps_stay` if it had steps and has none. Cost: one listing of a
@@ -65,7 +65,7 @@ class SeenRoots:
 
 def _vanished(store: Store, what: str) -> StorageUnavailable:
     return StorageUnavailable(
-        f"{store.url} changed since it was read before: {what}. Its storage was unmounted, or the root "
-        "was moved, replaced or emptied; this is no new run, and what it holds is unknown",
+        f"{store.url} changed since it was read before: {what}. Its storage was unmounted, or the "
+        "root was moved, replaced or emptied; this is no new run, and what it holds is unknown",
         next_command="findmnt --real" if store.folders is not None else None,
     )

@@ -150,7 +150,7 @@ def test_unknown_files_of_any_name_are_no_fresh_run_and_are_named(root, name, si
         with pytest.raises(UsageError) as caught:
             ask(str(root), ignore=["*.other"])
         assert "1 entry of unknown content" in caught.value.message
-        assert f"({name}), which may be saves" in caught.value.message
+        assert f"({name}), which may be saves;" in caught.value.message
         assert "--ignore PATTERN" in caught.value.message
     found = ckptctl.pick(str(root), allow_fresh=True, ignore=[name])
     assert (found.answer, found.exit_code) == (Answer.FRESH, 0)
