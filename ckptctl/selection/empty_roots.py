@@ -260,10 +260,10 @@ def _neighbours(store: Store, open_other: OpenStore | None) -> list[str]:
 def check_has_steps(store: Store, listing: RootListing) -> None:
     """Raise if the path given to a command that needs steps is wrong.
 
-    An existing root without steps is wrong too: see `check_empty`.
+    An existing root without steps is wrong too (see `check_empty`), unless ckptctl has used it.
     """
     check_root_there(store, listing)
-    if not listing.steps:
+    if not (listing.steps or listing.known):
         check_empty(store, listing)
 
 
@@ -462,7 +462,8 @@ def _compare(
             if entry.path not in _NOT_LISTED:
                 yield path
         elif entry.kind == "link":
-            found = _behind_link(store, path, open_other)
+            # Deeper links are not followed: a tree of packages may have thousands.
+            found = None if folder else _behind_link(store, path, open_other)
             if found is not None and any(not step.bare for step in found.steps):
                 content.roots.append(path)
             elif not (_stays_inside(store, path, entry) or is_known_as_no_save(entry)):
