@@ -28,8 +28,9 @@ from ckptctl.formats.frameworks.layouts import (
     is_of_a_step,
     step_name,
 )
-from ckptctl.formats.frameworks.scattered import is_scattered, scattered_steps
+from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer, NoStepReason
@@ -404,6 +405,7 @@ def _content_of(
     """List a root and all folders below it, from the nearest level to one that holds steps."""
     content, without_number = _Content(), set[str]()
     ignore = (*ignore, *pointer_numbers(store, listing))  # what they name is compared elsewhere
+    saved = _scattered_files(store, listing)
     n_folders, n_files = -1, 0  # the root itself is listed first
     level = [""]
     while level and not content.roots:
@@ -423,7 +425,9 @@ def _content_of(
                 without_number.add(folder)
                 content.unknown.append(folder)
             else:
-                below += _compare(store, folder, entries, inside, open_other, ignore, content)
+                below += _compare(
+                    store, folder, entries, inside, open_other, ignore, saved, content
+                )
         level = below
     # A folder of digits that holds weights is a step.
     weights = [
@@ -434,6 +438,15 @@ def _content_of(
     above = (re.match(r"(.+?)/[0-9]+(?:/|$)", path) for path in weights)
     content.roots = content.roots or list(dict.fromkeys(match[1] for match in above if match))
     return content
+
+
+def _scattered_files(store: Store, listing: RootListing) -> frozenset[str]:
+    """The files of the steps of a root that have no folder of their own."""
+    names = {step.name for step in listing.steps if is_scattered(step.name)}
+    found = list_scattered(store, list_if_there(store, "")) if names else {}
+    return frozenset(
+        file.path for step, files in found.items() if step.name in names for file in files
+    )
 
 
 def _is_named_as_saved(name: str) -> bool:
@@ -447,16 +460,15 @@ def _compare(
     inside: RootListing,
     open_other: OpenStore | None,
     ignore: Collection[str],
+    saved: Collection[str],
     content: _Content,
 ) -> Iterator[str]:
     """Add what is unknown in one folder to `content`; yield the folders in it to be listed."""
-    # The steps of the root itself are judged one by one.
+    # The steps of the root itself are inspected one by one.
     steps = {step.name for step in inside.steps if not step.bare}
-    scattered = scattered_steps(entries) if any(map(is_scattered, steps)) else {}
-    steps |= {file.path for step in scattered if step.name in steps for file in scattered[step]}
     for entry in entries:
         path = f"{folder}/{entry.path}" if folder else entry.path
-        if entry.path in steps or path == OWN_FOLDER or _is_ignored(path, ignore):
+        if entry.path in steps or path in saved or path == OWN_FOLDER or _is_ignored(path, ignore):
             continue
         if entry.kind == "dir":
             if entry.path not in _NOT_LISTED:

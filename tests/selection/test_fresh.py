@@ -23,6 +23,7 @@ from ckptctl.formats.frameworks.file_names import MAX_TEXT_BYTES
 from ckptctl.selection import empty_roots, targets
 from ckptctl.selection.fencing import take_token
 from ckptctl.selection.history import put_sentinel, read_history, record_usable
+from ckptctl.selection.results import NoStepReason
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.opening import open_store
 
@@ -481,6 +482,19 @@ def test_a_first_save_that_was_interrupted_is_fresh_by_the_record_alone(root):
     assert [one.report.number for one in found.passed_over] == [3]
     assert ckptctl.scan(str(root)).exit_code == 10
     assert ckptctl.preflight(str(root), allow_fresh=True).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["s0/r{}/iter_0000030_{}_local.pt", "r{}/iter_0000030_{}_local.pt"]
+)
+def test_a_running_first_save_without_a_folder_of_its_own_is_waited_for(root, name):
+    used(root)
+    for rank in range(2):
+        path = root / name.format(rank, rank)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"PK")
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.exit_code, found.reason) == (75, NoStepReason.SAVE_RUNNING)
 
 
 def test_interrupted_saves_beside_weights_or_below_a_pointer_are_no_fresh_run(root):
