@@ -444,6 +444,10 @@ class Report:
         faults = [one.code for one in self.with_severity(Severity.FAULT)]
         return bool(self.state.held) and faults == ["step.archived"]
 
+    def has_finding(self, code: str) -> bool:
+        """Whether there is a finding of this code."""
+        return any(finding.code == code for finding in self.findings)
+
     def with_severity(self, severity: Severity) -> tuple[Finding, ...]:
         """The findings of one severity, in order."""
         return tuple(f for f in self.findings if f.severity is severity)

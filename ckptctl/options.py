@@ -232,7 +232,8 @@ class PickPolicy:
     `before` excludes that step and all newer ones, `skip` single ones. `max_fallback` is
     how many damaged steps may be passed over. `allow_missing_state` takes a step that lacks
     train state which an older one holds, `accept_unverifiable` one that nothing in it can
-    prove good.
+    prove good. `ignore` are patterns (`*`, `?`, `[...]`) of names and paths below the root of
+    files and folders that are no saves: before a run is called new, all others are compared.
     """
 
     level: Level | None = None
@@ -241,10 +242,13 @@ class PickPolicy:
     max_fallback: int = 2
     allow_missing_state: bool = False
     accept_unverifiable: bool = False
+    ignore: Collection[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "level", known_level(self.level))
         object.__setattr__(self, "skip", frozenset(self.skip))
+        ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
+        object.__setattr__(self, "ignore", tuple(ignore))
         object.__setattr__(
             self, "max_fallback", int(not_negative("max-fallback", self.max_fallback))
         )
@@ -259,6 +263,7 @@ class PickKeywords(StepKeywords, total=False):
     max_fallback: int
     allow_missing_state: bool
     accept_unverifiable: bool
+    ignore: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

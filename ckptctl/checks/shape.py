@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import kind_of_file, weights_called
+from ckptctl.formats.frameworks.file_names import is_named_as_weights, kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
@@ -115,7 +115,7 @@ def _check_nested(step: Step) -> Iterator[Finding]:
 def weights_in(step: Step) -> Iterator[FileInfo]:
     """The files of a step that are metadata or saved weights, by their names."""
     for file in step.files:
-        if layouts.is_saved(file.path) and weights_called(file.path.rpartition("/")[2]) is not None:
+        if layouts.is_saved(file.path) and is_named_as_weights(file.path.rpartition("/")[2]):
             yield file
 
 

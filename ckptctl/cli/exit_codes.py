@@ -50,8 +50,9 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "steps exist, none is usable",
         "Also returned if there are no steps and the root's records do not prove that there never "
         "were any. Never start fresh: page someone. The message names the newest step that is "
-        "sound at the requested level, if there is one. Continue with `ckptctl runbook run "
-        "storage-corruption ROOT`; `ckptctl scan ROOT` lists every step with its reason.",
+        "sound at the requested level, if there is one. Continue with the next command: it "
+        "follows from the reason, which `pick --print reason` prints as a word. `ckptctl scan "
+        "ROOT` lists every step with its reason.",
     ),
     20: ExitCode(
         "incomplete",

@@ -17,6 +17,7 @@ from ckptctl.cli.values import (
     parse_names,
     parse_steps,
     parse_storage_options,
+    parts,
     seal_key,
 )
 from ckptctl.model import STATE_KINDS, Level
@@ -26,6 +27,7 @@ COMMAND_LINE_ONLY = frozenset(
     {
         "--apply",
         "--create",
+        "--ignore",
         "--notify",
         "--off",
         "--replace",
@@ -224,6 +226,11 @@ def _offer(
     return Offer(Annotated[kind, option(spec, help_text, min=min)], default, field, read)
 
 
+IGNORE_HELP = (
+    "Names or paths below the root (with * and ?) of files and folders that are no saves, so "
+    "that a root without steps that holds them may be a new run."
+)
+
 OFFERS: Mapping[type, Mapping[str, Offer]] = {
     PickPolicy: {
         "level": Offer(LevelOpt, None),
@@ -255,6 +262,13 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "--max-fallback N",
             "How many damaged steps may be skipped; interrupted saves do not count.",
             min=0,
+        ),
+        "ignore": _offer(
+            list[str] | None,
+            None,
+            "--ignore PATTERN,...",
+            IGNORE_HELP,
+            read=parts,
         ),
     },
     Requirements: {

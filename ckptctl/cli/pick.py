@@ -22,8 +22,8 @@ EXIT_CODES = (0, 2, 3, 10, 11, 75, 77)
 _FELL_BACK = 3
 
 
-Printed = Literal["path", "step"]
-"""What `pick` puts on standard output."""
+Printed = Literal["path", "step", "reason", "damaged"]
+"""What `pick` puts on standard output: the step, why there is none, or the damaged ones."""
 
 
 def pick(
@@ -77,6 +77,11 @@ def pick_document(found: Pick, exit_code: int) -> MakeDocument:
 
 
 def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
+    if printed == "reason":
+        return () if found.reason is None else (found.reason.value,)
+    if printed == "damaged":
+        reports = [over.report for over in found.passed_over if over.report.damaged]
+        return tuple(one.url for one in reports if not one.has_finding("step.rejected"))
     if found.chosen is None:
         return ()
     return (found.path,) if printed == "path" else (str(found.step),)

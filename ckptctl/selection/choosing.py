@@ -10,13 +10,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, islice
 
 from ckptctl.data_classes import dataclass, field
-from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
+from ckptctl.findings import (
+    EXIT_NONE_USABLE,
+    EXIT_STATE_MISSING,
+    Finding,
+    Report,
+    Severity,
+    Verdict,
+)
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
 from ckptctl.formatting import and_more
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
-from ckptctl.selection.results import PassedOver
+from ckptctl.selection.results import NoStepReason, PassedOver
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -42,8 +49,9 @@ class Candidate:
 class Choice:
     """The result of choosing: the chosen report or none, and everything that was skipped.
 
-    `damaged` are the numbers of damaged steps. `stopped` is why the search ended early:
-    `unknown` for a step that could not be inspected, `suspect` for too many damaged ones.
+    `damaged` are the numbers of damaged steps that nobody has rejected. `stopped` is why the
+    search ended early: `unknown` for a step that could not be inspected, `suspect` for too
+    many damaged ones.
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
@@ -59,11 +67,14 @@ class Choice:
     exit_code: int = EXIT_NONE_USABLE
     further: Choice | None = None
 
-    def pass_over(self, report: Report, reason: str) -> None:
+    def pass_over(
+        self, report: Report, reason: str, word: NoStepReason = NoStepReason.DAMAGED
+    ) -> None:
         """Record a step that is not chosen."""
-        self.passed_over.append(PassedOver(report, reason))
-        # Copies of one step are adjacent.
-        if report.damaged and self.damaged[-1:] != [report.number]:
+        self.passed_over.append(PassedOver(report, reason, word))
+        # A person has seen a rejected step. Copies of one step are adjacent.
+        is_new = self.damaged[-1:] != [report.number]
+        if report.damaged and not report.has_finding("step.rejected") and is_new:
             self.damaged.append(report.number)
 
 
@@ -144,7 +155,8 @@ def take_one_of(
     until it has counted enough.
     """
     # After a damaged step, the next one is inspected at the full level.
-    level = Level.STRUCTURE if choice.damaged else Level.LISTING
+    is_past_damage = choice.damaged or any(one.report.damaged for one in choice.passed_over)
+    level = Level.STRUCTURE if is_past_damage else Level.LISTING
     for candidate in copies:
         report = inspect(candidate, level)
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
@@ -155,7 +167,9 @@ def take_one_of(
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
-        choice.pass_over(report, reason)
+        is_sound = refusal(report, policy) is None
+        is_marked = is_sound and _marked_elsewhere(report, others, inspect) is not None
+        choice.pass_over(report, reason, _word_of(report, is_sound=is_sound, is_marked=is_marked))
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
             choice.unknown.append(report)
     return False
@@ -244,6 +258,27 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
     wanted = conditions.get(report.exit_code, "").split()
     messages = [finding.message for finding in report.findings if finding.code in wanted]
     return messages[0] if messages else report.verdict.value
+
+
+_WORDS = {
+    Verdict.UNKNOWN: NoStepReason.NOT_INSPECTED,
+    Verdict.REJECTED: NoStepReason.REJECTED,
+    Verdict.SUPERSEDED: NoStepReason.REJECTED,
+    Verdict.UNVERIFIABLE: NoStepReason.UNVERIFIABLE,
+    Verdict.COMPLETE: NoStepReason.REQUIREMENT,
+}
+
+
+def _word_of(report: Report, *, is_sound: bool, is_marked: bool) -> NoStepReason:
+    """The word for a step that is not chosen.
+
+    `is_sound`: its own content is no reason; `is_marked`: a copy of it is rejected.
+    """
+    if is_marked:
+        return NoStepReason.REJECTED
+    if is_sound or report.exit_code == EXIT_STATE_MISSING:
+        return NoStepReason.STATE_MISSING
+    return _WORDS.get(report.verdict, NoStepReason.DAMAGED)
 
 
 def _behind(report: Report, choice: Choice, policy: PickPolicy) -> str | None:

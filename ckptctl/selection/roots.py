@@ -24,8 +24,8 @@ from ckptctl.formats.frameworks.layouts import (
     is_flat_file,
     is_of_a_step,
     is_pointer,
+    is_saved_weights,
     pointed_step,
-    saved_weights,
     step_name,
     unfinished_beside,
 )
@@ -45,11 +45,11 @@ class RootListing:
     `steps` are newest first; of two folders with one number, the one of the last attempt
     comes first, and then the one that is named like the others. `pointers` are the pointer
     files, `folders` the names of the other folders, `links` the other links with their
-    targets, `unnumbered` the names of saved weights without a step number. `others` are files
-    whose names do not tell whether they are saves. `exists` is false if the root does not
-    exist, which on an object store is a prefix without objects. `known` is true if ckptctl
-    has written there before, and `is_step` if the folder is a step itself. `doubt` is about
-    files among the unnumbered that may be steps. `pattern` is how the caller names steps.
+    targets, `unnumbered` the names of saved weights without a step number. `exists` is false
+    if the root does not exist, which on an object store is a prefix without objects. `known`
+    is true if ckptctl has written there before, and `is_step` if the folder is a step itself.
+    `doubt` is about files among the unnumbered that may be steps. `pattern` is how the caller
+    names steps.
     """
 
     steps: tuple[StepName, ...]
@@ -57,7 +57,6 @@ class RootListing:
     folders: tuple[str, ...] = ()
     links: Mapping[str, str] = field(default_factory=dict)
     unnumbered: tuple[str, ...] = ()
-    others: tuple[FileInfo, ...] = ()
     exists: bool = True
     known: bool = False
     is_step: bool = False
@@ -160,7 +159,6 @@ def read_listing(
     folders: list[str] = []
     links: dict[str, str] = {}
     unnumbered: list[str] = []
-    others: list[FileInfo] = []
     in_flight: set[str | None] = set()
     entries = list(entries)
     beside_others = scattered_steps(entries) if pattern is None else {}
@@ -174,7 +172,6 @@ def read_listing(
         in_flight.add(unfinished_beside(entry))
         if is_pointer(entry):
             pointers.append(entry)
-            others += [entry] if entry.kind == "file" else []
             continue
         if entry.path in of_others:
             continue
@@ -190,10 +187,8 @@ def read_listing(
             folders.append(entry.path)
         elif entry.kind == "link" and not entry.path.startswith("."):
             links[entry.path] = entry.link or ""
-        elif saved_weights(entry) is not None:
+        elif is_saved_weights(entry):
             unnumbered.append(entry.path)
-        elif entry.kind == "file" and entry.size:
-            others.append(entry)
     steps = [replace(step, unfinished=True) if step.name in in_flight else step for step in steps]
     if not all(step.lone or step.bare for step in steps):
         unnumbered += [step.name for step in steps if step.lone]
@@ -215,7 +210,6 @@ def read_listing(
         tuple(folders),
         links,
         tuple(unnumbered),
-        tuple(others),
         known=known,
         is_step=is_step,
         doubt=doubt,

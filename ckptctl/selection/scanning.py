@@ -18,7 +18,7 @@ from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_fr
 from ckptctl.selection.choosing import Candidate, Choice
 from ckptctl.selection.empty_roots import check_unnumbered
 from ckptctl.selection.picking import after_beginning, found_message, none_usable
-from ckptctl.selection.results import Scan
+from ckptctl.selection.results import NoStepReason, Scan
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import Search, search
 from ckptctl.selection.targets import roots_in
@@ -114,7 +114,7 @@ def _answer(
     findings = [*done.findings]
     for root in done.opened_roots if done.n_steps else ():
         findings += check_unnumbered(root.store, root.listing)
-    message, next_command = _formatted(done)
+    reason, message, next_command = _formatted(done)
     return Scan(
         root=done.roots.first,
         roots=done.roots.urls,
@@ -129,17 +129,18 @@ def _answer(
         refused=tuple(reasons_of(choice).items()),
         n_older=n_older,
         more_before=more_before,
+        reason=reason,
     )
 
 
-def _formatted(done: Search) -> tuple[str, str | None]:
-    """The message as `pick` words it, and what to run next."""
+def _formatted(done: Search) -> tuple[NoStepReason | None, str, str | None]:
+    """Why `pick` would choose no step, its message, and what to run next."""
     chosen, begins = done.choice.chosen, done.beginning
     if chosen is not None:
-        return found_message(done.choice, chosen), _deeper(chosen)
+        return None, found_message(done.choice, chosen), _deeper(chosen)
     if begins is None:
         return none_usable(done)
-    return begins.message, after_beginning(done, begins, "scan")
+    return begins.reason, begins.message, after_beginning(done, begins, "scan")
 
 
 def _deeper(chosen: Report) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -120,7 +120,7 @@ def search(
     findings = root_findings(opened_roots, choice, inspector)
     beginning = None
     if choice.chosen is None:
-        beginning = _beginning(opened_roots, choice, findings, storage)
+        beginning = _beginning(opened_roots, choice, findings, storage, policy.ignore)
     return Search(roots, opened_roots, policy, inspector, candidates, choice, findings, beginning)
 
 
@@ -306,6 +306,7 @@ def _beginning(
     choice: Choice,
     findings: Sequence[Finding],
     storage: StorageOptions,
+    ignore: Collection[str],
 ) -> Beginning | None:
     """What it means that no step was chosen, where the roots hold none but unfinished saves.
 
@@ -320,7 +321,9 @@ def _beginning(
 
     pointers = [finding for finding in findings if finding.code == "pointer.differs"]
     opened = partial(open_store, storage=storage)
-    return decide_beginning(opened_roots, interrupted=over, pointers=pointers, open_other=opened)
+    return decide_beginning(
+        opened_roots, interrupted=over, pointers=pointers, open_other=opened, ignore=ignore
+    )
 
 
 def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:

@@ -15,6 +15,8 @@ Every store guarantees the following; `tests/storage` checks each:
   raises `ShortRead`.
 - Links are listed, not followed. Directory markers and `.nfs*` files are not listed.
 - `put` publishes a whole file or nothing.
+- Nothing but `Folders.create_root` creates the root. A root of a file system that vanished or
+  was replaced since the store opened it raises `StorageUnavailable`, for reads and writes.
 """
 
 from __future__ import annotations
@@ -160,11 +162,23 @@ class Folders(Protocol):
         """
         ...
 
-    def make_folder(self, path: str) -> None:
-        """Create a folder in the root or in an existing one; raises `AlreadyExists`.
+    def create_root(self) -> None:
+        """Create the root, durably, if its parent exists; an existing root is no error.
 
-        Creates the root, durably, if its parent exists.
+        No other method creates it: a write below a root that is missing raises
+        `PathNotFound`.
         """
+        ...
+
+    def root_id(self) -> tuple[int, int]:
+        """Device and inode number of the root.
+
+        Raises `StorageUnavailable` if it is not the folder that this store opened first.
+        """
+        ...
+
+    def make_folder(self, path: str) -> None:
+        """Create a folder in the root or in an existing one; raises `AlreadyExists`."""
         ...
 
     def write_in_place(

@@ -246,20 +246,54 @@ class Descriptor(Closing):
 class RootFolder:
     """The root at `path`, and what is below it, opened; `url` is what the user typed.
 
-    Errors of the system pass through, except for links and missing roots.
+    `open` is the only way to the root, for reading and for writing. It keeps the identity of
+    the folder that it opened first (device and inode number): a file system that was
+    unmounted leaves the empty folder below its mount point, where the run would look new and
+    every write would go to another disk. Errors of the system pass through, except for links
+    and missing or replaced roots.
     """
 
     def __init__(self, path: str, url: str) -> None:
         self.path = path
         self.url = url
+        self._identity: tuple[int, int] | None = None
 
     def open(self) -> Descriptor:
-        """Open the root itself; raises `PathNotFound`, and see `to_be`."""
+        """Open the root itself.
+
+        Raises `PathNotFound`, see `to_be`; and `StorageUnavailable` if the folder that was
+        opened before is gone or another one has its name.
+        """
         try:
-            return Descriptor(os.open(self.path, _FOLDER))
+            folder = Descriptor(os.open(self.path, _FOLDER))
         except FileNotFoundError as exc:
+            if self._identity is not None:
+                raise self._vanished("it does not exist any more") from exc
             self.to_be()
             raise PathNotFound(f"{self.url} does not exist") from exc
+        about = os.fstat(folder.fd)
+        identity = about.st_dev, about.st_ino
+        if self._identity is None:
+            self._identity = identity
+        elif not is_same_folder(self._identity, identity, self.path):
+            folder.close()
+            raise self._vanished("another folder is in its place")
+        return folder
+
+    def _vanished(self, what: str) -> StorageUnavailable:
+        return StorageUnavailable(
+            f"{self.url} is not the folder that was opened before: {what}. Its file system was "
+            "unmounted, or the folder was moved or replaced; nothing was written, and what it "
+            "holds is unknown",
+            next_command="findmnt --real",
+        )
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode number of the root."""
+        with self.open() as folder:
+            about = os.fstat(folder.fd)
+        return about.st_dev, about.st_ino
 
     def to_be(self) -> str:
         """Where the root is or will be; raises `StorageUnavailable` where its parent is missing."""
@@ -278,12 +312,13 @@ class RootFolder:
         """The root, or the folder in which it will be created."""
         return self.path if os.path.isdir(self.path) else os.path.dirname(self.to_be())
 
-    def make(self) -> None:
-        """Make the root where it is missing and its parent exists."""
-        if not os.path.isdir(self.path):
+    def create(self) -> None:
+        """Create the root where it is missing and its parent exists."""
+        if self._identity is None and not os.path.isdir(self.path):
             parent, name = os.path.split(self.to_be())
             with Descriptor(os.open(parent, _FOLDER)) as above:
                 make_folder(name, within=above.fd)
+        self.open().close()
 
     def file(self, path: str) -> Descriptor:
         """Open a regular file to read it."""
@@ -326,6 +361,16 @@ class RootFolder:
                 f"{self.url}: {path or name} is a link to {target}; links are not followed",
                 next_command=shown and shlex.join(["ls", "-ld", shown]),
             ) from exc
+
+
+def is_same_folder(before: tuple[int, int], now: tuple[int, int], path: str) -> bool:
+    """Whether two device and inode numbers, both found at `path`, are those of one folder.
+
+    The export of a server that is mounted again, as autofs does, has another device number.
+    """
+    if before == now:
+        return True
+    return before[1] == now[1] and kind_of(path) is StoreKind.NETWORK
 
 
 def scan(folder: Descriptor, parts: Sequence[str]) -> Iterator[FileInfo]:

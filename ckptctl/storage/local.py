@@ -116,7 +116,7 @@ class LocalStore(Closing):
             yield Kept(path, why_none="a file system keeps no checksums")
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """See `Store.put`; creates missing folders, and the root if its parent exists.
+        """See `Store.put`; creates missing folders below the root.
 
         Not retried: after a failed write it is unknown what reached the disk.
         """
@@ -133,12 +133,17 @@ class LocalStore(Closing):
     def file_id(self, path: str) -> tuple[int, int]:
         return self._tried(path, partial(self._id, path))
 
+    def create_root(self) -> None:
+        with self._writing(""):
+            self._root.create()
+
+    def root_id(self) -> tuple[int, int]:
+        return self._tried("", lambda: self._root.identity)
+
     def make_folder(self, path: str) -> None:
         *folders, name = parts_of(path)
-        with self._writing(path):
-            self._root.make()
-            with self._root.folder(folders) as above:
-                os.mkdir(name, dir_fd=above.fd)
+        with self._writing(path), self._root.folder(folders) as above:
+            os.mkdir(name, dir_fd=above.fd)
 
     def write_in_place(
         self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int
@@ -227,11 +232,9 @@ class LocalStore(Closing):
         parts = parts_of(path)
         if not parts:
             raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
-        with self._writing(path, size):
-            self._root.make()
-            with self._root.folder(parts[:-1], make=True) as folder:
-                mode = PRIVATE if self._is_private or path.startswith(_RECORDS) else SHARED
-                publish(parts[-1], data, within=folder.fd, replace=replace, mode=mode)
+        mode = PRIVATE if self._is_private or path.startswith(_RECORDS) else SHARED
+        with self._writing(path, size), self._root.folder(parts[:-1], make=True) as folder:
+            publish(parts[-1], data, within=folder.fd, replace=replace, mode=mode)
 
     def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
         """Unlink files by their paths below an open folder, and flush the folders they were in."""

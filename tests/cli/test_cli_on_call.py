@@ -291,7 +291,7 @@ CARRIED: Sequence[tuple[tuple[str, ...], str]] = [
     ),
     (
         ("scan", "run", "--require-seal", "--skip", "30", "--grace", "60"),
-        "ckptctl runbook run storage-corruption run",
+        "ckptctl verify run/step_10 --grace 60 --require-seal",
     ),
     (
         ("scan", "run", "--saved-world-size", "2", "--last", "2"),

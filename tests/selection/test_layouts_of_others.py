@@ -429,14 +429,6 @@ def test_weights_without_the_number_of_a_step_are_neither_a_step_nor_a_fresh_run
         ckptctl.pick(str(tmp_path))
 
 
-def test_what_is_refused_names_the_file_that_a_resume_reads_first(tmp_path):
-    for name in ("12epoch.pth", "13epoch.pth", "zero_to_fp32.py", "checkpoint.pth"):
-        write(tmp_path / name, whole(12))
-    with pytest.raises(ckptctl.UsageError, match=r"checkpoint\.pth, 12epoch\.pth") as error:
-        ckptctl.pick(str(tmp_path))
-    assert error.value.next_command == f"ckptctl verify {tmp_path}/checkpoint.pth"
-
-
 def test_a_step_of_paddle_is_refused_by_the_name_of_its_format(tmp_path):
     step = tmp_path / "checkpoint-20"
     for name in ("model_state.pdparams", "optimizer.pdopt", "scheduler.pdparams"):
