@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
+from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.model import (
     ExitCode,
@@ -392,6 +393,13 @@ class Report:
     by_store: ByStore | None = None
     """What the store's own checksums prove; null where the store was not asked, or no seal is of
     this save."""
+    claims: tuple[Claim, ...] = ()
+    """What is proven of the step, what is contradicted, and what is unknown."""
+
+    def claim(self, name: ClaimName) -> Claim:
+        """The claim of a name; unknown in a report without claims."""
+        of_name = (claim for claim in self.claims if claim.name is name)
+        return next(of_name, Claim(name, ClaimState.UNKNOWN, "not inspected"))
 
     @property
     def usable(self) -> bool:

@@ -20,7 +20,7 @@ from ckptctl.checks.world_size import (
     ranks_in,
     saved_world_size,
 )
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     AccessDenied,
     ObjectArchived,
@@ -48,6 +48,7 @@ from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, StageContext, contradicted
+from ckptctl.inspection.step_claims import claims_of
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -55,7 +56,7 @@ from ckptctl.storage.contract import ShortRead, StoreKind
 if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.content import Asked
-    from ckptctl.inspection.predecessor import Older
+    from ckptctl.inspection.whole import Neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +79,14 @@ def inspect_step(
     *,
     level: Level | None = None,
     content: Asked | None = None,
-    older: Older | None = None,
+    neighbours: Neighbours | None = None,
     confirm: bool = True,
 ) -> Inspection:
     """Inspect one step.
 
     `level` None is as deep as is cheap on this storage, see `stages.cheap_level`. `content` states
     which bytes are read at that level, and within which limits. From `structure` on its
-    records are compared with those of the first of the `older` steps, where the caller
+    records are compared with those of the first of the older `neighbours`, where the caller
     gives these. A storage that fails, or a lack of memory, gives a report with the verdict
     `unknown`, never an exception. With `confirm`, files that the listing lacks are asked
     for by name, see `stages.contradictions`.
@@ -100,7 +101,7 @@ def inspect_step(
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
     context = StageContext(
-        requirements, asked, content, older, confirm, chooses_level=level is None
+        requirements, asked, content, neighbours, confirm, chooses_level=level is None
     )
     try:
         with content.group.sharing() if content is not None else nullcontext():
@@ -110,7 +111,9 @@ def inspect_step(
     except (StorageError, MemoryError) as error:
         failed = inspection_failed(opened, error)
         context.level = asked
-        return Inspection(report_failed(opened.listed, context, failed), opened.listed, opened)
+        report = report_failed(opened.listed, context, failed)
+        report = replace(report, claims=claims_of(opened, context, report.findings))
+        return Inspection(report, opened.listed, opened)
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
 
@@ -206,7 +209,8 @@ def settled(context: StageContext) -> list[Finding]:
 def report_on(opened: OpenStep, context: StageContext) -> Report:
     """Add up what was found of a step, and hold it against the requirements."""
     findings = [*_in_flight(opened, settled(context), context.requirements.grace_s)]
-    return _report(opened.step, opened.parts, context, findings)
+    report = _report(opened.step, opened.parts, context, findings)
+    return replace(report, claims=claims_of(opened, context, report.findings))
 
 
 def report_failed(step: Step, context: StageContext, failed: Finding) -> Report:

@@ -29,13 +29,13 @@ from ckptctl.checks.shape import (
     sidecars_of,
 )
 from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
+from ckptctl.claims import Claim
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
-from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, counted
@@ -56,6 +56,7 @@ from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
     from ckptctl.inspection.predecessor import Older
+    from ckptctl.inspection.whole import Neighbours, Wholeness
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class StageContext:
     requirements: Requirements
     level: Level
     asked: Asked | None = None
-    older: Older | None = None
+    neighbours: Neighbours | None = None
     confirm: bool = True
     chooses_level: bool = False
     findings: list[Finding] = field(default_factory=list)
@@ -80,6 +81,14 @@ class StageContext:
     notes: Notes = NOTHING_NOTED
     content: ContentInspection | None = None
     by_store: ByStore | None = None
+    wholeness: Wholeness | None = None
+    one_save: Claim | None = None
+    branch: Claim | None = None
+
+    @property
+    def older(self) -> Older | None:
+        """What lists the older steps under the same root."""
+        return None if self.neighbours is None else self.neighbours.older
 
     @property
     def is_deep(self) -> bool:
@@ -104,7 +113,7 @@ def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Check each part by its metadata, or by the headers of its safetensors files."""
     for part in opened.parts:
         findings = [one for one in part.decoded if isinstance(one, Finding)]
-        findings += _check_part(opened, part, context.older)
+        findings += _check_part(opened, part)
         if not _has_fault(findings):
             context.readable.add(part.path)
         yield from findings
@@ -126,20 +135,15 @@ def cheap_level(opened: OpenStep) -> Level:
     return Level.STRUCTURE if is_cheap else Level.LISTING
 
 
-def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterator[Finding]:
+def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part)
     if part.part.format is PartFormat.RANK_FILES:
         from ckptctl.checks.rank_files import check_named, check_rank_files
 
-        of_rank_0: frozenset[str] = frozenset()
-        if older is not None and any(map(is_of_rank_0, part.part.grids)):
-            from ckptctl.inspection.predecessor import kinds_of_rank_0
-
-            of_rank_0 = kinds_of_rank_0(opened, part, older)
         held_inside = partial(_held_inside, opened)
         archives = part.ranges.file_names
-        yield from check_rank_files(opened.step, part.part, archives, held_inside, of_rank_0)
+        yield from check_rank_files(opened.step, part.part, archives, held_inside)
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
@@ -192,6 +196,20 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     else:
         steps = steps_by_optimizer(part.metadata, part.structure, part.path)
     yield from check_optimizer_steps(steps, opened.url)
+
+
+def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the families of files with each other and with those of the steps beside."""
+    from ckptctl.inspection.whole import check_families
+
+    n_ranks = context.requirements.saved_world_size
+    context.wholeness = check_families(opened, context.neighbours, n_ranks)
+    sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
+    faults = {one.where for one in context.findings if one.severity is Severity.FAULT}
+    for finding in context.wholeness.findings:
+        # The metadata of a sharded part states what the save consists of.
+        if finding.where not in faults and not (sharded and finding.code == "format.unlisted"):
+            yield finding
 
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -387,6 +405,7 @@ STAGES: tuple[Stage, ...] = (
     names,
     metadata,
     structure,
+    whole,
     stale_shards,
     state,
     notes,

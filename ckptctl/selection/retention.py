@@ -39,7 +39,7 @@ from ckptctl.selection.choosing import (
 )
 from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.results import PruneDecision
-from ckptctl.selection.roots import moved_aside, older_steps, pointed_steps
+from ckptctl.selection.roots import moved_aside, neighbours_of, pointed_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import Store, StoreKind
@@ -232,7 +232,7 @@ class RetentionPlan:
             OpenStep(self._store, named, files),
             self._rules.requirements,
             level=Level.LISTING,
-            older=lambda: older_steps(self._root.listing.steps, named.number),
+            neighbours=neighbours_of(lambda: self._root.listing.steps, named.number),
         )
 
     # Counting

@@ -21,6 +21,7 @@ from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
     ContentOptions,
@@ -33,7 +34,7 @@ from ckptctl.options import (
 )
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Contents, ShardRow, TensorRow
-from ckptctl.selection.roots import list_root, older_steps
+from ckptctl.selection.roots import list_root, neighbours_of
 from ckptctl.selection.targets import check_is_step, check_no_lone_file, named_step, parse_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
@@ -153,16 +154,15 @@ class OpenTarget(OpenStep):
         self, requirements: Requirements, level: Level | None, content: Asked | None = None
     ) -> Inspection:
         """Inspect the step; see `inspect_step`."""
-        return inspect_step(self, requirements, level=level, content=content, older=self.older)
+        return inspect_step(
+            self, requirements, level=level, content=content, neighbours=self._neighbours()
+        )
 
-    def older(self) -> tuple[StepName, ...]:
-        """The steps under the root that are older by their number, newest first.
-
-        None for a folder that has no number. Cost: one listing.
-        """
+    def _neighbours(self) -> Neighbours | None:
+        """The steps beside it; None for a folder without a number. Cost: a listing for each use."""
         if isinstance(self.named, str):
-            return ()
-        return older_steps(list_root(self.store, self._pattern).steps, self.named.number)
+            return None
+        return neighbours_of(lambda: list_root(self.store, self._pattern).steps, self.named.number)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class FileName(NamedTuple):
     grid: str = ""
     """Whose ranks the axes count; empty for a name that states none."""
     what: str = ""
-    """What each file of the grid holds, for messages; empty for `BY_RANK`, where the name does."""
+    """What each file of the grid holds, for messages."""
     weights: str = ""
     """What it is called in a root without a step number; empty for a file without weights."""
 
@@ -51,13 +51,6 @@ _FILE_OR_CKPT = r"\.(?:pt|pth|pkl|bin|ckpt|tar)"
 _ONE_OF = r"(?:.*[-_.])?"
 _AND = rf"(?:[-_.0-9].*)?{_FILE_OR_CKPT}"
 _COUNTED = "step scheduler tokens +dataloader"
-
-BY_RANK = "rank in the name"
-"""The grid of files that no framework names, and whose names differ by the number of a rank."""
-
-_OTHER_RANK = r"(?<![a-z])(?:[dtpcems]p|local|node|group|replica|low|lora)[-_.]?rank"
-"""Numbers that are not those of every rank: of one axis, within a node, of a matrix. `_r8` is no
-rank at all: it is as often the size of an adapter or a revision."""
 
 _VERL = rf"_world_size_(?P<of_rank>{_N})_rank_(?P<rank>{_N})\.pt"
 _MP = rf"mp_rank_(?P<mp>{_N})"
@@ -390,11 +383,6 @@ FILES = (
         r"\.(?:tar\.(?:gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst|zip|7z|sqfs|squashfs)",
         weights="a packed checkpoint",
     ),
-    FileName(
-        rf"(?P<folder>)(?!.*{_OTHER_RANK})(?!.*rank.*rank)(?:.*[^a-z])?rank[-_]?(?P<rank>{_N})"
-        r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt|safetensors)",
-        grid=BY_RANK,
-    ),
 )
 
 _REPEATED = r"(?:[?*+]|\{[^}]*\})"
@@ -520,7 +508,13 @@ def axes_in(match: re.Match[str]) -> Mapping[str, int]:
     return {axis: int(n) for axis, n in axes.items() if n and not axis.startswith(no_axis)}
 
 
+_RANK = re.compile(r"(?:^|[^a-z])rank[-_]?([0-9]{1,6})(?![0-9])")
+
+
 def rank_in_name(path: str) -> int | None:
     """The rank in the name of a rank file; None for one that names several axes, or none."""
     found = rank_file(path)
-    return axes_in(found[1]).get("rank") if found else None
+    if found is not None:
+        return axes_in(found[1]).get("rank")
+    ranks = _RANK.findall(path)
+    return int(ranks[0]) if len(ranks) == 1 else None
