@@ -62,6 +62,8 @@ class Family(msgspec.Struct, frozen=True):
     """The numbers count from `base` without more holes than files; others are no ranks."""
     values: tuple[tuple[int, ...], ...] = ()
     """The numbers that exist on each axis."""
+    n_bytes: int = 0
+    """Size of all of them in bytes, where the caller gave sizes."""
 
     @property
     def n_present(self) -> int:
@@ -121,11 +123,14 @@ def may_hold_state(path: str) -> bool:
     return _NO_STATE.fullmatch(path) is None
 
 
-def families_of(paths: Iterable[str], number: int | None = None) -> tuple[Family, ...]:
+def families_of(
+    paths: Iterable[str], number: int | None = None, sizes: Mapping[str, int] | None = None
+) -> tuple[Family, ...]:
     """The families among the files of a step, by their key.
 
     A family of one file is among them where its number may be that of the first rank. `number`
-    is that of the step, which names repeat. Cost: one match of each name.
+    is that of the step, which names repeat; `sizes` are those of the files in bytes, by path.
+    Cost: one match of each name.
     """
     alike: dict[tuple[str, tuple[int, ...]], list[_Named]] = defaultdict(list)
     for path in paths:
@@ -136,11 +141,13 @@ def families_of(paths: Iterable[str], number: int | None = None) -> tuple[Family
             # Files that state different counts are those of several saves.
             counts = tuple(n for n, counts in zip(numbers, is_count, strict=True) if counts)
             alike[_NUMBER.sub("N", path), counts].append(_Named(path, numbers, tuple(is_count)))
-    found = (_family(key, files, number) for (key, _), files in sorted(alike.items()))
+    found = (_family(key, files, number, sizes or {}) for (key, _), files in sorted(alike.items()))
     families = [family for family in found if family is not None]
     from_zero = {n for family in lines(families) if not family.base for (n,) in family.members}
     return tuple(
-        family.from_zero() if family.is_line and _numbers(family) < from_zero else family
+        family.from_zero()
+        if family.is_line and family.n_present > 1 and _numbers(family) < from_zero
+        else family
         for family in families
     )
 
@@ -170,7 +177,9 @@ class _Column(msgspec.Struct, frozen=True):
     count: int | None = None
 
 
-def _family(key: str, files: Sequence[_Named], number: int | None) -> Family | None:
+def _family(
+    key: str, files: Sequence[_Named], number: int | None, sizes: Mapping[str, int]
+) -> Family | None:
     first = min(files)
     path = first.path
     columns = _axes(files, number) if first.numbers else []
@@ -202,6 +211,7 @@ def _family(key: str, files: Sequence[_Named], number: int | None) -> Family | N
         tuple(tuple(places[n] for n in column.places) for column in columns),
         is_numbered and prod(lengths) <= MAX_FILES,
         values,
+        sum(sizes.get(file.path, 0) for file in files),
     )
 
 

@@ -34,6 +34,11 @@ MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
 
 
+SIMILAR = 1.1
+"""Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
+third larger than those of four."""
+
+
 class Neighbours(msgspec.Struct, frozen=True):
     """The finished steps beside one under the same root, each nearest first; listed when asked."""
 
@@ -67,6 +72,7 @@ class _Beside(msgspec.Struct, frozen=True):
 
     opened: OpenStep
     families: Mapping[str, Family]
+    is_newer: bool
 
     @property
     def name(self) -> str:
@@ -81,17 +87,17 @@ def open_families(step: Step) -> tuple[Family, ...]:
     """
     if step.layout in _FILES_OF_PARAMETERS:
         return ()
-    saved = [
-        file.path
+    saved = {
+        file.path: file.size
         for file in step.files
         if file.kind in ("file", "link")
         and layouts.is_saved(file.path)
         and not layouts.belongs_to_shards(file.path)
         and rank_file(file.path, step.layout) is None
-    ]
+    }
     indexed = {(match["folder"], match["suffix"]) for path in saved if (match := _INDEX(path))}
     paths = (path for path in saved if (path[: path.rfind("/") + 1], _suffix(path)) not in indexed)
-    return families_of(paths, step.number)
+    return families_of(paths, step.number, saved)
 
 
 _FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
@@ -135,7 +141,7 @@ def check_families(
     unstated = [family for family in unstated if not _is_lone(family, beside)]
     if not unstated:
         return _result(opened.step, gaps, "one file of each kind")
-    confirmed = next((one for one in beside if _same(unstated, one)), None)
+    confirmed = next((one for one in beside if _confirms(unstated, one)), None)
     counted_from_0 = {
         key for other in beside for key, family in other.families.items() if not family.base
     }
@@ -148,11 +154,13 @@ def check_families(
     if saved_world_size is not None:
         gaps += _fewer_than_ranks(unstated, saved_world_size)
         return _result(opened.step, gaps, f"--saved-world-size {saved_world_size}")
-    gaps += _fewer_than_others(unstated, beside)
-    for other in beside:
-        if _is_same_world(unstated, other):
-            gaps += _fewer_than_before(unstated, other)
-            return _result(opened.step, gaps, f"{other.name}, which as many ranks wrote")
+    same_world = next((other for other in beside if _is_same_world(unstated, other)), None)
+    if same_world is not None:
+        added = [family for family in unstated if family.key not in same_world.families]
+        gaps += _fewer_than_before(opened, unstated, same_world)
+        gaps += _fewer_than_others(added, unstated, beside)
+        return _result(opened.step, gaps, f"{same_world.name}, which as many ranks wrote")
+    gaps += _fewer_than_others(unstated, unstated, beside)
     if gaps:
         return _result(opened.step, gaps, "")
     return _by_content(opened, unstated, beside)
@@ -213,16 +221,36 @@ def _beside(
                 held = {family.key: family for family in open_families(other.step)}
                 if not held:
                     continue
-                yield (found := _Beside(other, held))
-                if _same(families.values(), found):
+                yield (found := _Beside(other, held, is_newer=names is neighbours.newer))
+                if _confirms(families.values(), found):
                     return
 
 
-def _same(families: Iterable[Family], other: _Beside) -> bool:
-    """Whether another step has the same files of each kind, and no kind besides."""
-    found = {family.key: family.members for family in families}
-    held = {key: family.members for key, family in other.families.items() if _is_open(family)}
-    return found == held
+def _confirms(families: Iterable[Family], other: _Beside) -> bool:
+    """Whether another step shows that none of the families lacks a file.
+
+    It has the same files of each kind, in about the same size: as many ranks wrote both, and
+    neither lacks a rank, as it would be the same one in both. A newer step that only lacks
+    files of the same size was cut short itself.
+    """
+    found = {family.key: family for family in families}
+    held = {key: family for key, family in other.families.items() if _is_open(family)}
+    if held.keys() - found.keys() or (found.keys() != held.keys() and not other.is_newer):
+        return False
+    both = [(found[key], family) for key, family in held.items()]
+    return bool(both) and (
+        all(
+            family.members <= mine.members if other.is_newer else family.members == mine.members
+            for mine, family in both
+        )
+        and any(_is_about(mine, family) for mine, family in both)
+    )
+
+
+def _is_about(family: Family, other: Family) -> bool:
+    """Whether a file of one family is about as large as one of another."""
+    sizes = (family.n_bytes / family.n_present, other.n_bytes / other.n_present)
+    return max(sizes) <= SIMILAR * min(sizes)
 
 
 def _is_open(family: Family) -> bool:
@@ -245,10 +273,26 @@ def _is_same_world(families: Iterable[Family], other: _Beside) -> bool:
     )
 
 
-def _fewer_than_before(families: Iterable[Family], other: _Beside) -> Iterator[Gap]:
-    for family in families:
-        held = other.families.get(family.key)
-        if held is not None and held.n_present > family.n_present and family.is_line:
+def _fewer_than_before(
+    opened: OpenStep, families: Iterable[Family], other: _Beside
+) -> Iterator[Gap]:
+    fewer = [
+        family
+        for family in families
+        if family.is_line
+        and (held := other.families.get(family.key)) is not None
+        and held.n_present > family.n_present
+    ]
+    if not fewer:
+        return
+    now, then = (
+        _sizes(opened, fewer),
+        _sizes(other.opened, [other.families[one.key] for one in fewer]),
+    )
+    for family in fewer:
+        held = other.families[family.key]
+        of_family = [name for name in _split(now, then) if name.endswith(f" in {family.key}")]
+        if not of_family or any(now[n].n_elements < then[n].n_elements for n in of_family):
             yield Gap(
                 family,
                 held.n_files,
@@ -264,14 +308,16 @@ def _fewer_than_ranks(families: Sequence[Family], n_ranks: int) -> Iterator[Gap]
             yield Gap(family, n_ranks, f"{n_ranks:,} ranks wrote the step")
 
 
-def _fewer_than_others(families: Sequence[Family], beside: Sequence[_Beside]) -> Iterator[Gap]:
-    """Kinds of which fewer ranks have a file than of another kind in the same step."""
-    lines = [family for family in families if family.is_line]
-    if not lines:
-        return
-    largest = max(lines, key=lambda family: family.n_files)
-    for family in lines:
-        if family.n_files == largest.n_files or _is_as_before(family, beside):
+def _fewer_than_others(
+    families: Sequence[Family], others: Sequence[Family], beside: Sequence[_Beside]
+) -> Iterator[Gap]:
+    """Those of `families` of which fewer ranks have a file than of one of `others`."""
+    lines = [family for family in others if family.is_line]
+    largest = max(lines, key=lambda family: family.n_files, default=None)
+    for family in families if largest is not None else ():
+        if not family.is_line or largest is None or family.n_files == largest.n_files:
+            continue
+        if _is_as_before(family, beside):
             continue
         if family.ranks == {0} and largest.n_files > 2 and not _had_more(family, beside):
             continue  # rank 0 alone writes this kind
@@ -302,9 +348,7 @@ def _by_content(
         return Wholeness(by="the shapes of the whole tensors, which the files state")
     for other in beside:
         then = _sizes(other.opened, [*other.families.values()])
-        both = [name for name in now if name in then and now[name].n_files != then[name].n_files]
-        # A tensor that each rank holds whole shows nothing; one that is split over them does.
-        split = [name for name in both if now[name].largest != then[name].largest]
+        split = _split(now, then)
         if split and all(now[name].n_elements == then[name].n_elements for name in split):
             n_ranks = counted(largest.n_files, "rank")
             by = f"the tensors of {n_ranks}, which together are as large as in {other.name}"
@@ -316,6 +360,20 @@ def _by_content(
             n_files = held.n_files if held is not None else largest.n_files + 1
             return _result(opened.step, [Gap(largest, n_files, why)], "")
     return Wholeness((_unlisted(families, beside),))
+
+
+def _split(now: Mapping[str, _Size], then: Mapping[str, _Size]) -> list[str]:
+    """The tensors that are split over the ranks: of more ranks each has less of them.
+
+    A tensor that each rank holds whole shows nothing of how many there must be.
+    """
+    return [
+        name
+        for name, size in now.items()
+        if name in then
+        and size.n_files != then[name].n_files
+        and size.largest != then[name].largest
+    ]
 
 
 class _Size(msgspec.Struct):

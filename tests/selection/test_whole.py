@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import ckptctl
 import pytest
 import torch
-from ckptctl.claims import ClaimName, ClaimState
-from ckptctl.findings import Severity
 from every_case import all_cases
 from safetensors.torch import save_file
+
+import ckptctl
+from ckptctl.claims import ClaimName, ClaimState
+from ckptctl.findings import Severity
 
 SCHEMES = [
     ("model_{r}.pt", "optimizer_{r}.pt"),
@@ -23,7 +24,7 @@ SCHEMES = [
     ("model_{r}.safetensors", "optim_{r}.pt"),
     ("net.{r}.pt", "adam.{r}.pt"),
     ("state-{r:04}.ckpt", "moments-{r:04}.ckpt"),
-    ("p{r}", "q{r}.bin"),
+    ("p{r}.pth", "q{r}.bin"),
     ("mp{r}_weights.pt", "mp{r}_moments.pt"),
     ("worker-{r}/w.pth", "worker-{r}/o.pth"),
     ("shard_{r1}.pt", "shard_{r1}_optim.pt"),
@@ -35,7 +36,7 @@ SCHEMES = [
     ("node{p}/local{t}.pt", "node{p}/local{t}_opt.pt"),
     ("model_rank_{r}_of_{n}.pth", "optimizer_rank_{r}_of_{n}.pth"),
     ("fsdp.{r}.{n}.pt", "adamw.{r}.{n}.pt"),
-    ("ckpt/part{r}.tar", "ckpt/opt{r}.tar"),
+    ("ckpt/part{r}.pth.tar", "ckpt/opt{r}.pth.tar"),
 ]
 """Names of the files that each rank writes: `r` is the rank, `n` their number, `t` and `p` its
 place in a mesh."""
@@ -116,7 +117,9 @@ def test_a_step_of_fewer_ranks_is_whole_where_its_files_show_it(tmp_path, scheme
 
 
 def stated(scheme: tuple[str, str]) -> bool:
-    return any("{n" in name and "of" in name or "size" in name or "ws{n" in name for name in scheme)
+    return any(
+        ("{n" in name and "of" in name) or "size" in name or "ws{n" in name for name in scheme
+    )
 
 
 def test_the_only_step_is_unverifiable_unless_its_names_or_the_caller_state_how_many(
@@ -162,3 +165,11 @@ def test_pictures_logs_and_names_with_other_numbers_are_no_ranks(tmp_path):
             torch.save({"x": n}, folder / f"buffer_{n * 1000 + number}.pt")
     chosen = ckptctl.pick(str(tmp_path))
     assert (chosen.step, chosen.passed_over) == (20, ())
+
+
+def test_a_step_of_files_that_nobody_recognizes_is_unverifiable_and_no_interrupted_save(tmp_path):
+    for number in (10, 20):
+        save_step(tmp_path / f"step-{number}", ("p{r}", "q{r}.xyz"), number=number)
+    report = ckptctl.verify(str(tmp_path / "step-20"))
+    assert (report.exit_code, [*faults(report)]) == (22, ["format.unsupported"])
+    assert ckptctl.pick(str(tmp_path)).exit_code == 11

@@ -492,8 +492,8 @@ def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | N
     for row, match in matches(path, layout):
         if row.grid and axes_in(match):
             return row, match
-        if row.grid:
-            # `rank_3/optim.pt`: the folder of a rank outweighs a name that has no axis here.
+        if row.grid and not any(map(str.isdecimal, match["folder"])):
+            # `rank_3/optim.pt` is in the folder of a rank, which this row does not know.
             without_axes = without_axes or (row, match)
         elif match.groupdict().get("rank"):
             # State beside the shards that not every rank writes, such as that of a data loader.

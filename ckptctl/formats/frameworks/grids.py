@@ -127,13 +127,15 @@ def grids_of(
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
         for grid in _grids(framework, members, stated or {})
     )
-    return (*of_frameworks, *map(_family_grid, families_of(others)))
+    several = (family for family in families_of(others) if family.n_present > 1)
+    return (*of_frameworks, *map(_family_grid, several))
 
 
 def _family_grid(family: Family) -> Grid:
     """A family of files as a grid. What it lacks is decided by `inspection.whole`."""
     start = family.spans[0][0][0]
     names_rank = re.search("rank[-_]?$", family.example[:start]) is not None and family.is_line
+    family = family.from_zero() if names_rank else family
     return Grid(
         FAMILY,
         f"state in {family.key}",
