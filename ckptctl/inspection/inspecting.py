@@ -48,7 +48,7 @@ from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, StageContext, contradicted
-from ckptctl.inspection.step_claims import claims_of
+from ckptctl.inspection.step_claims import claims_of, nothing_proven
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -112,7 +112,6 @@ def inspect_step(
         failed = inspection_failed(opened, error)
         context.level = asked
         report = report_failed(opened.listed, context, failed)
-        report = replace(report, claims=claims_of(opened, context, report.findings))
         return Inspection(report, opened.listed, opened)
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
@@ -216,7 +215,7 @@ def report_on(opened: OpenStep, context: StageContext) -> Report:
 def report_failed(step: Step, context: StageContext, failed: Finding) -> Report:
     """The report on a step that could not be inspected: `failed` is the reason."""
     blank = StageContext(context.requirements, context.level)
-    return _report(step, (), blank, [failed])
+    return replace(_report(step, (), blank, [failed]), claims=nothing_proven(failed))
 
 
 def _report(

@@ -77,11 +77,11 @@ def claims_of(
     opened: OpenStep, context: StageContext, findings: Sequence[Finding]
 ) -> tuple[Claim, ...]:
     """The claims of a step, in the order of `ClaimName`. Cost: none; nothing is read."""
-    failed = next((one for one in findings if one.code in _NOT_INSPECTED), None)
+    failed = next((finding for finding in findings if finding.code in _NOT_INSPECTED), None)
     if failed is not None:
-        return tuple(_unknown(name, failed.message, failed.next_command) for name in ClaimName)
-    contradicted = {CONTRADICTS[one.code]: one for one in _first(findings, CONTRADICTS)}
-    doubts = {DOUBTS[one.code]: one for one in _first(findings, DOUBTS)}
+        return nothing_proven(failed)
+    contradicted = {CONTRADICTS[finding.code]: finding for finding in _first(findings, CONTRADICTS)}
+    doubts = {DOUBTS[finding.code]: finding for finding in _first(findings, DOUBTS)}
     proofs = {claim.name: claim for claim in _proofs(opened, context)}
     claims = []
     for name in ClaimName:
@@ -96,10 +96,16 @@ def claims_of(
     return tuple(claims)
 
 
+def nothing_proven(failed: Finding) -> tuple[Claim, ...]:
+    """The claims of a step whose inspection failed, for the reason in `failed`."""
+    return tuple(_unknown(name, failed.message, failed.next_command) for name in ClaimName)
+
+
 def _first(findings: Sequence[Finding], table: Mapping[str, ClaimName]) -> Iterable[Finding]:
     """The findings in a table; of those about one claim the worst comes last, and decides."""
-    found = [one for one in findings if one.code in table]
-    return reversed([one for one in found if one.severity is Severity.FAULT] or found)
+    listed = [finding for finding in findings if finding.code in table]
+    faults = [finding for finding in listed if finding.severity is Severity.FAULT]
+    return reversed(faults or listed)
 
 
 def _unknown(name: ClaimName, why: str, would_prove: str | None) -> Claim:

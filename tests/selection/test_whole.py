@@ -117,9 +117,7 @@ def test_a_step_of_fewer_ranks_is_whole_where_its_files_show_it(tmp_path, scheme
 
 
 def stated(scheme: tuple[str, str]) -> bool:
-    return any(
-        ("{n" in name and "of" in name) or "size" in name or "ws{n" in name for name in scheme
-    )
+    return any(word in name for word in ("of-{n", "of_{n", "size_{n", "ws{n") for name in scheme)
 
 
 def test_the_only_step_is_unverifiable_unless_its_names_or_the_caller_state_how_many(
