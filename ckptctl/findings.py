@@ -121,7 +121,6 @@ CODES: Mapping[str, Code] = {
         Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires"
     ),
     "shard.empty": _note("an empty shard file that nothing refers to"),
-    "shard.newer": _warning("a shard file is much newer than the metadata"),
     "shard.stale": _warning("a shard file is unchanged since the step before, and others changed"),
     "shard.orphan": _note("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file contains bytes that no record uses"),
@@ -174,6 +173,8 @@ CODES: Mapping[str, Code] = {
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
     "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
+    "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step"),
+    "step.times": _warning("files of the step were written far apart"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
     "step.nested": _fault(Verdict.CORRUPT, "the folder is named as a step and holds several"),
     "step.wrong-step": _fault(

@@ -22,7 +22,6 @@ from ckptctl.checks.presence import (
 from ckptctl.checks.shape import (
     check_identity,
     check_shape,
-    check_times,
     check_unchanged,
     claims_further,
     earlier_step,
@@ -81,6 +80,7 @@ class StageContext:
     notes: Notes = NOTHING_NOTED
     content: ContentInspection | None = None
     by_store: ByStore | None = None
+    identity: Claim | None = None
     wholeness: Wholeness | None = None
     one_save: Claim | None = None
     branch: Claim | None = None
@@ -148,7 +148,6 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
         yield from check_identity(opened.step, part.part, part.metadata[0])
-        yield from check_times(opened.step, part.part, part.ranges.file_names)
         yield from check_presence(part.ranges, part.part.files, part.path)
         yield from check_sizes(part.ranges, part.path)
         yield from check_part_coverage(part.metadata, part.path)
@@ -315,6 +314,41 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         yield from check_wrong_step(opened, number, context.older)
 
 
+def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the steps that the train state counts with the number in the name."""
+    from ckptctl.inspection.one_save import check_identity
+
+    count = context.state.step.value
+    found, context.identity = check_identity(opened, count, context.neighbours, _count_of)
+    named = context.places("step.wrong-step") | context.places("step.foreign")
+    if not (named or context.notes.accepted):
+        yield from found
+
+
+def _count_of(opened: OpenStep) -> int | None:
+    """The steps that the train state of another step counts. Cost: its listing and sidecars."""
+    context = StageContext(Requirements(), Level.LISTING)
+    context.findings += [*metadata(opened, context)]
+    context.findings += [*state(opened, context)]
+    return context.state.step.value
+
+
+def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the write times of the files, and the steps that the parts were written for."""
+    from ckptctl.inspection.one_save import check_one_save
+
+    is_sealed = (
+        context.notes.seal is not None
+        and context.content is not None
+        and context.content.whole
+        and not context.places("seal.digest")
+    )
+    if context.notes.accepted or any(one.code in NEVER_FINISHED for one in context.findings):
+        return
+    found, context.one_save = check_one_save(opened, context.neighbours, is_sealed=is_sealed)
+    yield from found
+
+
 def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find NaN in the weights of a step whose own log ends with a loss of 0, NaN or infinity."""
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
@@ -410,8 +444,10 @@ STAGES: tuple[Stage, ...] = (
     state,
     notes,
     wrong_step,
+    identity,
     lost_weights,
     content,
+    one_save,
     store_checksums,
     archived,
     unchanged,

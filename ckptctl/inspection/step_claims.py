@@ -44,6 +44,7 @@ CONTRADICTS: Mapping[str, ClaimName] = {
     "file.unreadable": ClaimName.BYTES,
     "state.mixed": ClaimName.ONE_SAVE,
     "state.not-finite": ClaimName.STATE,
+    "step.two-saves": ClaimName.ONE_SAVE,
     "step.unfinished": ClaimName.WHOLE,
     "step.in-progress": ClaimName.WHOLE,
     "step.changed": ClaimName.ONE_SAVE,
@@ -58,7 +59,7 @@ DOUBTS: Mapping[str, ClaimName] = {
     "format.unlisted": ClaimName.WHOLE,
     "format.unsupported": ClaimName.WHOLE,
     "file.fewer": ClaimName.WHOLE,
-    "shard.newer": ClaimName.ONE_SAVE,
+    "step.times": ClaimName.ONE_SAVE,
     "shard.stale": ClaimName.ONE_SAVE,
     "index.size": ClaimName.ONE_SAVE,
     "seal.outdated": ClaimName.ONE_SAVE,
@@ -158,18 +159,11 @@ def _bytes(opened: OpenStep, context: StageContext) -> Claim:
 
 
 def _identity(opened: OpenStep, context: StageContext) -> Claim:
-    number = opened.step.number
-    if number is None:
+    if opened.step.number is None:
         return _unknown(ClaimName.IDENTITY, "its name states no step", None)
     if context.notes.seal is not None:
         return _proven(ClaimName.IDENTITY, "seal")
-    named = {part.own_number for part in opened.parts if part.part.format in SHARDED}
-    if named == {number}:
-        return _proven(ClaimName.IDENTITY, "metadata")
-    counted = context.state.step.value
-    if counted is not None and abs(counted - number) <= 1:
-        return _proven(ClaimName.IDENTITY, f"step count {counted:,}")
-    return _unknown(ClaimName.IDENTITY, "no file states the step", command_line("seal", opened.url))
+    return context.identity or _unknown(ClaimName.IDENTITY, "no count was compared", None)
 
 
 def _state(context: StageContext) -> Claim:
