@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
+from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.model import (
     ExitCode,
@@ -120,7 +121,6 @@ CODES: Mapping[str, Code] = {
         Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires"
     ),
     "shard.empty": _note("an empty shard file that nothing refers to"),
-    "shard.newer": _warning("a shard file is much newer than the metadata"),
     "shard.stale": _warning("a shard file is unchanged since the step before, and others changed"),
     "shard.orphan": _note("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file contains bytes that no record uses"),
@@ -175,6 +175,8 @@ CODES: Mapping[str, Code] = {
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
     "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
+    "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step"),
+    "step.times": _warning("files of the step were written far apart"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
     "step.nested": _fault(Verdict.CORRUPT, "the folder is named as a step and holds several"),
     "step.wrong-step": _fault(
@@ -412,6 +414,13 @@ class Report:
     by_store: ByStore | None = None
     """What the store's own checksums prove; null where the store was not asked, or no seal is of
     this save."""
+    claims: tuple[Claim, ...] = ()
+    """What is proven of the step, what is contradicted, and what is unknown."""
+
+    def claim(self, name: ClaimName) -> Claim:
+        """The claim of a name; unknown in a report without claims."""
+        of_name = (claim for claim in self.claims if claim.name is name)
+        return next(of_name, Claim(name, ClaimState.UNKNOWN, "not inspected"))
 
     @property
     def usable(self) -> bool:

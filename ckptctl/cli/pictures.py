@@ -230,7 +230,10 @@ def rank_states(report: Report) -> dict[str, list[str]]:
 
 
 def _lacks_rank_file(report: Report, finding: Finding) -> bool:
-    return finding.code == "file.missing" and rank_file(finding.where, report.layout) is not None
+    if finding.code != "file.missing":
+        return False
+    of_framework = rank_file(finding.where, report.layout) is not None
+    return of_framework or rank_in_name(finding.where) is not None
 
 
 def _reached(report: Report) -> str:

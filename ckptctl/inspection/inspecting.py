@@ -20,7 +20,7 @@ from ckptctl.checks.world_size import (
     ranks_in,
     saved_world_size,
 )
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     AccessDenied,
     ObjectArchived,
@@ -54,6 +54,7 @@ from ckptctl.inspection.stages import (
     StageContext,
     contradicted,
 )
+from ckptctl.inspection.step_claims import claims_of, nothing_proven
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -61,7 +62,7 @@ from ckptctl.storage.contract import ShortRead, StoreKind
 if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.content import Asked
-    from ckptctl.inspection.predecessor import Older
+    from ckptctl.inspection.whole import Neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def inspect_step(
     *,
     level: Level | None = None,
     content: Asked | None = None,
-    older: Older | None = None,
+    neighbours: Neighbours | None = None,
     confirm: bool = True,
     seal_bytes: SealBytes | None = None,
 ) -> Inspection:
@@ -92,7 +93,7 @@ def inspect_step(
 
     `level` None is as deep as is cheap on this storage, see `stages.cheap_level`. `content` states
     which bytes are read at that level, and within which limits. From `structure` on its
-    records are compared with those of the first of the `older` steps, where the caller
+    records are compared with those of the first of the older `neighbours`, where the caller
     gives these. A storage that fails, or a lack of memory, gives a report with the verdict
     `unknown`, never an exception. With `confirm`, files that the listing lacks are asked
     for by name, see `stages.contradictions`. `seal_bytes` states what a required seal means
@@ -111,7 +112,7 @@ def inspect_step(
         requirements,
         asked,
         content,
-        older,
+        neighbours,
         confirm,
         chooses_level=level is None,
         seal_bytes=seal_bytes or (SealBytes.COMPARED if level is None else SealBytes.AT_LEVEL),
@@ -124,7 +125,8 @@ def inspect_step(
     except (StorageError, MemoryError) as error:
         failed = inspection_failed(opened, error)
         context.level = asked
-        return Inspection(report_failed(opened.listed, context, failed), opened.listed, opened)
+        report = report_failed(opened.listed, context, failed)
+        return Inspection(report, opened.listed, opened)
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
 
@@ -220,13 +222,14 @@ def settled(context: StageContext) -> list[Finding]:
 def report_on(opened: OpenStep, context: StageContext) -> Report:
     """Add up what was found of a step, and hold it against the requirements."""
     findings = [*_in_flight(opened, settled(context), context.requirements.grace_s)]
-    return _report(opened.step, opened.parts, context, findings)
+    report = _report(opened.step, opened.parts, context, findings)
+    return replace(report, claims=claims_of(opened, context, report.findings))
 
 
 def report_failed(step: Step, context: StageContext, failed: Finding) -> Report:
     """The report on a step that could not be inspected: `failed` is the reason."""
     blank = StageContext(context.requirements, context.level)
-    return _report(step, (), blank, [failed])
+    return replace(_report(step, (), blank, [failed]), claims=nothing_proven(failed))
 
 
 def _report(

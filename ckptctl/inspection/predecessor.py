@@ -20,7 +20,6 @@ from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
@@ -63,20 +62,6 @@ def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
     for named in islice(older(), 1):
         with suppress(StorageError):
             yield from check_fewer(opened.step, part.part, OpenStep(opened.store, named).step)
-
-
-def kinds_of_rank_0(opened: OpenStep, part: OpenPart, older: Older) -> frozenset[str]:
-    """The kinds of file that rank 0 alone wrote, in the step before as in this one.
-
-    Storage errors of the older step are passed over. Cost: two listings, if there is such a kind.
-    """
-    kinds = frozenset(one.what for one in part.part.grids if is_of_rank_0(one))
-    for named in islice(older(), 1) if kinds else ():
-        with suppress(StorageError):
-            before = OpenStep(opened.store, named).step
-            grids = (one for other in before.parts for one in other.grids)
-            return kinds & {one.what for one in grids if is_of_rank_0(one)}
-    return frozenset()
 
 
 def check_counts(

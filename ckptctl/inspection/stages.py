@@ -23,20 +23,19 @@ from ckptctl.checks.presence import (
 from ckptctl.checks.shape import (
     check_identity,
     check_shape,
-    check_times,
     check_unchanged,
     claims_further,
     earlier_step,
     sidecars_of,
 )
 from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
+from ckptctl.claims import Claim
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
-from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
@@ -58,6 +57,7 @@ from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
     from ckptctl.inspection.predecessor import Older
+    from ckptctl.inspection.whole import Neighbours, Wholeness
 
 
 class SealBytes(Enum):
@@ -80,7 +80,7 @@ class StageContext:
     requirements: Requirements
     level: Level
     asked: Asked | None = None
-    older: Older | None = None
+    neighbours: Neighbours | None = None
     confirm: bool = True
     chooses_level: bool = False
     seal_bytes: SealBytes = SealBytes.AT_LEVEL
@@ -92,6 +92,15 @@ class StageContext:
     content: ContentInspection | None = None
     by_store: ByStore | None = None
     pickles: PickleInspection | None = None
+    identity: Claim | None = None
+    wholeness: Wholeness | None = None
+    one_save: Claim | None = None
+    branch: Claim | None = None
+
+    @property
+    def older(self) -> Older | None:
+        """What lists the older steps under the same root."""
+        return None if self.neighbours is None else self.neighbours.older
 
     @property
     def is_deep(self) -> bool:
@@ -116,7 +125,7 @@ def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Check each part by its metadata, or by the headers of its safetensors files."""
     for part in opened.parts:
         findings = [one for one in part.decoded if isinstance(one, Finding)]
-        findings += _check_part(opened, part, context.older)
+        findings += _check_part(opened, part)
         if not _has_fault(findings):
             context.readable.add(part.path)
         yield from findings
@@ -151,25 +160,19 @@ def cheap_level(opened: OpenStep) -> Level:
     return Level.STRUCTURE if is_cheap else Level.LISTING
 
 
-def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterator[Finding]:
+def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part)
     if part.part.format is PartFormat.RANK_FILES:
         from ckptctl.checks.rank_files import check_named, check_rank_files
 
-        of_rank_0: frozenset[str] = frozenset()
-        if older is not None and any(map(is_of_rank_0, part.part.grids)):
-            from ckptctl.inspection.predecessor import kinds_of_rank_0
-
-            of_rank_0 = kinds_of_rank_0(opened, part, older)
         held_inside = partial(_held_inside, opened)
         archives = part.ranges.file_names
-        yield from check_rank_files(opened.step, part.part, archives, held_inside, of_rank_0)
+        yield from check_rank_files(opened.step, part.part, archives, held_inside)
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
         yield from check_identity(opened.step, part.part, part.metadata[0])
-        yield from check_times(opened.step, part.part, part.ranges.file_names)
         yield from check_presence(part.ranges, part.part.files, part.path)
         yield from check_sizes(part.ranges, part.path)
         yield from check_part_coverage(part.metadata, part.path)
@@ -217,6 +220,20 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     else:
         steps = steps_by_optimizer(part.metadata, part.structure, part.path)
     yield from check_optimizer_steps(steps, opened.url)
+
+
+def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the families of files with each other and with those of the steps beside."""
+    from ckptctl.inspection.whole import check_families
+
+    n_ranks = context.requirements.saved_world_size
+    context.wholeness = check_families(opened, context.neighbours, n_ranks)
+    sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
+    faults = {one.where for one in context.findings if one.severity is Severity.FAULT}
+    for finding in context.wholeness.findings:
+        # The metadata of a sharded part states what the save consists of.
+        if finding.where not in faults and not (sharded and finding.code == "format.unlisted"):
+            yield finding
 
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -332,6 +349,41 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         from ckptctl.inspection.predecessor import check_wrong_step
 
         yield from check_wrong_step(opened, number, context.older)
+
+
+def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the steps that the train state counts with the number in the name."""
+    from ckptctl.inspection.one_save import check_identity
+
+    count = context.state.step.value
+    found, context.identity = check_identity(opened, count, context.neighbours, _count_of)
+    named = context.places("step.wrong-step") | context.places("step.foreign")
+    if not (named or context.notes.accepted):
+        yield from found
+
+
+def _count_of(opened: OpenStep) -> int | None:
+    """The steps that the train state of another step counts. Cost: its listing and sidecars."""
+    context = StageContext(Requirements(), Level.LISTING)
+    context.findings += [*metadata(opened, context)]
+    context.findings += [*state(opened, context)]
+    return context.state.step.value
+
+
+def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the write times of the files, and the steps that the parts were written for."""
+    from ckptctl.inspection.one_save import check_one_save
+
+    is_sealed = (
+        context.notes.seal is not None
+        and context.content is not None
+        and context.content.whole
+        and not context.places("seal.digest")
+    )
+    if context.notes.accepted or any(one.code in NEVER_FINISHED for one in context.findings):
+        return
+    found, context.one_save = check_one_save(opened, context.neighbours, is_sealed=is_sealed)
+    yield from found
 
 
 def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -470,13 +522,16 @@ STAGES: tuple[Stage, ...] = (
     names,
     metadata,
     structure,
+    whole,
     stale_shards,
     pickles,
     state,
     notes,
     wrong_step,
+    identity,
     lost_weights,
     content,
+    one_save,
     store_checksums,
     seal_compared,
     archived,

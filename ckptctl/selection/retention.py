@@ -41,7 +41,7 @@ from ckptctl.selection.choosing import (
 )
 from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.results import PruneDecision
-from ckptctl.selection.roots import moved_aside, older_steps, pointed_steps
+from ckptctl.selection.roots import moved_aside, neighbours_of, pointed_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import Store, StoreKind
@@ -49,7 +49,7 @@ from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
-    from ckptctl.inspection.predecessor import Older
+    pass
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
@@ -240,16 +240,16 @@ class RetentionPlan:
                 return known
         return self._at_listing(
             OpenStep(self._store, named, files),
-            older=lambda: older_steps(self._root.listing.steps, named.number),
+            neighbours_of(lambda: self._root.listing.steps, named.number),
         )
 
-    def _at_listing(self, step: OpenStep, older: Older | None = None) -> Inspection:
+    def _at_listing(self, step: OpenStep, neighbours: Neighbours | None = None) -> Inspection:
         """Inspect a step for what its listing excludes; a required seal is compared later."""
         return inspect_step(
             step,
             self._rules.requirements,
             level=Level.LISTING,
-            older=older,
+            neighbours=neighbours,
             seal_bytes=SealBytes.LATER,
         )
 

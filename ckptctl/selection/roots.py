@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckptctl.data_classes import dataclass, field, replace
@@ -32,6 +32,7 @@ from ckptctl.formats.frameworks.layouts import (
 from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_scattered
+from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import FileInfo
 from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
@@ -239,6 +240,21 @@ def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
 def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
     """Those of `steps`, newest first, that are older than step `number` and were finished."""
     return tuple(step for step in steps if step.number < number and not step.unfinished)
+
+
+def neighbours_of(list_steps: Callable[[], Sequence[StepName]], number: int) -> Neighbours:
+    """The finished steps beside step `number`, among those that `list_steps` lists, newest first.
+
+    Cost: a call of `list_steps` for each use.
+    """
+    return Neighbours(
+        lambda: older_steps(list_steps(), number), lambda: _newer_steps(list_steps(), number)
+    )
+
+
+def _newer_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
+    """Those of `steps` that are newer than step `number` and were finished, nearest first."""
+    return tuple(step for step in reversed(steps) if step.number > number and not step.unfinished)
 
 
 def check_listed_again(store: Store, listing: RootListing) -> None:

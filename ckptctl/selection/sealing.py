@@ -33,7 +33,7 @@ from ckptctl.formats.own.seals import (
 )
 from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.content import Asked
-from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
+from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_chain import next_place, seals_beside
 from ckptctl.inspection.stages import contradicted
@@ -118,12 +118,7 @@ def seal_found(
     """
     had_one = _check_place(found, replace=replace or adopt is not None)
     first, second = _halves(limits)
-    inspected = inspect_step(
-        found,
-        requirements,
-        level=LEVEL,
-        content=Asked(first),
-    )
+    inspected = found.inspect(requirements, LEVEL, Asked(first))
     unproven = inspected.report.verdict is Verdict.UNVERIFIABLE
     if not (inspected.report.usable or (accept_unverifiable and unproven)):
         return _refused(inspected.report)

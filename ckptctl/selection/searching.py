@@ -17,7 +17,6 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import (
-    StepName,
     compile_pattern,
     counted_by,
     train_step_of,
@@ -45,7 +44,7 @@ from ckptctl.selection.roots import (
     check_pointers,
     duplicates,
     list_root,
-    older_steps,
+    neighbours_of,
     pointer_numbers,
     too_large_numbers,
 )
@@ -237,7 +236,9 @@ class CachingInspector:
             self._requirements,
             level=self._level(at_least),
             content=self.content,
-            older=partial(self._older, candidate),
+            neighbours=neighbours_of(
+                lambda: self._roots[candidate.root_index].listing.steps, candidate.named.number
+            ),
             confirm=self.confirm,
             seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
         )
@@ -287,10 +288,6 @@ class CachingInspector:
         """The report on a candidate that was already inspected."""
         known = self.inspected.get(candidate)
         return known.report if known else None
-
-    def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
-        steps = self._roots[candidate.root_index].listing.steps
-        return older_steps(steps, candidate.named.number)
 
     def level_reason(self, report: Report) -> str | None:
         """Why an inspection was not deeper; None if a level was requested."""

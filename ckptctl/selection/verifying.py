@@ -22,6 +22,7 @@ from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.inspection.stages import SealBytes
+from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
     ContentOptions,
@@ -34,7 +35,7 @@ from ckptctl.options import (
 )
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Contents, ShardRow, TensorRow
-from ckptctl.selection.roots import list_root, older_steps
+from ckptctl.selection.roots import list_root, neighbours_of
 from ckptctl.selection.targets import check_is_step, check_no_lone_file, named_step, parse_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
@@ -165,18 +166,15 @@ class OpenTarget(OpenStep):
             requirements,
             level=level,
             content=content,
-            older=self.older,
+            neighbours=self._neighbours(),
             seal_bytes=seal_bytes,
         )
 
-    def older(self) -> tuple[StepName, ...]:
-        """The steps under the root that are older by their number, newest first.
-
-        None for a folder that has no number. Cost: one listing.
-        """
+    def _neighbours(self) -> Neighbours | None:
+        """The steps beside it; None for a folder without a number. Cost: a listing for each use."""
         if isinstance(self.named, str):
-            return ()
-        return older_steps(list_root(self.store, self._pattern).steps, self.named.number)
+            return None
+        return neighbours_of(lambda: list_root(self.store, self._pattern).steps, self.named.number)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class FileName(NamedTuple):
     grid: str = ""
     """Whose ranks the axes count; empty for a name that states none."""
     what: str = ""
-    """What each file of the grid holds, for messages; empty for `BY_RANK`, where the name does."""
+    """What each file of the grid holds, for messages."""
 
 
 _N = "[0-9]{1,6}"
@@ -50,13 +50,6 @@ _FILE_OR_CKPT = r"\.(?:pt|pth|pkl|bin|ckpt|tar)"
 _ONE_OF = r"(?:.*[-_.])?"
 _AND = rf"(?:[-_.0-9].*)?{_FILE_OR_CKPT}"
 _COUNTED = "step scheduler tokens +dataloader"
-
-BY_RANK = "rank in the name"
-"""The grid of files that no framework names, and whose names differ by the number of a rank."""
-
-_OTHER_RANK = r"(?<![a-z])(?:[dtpcems]p|local|node|group|replica|low|lora)[-_.]?rank"
-"""Numbers that are not those of every rank: of one axis, within a node, of a matrix. `_r8` is no
-rank at all: it is as often the size of an adapter or a revision."""
 
 _VERL = rf"_world_size_(?P<of_rank>{_N})_rank_(?P<rank>{_N})\.pt"
 _MP = rf"mp_rank_(?P<mp>{_N})"
@@ -323,11 +316,6 @@ FILES = (
     FileName(rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model"),
     FileName(rf"(?:.*/)?model/.+{_FILE}", "model"),
     FileName(rf"(?:.*/)?optim(?:izer)?/.+{_FILE}", "optimizer"),
-    FileName(
-        rf"(?P<folder>)(?!.*{_OTHER_RANK})(?!.*rank.*rank)(?:.*[^a-z])?rank[-_]?(?P<rank>{_N})"
-        r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt|safetensors)",
-        grid=BY_RANK,
-    ),
 )
 
 _REPEATED = r"(?:[?*+]|\{[^}]*\})"
@@ -414,8 +402,8 @@ MAX_TEXT_BYTES = 64 << 10
 
 _LOGS_AND_SOURCE = (
     r"(?i:.*\.(?:log|out|err)(?:\.[0-9]{1,3})?|.*\.(?:jsonl|ndjson|csv|tsv|wandb)|.*tfevents.*"
-    r"|.*\.(?:py|pyc|pyi|ipynb|sh|bash|slurm|sbatch|c|cc|cpp|cu|cuh|h|hpp|js|ts|go|rs|java|css)"
-    r"|.*\.(?:png|jpe?g|gif|bmp|webp|svg|pdf|mp[34]|wav))"
+    r"|.*\.(?:py|pyc|pyi|ipynb|sh|bash|slurm|sbatch|cc?|cpp|cuh?|hpp?|js|ts|go|rs|java|css)"
+    r"|.*\.(?:png|jpe?g|gif|bmp|webp|svg|pdf|mp[34]|wav|flac|ogg))"
     r"|(?:tokenizer|vocab)\.json|merges\.txt|tokenizer\.model|\.DS_Store"
 )
 _TEXT = (
@@ -438,6 +426,19 @@ def is_known_as_no_save(file: FileInfo) -> bool:
     return file.size <= MAX_TEXT_BYTES and full_match(_TEXT, name) is not None
 
 
+def may_hold_state(path: str) -> bool:
+    """Whether a rank may save state under such a name; false for text, pictures and source.
+
+    By the same names as `is_known_as_no_save`, but for two differences. Text counts as no state
+    whatever its size: the step that it is in shows what a save consists of. JSON may hold state:
+    some trainers keep the step or the place in the data of each rank in it.
+    """
+    name = path.rpartition("/")[2]
+    if full_match(_LOGS_AND_SOURCE, name) is not None:
+        return False
+    return name.endswith(".json") or full_match(_TEXT, name) is None
+
+
 def says_weights(path: str) -> bool:
     """Whether a file of `torch.save` is named as one that holds state: `checkpoint.pt`."""
     return bool(full_match(rf"{_IN}{_SAYS_WEIGHTS}\.(?:pt|pth|pkl|bin|ckpt|tar)", path))
@@ -449,8 +450,8 @@ def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | N
     for row, match in matches(path, layout):
         if row.grid and axes_in(match):
             return row, match
-        if row.grid:
-            # `rank_3/optim.pt`: the folder of a rank outweighs a name that has no axis here.
+        if row.grid and not any(map(str.isdecimal, match["folder"])):
+            # `rank_3/optim.pt` is in the folder of a rank, which this row does not know.
             without_axes = without_axes or (row, match)
         elif match.groupdict().get("rank"):
             # State beside the shards that not every rank writes, such as that of a data loader.
@@ -465,7 +466,13 @@ def axes_in(match: re.Match[str]) -> Mapping[str, int]:
     return {axis: clamped(n) for axis, n in axes.items() if n and not axis.startswith(no_axis)}
 
 
+_RANK = re.compile(r"(?:^|[^a-z])rank[-_]?([0-9]{1,6})(?![0-9])")
+
+
 def rank_in_name(path: str) -> int | None:
     """The rank in the name of a rank file; None for one that names several axes, or none."""
     found = rank_file(path)
-    return axes_in(found[1]).get("rank") if found else None
+    if found is not None:
+        return axes_in(found[1]).get("rank")
+    ranks = _RANK.findall(path)
+    return clamped(ranks[0]) if len(ranks) == 1 else None
