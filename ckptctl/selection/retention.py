@@ -49,7 +49,7 @@ from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
-    pass
+    from ckptctl.inspection.whole import Neighbours
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
