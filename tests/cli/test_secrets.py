@@ -16,7 +16,6 @@ import sys
 import threading
 import warnings
 from base64 import b64encode
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
@@ -65,14 +64,6 @@ HARMLESS = {
     ),
 }
 """The options that take text and whose values are shown, by the reason."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    """Each test begins without secrets of another."""
-    redaction.forget()
-    yield
-    redaction.forget()
 
 
 def parameters(command: str) -> tuple[Parameter, ...]:
