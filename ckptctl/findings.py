@@ -158,6 +158,8 @@ CODES: Mapping[str, Code] = {
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
     "state.missing": _note("some train state is missing"),
+    "state.unrecognized": _note("some entries may be train state and are not recognized"),
+    "state.renamed": _note("entries have other names than in the step before"),
     "state.lost": _note("some train state cannot be restored at this world size"),
     "state.left-out": _note("the target format cannot hold part of the step"),
     "state.not-finite": _fault(

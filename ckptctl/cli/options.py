@@ -17,6 +17,7 @@ from ckptctl.cli.values import (
     parse_steps,
     parse_storage_options,
     seal_key,
+    tuple_of,
 )
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import TIMEOUT_S, ContentOptions, PickPolicy, Requirements, StorageOptions
@@ -262,6 +263,19 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "--require KIND,...",
             f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
             read=parse_kinds,
+        ),
+        "state": Offer(
+            Annotated[
+                list[str] | None,
+                option(
+                    "--state KIND=KEY",
+                    "What an entry or a file holds that is not recognized, by its whole key path "
+                    "or name (dataloader=data_pos); may be given several times.",
+                )._replace(envvar="CKPTCTL_STATE_KEYS"),  # CKPTCTL_STATE is the folder of `run`
+            ],
+            None,
+            "state_keys",
+            tuple_of,
         ),
         "world_size": _offer(
             int | None,

@@ -238,9 +238,13 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
         first = faults[0]
         place = f"{first.where}: " if first.where and first.where not in first.message else ""
         return f"{report.verdict.value}: {place}{first.message}{and_more(faults)}"
-    conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
+    conditions = {23: "state.missing state.unrecognized", 24: "world-size.fixed state.lost"}
     wanted = conditions.get(report.exit_code, "").split()
-    messages = [finding.message for finding in report.findings if finding.code in wanted]
+    messages = [
+        finding.message
+        for finding in report.findings
+        if finding.code in wanted and (report.exit_code != 23 or "required" in finding.message)
+    ]
     return messages[0] if messages else report.verdict.value
 
 

@@ -110,8 +110,8 @@ FILES = (
         what="optimizer",
         weights=_DEEPSPEED_WEIGHTS,
     ),
-    FileName(r"zero/[^/]+/fp32\.pt", "model", _UNIVERSAL),
-    FileName(r"zero/.+\.pt", "optimizer", _UNIVERSAL),
+    FileName(r"zero/[^/]+/fp32\.pt", "+model", _UNIVERSAL),
+    FileName(r"zero/.+\.pt", "+optimizer", _UNIVERSAL),
     FileName(
         rf"{_IN}zero_pp_rank_(?P<dp>{_N})_{_MP}_model_states\.pt",
         "step scheduler",

@@ -10,7 +10,6 @@ Source: torch 2.13 `torch/_tensor.py` (`_rebuild_from_type_v2`), `torch/_utils.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptctl.data_classes import replace
@@ -44,22 +43,6 @@ class _Wrapper(NamedTuple):
 def decode_shards(data: bytes) -> object:
     """The state that a pickle holds; raises as `decode_state`."""
     return checked_value(read_pickle(data, _SHARDS), len(data))
-
-
-def tensors_in(
-    state: object, path: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], TensorStub | ShardStub]]:
-    """The tensors in a decoded state, each with the keys that lead to it."""
-    if isinstance(state, (TensorStub, ShardStub)):
-        yield path, state
-        return
-    inside = state.state if isinstance(state, Opaque) else state
-    if isinstance(inside, dict):
-        for key, item in inside.items():
-            yield from tensors_in(item, (*path, key if isinstance(key, int) else str(key)))
-    elif isinstance(inside, (list, tuple)):
-        for number, item in enumerate(inside):
-            yield from tensors_in(item, (*path, number))
 
 
 def _wrapper(args: tuple[object, ...]) -> object:
