@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Annotated, NamedTuple, overload
+from typing import Annotated, Any, NamedTuple, overload
 
 from ckptctl.data_classes import dataclass, field, replace
 
@@ -514,7 +514,8 @@ class TrainState:
         """The state with these parts by kind; the kinds without one are not there."""
         no = StatePart(found=False)
         nothing = cls(no, no, no, no, no, no, no, unrecognized)
-        return replace(nothing, **parts)
+        by_name: dict[str, Any] = {**parts}
+        return replace(nothing, **by_name)
 
     def part(self, kind: str) -> StatePart:
         """The part named `kind`, one of `STATE_KINDS`."""

@@ -98,7 +98,9 @@ def flat(value: object, path: str = "") -> dict[str, torch.Tensor]:
     items = (
         value.items()
         if isinstance(value, Mapping)
-        else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        else enumerate(value)
+        if isinstance(value, (list, tuple))
+        else ()
     )
     found: dict[str, torch.Tensor] = {}
     for key, item in items:

@@ -288,7 +288,7 @@ class _Content:
                 self._weights[path] = leaf.shape
         self._below: dict[Words, str] = {}
         """Paths below which all is of one kind."""
-        self._note_marks()
+        self._note_marks(words)
         n_before = len(self._below)
         self._note_groups(words)
         self._note_moments(words)
@@ -303,8 +303,7 @@ class _Content:
             path[:n]
             for leaf, path in zip(leaves, words, strict=True)
             if _is_generator_leaf(leaf)
-            for n in (len(path) - 1, len(path) - 2)
-            if n >= 0
+            for n in {len(path) - 1, max(len(path) - 2, 1)}
         }
 
     def kind(self, leaf: Leaf, path: Words) -> StateKind:
@@ -365,7 +364,7 @@ class _Content:
         near = {path[:-1], path[:-2]} & self._generators if is_short else ()
         return is_short and bool(near or not _GENERATORS.isdisjoint(path))
 
-    def _note_marks(self) -> None:
+    def _note_marks(self, words: Iterable[Words]) -> None:
         """Find schedulers, data loaders and scalers by keys that only they have together."""
         for owner, children in self._children.items():
             names = children.keys()
@@ -373,12 +372,17 @@ class _Content:
                 continue
             if "last_epoch" in names and not _SCHEDULER_MARKS.isdisjoint(names):
                 self._below[owner] = "scheduler"
-            elif not _DATALOADER_MARKS.isdisjoint(names) or (
+            elif (
                 "epoch" in names and not _POSITIONS.isdisjoint(names) and names <= _BESIDE_POSITIONS
             ):
                 self._below.setdefault(owner, "dataloader")
             elif names >= _SCALER_MARKS:
                 self._below[owner] = "other"
+
+        for path in words:
+            at = next((n for n, word in enumerate(path) if word in _DATALOADER_MARKS), None)
+            if at is not None and path not in self._weights:
+                self._below.setdefault(path[: max(at, 1)], "dataloader")
 
     def _note_groups(self, words: Iterable[Words]) -> None:
         """Find optimizers by their groups of parameters, and what lies beside these."""
@@ -390,7 +394,7 @@ class _Content:
                 self._below[root] = "optimizer"
             else:
                 for name in ("param_groups", "state"):
-                    self._below[(*root, name)] = "optimizer"
+                    self._below.setdefault((*root, name), "optimizer")
 
     def _note_moments(self, words: Iterable[Words]) -> None:
         """Find averages of gradients by their names, beside or above those of parameters."""
@@ -409,7 +413,7 @@ class _Content:
                 inner[owner, rest].add(path[at])
         for (owner, rest), names in inner.items():
             for name in names if len(names) > 1 else ():
-                self._below[(*owner, name, *rest)] = "optimizer"
+                self._below.setdefault((*owner, name, *rest), "optimizer")
 
     def _is_keyed(self, owner: Words) -> bool:
         """Whether a path ends with that of a parameter which lies elsewhere."""
