@@ -9,7 +9,7 @@ an older step leaves in the values.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass, replace
@@ -28,7 +28,7 @@ from ckptctl.formats.frameworks.state_keys import (
     optimizer_is_hollow,
     outermost_key,
 )
-from ckptctl.formatting import command_line, inside, listed, some_of
+from ckptctl.formatting import command_line, counted, inside, listed, some_of, verb
 from ckptctl.model import (
     STATE_KINDS,
     FileInfo,
@@ -227,6 +227,64 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
             found=some_of(keys),
             next_command=show,
         )
+
+
+Shape = tuple[str, tuple[int, ...]]
+"""The dtype and the shape of a tensor."""
+
+_WRAPPERS_OF_MODULES = frozenset(
+    {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+)
+"""What wrappers add to the names of parameters.
+
+Source: torch 2.13 `_dynamo/eval_frame.py` (`OptimizedModule`), `nn/parallel/distributed.py`,
+`distributed/fsdp/_common_utils.py`, `distributed/algorithms/_checkpoint/checkpoint_wrapper.py`.
+"""
+
+
+def check_names(
+    now: Mapping[str, Shape], then: Mapping[str, Shape], before: str, url: str
+) -> Iterator[Finding]:
+    """Yield one `state.renamed` where tensors of the step `before` have other names now.
+
+    A tensor that is gone and a new one of the same dtype and shape are taken for the same if
+    their names differ in the words of wrappers, or if they end with the same word and as many
+    are gone as are new. Cost: one comparison per name.
+    """
+    gone = {name: then[name] for name in then if name not in now}
+    new = {name: now[name] for name in now if name not in then}
+    pairs = _pairs(gone, new, _without_wrappers)
+    if not pairs and len(gone) == len(new):
+        pairs = _pairs(gone, new, lambda name: (name.rpartition(".")[2],))
+        pairs = pairs if len(pairs) == len(gone) else []
+    if not pairs:
+        return
+    examples = ", ".join(f"{old} is now {name}" for old, name in pairs[:2])
+    yield Finding(
+        "state.renamed",
+        pairs[0][1],
+        f"{counted(len(pairs), 'tensor')} of {len(now):,} "
+        f"{verb(len(pairs), 'has another name', 'have other names')} than in {before}: {examples}; "
+        "a job that does not expect the new names cannot load this step",
+        expected=pairs[0][0],
+        found=pairs[0][1],
+        next_command=command_line("show", url, "--tensors"),
+    )
+
+
+def _pairs(
+    gone: Mapping[str, Shape], new: Mapping[str, Shape], ending: Callable[[str], Sequence[str]]
+) -> list[tuple[str, str]]:
+    """Names that are gone and new ones of the same ending and shape, in order."""
+    left: dict[object, list[str]] = defaultdict(list)
+    for name, shape in gone.items():
+        left[(*ending(name), shape)].append(name)
+    found = ((left[(*ending(name), shape)], name) for name, shape in new.items())
+    return [(names.pop(0), name) for names, name in found if names]
+
+
+def _without_wrappers(name: str) -> Sequence[str]:
+    return [word for word in name.split(".") if word not in _WRAPPERS_OF_MODULES]
 
 
 def check_optimizer_steps(

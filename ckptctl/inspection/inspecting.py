@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.train_state import check_required
@@ -99,6 +100,7 @@ def inspect_step(
     """
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
+    older = None if older is None else cache(older)
     context = StageContext(
         requirements, asked, content, older, confirm, chooses_level=level is None
     )

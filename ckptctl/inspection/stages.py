@@ -213,17 +213,26 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
 
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Compare a few records of each shard file with those of the step before."""
+    """Compare names, and a few records of each shard file, with those of the step before."""
     if context.older is None or not context.is_deep:
         return
-    from ckptctl.inspection.predecessor import check_fewer_ranks, check_step_before
+    from ckptctl.inspection.predecessor import (
+        OlderMetadata,
+        check_fewer_ranks,
+        check_renamed,
+        check_step_before,
+    )
 
+    metadata = OlderMetadata(opened.store)
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
             yield from check_fewer_ranks(opened, part, context.older)
+            yield from check_renamed(opened, part, context.older, metadata)
             continue
+        if part.path in context.readable:
+            yield from check_renamed(opened, part, context.older, metadata)
         if part.path in context.sound:
-            yield from check_step_before(opened, part, context.older)
+            yield from check_step_before(opened, part, context.older, metadata)
 
 
 def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

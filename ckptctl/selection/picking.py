@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
-from ckptctl.findings import Report, Severity, Verdict
+from ckptctl.findings import EXIT_STATE_MISSING, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.choosing import Choice, absent_kinds, demanded
+from ckptctl.selection.choosing import KINDS_THAT_COUNT, Choice, demanded
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
 from ckptctl.selection.targets import Roots, roots_in
@@ -129,7 +129,7 @@ def _found(done: Search, chosen: Report, require: Collection[str]) -> Pick:
         level=chosen.level,
         level_reason=done.inspect.level_reason(chosen),
         required=demanded(chosen, require, done.policy),
-        absent=absent_kinds(chosen),
+        absent=tuple(kind for kind in chosen.state.absent if kind in KINDS_THAT_COUNT),
     )
 
 
@@ -216,6 +216,13 @@ def none_usable(done: Search) -> tuple[str, str]:
         return message, _remedy(report) or command_line("pick", *roots.words, "--skip", number)
     if not over:
         return _none_left(done)
+    newest = over[0]
+    if all(one.report.exit_code == EXIT_STATE_MISSING for one in over):
+        message = (
+            f"no step has the train state that is required ({len(over)} inspected): step "
+            f"{newest.report.number}: {newest.reason}"
+        )
+        return message, command_line("show", newest.report.url)
     if choice.stopped == "suspect":
         message = (
             f"{counted(len(choice.damaged), 'damaged step')}, more than "

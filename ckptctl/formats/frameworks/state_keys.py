@@ -134,7 +134,7 @@ _NO_STATE_HEAD = (
     r"|callbacks|loops|datamodule|rerun_state_machine|num_floating_point_operations_so_far"
     r"|max_.*|num_.*|(?:.*_)?(?:every|interval|steps|batches|workers)|(?:.*_)?names?|tp|pp|dp|cp|ep"
     r"|(?:.*_)?shapes?|shared_params|skipped_steps|global_samples|total_flos|stateful_callbacks"
-    r"|is_.*|trial_.*|logging_.*|eval_.*|save_.*|train_batch_size"
+    r"|is_.*|.*_dimensions|trial_.*|logging_.*|eval_.*|save_.*|train_batch_size"
     r"|last_improvement|integrations|parallelism|topology|criterion|criteria|patience"
 )
 """Heads of what belongs to none of the kinds: settings, versions, measurements, callbacks."""
@@ -336,7 +336,7 @@ class _Content:
             return _SCHEDULER
         if leaf.content in ("plain", "settings") or _is_no_state(head):
             return _OTHER
-        if leaf_word == "_extra_state":
+        if "_extra_state" in words:
             return _OTHER
         if leaf.shape is not None and len(leaf.shape) > 1:
             return _MODEL
