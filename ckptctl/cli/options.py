@@ -42,6 +42,13 @@ those of somebody who does not know that it is set.
 """
 
 
+OTHER_VARIABLES: Mapping[str, str] = {"--state KIND=KEY": "CKPTCTL_STATE_KEYS"}
+"""Variables of options whose own name means something else to another command.
+
+`CKPTCTL_STATE` is the folder of `run`, whose job may call `pick`.
+"""
+
+
 def variable_of(name: str) -> str:
     """The environment variable of an option: `--skip` has `CKPTCTL_SKIP`."""
     return "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
@@ -64,7 +71,9 @@ def option(spec: str, help_text: str, *, min: float | None = None) -> Declared: 
     """
     names = tuple(word for word in spec.split() if word.startswith("-"))
     metavar = spec.partition(" ")[2] if len(names) == 1 else ""
-    variable = None if names[0] in COMMAND_LINE_ONLY else variable_of(names[0])
+    variable = None
+    if names[0] not in COMMAND_LINE_ONLY:
+        variable = OTHER_VARIABLES.get(spec) or variable_of(names[0])
     return Declared(names, help_text, metavar or None, min, variable)
 
 
@@ -264,18 +273,14 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
             read=parse_kinds,
         ),
-        "state": Offer(
-            Annotated[
-                list[str] | None,
-                option(
-                    "--state KIND=KEY",
-                    "What an entry or a file holds that is not recognized, by its whole key path "
-                    "or name (dataloader=data_pos); may be given several times.",
-                )._replace(envvar="CKPTCTL_STATE_KEYS"),  # CKPTCTL_STATE is the folder of `run`
-            ],
+        "state": _offer(
+            list[str] | None,
             None,
-            "state_keys",
-            tuple_of,
+            "--state KIND=KEY",
+            "What an entry or a file holds that is not recognized, by its whole key path or name "
+            "(dataloader=data_pos); may be given several times.",
+            field="state_keys",
+            read=tuple_of,
         ),
         "world_size": _offer(
             int | None,

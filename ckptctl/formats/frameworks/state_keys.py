@@ -45,7 +45,8 @@ def _names(text: str) -> frozenset[str]:
 
 # Words in front of everything else that do not determine the kind.
 _WRAPPERS = _names(
-    "app app_state state train_state trainer checkpoint ckpt progress metas timestamp extra_state"
+    "app app_state state train_state trainer checkpoint ckpt progress metas timestamp extra_state "
+    "meta"
 )
 
 _OPTIMIZER_HEAD = (
@@ -127,8 +128,8 @@ _MODEL_HEAD = (
     r"|pytorch_model(?:_fsdp)?_[0-9]+"
 )
 _NO_STATE_HEAD = (
-    r"args|arguments|cfg|configs?|(?:.*_)?config|hparams(?:_name)?|hyper_?param(?:eter)?s|metadata"
-    r"|content_metadata|(?:.*[-_])?versions?|arch|(?:run_|task_)?name|.*_(?:id|name|dir|path|time)"
+    r"(?:.*_)?args|arguments|cfg|configs?|(?:.*_)?config|hparams(?:_name)?|hyper_?param(?:eter)?s|.*_meta"
+    r"|(?:.*_)?metadata|message_hub|sample|(?:batch|sample|token|iteration)_in_.*|(?:.*[-_])?versions?|arch|(?:run_|task_)?name|.*_(?:id|name|dir|path|time)"
     r"|(?:.*_)?metrics?|(?:.*_)?loss(?:es)?|(?:.*_)?best(?:_.*)?|(?:.*_)?epochs?(?:_.*)?|seed|lr"
     r"|(?:amp_|grad_|loss_)?scaler|amp|(?:.*_)?(?:world_size|rank|size)|history|log_history|git.*"
     r"|callbacks|loops|datamodule|rerun_state_machine|num_floating_point_operations_so_far"
