@@ -276,15 +276,15 @@ def _pairs(
     gone: Mapping[str, Shape], new: Mapping[str, Shape], ending: Callable[[str], Sequence[str]]
 ) -> list[tuple[str, str]]:
     """Names that are gone and new ones of the same ending and shape, in order."""
-    left: dict[object, list[str]] = defaultdict(list)
+    left: dict[tuple[Sequence[str], Shape], list[str]] = defaultdict(list)
     for name, shape in gone.items():
-        left[(*ending(name), shape)].append(name)
-    found = ((left[(*ending(name), shape)], name) for name, shape in new.items())
+        left[ending(name), shape].append(name)
+    found = ((left[ending(name), shape], name) for name, shape in new.items())
     return [(names.pop(0), name) for names, name in found if names]
 
 
 def _without_wrappers(name: str) -> Sequence[str]:
-    return [word for word in name.split(".") if word not in _WRAPPERS_OF_MODULES]
+    return tuple(word for word in name.split(".") if word not in _WRAPPERS_OF_MODULES)
 
 
 def check_optimizer_steps(

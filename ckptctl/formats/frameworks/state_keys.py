@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
@@ -289,6 +289,7 @@ class _Content:
                 self._weights[path] = leaf.shape
         self._below: dict[Words, str] = {}
         """Paths below which all is of one kind."""
+        self._of_owner: dict[Words, str | None] = {}
         self._note_marks(words)
         n_before = len(self._below)
         self._note_groups(words)
@@ -318,14 +319,14 @@ class _Content:
         head = words[0]
         if path[: len(path) - len(words) + 1] in self._named_optimizers:
             return _OPTIMIZER
-        if re.fullmatch(_MODEL_HEAD, head) or leaf.is_weight or self._is_buffer(leaf, path):
+        if _matches(_MODEL_HEAD, head) or leaf.is_weight or self._is_buffer(leaf, path):
             return _MODEL
         return self._by_words(leaf, path, words)
 
     def _by_words(self, leaf: Leaf, path: Words, words: Words) -> StateKind:
         head, leaf_word = words[0], words[-1]
         for front, pattern, kind in _HEADS:
-            if any(re.fullmatch(pattern, word) for word in words[:front]):
+            if any(_matches(pattern, word) for word in words[:front]):
                 return StateKind((kind,), None if kind == "scheduler" else _rank_in(path))
         is_number = leaf.shape in (None, ()) and leaf.content not in ("plain", "settings", "rng")
         if is_number and len(words) <= _MAX_STEP_DEPTH:
@@ -355,10 +356,12 @@ class _Content:
         return _ANYTHING if leaf.content == "unread" else _NO_TENSORS
 
     def _kind_below(self, path: Words) -> str | None:
-        below = self._below
-        if not below:
-            return None
-        return next((below[path[:n]] for n in range(1, len(path) + 1) if path[:n] in below), None)
+        """The kind of all that lies below one of the fronts of a path, the shortest first."""
+        owner = path[:-1]
+        if owner not in self._of_owner:
+            below = (self._below.get(path[:n]) for n in range(1, len(path)))
+            self._of_owner[owner] = next((kind for kind in below if kind), None)
+        return self._of_owner[owner] or self._below.get(path)
 
     def _is_short_generator(self, leaf: Leaf, path: Words) -> bool:
         is_short = leaf.dtype == "uint8" and leaf.shape == (CUDA_RNG_BYTES,)
@@ -381,8 +384,8 @@ class _Content:
                 self._below[owner] = "other"
 
         for path in words:
-            at = next((n for n, word in enumerate(path) if word in _DATALOADER_MARKS), None)
-            if at is not None and path not in self._weights:
+            if not _DATALOADER_MARKS.isdisjoint(path) and path not in self._weights:
+                at = next(n for n, word in enumerate(path) if word in _DATALOADER_MARKS)
                 self._below.setdefault(path[: max(at, 1)], "dataloader")
 
     def _note_groups(self, words: Iterable[Words]) -> None:
@@ -392,14 +395,14 @@ class _Content:
                 continue
             root = path[: path.index("param_groups")]
             if root and root[-1] not in _WRAPPERS:
-                self._below[root] = "optimizer"
+                self._add([root])
             else:
-                for name in ("param_groups", "state"):
-                    self._below.setdefault((*root, name), "optimizer")
+                self._add([(*root, "param_groups"), (*root, "state")])
 
     def _note_moments(self, words: Iterable[Words]) -> None:
         """Find averages of gradients by their names, beside or above those of parameters."""
         inner: dict[tuple[Words, Words], set[str]] = defaultdict(set)
+        found: set[Words] = set()
         for path in words:
             if _MOMENTS.isdisjoint(path) or self._kind_below(path) is not None:
                 continue
@@ -407,14 +410,20 @@ class _Content:
             owner, rest = path[:at], path[at + 1 :]
             names = {*self._children[owner]} if not rest else set()
             is_pair = "step" in names or len(_MOMENTS & names) > 1
-            is_named = "state" in owner or any(re.fullmatch(_OPTIMIZER_HEAD, w) for w in owner[:2])
+            is_named = "state" in owner or any(_matches(_OPTIMIZER_HEAD, w) for w in owner[:2])
             if is_named or is_pair or (owner and owner[-1].isdigit()) or self._is_keyed(owner):
-                self._below[owner if not rest else path] = "optimizer"
+                found.add(owner if not rest else path)
             elif rest:
                 inner[owner, rest].add(path[at])
+        self._add(found)
         for (owner, rest), names in inner.items():
             for name in names if len(names) > 1 else ():
-                self._below.setdefault((*owner, name, *rest), "optimizer")
+                self._add([(*owner, name, *rest)])
+
+    def _add(self, optimizers: Iterable[Words]) -> None:
+        for path in optimizers:
+            self._below.setdefault(path, "optimizer")
+        self._of_owner.clear()
 
     def _is_keyed(self, owner: Words) -> bool:
         """Whether a path ends with that of a parameter which lies elsewhere."""
@@ -437,16 +446,11 @@ class _Content:
 
     def _note_structure(self) -> None:
         """Find state that is kept of each parameter under names that are common."""
-        groups: dict[Words, list[Words]] = defaultdict(list)
-        for owner, children in self._children.items():
-            if not owner or len(children) < 2:
-                continue
-            front = self._front_of_slots(owner, children)
-            if front is not None:
-                groups[front].append(owner)
-        for owners in groups.values():
-            for owner in owners:
-                self._below[owner] = "optimizer"
+        self._add(
+            owner
+            for owner, children in self._children.items()
+            if owner and len(children) > 1 and self._is_owner_of_slots(owner, children)
+        )
         for path in [path for path in self._weights if len(path) > 1]:
             for one, other in _PAIRS:
                 if one not in path[:-1]:
@@ -459,27 +463,27 @@ class _Content:
                     for param in self._by_tail.get(path[at + 1 :], ())
                     if param not in (path, twin)
                 ):
-                    self._below[path[: at + 1]] = self._below[twin[: at + 1]] = "optimizer"
+                    self._add([path[: at + 1], twin[: at + 1]])
 
-    def _front_of_slots(self, owner: Words, children: Mapping[str, Leaf]) -> Words | None:
-        """The path above the parameters if an owner is one, and its children its state."""
+    def _is_owner_of_slots(self, owner: Words, children: Mapping[str, Leaf]) -> bool:
+        """Whether a path is that of a parameter, and its children the state kept of it."""
         is_class = frozenset(children) in _SLOTS_OF_CLASSES
-        is_pair = any({one, other} <= children.keys() for one, other in _PAIRS)
         if owner[-1].isdigit():
-            return owner[:-1] if is_class or (is_pair and "step" in children) else None
+            is_pair = any({one, other} <= children.keys() for one, other in _PAIRS)
+            return is_class or (is_pair and "step" in children)
         shapes = [leaf.shape for leaf in children.values() if leaf.is_weight]
         for param in self._parameters(owner):
             n_slots = sum(shape == self._weights[param] for shape in shapes)
             if n_slots > 1 or (is_class and (n_slots or "row_var" in children)):
-                return owner[: len(owner) - 1]
-        return None
+                return True
+        return False
 
     def _optimizers_by_name(self, leaves: Sequence[Leaf], words: Sequence[Words]) -> set[Words]:
         """The heads called an optimizer below which something is that belongs to no weights."""
         heads: set[Words] = set()
         for leaf, path in zip(leaves, words, strict=True):
             own = _unwrapped(path)
-            if not re.fullmatch(_OPTIMIZER_HEAD, own[0]):
+            if not _matches(_OPTIMIZER_HEAD, own[0]):
                 continue
             is_of_model = leaf.is_weight or self._is_buffer(leaf, path)
             if not is_of_model or "state" in own[1:] or self._kind_below(path) == "optimizer":
@@ -496,8 +500,14 @@ def _is_generator_leaf(leaf: Leaf) -> bool:
     return leaf.content == "rng" or is_tensor
 
 
+@lru_cache(maxsize=1 << 12)
+def _matches(pattern: str, word: str) -> bool:
+    """Whether a whole word matches; the words of paths repeat."""
+    return re.fullmatch(pattern, word) is not None
+
+
 def _is_no_state(head: str) -> bool:
-    return re.fullmatch(_NO_STATE_HEAD, head) is not None
+    return _matches(_NO_STATE_HEAD, head)
 
 
 def _unwrapped(words: Words) -> Words:
@@ -530,8 +540,8 @@ def entry_kinds(
     sometimes the scheduler.
     """
     folder = part_path.rsplit("/", maxsplit=1)[-1]
-    is_optimizer = re.fullmatch(_OPTIMIZER_HEAD, folder) is not None
-    front = (folder,) if is_optimizer or re.fullmatch(_MODEL_HEAD, folder) else ()
+    is_optimizer = _matches(_OPTIMIZER_HEAD, folder)
+    front = (folder,) if is_optimizer or _matches(_MODEL_HEAD, folder) else ()
     entries = [*entries_of(metadata)]
     leaves = [leaf for _, leaf in entries]
     kinds = {
