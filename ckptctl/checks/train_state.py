@@ -9,12 +9,13 @@ an older step leaves in the values.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.frameworks.state_keys import (
     Leaf,
     StateKind,
@@ -94,6 +95,7 @@ def train_state(sources: Sources) -> TrainState:
                 key = outermost_key(leaf)
                 unrecognized[inside(part, key)].update(kinds[fqn].may_be)
     read: dict[tuple[str, ...], frozenset[str]] = {}
+    unread: list[str] = []
     for file in sources.sidecars:
         by_name = kind_of_file(sources.layout, file.path)
         if file.path in sources.contents:
@@ -109,15 +111,17 @@ def train_state(sources: Sources) -> TrainState:
             mapped = mapped_file(file.path, sources.mapped)
             for kind in (mapped,) if mapped else kinds_by_name:
                 held.append(_Held(kind, file.path, by_name.rank if by_name else None))
+            if not (mapped or by_name) and is_archive(file.path, sources.layout):
+                unread.append(file.path)
+    # Of files whose names show nothing, one that was read stands for the others.
+    if unread and not any(kind_of_file(sources.layout, path) is None for path in sources.contents):
+        unrecognized[unread[0]].update(STATE_KINDS)
     by_kind: dict[str, list[_Held]] = defaultdict(list)
     for one in held:
         by_kind[one.kind].append(one)
     state = TrainState.of(
         {kind: _state_part(kind, by_kind[kind]) for kind in STATE_KINDS if by_kind[kind]},
-        tuple(
-            UnrecognizedEntry(where, tuple(kind for kind in STATE_KINDS if kind in may_be))
-            for where, may_be in sorted(unrecognized.items())
-        ),
+        tuple(_each_key_once(unrecognized)),
     )
     value = _train_step(by_kind["step"], sources.number)
     state = replace(state, step=replace(state.step, value=value))
@@ -126,6 +130,16 @@ def train_state(sources: Sources) -> TrainState:
         total = own * n_ranks if own is not None and n_ranks else None
         return replace(state, tokens=replace(state.tokens, value=total, of_each_rank=own))
     return state
+
+
+def _each_key_once(unrecognized: Mapping[str, Collection[str]]) -> Iterator[UnrecognizedEntry]:
+    """The entries that are not recognized; of those that each rank has, the first."""
+    keys: set[str] = set()
+    for where, may_be in sorted(unrecognized.items()):
+        entry = UnrecognizedEntry(where, tuple(kind for kind in STATE_KINDS if kind in may_be))
+        if entry.key not in keys:
+            keys.add(entry.key)
+            yield entry
 
 
 def _train_step(counts: Sequence[_Held], number: int | None) -> int | None:
