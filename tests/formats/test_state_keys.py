@@ -185,3 +185,17 @@ def test_a_file_beside_the_shards_is_known_by_its_name(layout, path, names, rank
 @pytest.mark.parametrize("path", ["config.json", "tokenizer.model", "__0_0.distcp", "hparams.yaml"])
 def test_a_file_without_train_state_is_none(path):
     assert kind_of_file("dcp", path) is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"a.m.weight": tensor(4, 4), "a.v.weight": tensor(4, 4), "a.q.weight": tensor(4, 4)},
+        {"b.conv.weight": {"mask": tensor(4), "kept": tensor(4)}, "b.weight": tensor(4)},
+        {"momentum_buffer.weight": tensor(4), "sum": tensor(4), "step": {"w": tensor(4)}},
+        {"0": {"sum": tensor(4), "scale": tensor(4)}, "1": {"prev": tensor(4)}},
+    ],
+)
+@pytest.mark.parametrize("key", ["model", "net", "state", "app"])
+def test_modules_whose_names_are_those_of_moments_are_weights(key, model):
+    assert {*kinds({key: model}).values()} == {"model"}

@@ -410,7 +410,8 @@ class _Content:
             owner, rest = path[:at], path[at + 1 :]
             names = {*self._children[owner]} if not rest else set()
             is_pair = "step" in names or len(_MOMENTS & names) > 1
-            is_named = "state" in owner or any(_matches(_OPTIMIZER_HEAD, w) for w in owner[:2])
+            is_named = any(_matches(_OPTIMIZER_HEAD, word) for word in owner[:2])
+            is_named = is_named or ("state" in owner and not rest)
             if is_named or is_pair or (owner and owner[-1].isdigit()) or self._is_keyed(owner):
                 found.add(owner if not rest else path)
             elif rest:
@@ -430,10 +431,10 @@ class _Content:
         return next(self._parameters(owner), None) is not None
 
     def _parameters(self, owner: Words) -> Iterator[Words]:
-        """Paths of parameters with which a longer path ends, beneath another front."""
+        """Paths of parameters with which a longer path ends, of another top level."""
         for n in range(1, len(owner)):
             for param in self._by_tail.get(owner[n:], ()):
-                if param[: len(param) - len(owner) + n] != owner[:n]:
+                if _unwrapped(param)[0] != _unwrapped(owner)[0]:
                     yield param
 
     @cached_property
@@ -461,6 +462,7 @@ class _Content:
                 if same and any(
                     self._weights[param] == self._weights[path]
                     for param in self._by_tail.get(path[at + 1 :], ())
+                    if at == 0 or _unwrapped(param)[0] != _unwrapped(path)[0]
                     if param not in (path, twin)
                 ):
                     self._add([path[: at + 1], twin[: at + 1]])
