@@ -32,7 +32,6 @@ from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.frameworks.state_keys import Leaf, StateKind, kinds_of
-from ckptctl.formats.pickles.shards import decode_shards
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import command_line, inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
@@ -345,6 +344,8 @@ def tensors_in_header(header: bytes) -> Mapping[str, TensorStub] | None:
 
 
 def _value_in(directory: RecordDirectory, view: Readable) -> object | None:
+    from ckptctl.formats.pickles.shards import decode_shards  # most steps have no such file
+
     pickle = read_member(directory, "data.pkl", view)
     value = None if pickle is None else decode_shards(pickle)
     if not isinstance(value, Mapping):

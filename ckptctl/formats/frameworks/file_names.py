@@ -110,8 +110,8 @@ FILES = (
         what="optimizer",
         weights=_DEEPSPEED_WEIGHTS,
     ),
-    FileName(r"zero/[^/]+/fp32\.pt", "+model", _UNIVERSAL),
-    FileName(r"zero/.+\.pt", "+optimizer", _UNIVERSAL),
+    FileName(r"zero/[^/]+/fp32\.pt", "model", _UNIVERSAL),
+    FileName(r"zero/.+\.pt", "optimizer", _UNIVERSAL),
     FileName(
         rf"{_IN}zero_pp_rank_(?P<dp>{_N})_{_MP}_model_states\.pt",
         "step scheduler",
@@ -457,7 +457,9 @@ def kind_of_file(layout: str, path: str) -> StateKind | None:
             always = tuple(k[1:] for k in row.holds.split() if k.startswith(_ALWAYS))
             # The ranks of a model hold shards of it, and no copies.
             groups = match.groupdict() if _SHARDED.isdisjoint(names) else {}
-            return StateKind(names, groups.get("rank") or groups.get(f"{AGAIN}rank"), always)
+            rank = groups.get("rank") or groups.get(f"{AGAIN}rank")
+            of_framework = bool(row.layout) or row.grid not in ("", BY_RANK)
+            return StateKind(names, rank, always, of_framework=of_framework)
     return None
 
 

@@ -29,8 +29,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
-from ckptctl.formats.pickles.shards import ShardStub
-from ckptctl.formats.pickles.values import Opaque, TensorStub
+from ckptctl.formats.pickles.values import Opaque, ShardStub, TensorStub
 from ckptctl.model import Metadata
 
 Path = Sequence[str | int]
@@ -168,6 +167,8 @@ class StateKind:
     rank: str | None = None
     always: tuple[str, ...] = ()
     may_be: tuple[str, ...] = ()
+    of_framework: bool = False
+    """A framework alone names files so: bare tensors in one are what the name states."""
 
 
 _MODEL = StateKind(("model",))
@@ -573,7 +574,8 @@ def kinds_in_file(
     if by_name is None or len(by_name.names) > 1:
         return kinds
     is_open = all(kind.names == ("other",) for kind in kinds)
-    return [by_name if kind.may_be or is_open else kind for kind in kinds]
+    weak = ("model",) if by_name.of_framework else ()
+    return [by_name if kind.may_be or is_open or kind.names == weak else kind for kind in kinds]
 
 
 def mapped_file(path: str, mapped: StateMap) -> str:

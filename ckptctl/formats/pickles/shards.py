@@ -15,23 +15,13 @@ from typing import NamedTuple
 from ckptctl.data_classes import replace
 from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.formats.pickles.stubs import Dtype, Function, Malformed, checked_dims
-from ckptctl.formats.pickles.values import FAITHFUL, Opaque, TensorStub, checked_value
-
-
-class ShardStub(NamedTuple):
-    """One rank's part of a tensor.
-
-    `shape` is that of the whole tensor. `dims` are, for each dimension of the mesh, the
-    dimension of the tensor that it cuts, None where it replicates; `coordinate` is where the
-    rank is in the mesh. `is_plain` is false for other placements: strided and partial ones.
-    """
-
-    local: TensorStub
-    shape: tuple[int, ...]
-    dims: tuple[int | None, ...]
-    coordinate: tuple[int, ...]
-    is_plain: bool
-
+from ckptctl.formats.pickles.values import (
+    FAITHFUL,
+    Opaque,
+    ShardStub,
+    TensorStub,
+    checked_value,
+)
 
 SUBCLASS = "a tensor of a class that is not read"
 
