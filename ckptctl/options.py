@@ -137,11 +137,13 @@ class Requirements:
     compares the store's own checksums with the seal. `marks` is the path of a file of marks
     that apply beside those in the steps. `allow_globals` are the run's own classes in pickles,
     `module.Name` each, as a list or joined with commas: `pickle.unknown` does not report them.
-    A global that can act is never allowed.
+    A global that can act is never allowed. `state_keys` map train state that is not recognized:
+    each a kind of train state and a whole key path or file name, as `dataloader=data_pos`.
     """
 
     pattern: str | None = None
     require: Collection[str] = ()
+    state_keys: Collection[str] = ()
     world_size: int | None = None
     saved_world_size: int | None = None
     grace_s: float = 600.0
@@ -181,6 +183,16 @@ class Requirements:
                 raise UsageError(
                     f"{kind!r} is no kind of train state; they are {', '.join(STATE_KINDS)}"
                 )
+        pairs = [self.state_keys] if isinstance(self.state_keys, str) else self.state_keys
+        object.__setattr__(self, "state_keys", tuple(pairs))
+        for pair in pairs:
+            kind, equals, key = pair.partition("=")
+            if kind not in STATE_KINDS or not (equals and key):
+                raise UsageError(
+                    f"--state is KIND=KEY with a kind of train state ({', '.join(STATE_KINDS)}), "
+                    f"not {pair!r}",
+                    instead="--state dataloader=data_pos",
+                )
         # In the order in which reports show them, whatever order was typed.
         object.__setattr__(self, "require", tuple(kind for kind in STATE_KINDS if kind in kinds))
         for name, size in (
@@ -205,12 +217,20 @@ class Requirements:
                 next_command="openssl rand -hex 32",
             )
 
+    @property
+    def state_map(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of `state_keys`: a kind, and the key path or file name that holds it."""
+        return tuple(
+            (kind, key) for kind, _, key in (pair.partition("=") for pair in self.state_keys)
+        )
+
 
 class StepKeywords(StorageKeywords, total=False):
     """The fields of `Requirements` and `StorageOptions` as keywords of a function."""
 
     pattern: str | None
     require: Collection[str]
+    state_keys: Collection[str]
     world_size: int | None
     saved_world_size: int | None
     grace_s: float

@@ -19,6 +19,7 @@ from ckptctl.cli.values import (
     parse_storage_options,
     parts,
     seal_key,
+    tuple_of,
 )
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import TIMEOUT_S, ContentOptions, PickPolicy, Requirements, StorageOptions
@@ -44,6 +45,13 @@ those of somebody who does not know that it is set.
 """
 
 
+OTHER_VARIABLES: Mapping[str, str] = {"--state KIND=KEY": "CKPTCTL_STATE_KEYS"}
+"""Variables of options whose own name means something else to another command.
+
+`CKPTCTL_STATE` is the folder of `run`, whose job may call `pick`.
+"""
+
+
 def variable_of(name: str) -> str:
     """The environment variable of an option: `--skip` has `CKPTCTL_SKIP`."""
     return "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
@@ -66,7 +74,9 @@ def option(spec: str, help_text: str, *, min: float | None = None) -> Declared: 
     """
     names = tuple(word for word in spec.split() if word.startswith("-"))
     metavar = spec.partition(" ")[2] if len(names) == 1 else ""
-    variable = None if names[0] in COMMAND_LINE_ONLY else variable_of(names[0])
+    variable = None
+    if names[0] not in COMMAND_LINE_ONLY:
+        variable = OTHER_VARIABLES.get(spec) or variable_of(names[0])
     return Declared(names, help_text, metavar or None, min, variable)
 
 
@@ -278,6 +288,15 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "--require KIND,...",
             f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
             read=parse_kinds,
+        ),
+        "state": _offer(
+            list[str] | None,
+            None,
+            "--state KIND=KEY",
+            "What an entry or a file holds that is not recognized, by its whole key path or name "
+            "(dataloader=data_pos); may be given several times.",
+            field="state_keys",
+            read=tuple_of,
         ),
         "world_size": _offer(
             int | None,

@@ -113,5 +113,5 @@ def _to_be_known(chosen: Report | None) -> list[Finding]:
     return [
         finding
         for finding in findings
-        if finding.severity is Severity.WARNING or finding.code in _WORLD_SIZE
+        if finding.severity is Severity.WARNING or finding.code in (*_WORLD_SIZE, "state.renamed")
     ]

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.train_state import check_required
@@ -55,6 +56,7 @@ from ckptctl.inspection.stages import (
     contradicted,
 )
 from ckptctl.inspection.step_claims import claims_of, nothing_proven
+from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -62,7 +64,6 @@ from ckptctl.storage.contract import ShortRead, StoreKind
 if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.content import Asked
-    from ckptctl.inspection.whole import Neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ def inspect_step(
     """
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
+    if neighbours is not None:
+        neighbours = Neighbours(cache(neighbours.older), cache(neighbours.newer))
     context = StageContext(
         requirements,
         asked,

@@ -48,7 +48,7 @@ from ckptctl.inspection.part_files import (
 )
 from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, read_notes
-from ckptctl.inspection.sidecars import check_documents, value_in_archive
+from ckptctl.inspection.sidecars import check_documents, tensors_in_header, value_in_archive
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
 from ckptctl.records.reads import read_headers, read_indexes
@@ -162,7 +162,7 @@ def cheap_level(opened: OpenStep) -> Level:
 
 def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
-        yield from inspect_safetensors(opened.store, held.folder, held.part)
+        yield from inspect_safetensors(opened.store, held.folder, held.part, held.headers)
     if part.part.format is PartFormat.RANK_FILES:
         from ckptctl.checks.rank_files import check_named, check_rank_files
 
@@ -182,19 +182,37 @@ def _held_inside(opened: OpenStep) -> Collection[str]:
     """The kinds of train state that the content of a rank-file step shows."""
     contents = {one.path: one.content for one in opened.sidecars if one.content is not None}
     step = opened.step
+    contents |= _tensors_in_headers(opened)
     return train_state(Sources(step.layout, [], sidecars_of(step), contents, {})).held
 
 
-def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding]:
+def _tensors_in_headers(opened: OpenStep) -> dict[str, object]:
+    """What the safetensors files of a step hold, by path; damaged ones are left out."""
+    held = {
+        part.in_step(path): tensors_in_header(header)
+        for outer in opened.parts
+        for part in outer.safetensors
+        for path, header in part.headers.items()
+    }
+    return {path: tensors for path, tensors in held.items() if tensors is not None}
+
+
+def inspect_safetensors(
+    store: Store, folder: str, part: Part, headers: Mapping[str, bytes] | None = None
+) -> Iterator[Finding]:
     """Yield what the headers and indexes of a part of safetensors say against it.
 
     `folder` is where the part is in the store. Storage errors pass through. Cost: one
-    read for each file and each index; a second one for headers of more than 64 KiB.
+    read for each file, unless the `headers` are given by path, and for each index; a second
+    one for headers of more than 64 KiB.
     """
     from ckptctl.checks.safetensors import check_safetensors
 
-    headers = read_headers(store, folder, part.files)
-    return check_safetensors(part, headers, read_indexes(store, folder, part.files))
+    read = read_headers(store, folder, part.files)
+    if headers is not None:
+        known = headers
+        read = ((file, known[file.path]) for file in part.files if file.path in known)
+    return check_safetensors(part, read, read_indexes(store, folder, part.files))
 
 
 def structure(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -237,17 +255,26 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Compare a few records of each shard file with those of the step before."""
+    """Compare names, and a few records of each shard file, with those of the step before."""
     if context.older is None or not context.is_deep:
         return
-    from ckptctl.inspection.predecessor import check_fewer_ranks, check_step_before
+    from ckptctl.inspection.predecessor import (
+        OlderMetadata,
+        check_fewer_ranks,
+        check_renamed,
+        check_step_before,
+    )
 
+    metadata = OlderMetadata(opened.store)
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
             yield from check_fewer_ranks(opened, part, context.older)
+            yield from check_renamed(opened, part, context.older, metadata)
             continue
+        if part.path in context.readable:
+            yield from check_renamed(opened, part, context.older, metadata)
         if part.path in context.sound:
-            yield from check_step_before(opened, part, context.older)
+            yield from check_step_before(opened, part, context.older, metadata)
 
 
 def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -269,18 +296,19 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     is_cheap = is_cheap or _claims_further(opened)
     step, sidecars = opened.step, sidecars_of(opened.step)
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
-    contents: dict[str, object] = {}
+    contents = _tensors_in_headers(opened)
     if opened.beside is not None:
         sidecars = (*sidecars, opened.beside.file)
         if opened.beside.content is not None:
             contents[opened.beside.file.path] = opened.beside.content
     damaged = {one.where for one in context.findings if one.severity is Severity.FAULT}
+    mapped = context.requirements.state_map
+    for sidecar in opened.sidecars if is_cheap or opened.has_sidecars else ():
+        if sidecar.finding is not None and sidecar.path not in damaged:
+            yield sidecar.finding
+        if sidecar.content is not None:
+            contents[sidecar.path] = sidecar.content
     if is_cheap:
-        for sidecar in opened.sidecars:
-            if sidecar.finding is not None and sidecar.path not in damaged:
-                yield sidecar.finding
-            if sidecar.content is not None:
-                contents[sidecar.path] = sidecar.content
         needed = layouts.documents_parsed(step.layout, step.parts, step.files)
         others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
         yield from check_documents(opened.store, opened.folder, needed, others)
@@ -301,8 +329,10 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
                 (part.path, fqn): value
                 for part in sharded
                 if is_cheap and part.path in context.readable
-                for fqn, value in part.numbers.items()
+                for fqn, value in part.numbers(mapped).items()
             },
+            step.number if layouts.counts_training_steps(step.layout) else None,
+            mapped,
         )
     )
 

@@ -254,9 +254,13 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
         first = faults[0]
         place = f"{first.where}: " if first.where and first.where not in first.message else ""
         return f"{report.verdict.value}: {place}{first.message}{and_more(faults)}"
-    conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
+    conditions = {23: "state.missing state.unrecognized", 24: "world-size.fixed state.lost"}
     wanted = conditions.get(report.exit_code, "").split()
-    messages = [finding.message for finding in report.findings if finding.code in wanted]
+    messages = [
+        finding.message
+        for finding in report.findings
+        if finding.code in wanted and (report.exit_code != 23 or "required" in finding.message)
+    ]
     return messages[0] if messages else report.verdict.value
 
 
@@ -314,13 +318,22 @@ def _lacking(
                 return None
             what = ", ".join(missing)
             return f"lacks {what}, and step {earlier.number}, which may hold it, did not answer"
-        lost = ", ".join(_lost(report, earlier, missing))
+        lost = [*_lost(report, earlier, missing)]
         if lost:
             return (
-                f"lacks {lost}, which step {earlier.number} holds: a resume from here would "
-                "reset it (--allow-missing-state accepts that)"
+                f"lacks {', '.join(lost)}, which step {earlier.number} holds: a resume from here "
+                f"would reset it (--allow-missing-state accepts that{_if_mapped(report, lost)})"
             )
     return None
+
+
+def _if_mapped(report: Report, lost: Collection[str]) -> str:
+    """What to state where an entry that is not recognized is what a step seems to lack."""
+    for entry in report.state.unrecognized:
+        kind = next((kind for kind in entry.may_be if kind in lost), None)
+        if kind is not None:
+            return f"; if {entry.where} is the {kind}, --state {kind}={entry.key} states it"
+    return ""
 
 
 KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
@@ -328,7 +341,7 @@ KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "ste
 
 
 def absent_kinds(report: Report) -> tuple[str, ...]:
-    """The kinds of train state that the step lacks, which it needs if an older step has them."""
+    """The kinds that were not found in the step, which it needs if an older step has them."""
     return tuple(kind for kind in KINDS_THAT_COUNT if kind not in report.state.held)
 
 
@@ -358,7 +371,12 @@ _KINDS_PER_RANK = ("rng", "dataloader")
 
 
 def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[str]:
-    yield from (kind for kind in missing if kind in earlier.state.held)
+    # An entry that only the older step shows the kind of is not lost.
+    unrecognized = {entry.key for entry in report.state.unrecognized}
+    for kind in missing:
+        where = {place.rpartition(": ")[2] for place in earlier.state.part(kind).where}
+        if where and unrecognized.isdisjoint(where):
+            yield kind
     yield from (_part(part) for part in earlier.parts if part not in report.parts)
     if report.world_size != earlier.world_size:
         return

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
-from ckptctl.findings import Report, Severity, Verdict
+from ckptctl.findings import EXIT_STATE_MISSING, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.choosing import Choice, absent_kinds, demanded
+from ckptctl.selection.choosing import KINDS_THAT_COUNT, Choice, demanded
 from ckptctl.selection.results import Answer, NoStepReason, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
 from ckptctl.selection.targets import Roots, roots_in
@@ -135,7 +135,7 @@ def _found(done: Search, chosen: Report, require: Collection[str]) -> Pick:
         level=chosen.level,
         level_reason=done.inspect.level_reason(chosen),
         required=demanded(chosen, require, done.policy),
-        absent=absent_kinds(chosen),
+        absent=tuple(kind for kind in chosen.state.absent if kind in KINDS_THAT_COUNT),
     )
 
 
@@ -257,6 +257,14 @@ def none_usable(done: Search) -> NoneUsable:
         return _not_inspected(done)
     if not over:
         return NoneUsable(NoStepReason.EXCLUDED, *_none_left(done))
+    if all(one.report.exit_code == EXIT_STATE_MISSING for one in over):
+        first = over[0]
+        message = (
+            f"{_SENTENCES[NoStepReason.STATE_MISSING]} ({len(over)} inspected): step "
+            f"{first.report.number}: {first.reason}"
+        )
+        show = command_line("show", first.report.url)
+        return NoneUsable(NoStepReason.STATE_MISSING, message, show)
     if choice.stopped == "suspect":
         message = (
             f"{counted(len(choice.damaged), 'damaged step')}, more than "

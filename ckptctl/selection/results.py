@@ -12,6 +12,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import train_step_of
+from ckptctl.formatting import safe, some_of
 from ckptctl.model import (
     ExitCode,
     Level,
@@ -175,6 +176,10 @@ class Pick:
         words = f"requires {', '.join(self.required) or 'nothing'}"
         if self.absent:
             words += f"; does not restore {', '.join(self.absent)}"
+        not_recognized = self.chosen.state.unrecognized if self.chosen else ()
+        if not_recognized:
+            keys = some_of([safe(entry.where) for entry in not_recognized])
+            words += f"; not recognized: {keys} (--state KIND=KEY maps it)"
         return f"{words} (--require KIND,... demands more, --allow-missing-state less)"
 
 

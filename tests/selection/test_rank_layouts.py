@@ -410,8 +410,9 @@ def of_verl_with_megatron(step: Path) -> str:
 def of_deepspeed(step: Path) -> str:
     stated = {"module": {"w": torch.ones(4)}, "dp_world_size": 2, "global_steps": 7}
     save(step / "mp_rank_00_model_states.pt", stated)
+    moments = {"optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(4)}}}}
     for rank in (0, 1):
-        save(step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {}})
+        save(step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", moments)
     return "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 

@@ -378,7 +378,9 @@ def kind_of_file(layout: str, path: str) -> StateKind | None:
             always = tuple(k[1:] for k in row.holds.split() if k.startswith(_ALWAYS))
             # The ranks of a model hold shards of it, and no copies.
             groups = match.groupdict() if _SHARDED.isdisjoint(names) else {}
-            return StateKind(names, groups.get("rank") or groups.get(f"{AGAIN}rank"), always)
+            rank = groups.get("rank") or groups.get(f"{AGAIN}rank")
+            of_framework = bool(row.layout or row.grid)
+            return StateKind(names, rank, always, of_framework=of_framework)
     return None
 
 
