@@ -23,6 +23,8 @@ import pytest
 from forking import whole_run
 from hypothesis import settings
 
+from ckptctl import redaction
+
 pytest_plugins = ["services.plugin"]
 
 # A busy machine is no fault, and a change is not to fail by the chance of an example that has
@@ -47,6 +49,14 @@ os.umask(0o022)
 # A second thread of torch has nothing to do in models this small but to wait busily for the first:
 # a training job of a test takes eight times the processor time on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets_of_other_tests():
+    """A process hides what it received for as long as it runs; a test is as a process."""
+    yield
+    redaction.forget()
+
 
 _MEMORY = Path("/dev/shm")
 _NEEDED_BYTES = 4 << 30
