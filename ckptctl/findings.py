@@ -169,6 +169,7 @@ CODES: Mapping[str, Code] = {
     ),
     "state.mixed": _fault(Verdict.CORRUPT, "shard files disagree about the optimizer's step count"),
     "world-size.differs": _note("the step was written by a different number of ranks"),
+    "world-size.bound": _note("nothing says how another number of ranks could load the step"),
     "world-size.fixed": _note("the step loads only at the world size that wrote it"),
     "step.unfinished": _fault(Verdict.INCOMPLETE, "the save was interrupted"),
     "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in progress"),

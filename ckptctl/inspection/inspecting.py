@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.checks.train_state import check_required
 from ckptctl.checks.world_size import (
+    check_bound,
     check_saved_world_size,
     check_world_size,
     ranks_in,
@@ -249,7 +250,9 @@ def _report(
             findings += check_required(state, requirements.require, step.url)
         if requirements.saved_world_size is not None:
             findings += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
-        if requirements.world_size is not None:
+        if requirements.world_size is None:
+            findings += check_bound(step.parts, step.url)
+        else:
             findings += check_world_size(
                 step.parts, state, saved, requirements.world_size, step.url
             )

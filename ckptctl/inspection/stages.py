@@ -245,7 +245,7 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     from ckptctl.inspection.whole import check_families
 
     n_ranks = context.requirements.saved_world_size
-    context.wholeness = check_families(opened, context.neighbours, n_ranks)
+    context.wholeness = check_families(opened, context.neighbours, n_ranks, is_deep=context.is_deep)
     sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
     faults = {one.where for one in context.findings if one.severity is Severity.FAULT}
     for finding in context.wholeness.findings:

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 
 import msgspec
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import Family, families_of
+from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import rank_file
 from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import SHARDED, Step
@@ -111,14 +112,20 @@ def _suffix(path: str) -> str:
 
 
 def check_families(
-    opened: OpenStep, neighbours: Neighbours | None, saved_world_size: int | None
+    opened: OpenStep,
+    neighbours: Neighbours | None,
+    saved_world_size: int | None,
+    *,
+    is_deep: bool = False,
 ) -> Wholeness:
     """Compare the families of a step with each other and with those of the steps beside it.
 
     Yields `file.missing` for a hole in a numbering, for fewer files than the names state, than
     another kind of the same step has, or than the same kind has in a step of the same world;
     `state.mixed` for files of two worlds; `format.unlisted` for a family whose size nothing
-    confirms. Storage errors of other steps are passed over: they confirm nothing.
+    confirms. Storage errors of other steps are passed over: they confirm nothing. Of a step of
+    torch_checkpointing the files that its manifest names are compared with those that are there,
+    and with `is_deep` the parts of each tensor with its whole.
 
     Cost: none for a step without such families; else the listing of the nearest step, and where
     that does not decide, of at most `MAX_COMPARED` on each side; where all sizes differ, one read
@@ -127,6 +134,19 @@ def check_families(
     if opened.is_file:
         return Wholeness(by="one file")
     families = open_families(opened.step)
+    stated_by = f"--saved-world-size {saved_world_size}"
+    if any(file.path == MANIFEST for file in opened.files):
+        manifest = _manifest(opened)
+        if isinstance(manifest, Finding):
+            return Wholeness((manifest,))
+        findings = [*_not_as_listed(opened, manifest, is_deep=is_deep)]
+        if findings:
+            return Wholeness(tuple(findings))
+        listed = {path for item in manifest.items for path in item.files.values()}
+        families = tuple(one for one in families if key_of(one.example) not in map(key_of, listed))
+        if not families:
+            return Wholeness(by=MANIFEST)
+        saved_world_size, stated_by = manifest.world_size, MANIFEST
     if not families:
         return Wholeness(by="no name states a rank")
     mixed = _mixed(opened.step, families)
@@ -153,7 +173,7 @@ def check_families(
         return _result(opened.step, gaps, f"{confirmed.name}, which has the same files")
     if saved_world_size is not None:
         gaps += _fewer_than_ranks(unstated, saved_world_size)
-        return _result(opened.step, gaps, f"--saved-world-size {saved_world_size}")
+        return _result(opened.step, gaps, stated_by)
     same_world = next((other for other in beside if _is_same_world(unstated, other)), None)
     if same_world is not None:
         added = [family for family in unstated if family.key not in same_world.families]
@@ -164,6 +184,71 @@ def check_families(
     if gaps:
         return _result(opened.step, gaps, "")
     return _by_content(opened, unstated, beside)
+
+
+def _manifest(opened: OpenStep) -> Manifest | Finding:
+    """The manifest of a step of torch_checkpointing, or what is wrong with it. Cost: one read."""
+    try:
+        return read_manifest(opened.store.read(opened.in_store(MANIFEST), limit=MAX_BYTES))
+    except (MetadataUnreadable, MetadataUnsafe) as error:
+        is_unsafe = isinstance(error, MetadataUnsafe)
+        code = "metadata.unsafe" if is_unsafe else "metadata.unreadable"
+        return Finding(
+            code,
+            MANIFEST,
+            f"{MANIFEST} {'' if is_unsafe else 'cannot be decoded: '}{error.message}",
+            expected="metadata as torch_checkpointing writes it",
+            found=error.message,
+            next_command=f"ckptctl explain {code}",
+        )
+
+
+def _not_as_listed(opened: OpenStep, manifest: Manifest, *, is_deep: bool) -> Iterator[Finding]:
+    """Yield `file.missing` and `coverage.gap` for what the manifest names and no file holds."""
+    there = {file.path for file in opened.files if file.size}
+    named = {path: item for item in manifest.items for path in item.files.values()}
+    missing = sorted(named.keys() - there)
+    if missing:
+        yield Finding(
+            "file.missing",
+            missing[0],
+            f"{len(missing):,} of {counted(len(named), 'file')} that {MANIFEST} names "
+            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
+            expected=counted(len(named), "file"),
+            found=counted(len(named) - len(missing), "file"),
+            next_command=command_line("show", opened.url),
+        )
+        return
+    for item in manifest.items:
+        without = sorted({rank for t in item.tensors for rank in t.ranks} - item.files.keys())
+        if without:
+            yield _gap_in(opened, item.name, f"rank {without[0]} has no file")
+        elif is_deep:
+            yield from _parts_missing(opened, item)
+
+
+def _parts_missing(opened: OpenStep, item: ManifestItem) -> Iterator[Finding]:
+    """Yield `coverage.gap` for tensors whose parts in the files are less than the whole."""
+    keys = frozenset(map(key_of, item.files.values()))
+    sizes = _tensor_sizes(opened, keys)
+    by_fqn: dict[str, int] = defaultdict(int)
+    for (fqn, _), size in sizes.items():
+        by_fqn[fqn] += size.n_elements
+    for tensor in item.tensors:
+        held = by_fqn.get(tensor.fqn)
+        if held is not None and tensor.n_copies and held < tensor.n_elements * tensor.n_copies:
+            whole = f"{tensor.n_elements * tensor.n_copies:,} elements"
+            yield _gap_in(opened, f"{item.name} {tensor.fqn}", f"{held:,} of {whole} are there")
+            return
+
+
+def _gap_in(opened: OpenStep, where: str, why: str) -> Finding:
+    return Finding(
+        "coverage.gap",
+        where,
+        f"{where}: {why}, by {MANIFEST} and the files",
+        next_command=command_line("show", opened.url),
+    )
 
 
 def _result(step: Step, gaps: Sequence[Gap], by: str) -> Wholeness:
@@ -398,18 +483,22 @@ class _Size(msgspec.Struct):
 
 def _sizes(opened: OpenStep, families: Sequence[Family]) -> Mapping[str, _Size]:
     """The size of each tensor over the files of each family; of files that cannot be read, none."""
-    from ckptctl.formats.families import key_of
+    sizes = _tensor_sizes(opened, frozenset(family.key for family in families))
+    return {f"{fqn} in {key}": size for (fqn, key), size in sizes.items()}
+
+
+def _tensor_sizes(opened: OpenStep, keys: Collection[str]) -> Mapping[tuple[str, str], _Size]:
+    """The size of each tensor over the files of each key, by FQN and key."""
     from ckptctl.inspection.stored_tensors import held_tensors
 
-    keys = {family.key for family in families}
-    sizes: dict[str, _Size] = defaultdict(_Size)
+    sizes: dict[tuple[str, str], _Size] = defaultdict(_Size)
     with suppress(StorageError):
         held, _ = held_tensors(part for part in opened.parts if part.part.format not in SHARDED)
         for tensor in held:
             key = key_of(tensor.file)
             if key not in keys:
                 continue
-            size = sizes[f"{tensor.fqn} in {key}"]
+            size = sizes[tensor.fqn, key]
             n_elements = prod(tensor.shape)
             size.n_files += 1
             size.n_elements += n_elements

@@ -21,8 +21,10 @@ from ckptctl.formats.frameworks.file_names import (
     AGAIN,
     FileName,
     axes_in,
+    kind_of_file,
     rank_file,
 )
+from ckptctl.formats.manifest import MANIFEST
 from ckptctl.model import FileInfo, Grid
 
 _STATED = "of_"
@@ -46,6 +48,7 @@ CONVERSIONS: Mapping[str, str] = {
     "verl-megatron": "python -m verl.model_merger merge --backend megatron --local_dir {step} "
     "--target_dir OUT",
     "accelerate-fsdp": "ckptctl show {step}",
+    FAMILY: "ckptctl show {step}",
     "megatron-legacy": "python tools/checkpoint/convert.py --model-type GPT --loader mcore "
     "--saver mcore --load-dir {root} --save-dir OUT --target-tensor-parallel-size N",
 }
@@ -127,11 +130,24 @@ def grids_of(
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
         for grid in _grids(framework, members, stated or {})
     )
-    several = (family for family in families_of(others) if family.n_present > 1)
-    return (*of_frameworks, *map(_family_grid, several))
+    several = [family for family in families_of(others) if family.n_present > 1]
+    is_described = MANIFEST in others
+    return (
+        *of_frameworks,
+        *(
+            _family_grid(family, sharded=not is_described and _may_be_sharded(family, layout))
+            for family in several
+        ),
+    )
 
 
-def _family_grid(family: Family) -> Grid:
+def _may_be_sharded(family: Family, layout: str) -> bool:
+    """Whether files of ranks may hold parts that only as many ranks can load."""
+    kind = kind_of_file(layout, family.example)
+    return family.is_line and (kind is None or not {"model", "optimizer"}.isdisjoint(kind.names))
+
+
+def _family_grid(family: Family, *, sharded: bool) -> Grid:
     """A family of files as a grid. What it lacks is decided by `inspection.whole`."""
     start = family.spans[0][0][0]
     names_rank = re.search("rank[-_]?$", family.example[:start]) is not None and family.is_line
@@ -145,7 +161,7 @@ def _family_grid(family: Family) -> Grid:
         (),
         family.n_files if names_rank else None,
         family.stated,
-        sharded=False,
+        sharded=sharded,
         ranks=family.ranks if names_rank else frozenset(),
     )
 
