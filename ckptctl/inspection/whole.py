@@ -28,7 +28,8 @@ from ckptctl.formats.frameworks.file_names import rank_file
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.model import SHARDED, Step
+from ckptctl.model import SHARDED, FileInfo, Step
+from ckptctl.storage.contract import Store
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
@@ -46,6 +47,17 @@ class Neighbours(msgspec.Struct, frozen=True):
     """Those with lower numbers."""
     newer: Callable[[], Sequence[StepName]]
     """Those with higher numbers."""
+    known_files: Mapping[str, Sequence[FileInfo]]
+    """The files of each step, by its name, where a listing of the whole root holds them."""
+    opened: dict[str, OpenStep] = msgspec.field(default_factory=dict)
+    """Those that were opened: each is listed once."""
+
+    def open(self, store: Store, named: StepName) -> OpenStep:
+        """One of them. Cost: its first use lists it, unless its files are known."""
+        if named.name not in self.opened:
+            files = self.known_files.get(named.name)
+            self.opened[named.name] = OpenStep(store, named, files)
+        return self.opened[named.name]
 
 
 class Wholeness(msgspec.Struct, frozen=True):
@@ -217,7 +229,7 @@ def _beside(
     for names in (neighbours.older, neighbours.newer):
         for named in [*names()][:MAX_COMPARED]:
             with suppress(StorageError):
-                other = OpenStep(opened.store, named)
+                other = neighbours.open(opened.store, named)
                 held = {family.key: family for family in open_families(other.step)}
                 if not held:
                     continue

@@ -230,14 +230,14 @@ class CachingInspector:
     def _inspect(
         self, candidate: Candidate, at_least: Level, files: Sequence[FileInfo] | None
     ) -> Inspection:
-        store = self._roots[candidate.root_index].store
+        root = self._roots[candidate.root_index]
         return inspect_step(
-            OpenStep(store, candidate.named, files),
+            OpenStep(root.store, candidate.named, files),
             self._requirements,
             level=self._level(at_least),
             content=self.content,
             neighbours=neighbours_of(
-                lambda: self._roots[candidate.root_index].listing.steps, candidate.named.number
+                lambda: root.listing.steps, candidate.named.number, root.trees
             ),
             confirm=self.confirm,
             seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),

@@ -99,7 +99,8 @@ def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root):
         assert named is not None
         assert older is not None
         step = OpenStep(store, named)
-        found = inspect_step(step, Requirements(), level=Level.LISTING, older=lambda: [older])
+        beside = neighbours_of(lambda: [older], named.number)
+        found = inspect_step(step, Requirements(), level=Level.LISTING, neighbours=beside)
         return told(found.report), store.calls["span"]
 
     assert inspected("step_500") == ([], 0)
