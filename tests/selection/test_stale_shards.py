@@ -23,6 +23,7 @@ from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import ByteRange, Chunk, Chunks, TensorEntry
 from ckptctl.options import Requirements
+from ckptctl.selection.roots import neighbours_of
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 

@@ -13,6 +13,7 @@ from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
+from ckptctl.selection.roots import neighbours_of
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 
