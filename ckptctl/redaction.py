@@ -122,8 +122,9 @@ HARMLESS_OPTIONS = frozenset(
         *("reschedule", "save-time", "section-timeouts", "wait-nodes", "wait-storage"),
         # Names of nodes, tensors and variables, which answers are about.
         *("key", "mesh", "nodes", "other-nodes", "pattern", "root-env", "shard", "strip", "under"),
+        *("allow-globals", "seal-run", "seal-sequence"),
         # What a person writes for others to read.
-        *("by", "evidence", "reason", "reset-budget"),
+        *("by", "evidence", "reason", "reset-budget", "adopt"),
         # Paths and addresses; what is secret in an address is hidden in any text.
         *("endpoint-url", "evidence-dir", "flight-recorder", "folder", "hosts-file", "html", "job"),
         *("key-file", "like", "log", "log-dir", "marks", "metrics", "node-report"),
@@ -155,7 +156,7 @@ _PATH = (
 )
 _FILLED_IN = r"[^{}]*\{[a-z_]*\}[^{}]*|\$\{?[A-Za-z_][A-Za-z0-9_]*\}?|--|[-{};&|<>]{1,2}"
 
-_LEAST = 4
+_LEAST = 6
 """A secret that is shorter is not looked for in text: it would be found in every number."""
 _LEAST_WORD = 8
 _WHOLE_WORD = 16

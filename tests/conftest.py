@@ -50,6 +50,14 @@ os.umask(0o022)
 # a training job of a test takes eight times the processor time on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
+@pytest.fixture(autouse=True)
+def _no_secrets_of_other_tests():
+    """A process hides what it received for as long as it runs; a test is as a process."""
+    yield
+    redaction.forget()
+
+
 _MEMORY = Path("/dev/shm")
 _NEEDED_BYTES = 4 << 30
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import ckptctl
-from ckptctl.borders import Unknown, guarded
 from ckptctl.cli.documents import error_document
 from ckptctl.cli.output import MakeDocument, Output
 from ckptctl.cli.rendering import line
@@ -23,6 +22,7 @@ from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import counted
 from ckptctl.redaction import redacted_values
+from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import UsageError
@@ -38,6 +37,7 @@ from ckptctl.failures.results import (
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, ranks_listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import MOST, clamped, whole
+from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

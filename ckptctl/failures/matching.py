@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import replace
 from ckptctl.deadlines import Deadline
 from ckptctl.failures.loglines import (
@@ -33,6 +32,7 @@ from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
 from ckptctl.outside_numbers import clamped, finite, whole
 from ckptctl.storage.logs import MAX_MATCHED
+from ckptctl.unexpected import Unknown, guarded
 
 T = TypeVar("T")
 

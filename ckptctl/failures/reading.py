@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
 from ckptctl.deadlines import Deadline
 from ckptctl.errors import BinaryData, CkptctlError, PathNotFound, PathUntrusted, StorageError
@@ -43,6 +42,7 @@ from ckptctl.storage.logs import (
 )
 from ckptctl.storage.opening import local_path
 from ckptctl.storage.shared_places import FoundIn, owner_of
+from ckptctl.unexpected import Unknown, guarded
 
 _SAME_JOB_S = 3600.0
 """A log and a dump beside it belong to one job if written within this time."""

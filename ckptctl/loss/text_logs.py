@@ -29,8 +29,8 @@ from ckptctl.loss.formats.text_lines import (
 from ckptctl.loss.rows import LogPosition, Marker, RankReader, Row, set_interval
 from ckptctl.storage.logs import MAX_MATCHED
 
-_LINES_PER_LOOK = 64
-"""How often the deadline is looked at."""
+_LINES_PER_CHECK = 64
+"""How often the deadline is checked."""
 
 # Rows of fallback formats that wait for a better format.
 _UNDECIDED_ROWS = 8
@@ -217,7 +217,7 @@ class TextLog:
             chosen, is_open = self._chosen, bool(self._incomplete)
             shapes = None if is_open else self._shapes
             for n_read, (number, line) in enumerate(scanner.scan(literals), 1):
-                if n_read % _LINES_PER_LOOK == 0 and self._is_late(number):
+                if n_read % _LINES_PER_CHECK == 0 and self._is_late(number):
                     return
                 known = None if shapes is None else shapes.read(line, number)
                 if known is not None:

@@ -231,7 +231,7 @@ def check_address(url: str) -> None:
         )
 
 
-_NAMES_WITH_QUERY = frozenset({"s3", "s3a", "gs", "gcs"})
+_NAMES_WITH_QUERY = frozenset({"s3", "s3a", "gs", "gcs", "memory"})
 """Schemes of stores in which `?` and `=` may be part of a name."""
 
 

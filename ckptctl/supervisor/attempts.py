@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import BinaryIO
 
-from ckptctl.borders import Unknown, guarded
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import StorageError
 from ckptctl.failures.classifying import classify
@@ -47,6 +46,7 @@ from ckptctl.supervisor.policy import (
     RootState,
 )
 from ckptctl.supervisor.results import Attempt
+from ckptctl.unexpected import Unknown, guarded
 
 MOST_NAMES = 64
 """Ranks and nodes of one attempt that the state keeps."""

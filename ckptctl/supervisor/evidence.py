@@ -21,7 +21,6 @@ from contextlib import suppress
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
-from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
@@ -39,6 +38,7 @@ from ckptctl.storage.shared_places import (
     sole_writer,
     trusted_users,
 )
+from ckptctl.unexpected import Unknown, guarded
 
 SAMPLES = 4
 BETWEEN_S = 1.0

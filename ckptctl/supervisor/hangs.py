@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from ckptctl.borders import Unknown, guarded
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process, state_of
 from ckptctl.errors import StorageError
@@ -28,6 +27,7 @@ from ckptctl.supervisor.evidence import HangEvidence, collect
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.naming import name_ranks
+from ckptctl.unexpected import Unknown, guarded
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from ckptctl.borders import Unknown, guarded
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
@@ -51,6 +50,7 @@ from ckptctl.supervisor.policy import (
 from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.state import LocalCopy, Revisions
+from ckptctl.unexpected import Unknown, guarded
 
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0

@@ -57,10 +57,10 @@ HARMLESS = {
     ),
     "a name that the answer is about": (
         *("--key", "--mesh", "--nodes", "--other-nodes", "--pattern", "--root-env", "--shard"),
-        *("--strip", "--under", "--node-probe", "--node-secrets"),
+        *("--strip", "--under", "--node-probe", "--node-secrets", "--allow-globals", "--seal-run"),
     ),
     "words of a person that a record keeps for others": (
-        *("--by", "--evidence", "--reason", "--reset-budget"),
+        *("--by", "--evidence", "--reason", "--reset-budget", "--adopt"),
     ),
 }
 """The options that take text and whose values are shown, by the reason."""

@@ -21,7 +21,7 @@ LAYERS = {
     "formatting": 0,
     "outside_numbers": 0,
     "deadlines": 0,
-    "borders": 0,
+    "unexpected": 0,
     "data_classes": 0,
     "markup": 0,
     "redaction": 0,

@@ -265,8 +265,11 @@ def runbook_holder(root: Path, data: bytes) -> None:
 
 def runbook_report(root: Path, data: bytes) -> None:
     from ckptctl.runbook.executing import _document
+    from ckptctl.storage.shared_places import open_folder
 
-    assert _document(put(root.parent / "report.json", data)) in (None, {"step": "\ufffd\ufffd"})
+    put(root.parent / "report.json", data)
+    with open_folder(str(root.parent)) as folder:
+        assert _document(folder, "report.json") in (None, {"step": "\ufffd\ufffd"})
 
 
 def heartbeat(_root: Path, data: bytes) -> None:

@@ -124,15 +124,19 @@ def test_values_that_are_plain_go_along_and_others_are_left_out_by_name(tmp_path
         "dict": {"a": {1: -3.0}},
     }
     canary = tmp_path / "canary"
-    others = plain | {"set": {1}, "hostile": _Hostile(canary), "deep": [torch.ones(2)]}
+    others = plain | {"set": {1}, "deep": [torch.ones(2)]}
     weight = torch.arange(6.0).reshape(2, 3)
-    write_step(tmp_path / "step_1", {"model.w": (weight, grid((2, 3), [[1], []]))}, others)
+    tensors = {"model.w": (weight, grid((2, 3), [[1], []]))}
+    write_step(tmp_path / "step_1", tensors, others)
     done = run_ckptctl("convert", tmp_path / "step_1", tmp_path / "flat.pt", "--json")
     document = validated(done.stdout)
-    assert (done.returncode, document["n_left_out"]) == (0, 3)
+    assert (done.returncode, document["n_left_out"]) == (0, 2)
     (finding,) = document["findings"]
     assert finding["code"] == "state.left-out"
-    assert "hostile holds an object of __builtin__.getattr" in finding["message"]
+    assert "set holds an object of" in finding["message"]
+    write_step(tmp_path / "step_2", tensors, others | {"hostile": _Hostile(canary)})
+    done = run_ckptctl("convert", tmp_path / "step_2", tmp_path / "hostile.pt", "--json")
+    assert (done.returncode, validated(done.stdout)["written"]) == (25, False)
     found = torch.load(tmp_path / "flat.pt", weights_only=True)
     check_same(found, plain | {"model": {"w": weight}})
     assert not canary.exists()

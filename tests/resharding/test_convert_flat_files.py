@@ -168,8 +168,8 @@ def test_nothing_in_a_hostile_file_runs(tmp_path):
     canary = tmp_path / "canary"
     source = saved(tmp_path, {"step": 1, "model": _Hostile(canary)})
     done = run_ckptctl("convert", source, tmp_path / "run" / "step_1", "--json")
-    assert done.returncode == 2
-    assert "model holds" in done.stderr + done.stdout
+    assert done.returncode == 25
+    assert "unsafe" in done.stderr + done.stdout
     assert not canary.exists()
     assert not (tmp_path / "run" / "step_1").exists()
 
