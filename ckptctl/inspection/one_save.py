@@ -85,8 +85,9 @@ def check_one_save(
     others = [*_times_beside(opened, neighbours)]
     if others:
         known = {key for _, keys in others for key in keys}
-        files = {path: at_s for path, at_s in files.items() if key_of(path) in known}
-        own = _times(opened.step, files) if len(files) > 1 else own
+        alike = {path: at_s for path, at_s in files.items() if key_of(path) in known}
+        if len(alike) > 1:
+            files, own = alike, _times(opened.step, alike)
     beside = [times for times, _ in others]
     window_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * max(0.0, one.late_s) for one in beside)])
     if own.late_s <= window_s:

@@ -34,6 +34,9 @@ from ckptctl.storage.contract import Store
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
 
+MAX_LISTED = 16
+"""The listings of so many steps are kept: more than are beside one that is inspected."""
+
 
 SIMILAR = 1.1
 """Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
@@ -49,15 +52,23 @@ class Neighbours(msgspec.Struct, frozen=True):
     """Those with higher numbers."""
     known_files: Mapping[str, Sequence[FileInfo]]
     """The files of each step, by its name, where a listing of the whole root holds them."""
-    opened: dict[str, OpenStep] = msgspec.field(default_factory=dict)
-    """Those that were opened: each is listed once."""
+    listed: dict[str, Sequence[FileInfo]] = msgspec.field(default_factory=dict)
+    """The files of the `MAX_LISTED` steps that were listed last."""
 
     def open(self, store: Store, named: StepName) -> OpenStep:
-        """One of them. Cost: its first use lists it, unless its files are known."""
-        if named.name not in self.opened:
-            files = self.known_files.get(named.name)
-            self.opened[named.name] = OpenStep(store, named, files)
-        return self.opened[named.name]
+        """One of them. Cost: its listing, unless its files are known; raises `StorageError`."""
+        files = self.known_files.get(named.name) or self.listed.get(named.name)
+        opened = OpenStep(store, named, files)
+        if files is None:
+            self.add(named.name, opened.files)
+        return opened
+
+    def add(self, name: str, files: Sequence[FileInfo]) -> None:
+        """Keep the files of a step, by its name."""
+        self.listed.pop(name, None)
+        for oldest in [*self.listed][: len(self.listed) - MAX_LISTED + 1]:
+            self.listed.pop(oldest, None)
+        self.listed[name] = files
 
 
 class Wholeness(msgspec.Struct, frozen=True):

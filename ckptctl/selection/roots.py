@@ -247,15 +247,20 @@ def neighbours_of(
     list_steps: Callable[[], Sequence[StepName]],
     number: int,
     trees: Mapping[str, Sequence[FileInfo]] | None = None,
+    listed: dict[str, Sequence[FileInfo]] | None = None,
 ) -> Neighbours:
     """The finished steps beside step `number`, among those that `list_steps` lists, newest first.
 
-    `trees` are the files of each step, where a listing of the root holds them. Cost: one call of
+    `trees` are the files of each step, where a listing of the root holds them; `listed` those of
+    the steps that were listed last, which inspections of several steps share. Cost: one call of
     `list_steps`, at the first use.
     """
-    listed = cache(list_steps)
+    steps = cache(list_steps)
     return Neighbours(
-        lambda: older_steps(listed(), number), lambda: _newer_steps(listed(), number), trees or {}
+        lambda: older_steps(steps(), number),
+        lambda: _newer_steps(steps(), number),
+        trees or {},
+        {} if listed is None else listed,
     )
 
 
