@@ -54,6 +54,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(autouse=True)
 def _no_secrets_of_other_tests():
     """A process hides what it received for as long as it runs; a test is as a process."""
+    redaction.forget()  # those of a fixture that several tests share
     yield
     redaction.forget()
 
