@@ -45,7 +45,15 @@ HARMLESS = {
     "a path or an address, in which what is secret is hidden or refused": (
         *("--evidence-dir", "--flight-recorder", "--folder", "--hosts-file", "--html", "--job"),
         *("--key-file", "--like", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
-        *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
+        *(
+            "--ignore",
+            "--optional-root",
+            "--other-root",
+            "--plot",
+            "--report",
+            "--resume-report",
+            "--root",
+        ),
         *("--state", "--transcript", "--work", "--endpoint-url", "--site"),
     ),
     "a time, a size, a number, a code or a word of a list": (
