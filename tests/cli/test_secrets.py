@@ -54,7 +54,7 @@ HARMLESS = {
             "--resume-report",
             "--root",
         ),
-        *("--state", "--transcript", "--work", "--endpoint-url", "--site"),
+        *("--state", "--transcript", "--work", "--endpoint-url"),
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),
