@@ -45,16 +45,8 @@ HARMLESS = {
     "a path or an address, in which what is secret is hidden or refused": (
         *("--evidence-dir", "--flight-recorder", "--folder", "--hosts-file", "--html", "--job"),
         *("--key-file", "--like", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
-        *(
-            "--ignore",
-            "--optional-root",
-            "--other-root",
-            "--plot",
-            "--report",
-            "--resume-report",
-            "--root",
-        ),
-        *("--state", "--transcript", "--work", "--endpoint-url"),
+        *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
+        *("--state", "--transcript", "--work", "--endpoint-url", "--site", "--ignore"),
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),
