@@ -129,7 +129,7 @@ HARMLESS_OPTIONS = frozenset(
         *("endpoint-url", "evidence-dir", "flight-recorder", "folder", "hosts-file", "html", "job"),
         *("key-file", "like", "log", "log-dir", "marks", "metrics", "node-report"),
         *("optional-root", "other-root", "plot", "report", "resume-report", "root", "site"),
-        *("state", "transcript", "work"),
+        *("state", "transcript", "work", "ignore"),
     )
 )
 """Options of ckptctl whose values are shown; every other option holds a secret."""

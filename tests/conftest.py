@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -165,14 +165,6 @@ class _ShownAtOnce:
             terminal = self._config.pluginmanager.get_plugin("terminalreporter")
             terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})", red=True)
             terminal.write_line(report.longreprtext)
-
-
-@pytest.fixture(autouse=True)
-def no_secrets_of_other_tests() -> Iterator[None]:
-    """Each test begins without secrets: one named `test` would be hidden in every path."""
-    redaction.forget()
-    yield
-    redaction.forget()
 
 
 @pytest.fixture(scope="session")

@@ -85,8 +85,9 @@ def check_one_save(
     others = [*_times_beside(opened, neighbours)]
     if others:
         known = {key for _, keys in others for key in keys}
-        files = {path: at_s for path, at_s in files.items() if key_of(path) in known}
-        own = _times(opened.step, files) if len(files) > 1 else own
+        alike = {path: at_s for path, at_s in files.items() if key_of(path) in known}
+        if len(alike) > 1:
+            files, own = alike, _times(opened.step, alike)
     beside = [times for times, _ in others]
     window_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * max(0.0, one.late_s) for one in beside)])
     if own.late_s <= window_s:
@@ -143,7 +144,7 @@ def _times_beside(
     for names in (neighbours.older, neighbours.newer):
         for named in islice(names(), MAX_COMPARED):
             with suppress(StorageError):
-                other = OpenStep(opened.store, named).step
+                other = neighbours.open(opened.store, named).step
                 files = _timed(other)
                 if files:
                     yield _times(other, files), frozenset(map(key_of, files))
@@ -153,10 +154,10 @@ def _by_order(opened: OpenStep, own: SaveTimes, neighbours: Neighbours | None) -
     """Whether times within one window are those of a save, and not of a copy of it."""
     taken = f"files written within {duration(max(own.last_s - own.first_s, 1.0))}"
     older = next(iter(neighbours.older()), None) if neighbours is not None else None
-    if older is None:
+    if older is None or neighbours is None:
         return _unknown(f"{taken}, and no older step shows that it was no copy", opened)
     with suppress(StorageError):
-        other = OpenStep(opened.store, older).step
+        other = neighbours.open(opened.store, older).step
         files = _timed(other)
         if files and _is_of_training([_times(other, files), own]):
             return _proven(taken)
@@ -278,7 +279,7 @@ def _counts_beside(
     for names in (neighbours.older, neighbours.newer):
         for named in islice(names(), MAX_COMPARED):
             with suppress(StorageError):
-                count = count_of(OpenStep(opened.store, named))
+                count = count_of(neighbours.open(opened.store, named))
                 if count is not None:
                     yield named.number, count
 

@@ -240,7 +240,7 @@ class RetentionPlan:
                 return known
         return self._at_listing(
             OpenStep(self._store, named, files),
-            neighbours_of(lambda: self._root.listing.steps, named.number),
+            neighbours_of(lambda: self._root.listing.steps, named.number, self._root.trees),
         )
 
     def _at_listing(self, step: OpenStep, neighbours: Neighbours | None = None) -> Inspection:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
@@ -242,13 +243,24 @@ def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
     return tuple(step for step in steps if step.number < number and not step.unfinished)
 
 
-def neighbours_of(list_steps: Callable[[], Sequence[StepName]], number: int) -> Neighbours:
+def neighbours_of(
+    list_steps: Callable[[], Sequence[StepName]],
+    number: int,
+    trees: Mapping[str, Sequence[FileInfo]] | None = None,
+    listed: dict[str, Sequence[FileInfo]] | None = None,
+) -> Neighbours:
     """The finished steps beside step `number`, among those that `list_steps` lists, newest first.
 
-    Cost: a call of `list_steps` for each use.
+    `trees` are the files of each step, where a listing of the root holds them; `listed` those of
+    the steps that were listed last, which inspections of several steps share. Cost: one call of
+    `list_steps`, at the first use.
     """
+    steps = cache(list_steps)
     return Neighbours(
-        lambda: older_steps(list_steps(), number), lambda: _newer_steps(list_steps(), number)
+        lambda: older_steps(steps(), number),
+        lambda: _newer_steps(steps(), number),
+        trees or {},
+        {} if listed is None else listed,
     )
 
 

@@ -137,20 +137,22 @@ def seal_found(
     changed = unlike if contradiction is None else [contradiction]
     if changed or unequal:
         return _refused(inspected.report.with_findings(*changed, *unequal))
-    made = bound(
-        found,
-        Seal(
-            algorithm,
-            identity_of(inspected, requirements.saved_world_size),
-            files,
-            time_now(),
-            f"ckptctl {__version__}",
-            adopted=adopted,
-        ),
-        key,
-        root,
+    made = Seal(
+        algorithm,
+        identity_of(inspected, requirements.saved_world_size),
+        files,
+        time_now(),
+        f"ckptctl {__version__}",
+        adopted=adopted,
     )
-    _write(found, seal_bytes(made, key), replace=had_one)
+    try:
+        made = bound(found, made, key, root)
+        _write(found, seal_bytes(made, key), replace=had_one)
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"{error.message}; the seal was not written, and the step is unchanged",
+            next_command=command_line("verify", found.url),
+        ) from error
     path = join_url(found.store.url, found.in_store(SEAL))
     return _sealed(inspected.report, made, path, keyed=key is not None, replaced=had_one)
 
@@ -289,11 +291,6 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
         found.store.put(found.in_store(SEAL), data, replace=replace)
     except AlreadyExists as error:
         raise _sealed_already(found) from error
-    except AccessDenied as error:
-        raise AccessDenied(
-            f"{error.message}; the seal was not written, and the step is unchanged",
-            next_command=command_line("verify", found.url),
-        ) from error
 
 
 def _refused(report: Report) -> Sealed:

@@ -211,6 +211,7 @@ class CachingInspector:
         self.confirm = True
         self.content: Asked | None = None
         self.inspected: dict[Candidate, Inspection] = {}
+        self._listed: list[dict[str, Sequence[FileInfo]]] = [{} for _ in opened_roots]
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
         """The report on a candidate, at the requested level and at least at `at_least`."""
@@ -230,18 +231,25 @@ class CachingInspector:
     def _inspect(
         self, candidate: Candidate, at_least: Level, files: Sequence[FileInfo] | None
     ) -> Inspection:
-        store = self._roots[candidate.root_index].store
-        return inspect_step(
-            OpenStep(store, candidate.named, files),
+        root = self._roots[candidate.root_index]
+        beside = neighbours_of(
+            lambda: root.listing.steps,
+            candidate.named.number,
+            root.trees,
+            self._listed[candidate.root_index],
+        )
+        inspected = inspect_step(
+            OpenStep(root.store, candidate.named, files),
             self._requirements,
             level=self._level(at_least),
             content=self.content,
-            neighbours=neighbours_of(
-                lambda: self._roots[candidate.root_index].listing.steps, candidate.named.number
-            ),
+            neighbours=beside,
             confirm=self.confirm,
             seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
         )
+        if inspected.report.verdict not in (Verdict.CHANGED, Verdict.UNKNOWN):
+            beside.add(candidate.named.name, inspected.step.files)
+        return inspected
 
     def _level(self, at_least: Level) -> Level | None:
         if at_least is Level.LISTING:

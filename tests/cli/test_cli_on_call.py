@@ -232,8 +232,9 @@ def test_a_scan_of_many_steps_lists_only_those_that_it_shows(many_steps, monkeyp
 
     monkeypatch.setattr(targets, "open_store", opened)
     ckptctl.scan(str(many_steps), last=5)
-    # Those that are shown, the newest once more after it was inspected, and a step before.
-    assert made[0].calls["list_tree"] <= 5 + 2
+    # Those that are shown, the newest once more after it was inspected, and each step beside
+    # them once: the counts differ from the names, so that they are compared.
+    assert made[0].calls["list_tree"] <= 5 + 1 + 8
 
 
 def test_the_chosen_step_is_shown_wherever_it_is(ckptctl, many_steps):

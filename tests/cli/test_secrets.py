@@ -46,7 +46,7 @@ HARMLESS = {
         *("--evidence-dir", "--flight-recorder", "--folder", "--hosts-file", "--html", "--job"),
         *("--key-file", "--like", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
         *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
-        *("--state", "--transcript", "--work", "--endpoint-url", "--site"),
+        *("--state", "--transcript", "--work", "--endpoint-url", "--site", "--ignore"),
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),

@@ -353,10 +353,14 @@ def test_a_step_that_holds_nothing_is_nothing_to_resume_from(root):
 def test_a_part_that_is_empty_beside_others_is_no_fault(root):
     import torch.distributed.checkpoint as dcp
 
-    model = root / "step_600" / "model"
-    shutil.copytree(root / "step_500", model)
-    dcp.save({}, checkpoint_id=str(root / "step_600" / "optimizer"), no_dist=True)
-    assert faults(ckptctl.verify(f"{root}@600", level=Level.LISTING)) == []
+    saved = (root / "step_500").rename(root / "model")
+    (root / "step_500").mkdir()
+    saved.rename(root / "step_500" / "model")
+    dcp.save({}, checkpoint_id=str(root / "step_500" / "optimizer"), no_dist=True)
+    at_s = (root / "step_500" / "model" / ".metadata").stat().st_mtime
+    for path in (root / "step_500" / "optimizer").iterdir():
+        os.utime(path, (at_s, at_s))
+    assert faults(ckptctl.verify(f"{root}@500", level=Level.LISTING)) == []
 
 
 def test_a_save_without_metadata_is_in_progress_while_it_is_young(root):
@@ -409,14 +413,19 @@ def test_an_equal_temporary_metadata_is_what_a_store_without_rename_left(root):
     assert ckptctl.verify(str(step)).exit_code == 0
 
 
-def test_a_save_over_an_older_step_that_was_killed_is_a_suspicion_by_its_times(root):
+def test_a_save_over_an_older_step_that_was_killed_is_seen_by_its_times(root):
     step = root / "step_500"
-    assert ckptctl.verify(str(step)).with_severity(Severity.WARNING) == ()
+    assert ckptctl.verify(str(step)).findings == ()
     os.utime(
         step / "__1_0.distcp", (step.stat().st_mtime, (step / ".metadata").stat().st_mtime + 3600)
     )
     report = ckptctl.verify(str(step))
+    (finding,) = report.with_severity(Severity.FAULT)
+    assert (finding.code, finding.where) == ("step.two-saves", "__1_0.distcp")
+    assert (report.verdict, report.exit_code) == (Verdict.INCOMPLETE, 20)
+    assert "60 min after 4 other files" in finding.message
+    for other in (100, 200, 300, 400):
+        shutil.rmtree(root / f"step_{other}")
+    report = ckptctl.verify(str(step))
     (finding,) = report.with_severity(Severity.WARNING)
-    assert (finding.code, finding.where) == ("shard.newer", "__1_0.distcp")
-    assert (report.verdict, report.exit_code) == (Verdict.COMPLETE, 0)
-    assert "60 min or more" in finding.message
+    assert (finding.code, report.exit_code) == ("step.times", 0)

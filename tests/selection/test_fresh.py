@@ -138,7 +138,7 @@ ALL = (ckptctl.pick, ckptctl.scan, ckptctl.preflight)
         *("model.safetensors", "final/model.safetensors", "pytorch_model.bin", "checkpoint.tar"),
         *("last/mp_rank_00_model_states.pt", "model.ckpt-100.index", "params.npz", "run/0042.eqx"),
         *("semi_best", "e3", "model_last.mdl", "scores.checkpoint_1000", "last", "Epoch 3"),
-        *("runs/7/semi_best", "a/b/c/d/e/e3", ".hidden/e3", "12/weights", "last.pt.tmp", "x"),
+        *("runs/7/semi_best", "a/b/c/d/e/e3", ".hidden/e3", "run12/weights", "last.pt.tmp", "x"),
         *("data/train.bin", "tokens.npz", "core.1234", "checkpoint_100", "step_100.tar.gz"),
     ],
 )
@@ -155,6 +155,14 @@ def test_unknown_files_of_any_name_are_no_fresh_run_and_are_named(root, name, si
         assert "--ignore PATTERN" in caught.value.message
     found = ckptctl.pick(str(root), allow_fresh=True, ignore=[name])
     assert (found.answer, found.exit_code) == (Answer.FRESH, 0)
+
+
+def test_a_folder_of_digits_with_an_unknown_file_is_a_step_of_unknown_format(root):
+    (root / "12").mkdir(parents=True)
+    (root / "12" / "weights").write_bytes(b"x" * 100)
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.answer, found.exit_code) == (Answer.NONE_USABLE, 11)
+    assert found.reason == "unverifiable"
 
 
 @pytest.mark.parametrize(
