@@ -9,6 +9,7 @@ proves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
@@ -21,7 +22,6 @@ from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksummin
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.files import MAX_STRING, time_now
 from ckptctl.formats.own.seals import (
-    MAX_SEAL_BYTES,
     SEAL,
     Adoption,
     Identity,
@@ -142,20 +142,17 @@ def seal_found(
     changed = unlike if contradiction is None else [contradiction]
     if changed or unequal:
         return _refused(inspected.report.with_findings(*changed, *unequal))
-    made = bound(
-        found,
-        Seal(
-            algorithm,
-            identity_of(inspected, requirements.saved_world_size),
-            files,
-            time_now(),
-            f"ckptctl {__version__}",
-            adopted=adopted,
-        ),
-        key,
-        root,
+    made = Seal(
+        algorithm,
+        identity_of(inspected, requirements.saved_world_size),
+        files,
+        time_now(),
+        f"ckptctl {__version__}",
+        adopted=adopted,
     )
-    _write(found, seal_bytes(made, key), replace=had_one)
+    with _writing(found):
+        made = bound(found, made, key, root)
+        found.store.put(found.in_store(SEAL), seal_bytes(made, key), replace=had_one)
     path = join_url(found.store.url, found.in_store(SEAL))
     return _sealed(inspected.report, made, path, keyed=key is not None, replaced=had_one)
 
@@ -284,14 +281,11 @@ def _certain(world_size: WorldSize | None) -> int | None:
     return None if world_size is None or world_size.at_least else world_size.size
 
 
-def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
-    if len(data) > MAX_SEAL_BYTES:
-        raise UsageError(
-            f"the seal of {found.url} would have {len(data):,} bytes, more than "
-            f"{MAX_SEAL_BYTES:,}; the step has too many files"
-        )
+@contextmanager
+def _writing(found: OpenTarget) -> Iterator[None]:
+    """State what an error means for the seal that is written, and for the step."""
     try:
-        found.store.put(found.in_store(SEAL), data, replace=replace)
+        yield
     except AlreadyExists as error:
         raise _sealed_already(found) from error
     except AccessDenied as error:

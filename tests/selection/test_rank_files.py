@@ -196,7 +196,8 @@ def test_a_flipped_bit_is_found_by_content(root):
             data[place] ^= 4
             write(file, bytes(data))
             report = ckptctl.verify(str(step), level="content")
-            assert report.exit_code == 21, (file, place, report.findings)
+            # A plain pickle has no checksum: a flipped bit may name another global.
+            assert report.exit_code in (21, 25), (file, place, report.findings)
         write(file, whole)
 
 
