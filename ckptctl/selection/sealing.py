@@ -8,7 +8,7 @@ proves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -152,7 +152,13 @@ def seal_found(
     )
     with _writing(found):
         made = bound(found, made, key, root)
-        found.store.put(found.in_store(SEAL), seal_bytes(made, key), replace=had_one)
+        data = seal_bytes(made, key)
+        if len(data) > MAX_SEAL_BYTES:
+            raise UsageError(
+                f"the seal of {found.url} would have {len(data):,} bytes, more than "
+                f"{MAX_SEAL_BYTES:,}; the step has too many files"
+            )
+        found.store.put(found.in_store(SEAL), data, replace=had_one)
     path = join_url(found.store.url, found.in_store(SEAL))
     return _sealed(inspected.report, made, path, keyed=key is not None, replaced=had_one)
 
