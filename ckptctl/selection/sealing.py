@@ -22,6 +22,7 @@ from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksummin
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.files import MAX_STRING, time_now
 from ckptctl.formats.own.seals import (
+    MAX_SEAL_BYTES,
     SEAL,
     Adoption,
     Identity,
