@@ -111,7 +111,8 @@ def inspect_step(
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
     if neighbours is not None:
-        neighbours = Neighbours(cache(neighbours.older), cache(neighbours.newer))
+        older, newer = cache(neighbours.older), cache(neighbours.newer)
+        neighbours = Neighbours(older, newer, neighbours.known_files)
     context = StageContext(
         requirements,
         asked,
