@@ -415,10 +415,11 @@ def test_an_equal_temporary_metadata_is_what_a_store_without_rename_left(root):
 
 def test_a_save_over_an_older_step_that_was_killed_is_seen_by_its_times(root):
     step = root / "step_500"
+    for number in (100, 200, 300, 400, 500):  # ten minutes of training between two saves
+        for file in (root / f"step_{number}").iterdir():
+            os.utime(file, (6 * number, 1_700_000_000 + 6 * number))
     assert ckptctl.verify(str(step)).findings == ()
-    os.utime(
-        step / "__1_0.distcp", (step.stat().st_mtime, (step / ".metadata").stat().st_mtime + 3600)
-    )
+    os.utime(step / "__1_0.distcp", (0, 1_700_000_000 + 6 * 500 + 3600))
     report = ckptctl.verify(str(step))
     (finding,) = report.with_severity(Severity.FAULT)
     assert (finding.code, finding.where) == ("step.two-saves", "__1_0.distcp")
