@@ -65,7 +65,6 @@ DOUBTS: Mapping[str, ClaimName] = {
     "seal.outdated": ClaimName.ONE_SAVE,
     "metadata.foreign": ClaimName.IDENTITY,
     "step.duplicate": ClaimName.IDENTITY,
-    "pointer.rolled-back": ClaimName.BRANCH,
     "record.unverifiable": ClaimName.BYTES,
     "content.unfinished": ClaimName.BYTES,
 }

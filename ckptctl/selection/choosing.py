@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, islice
 
 from ckptctl.data_classes import dataclass, field
+from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
@@ -17,6 +18,7 @@ from ckptctl.formatting import and_more
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
 from ckptctl.selection.results import PassedOver
+from ckptctl.selection.write_order import Order, WriteOrder
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -43,7 +45,8 @@ class Choice:
     """The result of choosing: the chosen report or none, and everything that was skipped.
 
     `damaged` are the numbers of damaged steps. `stopped` is why the search ended early:
-    `unknown` for a step that could not be inspected, `suspect` for too many damaged ones.
+    `unknown` for a step that could not be inspected, `suspect` for too many damaged ones,
+    `branch` where the run may have gone back from the step, by the times in `order`.
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
@@ -58,6 +61,7 @@ class Choice:
     stopped: str | None = None
     exit_code: int = EXIT_NONE_USABLE
     further: Choice | None = None
+    order: WriteOrder | None = None
 
     def pass_over(self, report: Report, reason: str) -> None:
         """Record a step that is not chosen."""
@@ -159,6 +163,19 @@ def take_one_of(
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
             choice.unknown.append(report)
     return False
+
+
+def decide_branch(choice: Choice, order: WriteOrder) -> None:
+    """Stop the search where the run went back from the chosen step.
+
+    The step with the highest number and the one that was written last are of two branches, and a
+    person, or a record, decides which of them the run is on.
+    """
+    choice.order = order
+    if choice.chosen is None or order.order is not Order.WENT_BACK:
+        return
+    choice.pass_over(choice.chosen, order.why)
+    choice.chosen, choice.stopped, choice.exit_code = None, "branch", UsageError.exit_code
 
 
 def further_by_another_count(

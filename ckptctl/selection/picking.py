@@ -20,6 +20,7 @@ from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
 from ckptctl.selection.targets import Roots, roots_in
+from ckptctl.selection.write_order import WriteOrder
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ def _none(done: Search) -> Pick:
     choice = done.choice
     message, next_command = none_usable(done)
     sound = choice.further.chosen if choice.further else None
-    answer = Answer.UNKNOWN if choice.stopped == "unknown" else Answer.NONE_USABLE
+    answers = {"unknown": Answer.UNKNOWN, "branch": Answer.UNDECIDED}
+    answer = answers.get(choice.stopped or "", Answer.NONE_USABLE)
     found = _nothing(done, answer, message, choice.exit_code, next_command)
     return replace(found, newest_sound=sound.url if sound else None)
 
@@ -214,6 +216,8 @@ def none_usable(done: Search) -> tuple[str, str]:
         if number is None:
             return message, _remedy(report) or command_line("verify", report.url)
         return message, _remedy(report) or command_line("pick", *roots.words, "--skip", number)
+    if choice.stopped == "branch" and choice.order is not None:
+        return _two_branches(done, choice.order)
     if not over:
         return _none_left(done)
     if choice.stopped == "suspect":
@@ -231,6 +235,18 @@ def none_usable(done: Search) -> tuple[str, str]:
         if all(found and found[0].code == "format.unsupported" for found in faults):
             return message, "ckptctl explain format.unsupported"
     return message, storage_corruption(roots)
+
+
+def _two_branches(done: Search, order: WriteOrder) -> tuple[str, str]:
+    """That the run went back, and how to choose one of its two branches."""
+    last, skipped = order.last.number, ",".join(str(one.number) for one in order.later)
+    number = order.own.number if order.own is not None else last
+    message = (
+        f"{order.why}: the run may have gone back to an earlier step, so neither is chosen; "
+        f"--before {last + 1} chooses the branch that was written last, --skip {skipped} step "
+        f"{number}, and `ckptctl reject` on the steps of the other branch decides it for good"
+    )
+    return message, command_line("pick", *done.roots.words, "--before", last + 1)
 
 
 def _remedy(report: Report) -> str | None:

@@ -65,6 +65,7 @@ class Answer(str, Enum):
     FRESH = "fresh"
     NONE_USABLE = "none-usable"
     UNKNOWN = "unknown"
+    UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, slots=True)

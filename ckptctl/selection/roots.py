@@ -51,6 +51,7 @@ class RootListing:
     exist, which on an object store is a prefix without objects. `known` is true if ckptctl
     has written there before, and `is_step` if the folder is a step itself. `doubt` is about
     files among the unnumbered that may be steps. `pattern` is how the caller names steps.
+    `folder_times` are when the folders changed, where the storage shows it.
     """
 
     steps: tuple[StepName, ...]
@@ -64,6 +65,7 @@ class RootListing:
     is_step: bool = False
     doubt: Doubt | None = None
     pattern: re.Pattern[str] | None = None
+    folder_times: Mapping[str, float] = field(default_factory=dict)
 
 
 def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
@@ -221,6 +223,11 @@ def read_listing(
         is_step=is_step,
         doubt=doubt,
         pattern=pattern,
+        folder_times={
+            entry.path: entry.mtime_s
+            for entry in entries
+            if entry.kind == "dir" and entry.mtime_s is not None
+        },
     )
 
 
