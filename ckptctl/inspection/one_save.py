@@ -18,6 +18,7 @@ from itertools import islice, pairwise
 
 import msgspec
 
+from ckptctl.checks.shape import weights_in
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
@@ -55,8 +56,10 @@ class SaveTimes(msgspec.Struct, frozen=True):
     late_s: float
     """How long after the metadata the last shard was written; of other formats, `last_s` after
     `first_s`."""
-    largest: int = 0
+    largest: int
     """Bytes of its largest file."""
+    weights_s: float
+    """When the last of its metadata and weights was written; other files may be added later."""
 
 
 def check_one_save(
@@ -142,7 +145,9 @@ def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
     if metadata_s is not None:
         late_s = last_s - metadata_s
     largest = max(file.size for file in step.files if file.path in files)
-    return SaveTimes(step.name, step.number or 0, first_s, last_s, late_s, largest)
+    weights_s = max((files[f.path] for f in weights_in(step) if f.path in files), default=last_s)
+    number = step.number or 0
+    return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s)
 
 
 def _times_beside(
@@ -188,8 +193,8 @@ def is_of_training(times: Sequence[SaveTimes], *, by_number: bool = True) -> boo
 def are_apart(older: SaveTimes, newer: SaveTimes) -> bool:
     """Whether more time passed between two saves than a copy of them would take."""
     first_file_s = newer.largest / COPIED_PER_S
-    longest_s = max(older.last_s - older.first_s, SUCCESSION_S, first_file_s)
-    return newer.first_s - older.last_s > longest_s
+    longest_s = max(older.weights_s - older.first_s, SUCCESSION_S, first_file_s)
+    return newer.first_s - older.weights_s > longest_s
 
 
 def _two_saves(files: Mapping[str, float], own: SaveTimes, window_s: float) -> Finding:

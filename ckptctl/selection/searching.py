@@ -418,7 +418,7 @@ def branch_of(
     names, n_silent = to_compare(
         [*older],
         root.listing.folder_times,
-        own.last_s if own is not None else 0.0,
+        own.weights_s if own is not None else 0.0,
         known=root.trees,
         is_local=root.store.kind is StoreKind.LOCAL,
     )

@@ -57,7 +57,7 @@ class WriteOrder(msgspec.Struct, frozen=True):
             f"{counted(len(numbers), 'step')} with lower numbers ({some_of(numbers)}) were written "
             f"after step {self.own.number}: step {self.last.number} at "
             f"{rfc3339(self.last.first_s, 'seconds')}, step {self.own.number} at "
-            f"{rfc3339(self.own.last_s, 'seconds')}"
+            f"{rfc3339(self.own.weights_s, 'seconds')}"
         )
 
 
@@ -72,7 +72,7 @@ def write_order(
     if own is None:
         return WriteOrder(Order.COPIED, _unknown("the storage keeps no write times"))
     lower = sorted((one for one in others if one.number < own.number), key=_written)
-    later = tuple(one for one in lower if one.first_s > own.last_s)
+    later = tuple(one for one in lower if one.first_s > own.weights_s)
     if not later:
         return WriteOrder(Order.CURRENT, _in_order(own, lower, n_not_compared), own)
     order = _order_of(own, lower, later)
@@ -92,10 +92,10 @@ def _order_of(own: SaveTimes, lower: Sequence[SaveTimes], later: Sequence[SaveTi
         if not is_of_training([own, *later], by_number=False):
             return Order.DOUBTFUL
     else:
-        earlier = [one for one in lower if one.first_s <= own.last_s]
+        earlier = [one for one in lower if one.first_s <= own.weights_s]
         if not is_of_training([*earlier, own], by_number=False):
             return Order.DOUBTFUL
-    is_soon = later[-1].first_s - own.last_s <= LEAST_WINDOW_S
+    is_soon = later[-1].first_s - own.weights_s <= LEAST_WINDOW_S
     return Order.DOUBTFUL if is_soon else Order.WENT_BACK
 
 
@@ -108,7 +108,7 @@ def _in_order(own: SaveTimes, lower: Sequence[SaveTimes], n_not_compared: int) -
         return _unknown(f"{counted(n_not_compared, 'older step')} were not compared")
     if not lower:
         return _proven("no older step was written later")
-    before = max(lower, key=lambda one: one.last_s)
+    before = max(lower, key=lambda one: one.weights_s)
     if are_apart(before, own):
         return _proven("steps written in the order of their numbers")
     return _unknown(f"written as soon after step {before.number} as by a copy")
@@ -174,8 +174,8 @@ def _far(names: Sequence[str]) -> Iterator[str]:
 
 
 def written_after_all(times: SaveTimes | None, others: Sequence[SaveTimes | None]) -> bool:
-    """Whether a step was written, wholly or in part, after all others."""
-    known = [one.last_s for one in others if one is not None]
-    return times is not None and len(known) == len(others) and times.last_s > max(known)
+    """Whether the weights of a step were written, all or some of them, after those of all others."""
+    known = [one.weights_s for one in others if one is not None]
+    return times is not None and len(known) == len(others) and times.weights_s > max(known)
 
 

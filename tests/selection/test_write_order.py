@@ -171,6 +171,13 @@ def test_a_report_that_was_added_to_an_older_step_is_no_save(train, root):
     assert ckptctl.pick(str(root)).step == 300
 
 
+def test_a_file_that_was_added_to_the_step_that_was_left_hides_nothing(train, root):
+    train((100, 200, 300), 24)
+    train((110, 120), 1)
+    (root / "step_300" / "samples").write_text("of an evaluation")
+    assert ckptctl.pick(str(root)).answer is Answer.UNDECIDED
+
+
 def test_the_only_step_is_on_the_branch(train, root):
     train((100,), 1)
     assert branch(root).state is ClaimState.PROVEN
@@ -263,7 +270,8 @@ def test_a_run_that_went_back_after_it_was_copied_is_seen(train, root):
 
 
 def times(number: int, first_s: float, took_s: float = 10, largest: int = 0) -> SaveTimes:
-    return SaveTimes(f"step_{number}", number, first_s, first_s + took_s, took_s, largest)
+    last_s = first_s + took_s
+    return SaveTimes(f"step_{number}", number, first_s, last_s, took_s, largest, last_s)
 
 
 def test_one_later_save_soon_after_a_copy_is_a_doubt():
