@@ -105,6 +105,10 @@ class PathEscape(StorageError, code="path.escape", exit_code=25):
     """A path or a link leads outside its folder; it was not followed."""
 
 
+class LinkNotFollowed(PathEscape, code="step.linked", exit_code=2):
+    """A link was not followed: what it leads to is unknown."""
+
+
 class AlreadyExists(StorageError, code="storage.exists", exit_code=1):
     """A write that must create a file found one already there."""
 

@@ -76,6 +76,7 @@ EXIT_STATE_MISSING = 23
 EXIT_WORLD_SIZE = 24
 EXIT_DIFFERS = 28
 EXIT_DENIED = 77
+EXIT_LINKED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ CODES: Mapping[str, Code] = {
     "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
+    "step.linked": _fault(Verdict.UNKNOWN, "a step, or a file of it, is a link, and not followed"),
     "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
     "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step"),

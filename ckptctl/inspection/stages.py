@@ -32,6 +32,7 @@ from ckptctl.claims import Claim
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity
+from ckptctl.formats.families import may_hold_state
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
@@ -107,6 +108,19 @@ def names(opened: OpenStep, _context: StageContext) -> Iterator[Finding]:
     """Check the names in the step directory."""
     unfinished = isinstance(opened.named, StepName) and opened.named.unfinished
     return check_shape(opened.step, unfinished=unfinished)
+
+
+def links(opened: OpenStep, _context: StageContext) -> Iterator[Finding]:
+    """Raise `LinkNotFollowed` where a file that may hold state is a link: nothing is known of it.
+
+    Cost: none without such a link.
+    """
+    for file in opened.files:
+        is_linked = file.kind == "link" and layouts.is_saved(file.path)
+        if is_linked and may_hold_state(file.path):
+            for _ in opened.store.read_spans([Span(opened.in_store(file.path), 0, 1)]):
+                pass  # replaced by a file meanwhile, which `unchanged` reports
+    yield from ()
 
 
 def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -436,6 +450,7 @@ def contradictions(opened: OpenStep, context: StageContext) -> Iterator[Finding]
 
 
 STAGES: tuple[Stage, ...] = (
+    links,
     names,
     metadata,
     structure,

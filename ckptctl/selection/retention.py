@@ -385,6 +385,9 @@ class RetentionPlan:
         if marked is not None:
             return marked
         number = candidate.named.number
+        linked = candidate.named.name in self._root.listing.links
+        if linked or any(file.link is not None for file in inspected.step.files):
+            return "links lead out of it: left to a person"
         if number in self._rules.protected:
             return self._rules.protected[number]
         if number in self._pointed:

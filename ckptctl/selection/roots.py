@@ -6,6 +6,7 @@ their content.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,8 +46,8 @@ class RootListing:
 
     `steps` are newest first; of two folders with one number, the one of the last attempt
     comes first, and then the one that is named like the others. `pointers` are the pointer
-    files, `folders` the names of the other folders, `links` the other links with their
-    targets, `unnumbered` the names of saved weights without a step number. `others` are files
+    files, `folders` the names of the other folders, `links` the links that are not steps, and
+    those that were followed, with their targets, `unnumbered` the names of saved weights without a step number. `others` are files
     whose names do not tell whether they are saves. `exists` is false if the root does not
     exist, which on an object store is a prefix without objects. `known` is true if ckptctl
     has written there before, and `is_step` if the folder is a step itself. `doubt` is about
@@ -75,7 +76,7 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
     that does not answer.
     """
     try:
-        entries = store.list_dir("")
+        entries = _with_aliases(store, store.list_dir(""))
     except PathNotFound:
         if store.kind is StoreKind.OBJECT:
             raise
@@ -92,6 +93,20 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
         # Another launcher may have begun the run between the two.
         return replace(listing, exists=bool(again), known=bool(again))
     raise _contradicted(store)
+
+
+def _with_aliases(store: Store, entries: Sequence[FileInfo]) -> Sequence[FileInfo]:
+    """The entries; a link to another folder of the root has the name of that folder as target."""
+    if store.folders is None or all(entry.kind != "link" for entry in entries):
+        return entries
+    root = os.path.realpath(store.folders.path_of(""))
+    names = {entry.path for entry in entries if entry.kind == "dir"}
+    shown = []
+    for entry in entries:
+        above, name = os.path.split(os.path.normpath(os.path.join(root, entry.link or "")))
+        is_alias = entry.kind == "link" and name in names and os.path.realpath(above) == root
+        shown.append(replace(entry, link=name) if is_alias else entry)
+    return shown
 
 
 def list_all(
@@ -166,6 +181,7 @@ def read_listing(
     others: list[FileInfo] = []
     in_flight: set[str | None] = set()
     entries = list(entries)
+    names = {entry.path for entry in entries if entry.kind == "dir"}
     beside_others = scattered_steps(entries) if pattern is None else {}
     of_others = {file.path for files in beside_others.values() for file in files}
     steps += beside_others
@@ -182,6 +198,11 @@ def read_listing(
         if entry.path in of_others:
             continue
         named = step_name(entry.path, pattern)
+        if entry.kind == "dir" and entry.link is not None:
+            links[entry.path] = entry.link
+        if entry.kind == "link" and entry.link in names:
+            links[entry.path] = entry.link  # another name of a folder, and no step of its own
+            continue
         if named is not None and (entry.kind in ("dir", "link") or is_flat_file(entry)):
             steps.append(named)
         elif pattern is None and (

@@ -5,7 +5,6 @@ Opens the roots, lists each once, and lets `choosing` inspect from the newest st
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -116,7 +115,6 @@ def search(
     candidates = in_order(candidates_of(opened_roots), policy)
     choice = choose(candidates, inspector, policy)
     _check_are_steps(opened_roots, choice)
-    _check_links(opened_roots, choice, inspector, roots)
     _check_counts(opened_roots, candidates, inspector, policy, choice)
     _check_branch(opened_roots, candidates, inspector, choice)
     findings = root_findings(opened_roots, choice, inspector)
@@ -153,29 +151,6 @@ def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
             f"{roots} holds no steps itself, but {inside} in it {do}",
             next_command=command_line("scan", nested[0].url),
         )
-
-
-def _check_links(
-    opened_roots: Sequence[OpenRoot], choice: Choice, inspector: CachingInspector, roots: Roots
-) -> None:
-    """Raise `UsageError` if a step that was passed over is a link out of its root.
-
-    Links are not followed, so nothing is known about the step, and no older one replaces it.
-    """
-    for over in choice.passed_over if choice.chosen is not None else ():
-        passed = inspector.candidate_of(over.report)
-        if passed is None or passed.optional:
-            continue
-        folders, name = opened_roots[passed.root_index].store.folders, passed.named.name
-        if folders is None or not os.path.islink(path := folders.path_of(name)):
-            continue
-        if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folders.path_of("")):
-            raise UsageError(
-                f"{over.report.url} is a link to {os.readlink(path)}, outside the root, and was "
-                f"not followed: step {passed.named.number} may be usable, so no older one is "
-                "chosen. Move the step into the root, or skip it",
-                next_command=command_line("pick", *roots.words, "--skip", passed.named.number),
-            )
 
 
 def _check_counts(

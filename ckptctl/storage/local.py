@@ -57,13 +57,16 @@ class LocalStore(Closing):
     Keeps no descriptor open between calls, except in `open_file`. `root` is the path that
     is opened, `url` what the user typed. If a name vanishes during a listing, the listing
     is repeated: the file may have been renamed to a name that the scan had already passed.
+    Links into the folders `follow` are listed and read as what they lead to.
     """
 
     upload_checksum = None
 
-    def __init__(self, root: str, *, url: str | None = None) -> None:
+    def __init__(
+        self, root: str, *, url: str | None = None, follow: Sequence[str] = ()
+    ) -> None:
         self.url = url or root
-        self._root = RootFolder(root, self.url)
+        self._root = RootFolder(root, self.url, follow)
         self._kind: StoreKind | None = None
 
     @property
@@ -265,7 +268,7 @@ class LocalStore(Closing):
 
     def _names(self, path: str) -> Iterator[FileInfo]:
         with self._root.folder(parts_of(path)) as folder:
-            yield from scan(folder, parts_of(path))
+            yield from scan(folder, parts_of(path), self._root)
 
     def _tree(self, path: str) -> Iterator[FileInfo]:
         top = parts_of(path)
@@ -281,7 +284,7 @@ class LocalStore(Closing):
                     raise
                 raise Transient("folders vanished during the listing") from exc
             with folder:
-                for info in scan(folder, parts):
+                for info in scan(folder, parts, self._root):
                     if info.kind == "dir":
                         folders.append((*parts, info.path.rpartition("/")[2]))
                     else:

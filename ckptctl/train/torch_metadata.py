@@ -19,6 +19,7 @@ from ckptctl.errors import (
     CkptctlError,
     MetadataUnreadable,
     MetadataUnsafe,
+    LinkNotFollowed,
     PathEscape,
     PathNotFound,
     StepDamaged,
@@ -209,6 +210,8 @@ def read_step_metadata(opened: OpenStep) -> Metadata | RankLocal:
     """
     try:
         return opened.metadata
+    except LinkNotFollowed:
+        raise
     except (PathNotFound, PathEscape, TooLarge, MetadataUnreadable, MetadataUnsafe) as error:
         return _inspected(opened, error)
 
