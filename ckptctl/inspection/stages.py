@@ -441,10 +441,11 @@ def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def contradictions(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Ask once more for what a stale listing could explain: changes, and missing files."""
+    """Ask once more for what a stale listing could explain: changes, missing and short files."""
     contradiction = contradicted(opened, context.findings)
     if contradiction is not None:
         yield contradiction
+    yield from stale_sizes(opened, context.findings)
     if context.confirm:
         yield from left_out(opened, context.findings)
 
@@ -497,13 +498,49 @@ def left_out(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]
 
 def _is_there(opened: OpenStep, path: str) -> bool:
     try:
-        for _ in opened.store.read_spans([Span(opened.in_store(path), 0, 1)]):
-            pass
+        return _reads(opened, path, 0) or True  # an empty one is there
     except PathNotFound:
         return False
+
+
+def _reads(opened: OpenStep, path: str, offset: int) -> bool:
+    """Whether a file has a byte at `offset`. Cost: a read of one byte."""
+    try:
+        for _ in opened.store.read_spans([Span(opened.in_store(path), offset, 1)]):
+            pass
     except ShortRead:
-        pass  # an empty one
+        return False
     return True
+
+
+_TOO_SHORT = frozenset(
+    {"shard.truncated", "file.unreadable", "record.framing", "file.missing", "seal.gone"}
+)
+"""Codes of files that may be shorter than they must be."""
+
+
+def stale_sizes(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield a `step.unknown` where a file that is too short is longer than two listings show.
+
+    A cache of attributes shows the size of an earlier moment. Storage errors pass through. Cost:
+    a read of one byte of each file that is too short, at most `MAX_ASKED`, and where one is
+    longer a listing.
+    """
+    listed = {file.path: file for file in opened.files if file.kind == "file"}
+    named = dict.fromkeys(f.where for f in findings if f.code in _TOO_SHORT and f.where in listed)
+    for where in [*named][:MAX_ASKED]:
+        size = listed[where].size
+        try:
+            if not _reads(opened, where, size):
+                continue
+        except PathNotFound:
+            continue
+        # A file that grows meanwhile is longer in a second listing, too.
+        again = next((file for file in opened.list_again() if file.path == where), None)
+        if again is not None and again.size <= size:
+            what = f"a listing shows {size:,} bytes of {where}, and it has more"
+            yield _unknown(opened.step, where, what, f"{size:,} bytes in a listing")
+            return
 
 
 def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | None:

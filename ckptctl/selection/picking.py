@@ -213,9 +213,15 @@ def none_usable(done: Search) -> tuple[str, str]:
         number = report.number
         reason = next(one.reason for one in over if one.report is report)
         message = f"step {number} could not be inspected, so no older one is chosen: {reason}"
-        if number is None:
-            return message, _remedy(report) or command_line("verify", report.url)
-        return message, _remedy(report) or command_line("pick", *roots.words, "--skip", number)
+        remedy = _remedy(report)
+        if remedy is not None:
+            return message, remedy
+        candidate = done.inspect.candidate_of(report)
+        root = roots.first
+        if candidate is not None:
+            root = done.opened_roots[candidate.root_index].store.url
+        message += "; check the storage, then wait and try again, or wait longer with --timeout"
+        return message, command_line("doctor", "storage", root)
     if choice.stopped == "branch" and choice.order is not None:
         return _two_branches(done, choice.order)
     if not over:

@@ -337,15 +337,16 @@ class LocalStore(Closing):
 
     def _exactly(self, file: Descriptor, span: Span) -> bytes:
         # The size bounds the allocation: the length comes from metadata, which may be wrong.
+        # One byte is read whatever the size: a cache of attributes may show one that is too small.
         size = os.fstat(file.fd).st_size
         end = span.offset + span.length
-        if span.offset < 0 or span.length < 0 or end > size:
+        if span.offset < 0 or span.length < 0 or (end > size and span.length > 1):
             raise self._short(span, size)
         data = os.pread(file.fd, min(span.length, _PIECE), span.offset)
         while len(data) < span.length:
             more = os.pread(file.fd, min(span.length - len(data), _PIECE), span.offset + len(data))
             if not more:
-                raise self._short(span, span.offset + len(data))
+                raise self._short(span, min(size, span.offset + len(data)))
             data += more
         return data
 

@@ -121,7 +121,7 @@ def test_a_step_that_may_not_be_read_is_the_answer_of_scan(sound_root, capsys, m
     assert "none of the" not in said
     (row,) = [each for each in said.splitlines() if each.startswith("?")]
     assert row.split()[1:4] == ["30", "unknown", "-"]
-    assert next_of(said) == f"ckptctl pick {sound_root} --skip 30"
+    assert next_of(said) == f"ckptctl doctor storage {sound_root}"
 
 
 @pytest.mark.parametrize("command", ["scan", "pick", "preflight"])
