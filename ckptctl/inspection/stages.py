@@ -333,13 +333,13 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     from ckptctl.inspection.one_save import check_identity
 
     count = context.state.step.value
-    found, context.identity = check_identity(opened, count, context.neighbours, _count_of)
+    found, context.identity = check_identity(opened, count, context.neighbours, count_of)
     named = context.places("step.wrong-step") | context.places("step.foreign")
     if not (named or context.notes.accepted):
         yield from found
 
 
-def _count_of(opened: OpenStep) -> int | None:
+def count_of(opened: OpenStep) -> int | None:
     """The steps that the train state of another step counts. Cost: its listing and sidecars."""
     context = StageContext(Requirements(), Level.LISTING)
     context.findings += [*metadata(opened, context)]

@@ -32,7 +32,9 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
-from ckptctl.inspection.open_step import list_scattered
+from ckptctl.inspection.open_step import OpenStep, list_scattered
+from ckptctl.inspection.stages import count_of
+from ckptctl.inspection.sidecars import counts_inside, steps_inside
 from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import FileInfo
 from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
@@ -382,6 +384,77 @@ def check_further(store: Store, listing: RootListing, chosen: int) -> Iterator[F
             else "ckptctl explain root.further",
         )
         return
+
+
+def check_counted_further(
+    store: Store, listing: RootListing, chosen: OpenStep, trained_steps: int | None
+) -> Iterator[Finding]:
+    """Yield `root.further` for a save without a step number that counts more than `chosen` does.
+
+    Trainers write the newest save as `last.ckpt` or `last.pth.tar` too, and may keep it alone.
+    `trained_steps` are those that the train state of `chosen` counts. Cost: none where every save
+    has a number; else a listing of the root, and short reads of `MAX_FURTHER` files at most; a
+    listing and the train state of `MAX_FURTHER` folders at most.
+    """
+    if listing.pattern is not None or listing.doubt is not None:
+        return
+    for name in [name for name in listing.folders if _CALLED_NEWEST.search(name)][:MAX_FURTHER]:
+        with suppress(StorageError):
+            steps = count_of(OpenStep(store, name)) if _is_checkpoint(store, name) else None
+            if steps is not None and trained_steps is not None and steps > trained_steps:
+                yield _counts_further(name, _of_steps(steps, trained_steps))
+                return
+    if not listing.unnumbered:
+        return
+    files = {file.path: file for file in store.list_dir("") if file.kind == "file" and file.size}
+    own: Mapping[str, int | float] = {}
+    if chosen.is_file:
+        own = counts_inside(store, chosen.name, chosen.files[0].size)
+    for name in [name for name in listing.unnumbered if name in files][:MAX_FURTHER]:
+        with suppress(StorageError):
+            more = _counts_more(store, files[name], own, trained_steps)
+            if more is not None:
+                yield _counts_further(name, more)
+                return
+
+
+_CALLED_NEWEST = re.compile(r"last|latest|newest|recent|current|final|resume", re.IGNORECASE)
+
+
+def _counts_further(name: str, more: str) -> Finding:
+    return Finding(
+        "root.further",
+        name,
+        f"{name} counts {more}: it is further, and pick does not choose it, because its name has "
+        "no number",
+        expected="a name of a step",
+        found=name,
+        next_command="ckptctl explain root.further",
+    )
+
+
+def _of_steps(steps: int | float, trained_steps: int) -> str:
+    return f"{steps:,} steps, and the chosen step {trained_steps:,}"
+
+
+def _counts_more(
+    store: Store, file: FileInfo, own: Mapping[str, int | float], trained_steps: int | None
+) -> str | None:
+    """What a file counts that is more than a step counts, in words; None where it is not further.
+
+    Counts at the top are compared by their keys; a file that counts less of anything is older.
+    """
+    counts = counts_inside(store, file.path, file.size)
+    shared = sorted(key for key in counts.keys() & own.keys() if "." not in key)
+    if shared:
+        more = [key for key in shared if counts[key] > own[key]]
+        if not more or any(counts[key] < own[key] for key in shared):
+            return None
+        return f"{more[0]} {counts[more[0]]:,}, and the chosen step {own[more[0]]:,}"
+    steps = steps_inside(store, file.path, file.size)
+    if own or trained_steps is None or not steps or steps[-1] <= trained_steps:
+        return None
+    return _of_steps(steps[-1], trained_steps)
 
 
 def _is_checkpoint(store: Store, folder: str) -> bool:

@@ -40,6 +40,7 @@ from ckptctl.selection.choosing import (
 from ckptctl.selection.doubtful_names import pattern_of
 from ckptctl.selection.roots import (
     RootListing,
+    check_counted_further,
     check_further,
     check_pointers,
     duplicates,
@@ -335,6 +336,11 @@ def root_findings(
         findings += check_pointers(named, root.listing, number)
         if number is not None:
             findings += check_further(root.store, root.listing, number)
+        if chosen is not None and opened_roots[chosen.root_index] is root:
+            known = inspector.inspected[chosen]
+            report = known.report
+            trained = train_step_of(report.layout, report.number, report.state.step.value)
+            findings += check_counted_further(root.store, root.listing, known.opened, trained)
     findings += two_branches(choice.order, opened_roots)
     return findings
 
