@@ -215,6 +215,7 @@ CODES: Mapping[str, Code] = {
     "step.number": _warning("a name has a step number that is too large"),
     "pointer.differs": _note("a pointer file names another step"),
     "root.unavailable": _warning("an optional root is missing or does not answer"),
+    "root.not-shared": _warning("all steps lack the files of the same ranks"),
     "root.suspect": _warning("several recent steps are damaged"),
     "root.two-branches": _warning("steps with lower numbers were written after the newest one"),
     "root.further": _warning("a checkpoint that is no step is further than the chosen one"),

@@ -17,6 +17,7 @@ from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_
 from ckptctl.formatting import and_more
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
+from ckptctl.selection.not_shared import NotShared
 from ckptctl.selection.results import PassedOver
 from ckptctl.selection.write_order import Order, WriteOrder
 
@@ -46,7 +47,8 @@ class Choice:
 
     `damaged` are the numbers of damaged steps. `stopped` is why the search ended early:
     `unknown` for a step that could not be inspected, `suspect` for too many damaged ones,
-    `branch` where the run may have gone back from the step, by the times in `order`.
+    `branch` where the run may have gone back from the step, by the times in `order`,
+    `not-shared` where every step lacks the files of the same ranks.
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
@@ -62,6 +64,7 @@ class Choice:
     exit_code: int = EXIT_NONE_USABLE
     further: Choice | None = None
     order: WriteOrder | None = None
+    not_shared: NotShared | None = None
 
     def pass_over(self, report: Report, reason: str) -> None:
         """Record a step that is not chosen."""
@@ -375,8 +378,14 @@ def _predecessors(
 
 
 def suspect_storage(choice: Choice) -> Iterator[Finding]:
-    """Yield `root.suspect` if two or more recent steps are damaged."""
+    """Yield `root.suspect` if two or more recent steps are damaged.
+
+    Where they all lack the files of the same ranks, it is `root.not-shared` instead.
+    """
     damaged = choice.damaged
+    if choice.not_shared is not None:
+        yield choice.not_shared.finding
+        return
     if len(damaged) < 2:
         return
     numbers = ", ".join(str(number) for number in damaged)

@@ -224,6 +224,9 @@ def none_usable(done: Search) -> tuple[str, str]:
         return message, command_line("doctor", "storage", root)
     if choice.stopped == "branch" and choice.order is not None:
         return _two_branches(done, choice.order)
+    if choice.stopped == "not-shared" and choice.not_shared is not None:
+        message = f"no usable step: {choice.not_shared.message}; do not start fresh over them"
+        return message, "ckptctl explain root.not-shared"
     if not over:
         return _none_left(done)
     if choice.stopped == "suspect":

@@ -38,6 +38,7 @@ from ckptctl.selection.choosing import (
     suspect_storage,
 )
 from ckptctl.selection.doubtful_names import pattern_of
+from ckptctl.selection.not_shared import not_shared
 from ckptctl.selection.roots import (
     RootListing,
     check_counted_further,
@@ -118,9 +119,10 @@ def search(
     _check_are_steps(opened_roots, choice)
     _check_counts(opened_roots, candidates, inspector, policy, choice)
     _check_branch(opened_roots, candidates, inspector, choice)
+    _check_shared(inspector, choice)
     findings = root_findings(opened_roots, choice, inspector)
     beginning = None
-    if choice.chosen is None and choice.order is None:
+    if choice.chosen is None and choice.stopped not in ("branch", "not-shared"):
         beginning = _beginning(opened_roots, choice, findings, storage)
     return Search(roots, opened_roots, policy, inspector, candidates, choice, findings, beginning)
 
@@ -138,6 +140,15 @@ def _check_branch(
     order = branch_of(chosen, candidates, opened_roots, inspector)
     choice.chosen = inspector.claim(chosen, order.claim)
     decide_branch(choice, order)
+
+
+def _check_shared(inspector: CachingInspector, choice: Choice) -> None:
+    """Recognize steps that lack the same ranks; without a step to choose, that is the answer."""
+    over = {id(one.report) for one in choice.passed_over}
+    known = [one for one in inspector.inspected.values() if id(one.report) in over]
+    choice.not_shared = not_shared(known)
+    if choice.not_shared is not None and choice.chosen is None and not choice.unknown:
+        choice.stopped = "not-shared"
 
 
 def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
