@@ -34,10 +34,11 @@ def pick(
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     detailed_exitcode: Annotated[
-        bool, option(
+        bool,
+        option(
             "--detailed-exitcode",
             "Exit with 3 instead of 0 if newer steps were refused, or another save may be newer.",
-        )
+        ),
     ] = False,
     printed: Annotated[Printed, option("--print", "What to print on standard output.")] = "path",
     *,

@@ -70,7 +70,9 @@ DOUBTS: Mapping[str, ClaimName] = {
 }
 """The claim that a finding leaves unknown, whatever would prove it otherwise."""
 
-_NOT_INSPECTED = frozenset({"step.unknown", "step.linked", "step.denied", "step.archived", "step.no-memory"})
+_NOT_INSPECTED = frozenset(
+    {"step.unknown", "step.linked", "step.denied", "step.archived", "step.no-memory"}
+)
 
 
 def claims_of(

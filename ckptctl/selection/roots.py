@@ -33,8 +33,8 @@ from ckptctl.formats.frameworks.layouts import (
 from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep, list_scattered
-from ckptctl.inspection.stages import count_of
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
+from ckptctl.inspection.stages import count_of
 from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import FileInfo
 from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
@@ -49,12 +49,12 @@ class RootListing:
     `steps` are newest first; of two folders with one number, the one of the last attempt
     comes first, and then the one that is named like the others. `pointers` are the pointer
     files, `folders` the names of the other folders, `links` the links that are not steps, and
-    those that were followed, with their targets, `unnumbered` the names of saved weights without a step number. `others` are files
-    whose names do not tell whether they are saves. `exists` is false if the root does not
-    exist, which on an object store is a prefix without objects. `known` is true if ckptctl
-    has written there before, and `is_step` if the folder is a step itself. `doubt` is about
-    files among the unnumbered that may be steps. `pattern` is how the caller names steps.
-    `folder_times` are when the folders changed, where the storage shows it.
+    those that were followed, with their targets, `unnumbered` the names of saved weights without
+    a step number. `others` are files whose names do not tell whether they are saves. `exists` is
+    false if the root does not exist, which on an object store is a prefix without objects.
+    `known` is true if ckptctl has written there before, and `is_step` if the folder is a step
+    itself. `doubt` is about files among the unnumbered that may be steps. `pattern` is how the
+    caller names steps. `folder_times` are when the folders changed, where the storage shows it.
     """
 
     steps: tuple[StepName, ...]

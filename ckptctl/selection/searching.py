@@ -53,7 +53,6 @@ from ckptctl.selection.roots import (
 from ckptctl.selection.targets import OpenRoot, Roots, Trees, open_roots, unavailable
 from ckptctl.selection.write_order import Order, WriteOrder, accepted, to_compare, write_order
 from ckptctl.storage.contract import Store, StoreKind
-from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, open_store
 
 if TYPE_CHECKING:
@@ -356,10 +355,8 @@ def root_findings(
     return findings
 
 
-def two_branches(
-    order: WriteOrder | None, opened_roots: Sequence[OpenRoot]
-) -> Iterator[Finding]:
-    """Yield `root.two-branches` where steps with lower numbers were written after the chosen one."""
+def two_branches(order: WriteOrder | None, opened_roots: Sequence[OpenRoot]) -> Iterator[Finding]:
+    """Yield `root.two-branches` where lower steps were written after the chosen one."""
     if order is None or order.own is None or order.order not in (Order.WENT_BACK, Order.DOUBTFUL):
         return
     own, last = order.own, order.last
@@ -417,7 +414,13 @@ def branch_of(
     if own is None:
         return write_order(None, ())
     wanted = [older[name] for name in names]
-    times = [one for _, one in in_flight(partial(_times_of, root), wanted) if one is not None]
+    if root.store.kind is StoreKind.LOCAL:
+        listed = [_times_of(root, one) for one in wanted]
+    else:
+        from ckptctl.storage.in_flight import in_flight
+
+        listed = [times for _, times in in_flight(partial(_times_of, root), wanted)]
+    times = [one for one in listed if one is not None]
     order = write_order(own, times, n_silent)
     left = {one.name for one in order.later if _is_left(inspector, older[one.name])}
     if left:

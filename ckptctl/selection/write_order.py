@@ -174,8 +174,6 @@ def _far(names: Sequence[str]) -> Iterator[str]:
 
 
 def written_after_all(times: SaveTimes | None, others: Sequence[SaveTimes | None]) -> bool:
-    """Whether the weights of a step were written, all or some of them, after those of all others."""
+    """Whether weights of a step were written after those of all others."""
     known = [one.weights_s for one in others if one is not None]
     return times is not None and len(known) == len(others) and times.weights_s > max(known)
-
-

@@ -279,7 +279,9 @@ class RootFolder:
 
         With `make`, missing folders are created.
         """
-        here = self.open() if within is None else Descriptor(os.dup(within.fd), linked=within.linked)
+        here = (
+            self.open() if within is None else Descriptor(os.dup(within.fd), linked=within.linked)
+        )
         for n, name in enumerate(parts, 1):
             with here:
                 if make:

@@ -62,9 +62,7 @@ class LocalStore(Closing):
 
     upload_checksum = None
 
-    def __init__(
-        self, root: str, *, url: str | None = None, follow: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, root: str, *, url: str | None = None, follow: Sequence[str] = ()) -> None:
         self.url = url or root
         self._root = RootFolder(root, self.url, follow)
         self._kind: StoreKind | None = None

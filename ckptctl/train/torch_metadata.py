@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     CkptctlError,
+    LinkNotFollowed,
     MetadataUnreadable,
     MetadataUnsafe,
-    LinkNotFollowed,
     PathEscape,
     PathNotFound,
     StepDamaged,

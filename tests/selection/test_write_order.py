@@ -311,7 +311,7 @@ def test_few_of_many_older_steps_are_listed_where_that_takes_requests():
 
 def test_folders_that_changed_last_are_listed_and_the_others_prove_that_nothing_was_written():
     older = [f"step_{n}" for n in range(200, 0, -1)]
-    folders = {name: 100.0 for name in older} | {"step_7": 900.0}
+    folders = dict.fromkeys(older, 100.0) | {"step_7": 900.0}
     names, n_silent = to_compare(older, folders, 500.0, is_local=False)
     assert names[-1] == "step_7"
     assert n_silent == 0
