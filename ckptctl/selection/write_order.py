@@ -150,14 +150,16 @@ def to_compare(
     `folder_times` are the times of the steps' folders, as far as the listing of the root shows
     them: a folder changes when a file is created in it, so one that did not change after
     `written_s` holds no step that was written later. `known` are steps that are listed already.
-    Those far away are compared at distances of 8, 16, 32, …: a branch of many steps is found.
+    Without these times, steps far away are compared at distances of 8, 16, 32, …: a branch of many
+    steps is found.
     """
     n_nearest = MAX_LOCAL if is_local else MAX_NEAREST
     chosen = {*older[:n_nearest], *known} & {*older}
     changed = [name for name in older if folder_times.get(name, 0.0) > written_s]
     changed.sort(key=lambda name: -folder_times[name])
     chosen.update(changed[:MAX_TOUCHED])
-    chosen.update(_far(older))
+    if not folder_times:
+        chosen.update(_far(older))
     silent = [
         name
         for name in older

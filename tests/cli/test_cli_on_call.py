@@ -19,6 +19,7 @@ from ckptctl import AccessDenied
 from ckptctl.cli.app import run
 from ckptctl.runbook.pictures import map_of_shards
 from ckptctl.selection import targets, verifying
+from ckptctl.selection.write_order import MAX_LOCAL
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -232,8 +233,9 @@ def test_a_scan_of_many_steps_lists_only_those_that_it_shows(many_steps, monkeyp
 
     monkeypatch.setattr(targets, "open_store", opened)
     ckptctl.scan(str(many_steps), last=5)
-    # Those that are shown, the newest once more after it was inspected, and a step before.
-    assert made[0].calls["list_tree"] <= 5 + 2
+    # Those that are shown, the newest once more after it was inspected, a step before, and those
+    # whose times are compared with those of the newest.
+    assert made[0].calls["list_tree"] <= 5 + 2 + MAX_LOCAL
 
 
 def test_the_chosen_step_is_shown_wherever_it_is(ckptctl, many_steps):
