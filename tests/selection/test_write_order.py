@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from made_roots import make_templates, put_step, script
 
 import ckptctl
 from ckptctl.claims import Claim, ClaimName, ClaimState
+from ckptctl.errors import NothingToResume
 from ckptctl.inspection.one_save import SaveTimes
 from ckptctl.selection.results import Answer
 from ckptctl.selection.write_order import Order, to_compare, write_order
@@ -150,6 +152,24 @@ def test_scan_shows_the_branch_of_each_step(train, root):
     left = {300: "contradicted", 200: "contradicted"}
     assert states == {**left, 120: "proven", 110: "proven", 100: "proven"}
     assert [one.code for one in found.findings] == ["root.two-branches"]
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_templates(tmp_path_factory.mktemp("templates"))
+
+
+def test_a_resume_stops_until_a_step_is_named_and_its_marks_decide_it(templates, root):
+    for number, hours in ((100, 9), (300, 7), (400, 6), (200, 1)):
+        set_times(put_step(templates, root, number), hours)
+    with script(root) as ckpt, pytest.raises(NothingToResume, match="step 200") as caught:
+        ckpt.resume("auto")
+    assert caught.value.exit_code == 2
+    assert ckptctl.preflight(str(root)).exit_code == 2
+    with script(root) as ckpt:
+        assert ckpt.resume(200).step == 200
+    found = ckptctl.pick(str(root))
+    assert (found.step, found.exit_code, found.findings) == (200, 0, ())
 
 
 # A run that did not
