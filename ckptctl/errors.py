@@ -113,6 +113,10 @@ class PathUntrusted(StorageError, code="path.untrusted", exit_code=2):
     """Another user could have put a file, a link or a folder there; it was not used."""
 
 
+class LinkNotFollowed(PathEscape, code="step.linked", exit_code=2):
+    """A link was not followed: what it leads to is unknown."""
+
+
 class AlreadyExists(StorageError, code="storage.exists", exit_code=1):
     """A write that must create a file found one already there."""
 

@@ -76,6 +76,7 @@ EXIT_STATE_MISSING = 23
 EXIT_WORLD_SIZE = 24
 EXIT_DIFFERS = 28
 EXIT_DENIED = 77
+EXIT_LINKED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,7 @@ CODES: Mapping[str, Code] = {
     "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
+    "step.linked": _fault(Verdict.UNKNOWN, "a step, or a file of it, is a link, and not followed"),
     "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
     "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step"),
@@ -224,9 +226,10 @@ CODES: Mapping[str, Code] = {
     "step.duplicate": _warning("two folders have the same step number"),
     "step.number": _warning("a name has a step number that is too large"),
     "pointer.differs": _note("a pointer file names another step"),
-    "pointer.rolled-back": _warning("a pointer file names a step that was written after it"),
     "root.unavailable": _warning("an optional root is missing or does not answer"),
+    "root.not-shared": _warning("all steps lack the files of the same ranks"),
     "root.suspect": _warning("several recent steps are damaged"),
+    "root.two-branches": _warning("steps with lower numbers were written after the newest one"),
     "root.further": _warning("a checkpoint that is no step is further than the chosen one"),
     "root.unnumbered": _note("a checkpoint under the root has no step number"),
     "loss.restarted": _fault(None, "the job started from the beginning instead of resuming"),
@@ -424,6 +427,13 @@ class Report:
         """The claim of a name; unknown in a report without claims."""
         of_name = (claim for claim in self.claims if claim.name is name)
         return next(of_name, Claim(name, ClaimState.UNKNOWN, "not inspected"))
+
+    def with_claim(self, claim: Claim) -> Report:
+        """The report with another claim of that name, unless its own is contradicted."""
+        if self.claim(claim.name).state is ClaimState.CONTRADICTED:
+            return self
+        claims = (claim if one.name is claim.name else one for one in self.claims)
+        return replace(self, claims=tuple(claims))
 
     @property
     def usable(self) -> bool:

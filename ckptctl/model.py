@@ -308,7 +308,8 @@ class FileInfo:
     none. `identity` changes when the file is replaced (an ETag; device, inode and
     mtime in ns); it is empty if the store has no such value.
     `link` is the target of a symbolic link, None for anything else; `kind` is
-    `file`, `dir`, `link` or `other` (a pipe, a socket, a device). `archived`: the listing shows
+    `file`, `dir`, `link` or `other` (a pipe, a socket, a device), of a link that was followed
+    that of its target. `archived`: the listing shows
     an archive tier, from which a file can be read only once it is restored.
     """
 

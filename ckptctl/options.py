@@ -12,6 +12,7 @@ together.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, TypeVar, overload
@@ -38,7 +39,8 @@ class StorageOptions:
     environment and configuration; `endpoint_url` is the address of a service that is not
     Amazon's. `timeout_s` bounds each connection and each wait for bytes, in seconds. A
     request that failed in a way that may pass is repeated `retries` times, and then until
-    `retry_for_s` seconds have passed.
+    `retry_for_s` seconds have passed. Of a file system, links that lead into a folder of
+    `follow_links` are followed; no other link is.
     """
 
     storage_options: Mapping[str, object] | None = field(default=None, repr=False)
@@ -46,10 +48,18 @@ class StorageOptions:
     timeout_s: float = TIMEOUT_S
     retries: int = 4
     retry_for_s: float = 0.0
+    follow_links: Collection[str] = ()
 
     def __post_init__(self) -> None:
         hide_options(self.storage_options or {})
         hide_address(self.endpoint_url or "")
+        object.__setattr__(self, "follow_links", tuple(self.follow_links))
+        for folder in self.follow_links:
+            if not os.path.isdir(folder):
+                raise UsageError(
+                    f"--follow-links {folder} is no folder: a link into it cannot be followed",
+                    next_command="findmnt --real",
+                )
 
     def arguments(self) -> list[str]:
         """The options of a command line that reaches the same storage; defaults are left out.
@@ -65,6 +75,8 @@ class StorageOptions:
             words += ["--storage-option", f"{key}={text}"]
         if self.timeout_s != TIMEOUT_S:
             words += ["--timeout", f"{self.timeout_s:g}"]
+        for folder in self.follow_links:
+            words += ["--follow-links", folder]
         return words
 
     def secrets(self) -> dict[str, object]:
@@ -87,6 +99,7 @@ class StorageOptions:
             timeout_s=self.timeout_s,
             retries=self.retries,
             retry_for_s=self.retry_for_s,
+            follow_links=self.follow_links,
         )
 
     def variables(self) -> dict[str, str]:
@@ -118,6 +131,7 @@ class StorageKeywords(TypedDict, total=False):
     timeout_s: float
     retries: int
     retry_for_s: float
+    follow_links: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

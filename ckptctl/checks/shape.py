@@ -117,12 +117,6 @@ def weights_in(step: Step) -> Iterator[FileInfo]:
             yield file
 
 
-def weights_written_s(step: Step) -> float | None:
-    """When the weights of a step were written; a report of an evaluation in it may be younger."""
-    times = (file.mtime_s for file in weights_in(step))
-    return max((at_s for at_s in times if at_s is not None), default=None)
-
-
 def _unfinished(where: str, why: str) -> Finding:
     return Finding(
         "step.unfinished",

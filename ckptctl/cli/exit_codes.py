@@ -35,9 +35,10 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "command as the message states.",
     ),
     3: ExitCode(
-        "success, but an older step than the newest",
+        "success, but another step may be newer",
         "Only `pick --detailed-exitcode` returns it. Resume from the path on standard output. "
-        "Standard error lists the newer steps and why they were refused.",
+        "Standard error lists the newer steps and why they were refused, and other saves that may "
+        "be newer.",
         "not needed",
     ),
     10: ExitCode(

@@ -408,6 +408,14 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             min=0.1,
             field="timeout_s",
         ),
+        "follow_links": _offer(
+            list[str] | None,
+            None,
+            "--follow-links DIR",
+            "Follow links of steps and their files that lead into this folder, such as a slower "
+            "storage; may be given several times. Other links are not followed (2).",
+            read=lambda folders: tuple(folders or ()),
+        ),
     },
 }
 """The options that set the fields of each options object, by their parameters.

@@ -20,6 +20,8 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 3, 10, 11, 75, 77)
 
 _FELL_BACK = 3
+_MAY_BE_NEWER = frozenset({"root.further", "root.two-branches"})
+"""Findings that another save may be the newest one."""
 
 
 Printed = Literal["path", "step", "reason", "damaged"]
@@ -32,7 +34,11 @@ def pick(
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     detailed_exitcode: Annotated[
-        bool, option("--detailed-exitcode", "Exit with 3 instead of 0 if newer steps were refused.")
+        bool,
+        option(
+            "--detailed-exitcode",
+            "Exit with 3 instead of 0 if newer steps were refused, or another save may be newer.",
+        ),
     ] = False,
     printed: Annotated[Printed, option("--print", "What to print on standard output.")] = "path",
     *,
@@ -55,8 +61,11 @@ def pick(
         requirements=requirements,
         storage=storage,
     )
-    fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK
-    exit_code = _FELL_BACK if fell_back else found.exit_code
+    doubts = any(one.code in _MAY_BE_NEWER for one in found.findings)
+    is_certain = found.answer is not Answer.FELL_BACK and not doubts
+    exit_code = found.exit_code
+    if detailed_exitcode and not exit_code and found.chosen is not None and not is_certain:
+        exit_code = _FELL_BACK
     if not out.publish(pick_document(found, exit_code)):
         if out.talks or found.exit_code:
             out.lines(pick_lines(found), to=out.err)

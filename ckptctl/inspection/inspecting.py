@@ -25,6 +25,7 @@ from ckptctl.checks.world_size import (
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     AccessDenied,
+    LinkNotFollowed,
     ObjectArchived,
     OutOfMemory,
     PathEscape,
@@ -33,6 +34,7 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import (
     EXIT_DENIED,
+    EXIT_LINKED,
     EXIT_STATE_MISSING,
     EXIT_WORLD_SIZE,
     NEVER_FINISHED,
@@ -184,6 +186,7 @@ def _named_in(message: str, step: Step) -> str:
 _NOT_KNOWN = ": nothing is known about the step"
 _GONE = ": it existed a moment ago, so another process writes or deletes files here"
 _FAILED: tuple[tuple[type[StorageError], str, str, str], ...] = (
+    (LinkNotFollowed, "step.linked", "files and folders, or --follow-links", _NOT_KNOWN),
     (PathEscape, "path.escape", "files and folders inside the root", ""),
     (PathNotFound, "step.changed", "the step as it was listed", _GONE),
     (ShortRead, "step.changed", "the step as it was listed", _GONE),
@@ -386,8 +389,10 @@ def _exit_code(
     verdict: Verdict, findings: Sequence[Finding], state: TrainState, requirements: Requirements
 ) -> int:
     if verdict is Verdict.UNKNOWN:
-        denied = any(finding.code == "step.denied" for finding in findings)
-        return EXIT_DENIED if denied else verdict.exit_code
+        codes = {finding.code for finding in findings}
+        if "step.linked" in codes:
+            return EXIT_LINKED
+        return EXIT_DENIED if "step.denied" in codes else verdict.exit_code
     codes = {finding.code for finding in findings}
     lost = next((f.where for f in findings if f.code == "state.lost"), "").split(", ")
     fixed = "world-size.fixed" in codes or not set(lost).isdisjoint(requirements.require)

@@ -18,6 +18,7 @@ from itertools import islice, pairwise
 
 import msgspec
 
+from ckptctl.checks.shape import weights_in
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
@@ -39,6 +40,9 @@ TIMES_LONGEST = 3.0
 SUCCESSION_S = 2.0
 """Steps that follow each other in less are those of a copy, or of a test."""
 
+COPIED_PER_S = 50_000_000
+"""Bytes. A slower copy of steps of one file each looks like training between them."""
+
 MAX_COMPARED = 3
 """So many steps on each side are compared."""
 
@@ -53,6 +57,10 @@ class SaveTimes(msgspec.Struct, frozen=True):
     late_s: float
     """How long after the metadata the last shard was written; of other formats, `last_s` after
     `first_s`."""
+    largest: int
+    """Bytes of its largest file."""
+    weights_s: float
+    """When the last of its metadata and weights was written; other files may be added later."""
 
 
 def check_one_save(
@@ -93,7 +101,7 @@ def check_one_save(
     if own.late_s <= window_s:
         return [], _unknown(f"files written {duration(own.late_s)} apart, as in others", opened)
     finding = _two_saves(files, own, window_s)
-    if beside and _is_of_training([*beside, own]):
+    if beside and is_of_training([*beside, own]):
         return [finding], _unknown(finding.message, opened)
     return [_doubt(finding)], _unknown(finding.message, opened)
 
@@ -123,6 +131,12 @@ def _holds_state(file: FileInfo) -> bool:
     return bool(file.size) and may_hold_state(file.path) and not file.path.endswith(".json")
 
 
+def times_of(step: Step) -> SaveTimes | None:
+    """When the files of a step that may hold state were written; None where that is unknown."""
+    files = _timed(step)
+    return _times(step, files) if files else None
+
+
 def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
     first_s, last_s = min(files.values()), max(files.values())
     late_s = last_s - first_s
@@ -132,7 +146,10 @@ def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
         metadata_s = files.get(inside(part.path, METADATA))
     if metadata_s is not None:
         late_s = last_s - metadata_s
-    return SaveTimes(step.name, step.number or 0, first_s, last_s, late_s)
+    largest = max(file.size for file in step.files if file.path in files)
+    weights_s = max((files[f.path] for f in weights_in(step) if f.path in files), default=last_s)
+    number = step.number or 0
+    return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s)
 
 
 def _times_beside(
@@ -159,20 +176,27 @@ def _by_order(opened: OpenStep, own: SaveTimes, neighbours: Neighbours | None) -
     with suppress(StorageError):
         other = neighbours.open(opened.store, older).step
         files = _timed(other)
-        if files and _is_of_training([_times(other, files), own]):
+        if files and is_of_training([_times(other, files), own]):
             return _proven(taken)
     return _unknown(f"{taken}, and as soon after {older.name}: it may be a copy", opened)
 
 
-def _is_of_training(times: Sequence[SaveTimes]) -> bool:
-    """Whether most steps were written one after the other, with training between them."""
-    in_order = sorted(times, key=lambda one: one.number)
+def is_of_training(times: Sequence[SaveTimes], *, by_number: bool = True) -> bool:
+    """Whether most steps were written one after the other, with training between them.
+
+    They follow each other by their numbers, or by the times of their writes.
+    """
+    in_order = sorted(times, key=lambda one: one.number if by_number else one.first_s)
     pairs = [*pairwise(in_order)]
-    apart = 0
-    for older, newer in pairs:
-        longest_s = max(older.last_s - older.first_s, SUCCESSION_S)
-        apart += newer.first_s - older.last_s > longest_s
+    apart = sum(are_apart(older, newer) for older, newer in pairs)
     return 2 * apart > len(pairs)
+
+
+def are_apart(older: SaveTimes, newer: SaveTimes) -> bool:
+    """Whether more time passed between two saves than a copy of them would take."""
+    first_file_s = newer.largest / COPIED_PER_S
+    longest_s = max(older.weights_s - older.first_s, SUCCESSION_S, first_file_s)
+    return newer.first_s - older.weights_s > longest_s
 
 
 def _two_saves(files: Mapping[str, float], own: SaveTimes, window_s: float) -> Finding:

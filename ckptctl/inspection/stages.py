@@ -35,7 +35,7 @@ from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
+from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
@@ -119,6 +119,19 @@ def names(opened: OpenStep, _context: StageContext) -> Iterator[Finding]:
     """Check the names in the step directory."""
     unfinished = isinstance(opened.named, StepName) and opened.named.unfinished
     return check_shape(opened.step, unfinished=unfinished)
+
+
+def links(opened: OpenStep, _context: StageContext) -> Iterator[Finding]:
+    """Raise `LinkNotFollowed` where a file that may hold state is a link: nothing is known of it.
+
+    Cost: none without such a link.
+    """
+    for file in opened.files:
+        is_linked = file.kind == "link" and layouts.is_saved(file.path)
+        if is_linked and may_hold_state(file.path):
+            for _ in opened.store.read_spans([Span(opened.in_store(file.path), 0, 1)]):
+                pass  # replaced by a file meanwhile, which `unchanged` reports
+    yield from ()
 
 
 def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -386,14 +399,14 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     from ckptctl.inspection.one_save import check_identity
 
     count = context.state.step.value
-    found, context.identity = check_identity(opened, count, context.neighbours, _count_of)
+    found, context.identity = check_identity(opened, count, context.neighbours, count_of)
     # A file that another step left here explains the count.
     is_explained = any(map(context.places, ("step.wrong-step", "step.foreign", "state.mixed")))
     if not (is_explained or context.notes.accepted):
         yield from found
 
 
-def _count_of(opened: OpenStep) -> int | None:
+def count_of(opened: OpenStep) -> int | None:
     """The steps that the train state of another step counts. Cost: its listing and sidecars."""
     context = StageContext(Requirements(), Level.LISTING)
     context.findings += [*metadata(opened, context)]
@@ -541,15 +554,17 @@ def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def contradictions(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Ask once more for what a stale listing could explain: changes, and missing files."""
+    """Ask once more for what a stale listing could explain: changes, missing and short files."""
     contradiction = contradicted(opened, context.findings)
     if contradiction is not None:
         yield contradiction
+    yield from stale_sizes(opened, context.findings)
     if context.confirm:
         yield from left_out(opened, context.findings)
 
 
 STAGES: tuple[Stage, ...] = (
+    links,
     names,
     metadata,
     structure,
@@ -598,13 +613,49 @@ def left_out(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]
 
 def _is_there(opened: OpenStep, path: str) -> bool:
     try:
-        for _ in opened.store.read_spans([Span(opened.in_store(path), 0, 1)]):
-            pass
+        return _reads(opened, path, 0) or True  # an empty one is there
     except PathNotFound:
         return False
+
+
+def _reads(opened: OpenStep, path: str, offset: int) -> bool:
+    """Whether a file has a byte at `offset`. Cost: a read of one byte."""
+    try:
+        for _ in opened.store.read_spans([Span(opened.in_store(path), offset, 1)]):
+            pass
     except ShortRead:
-        pass  # an empty one
+        return False
     return True
+
+
+_TOO_SHORT = frozenset(
+    {"shard.truncated", "file.unreadable", "record.framing", "file.missing", "seal.gone"}
+)
+"""Codes of files that may be shorter than they must be."""
+
+
+def stale_sizes(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield a `step.unknown` where a file that is too short is longer than two listings show.
+
+    A cache of attributes shows the size of an earlier moment. Storage errors pass through. Cost:
+    a read of one byte of each file that is too short, at most `MAX_ASKED`, and where one is
+    longer a listing.
+    """
+    listed = {file.path: file for file in opened.files if file.kind == "file"}
+    named = dict.fromkeys(f.where for f in findings if f.code in _TOO_SHORT and f.where in listed)
+    for where in [*named][:MAX_ASKED]:
+        size = listed[where].size
+        try:
+            if not _reads(opened, where, size):
+                continue
+        except PathNotFound:
+            continue
+        # A file that grows meanwhile is longer in a second listing, too.
+        again = next((file for file in opened.list_again() if file.path == where), None)
+        if again is not None and again.size <= size:
+            what = f"a listing shows {size:,} bytes of {where}, and it has more"
+            yield _unknown(opened.step, where, what, f"{size:,} bytes in a listing")
+            return
 
 
 def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | None:

@@ -65,13 +65,14 @@ DOUBTS: Mapping[str, ClaimName] = {
     "seal.outdated": ClaimName.ONE_SAVE,
     "metadata.foreign": ClaimName.IDENTITY,
     "step.duplicate": ClaimName.IDENTITY,
-    "pointer.rolled-back": ClaimName.BRANCH,
     "record.unverifiable": ClaimName.BYTES,
     "content.unfinished": ClaimName.BYTES,
 }
 """The claim that a finding leaves unknown, whatever would prove it otherwise."""
 
-_NOT_INSPECTED = frozenset({"step.unknown", "step.denied", "step.archived", "step.no-memory"})
+_NOT_INSPECTED = frozenset(
+    {"step.unknown", "step.linked", "step.denied", "step.archived", "step.no-memory"}
+)
 
 
 def claims_of(

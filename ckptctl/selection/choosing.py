@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, islice
 
 from ckptctl.data_classes import dataclass, field
+from ckptctl.errors import UsageError
 from ckptctl.findings import (
     EXIT_NONE_USABLE,
     EXIT_STATE_MISSING,
@@ -23,7 +24,9 @@ from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_
 from ckptctl.formatting import and_more
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
+from ckptctl.selection.not_shared import NotShared
 from ckptctl.selection.results import NoStepReason, PassedOver
+from ckptctl.selection.write_order import Order, WriteOrder
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -51,7 +54,8 @@ class Choice:
 
     `damaged` are the numbers of damaged steps that nobody has rejected. `stopped` is why the
     search ended early: `unknown` for a step that could not be inspected, `suspect` for too
-    many damaged ones.
+    many damaged ones, `branch` where the run may have gone back from the step, by the times in
+    `order`, `not-shared` where every step lacks the files of the same ranks.
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
@@ -66,6 +70,8 @@ class Choice:
     stopped: str | None = None
     exit_code: int = EXIT_NONE_USABLE
     further: Choice | None = None
+    order: WriteOrder | None = None
+    not_shared: NotShared | None = None
 
     def pass_over(
         self, report: Report, reason: str, word: NoStepReason = NoStepReason.DAMAGED
@@ -173,6 +179,19 @@ def take_one_of(
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
             choice.unknown.append(report)
     return False
+
+
+def decide_branch(choice: Choice, order: WriteOrder) -> None:
+    """Stop the search where the run went back from the chosen step.
+
+    The step with the highest number and the one that was written last are of two branches, and a
+    person, or a record, decides which of them the run is on.
+    """
+    choice.order = order
+    if choice.chosen is None or order.order is not Order.WENT_BACK:
+        return
+    choice.pass_over(choice.chosen, order.why)
+    choice.chosen, choice.stopped, choice.exit_code = None, "branch", UsageError.exit_code
 
 
 def further_by_another_count(
@@ -413,8 +432,14 @@ def _predecessors(
 
 
 def suspect_storage(choice: Choice) -> Iterator[Finding]:
-    """Yield `root.suspect` if two or more recent steps are damaged."""
+    """Yield `root.suspect` if two or more recent steps are damaged.
+
+    Where they all lack the files of the same ranks, it is `root.not-shared` instead.
+    """
     damaged = choice.damaged
+    if choice.not_shared is not None:
+        yield choice.not_shared.finding
+        return
     if len(damaged) < 2:
         return
     numbers = ", ".join(str(number) for number in damaged)

@@ -21,6 +21,7 @@ from ckptctl.selection.choosing import KINDS_THAT_COUNT, Choice, demanded
 from ckptctl.selection.results import Answer, NoStepReason, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
 from ckptctl.selection.targets import Roots, roots_in
+from ckptctl.selection.write_order import WriteOrder
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
 
 if TYPE_CHECKING:
@@ -218,7 +219,8 @@ def _none(done: Search) -> Pick:
     choice = done.choice
     why = none_usable(done)
     sound = choice.further.chosen if choice.further else None
-    answer = Answer.UNKNOWN if choice.stopped == "unknown" else Answer.NONE_USABLE
+    answers = {"unknown": Answer.UNKNOWN, "branch": Answer.UNDECIDED}
+    answer = answers.get(choice.stopped or "", Answer.NONE_USABLE)
     found = _nothing(done, answer, why.message, choice.exit_code, why.next_command, why.reason)
     return replace(found, newest_sound=sound.url if sound else None)
 
@@ -255,6 +257,11 @@ def none_usable(done: Search) -> NoneUsable:
     over = choice.passed_over
     if choice.stopped == "unknown":
         return _not_inspected(done)
+    if choice.stopped == "branch" and choice.order is not None:
+        return NoneUsable(NoStepReason.TWO_BRANCHES, *_two_branches(done, choice.order))
+    if choice.stopped == "not-shared" and choice.not_shared is not None:
+        message = f"no usable step: {choice.not_shared.message}; do not start fresh over them"
+        return NoneUsable(NoStepReason.NOT_SHARED, message, "ckptctl explain root.not-shared")
     if not over:
         return NoneUsable(NoStepReason.EXCLUDED, *_none_left(done))
     if all(one.report.exit_code == EXIT_STATE_MISSING for one in over):
@@ -294,13 +301,27 @@ def _not_inspected(done: Search) -> NoneUsable:
     number = report.number
     why = next(one.reason for one in choice.passed_over if one.report is report)
     message = f"step {number} could not be inspected, so no older one is chosen: {why}"
-    again = (
-        command_line("verify", report.url)
-        if number is None
-        else command_line("pick", *done.roots.words, "--skip", number)
-    )
-    next_command = _remedy(report) or again
+    next_command = _remedy(report)
+    if next_command is None:
+        candidate = done.inspect.candidate_of(report)
+        root = done.roots.first
+        if candidate is not None:
+            root = done.opened_roots[candidate.root_index].store.url
+        message += "; check the storage, then wait and try again, or wait longer with --timeout"
+        next_command = command_line("doctor", "storage", root)
     return NoneUsable(NoStepReason.NOT_INSPECTED, message, next_command)
+
+
+def _two_branches(done: Search, order: WriteOrder) -> tuple[str, str]:
+    """That the run went back, and how to choose one of its two branches."""
+    last, skipped = order.last.number, ",".join(str(one.number) for one in order.later)
+    number = order.own.number if order.own is not None else last
+    message = (
+        f"{order.why}: the run may have gone back to an earlier step, so neither is chosen; "
+        f"--before {last + 1} chooses the branch that was written last, --skip {skipped} step "
+        f"{number}, and `ckptctl reject` on the steps of the other branch decides it for good"
+    )
+    return message, command_line("pick", *done.roots.words, "--before", last + 1)
 
 
 def _remedy(report: Report) -> str | None:

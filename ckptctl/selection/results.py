@@ -68,6 +68,7 @@ class Answer(StrEnum):
     FRESH = "fresh"
     NONE_USABLE = "none-usable"
     UNKNOWN = "unknown"
+    UNDECIDED = "undecided"
 
 
 class NoStepReason(StrEnum):
@@ -89,6 +90,10 @@ class NoStepReason(StrEnum):
     """Every step that is not damaged was rejected or superseded."""
     EXCLUDED = "excluded"
     """`--before` and `--skip` exclude every step."""
+    TWO_BRANCHES = "two-branches"
+    """The run may have gone back to an earlier step, and nothing says which branch it is on (2)."""
+    NOT_SHARED = "not-shared"
+    """Every step lacks the files of the same ranks: the storage is not shared by the nodes."""
     NOT_INSPECTED = "not-inspected"
     """A step could not be inspected, so no older one is chosen (75)."""
     LOST_STEPS = "lost-steps"

@@ -7,12 +7,13 @@ system each step is listed in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckptctl.findings import Report
+from ckptctl.findings import Report, Verdict
 from ckptctl.formatting import command_line
+from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Candidate, Choice
@@ -22,6 +23,7 @@ from ckptctl.selection.results import NoStepReason, Scan
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import Search, search
 from ckptctl.selection.targets import roots_in
+from ckptctl.selection.write_order import write_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,7 +100,25 @@ def _reports(
         reports.append(report)
         if on_report is not None:
             on_report(report, report is done.choice.chosen, reasons.get(report.url))
-    return tuple(reports)
+    return tuple(_with_branches(done, reports))
+
+
+def _with_branches(done: Search, reports: Sequence[Report]) -> Iterator[Report]:
+    """The reports, with a claim about the branch of each step. Cost: none; all are listed."""
+    left = (Verdict.REJECTED, Verdict.SUPERSEDED)
+    by_root: dict[int, list[SaveTimes]] = {}
+    own: dict[str, tuple[int, SaveTimes]] = {}
+    for candidate, inspected in done.inspect.inspected.items():
+        times = times_of(inspected.step)
+        if times is not None and inspected.report.verdict not in left:
+            by_root.setdefault(candidate.root_index, []).append(times)
+            own[inspected.report.url] = candidate.root_index, times
+    for report in reports:
+        if report is done.choice.chosen or report.url not in own:
+            yield report
+            continue
+        place, times = own[report.url]
+        yield report.with_claim(write_order(times, by_root[place]).claim)
 
 
 def reasons_of(choice: Choice) -> dict[str, str]:

@@ -13,7 +13,8 @@ Every store guarantees the following; `tests/storage` checks each:
   that the path does not exist.
 - A read returns exactly the requested bytes or raises; a range beyond the end of the file
   raises `ShortRead`.
-- Links are listed, not followed. Directory markers and `.nfs*` files are not listed.
+- Links are listed, not followed, unless they lead into a folder of `follow_links`. Directory
+  markers and `.nfs*` files are not listed.
 - `put` publishes a whole file or nothing.
 - Nothing but `Folders.create_root` creates the root. A root of a file system that vanished or
   was replaced since the store opened it raises `StorageUnavailable`, for reads and writes.

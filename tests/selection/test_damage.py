@@ -138,13 +138,6 @@ def shard_cut_in_half(step: Path) -> None:
 
 
 @seen_by(LISTING, "path.escape", 25)
-def shard_replaced_by_a_link_out_of_the_step(step: Path) -> None:
-    outside = step.parent / "elsewhere.distcp"
-    (step / "__1_0.distcp").rename(outside)
-    (step / "__1_0.distcp").symlink_to(outside)
-
-
-@seen_by(LISTING, "path.escape", 25)
 def shard_replaced_by_a_pipe(step: Path) -> None:
     (step / "__1_0.distcp").unlink()
     os.mkfifo(step / "__1_0.distcp")
@@ -154,12 +147,6 @@ def shard_replaced_by_a_pipe(step: Path) -> None:
 def shard_replaced_by_a_folder(step: Path) -> None:
     (step / "__1_0.distcp").unlink()
     (step / "__1_0.distcp").mkdir()
-
-
-@seen_by(LISTING, "path.escape", 25)
-def metadata_replaced_by_a_link(step: Path) -> None:
-    (step / ".metadata").rename(step.parent / "moved")
-    (step / ".metadata").symlink_to(step.parent / "moved")
 
 
 @seen_by(LISTING, "path.escape", 25)

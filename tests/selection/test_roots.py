@@ -190,9 +190,11 @@ def test_no_older_step_replaces_one_that_is_a_link_out_of_the_root(tmp_path, ste
         shutil.copytree(step, tmp_path / "elsewhere")
     (root / "step-30").symlink_to("../elsewhere")
     for ask in (ckptctl.pick, ckptctl.scan):
-        with pytest.raises(UsageError, match="step 30 may be usable") as caught:
-            ask(str(root))
-        assert caught.value.next_command == f"ckptctl pick {root} --skip 30"
+        found = ask(str(root))
+        assert (found.exit_code, found.chosen) == (2, None)
+        assert "step-30 is a link to ../elsewhere; links are not followed" in found.message
+        follow = f"ckptctl scan {root} --follow-links {tmp_path}"
+        assert found.next_command == (follow if is_there else f"ls -ld {root}/step-30")
     assert ckptctl.pick(str(root), skip=[30]).step == 20
 
 

@@ -360,8 +360,8 @@ def test_a_listing_starts_again_when_a_name_vanishes_under_it(root, monkeypatch)
 def test_a_tree_starts_again_when_a_folder_vanishes_under_it(root, monkeypatch):
     real, renamed = local.scan, []
 
-    def rename_first(folder: object, parts: tuple[str, ...]) -> object:
-        yield from real(folder, parts)  # type: ignore[arg-type]
+    def rename_first(folder: object, parts: tuple[str, ...], in_root: object) -> object:
+        yield from real(folder, parts, in_root)  # type: ignore[arg-type]
         if not parts and not renamed:
             renamed.append((root / "step_1").rename(root / "step_2"))
 
