@@ -49,6 +49,12 @@ class Claim(msgspec.Struct, frozen=True):
     """What would prove an unknown claim; null for any other."""
 
     @property
+    def of_finding(self) -> bool:
+        """Whether `by` is a finding: its code, a colon and its message."""
+        code, colon, _ = self.by.partition(": ")
+        return bool(colon) and "." in code and " " not in code
+
+    @property
     def is_proven(self) -> bool:
         """Whether the claim holds."""
         return self.state is ClaimState.PROVEN
