@@ -70,6 +70,9 @@ DOUBTS: Mapping[str, ClaimName] = {
 }
 """The claim that a finding leaves unknown, whatever would prove it otherwise."""
 
+_SEAL = "seal"
+"""Proof by a seal of this save: it names every file, the step and the run, so no doubt remains."""
+
 _NOT_INSPECTED = frozenset(
     {"step.unknown", "step.linked", "step.denied", "step.archived", "step.no-memory"}
 )
@@ -90,7 +93,7 @@ def claims_of(
         if name in contradicted:
             by = f"{contradicted[name].code}: {contradicted[name].message}"
             claims.append(Claim(name, ClaimState.CONTRADICTED, by))
-        elif name in doubts:
+        elif name in doubts and proofs[name].by != _SEAL:
             doubt = doubts[name]
             claims.append(_unknown(name, f"{doubt.code}: {doubt.message}", doubt.next_command))
         else:
@@ -134,7 +137,7 @@ def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
 
 def _whole(opened: OpenStep, context: StageContext) -> Claim:
     if context.notes.seal is not None:
-        return _proven(ClaimName.WHOLE, "seal")
+        return _proven(ClaimName.WHOLE, _SEAL)
     formats = {part.part.format for part in opened.parts}
     if formats & SHARDED and formats <= SHARDED | {PartFormat.SAFETENSORS}:
         return _proven(ClaimName.WHOLE, "metadata")
@@ -153,7 +156,7 @@ def _bytes(opened: OpenStep, context: StageContext) -> Claim:
         return _unknown(ClaimName.BYTES, f"checked: {context.level.value}", deeper)
     proven = context.content.proven
     if context.notes.seal is not None:
-        return _proven(ClaimName.BYTES, "seal")
+        return _proven(ClaimName.BYTES, _SEAL)
     if proven.n_asked and proven.n_bytes == proven.n_asked:
         return _proven(ClaimName.BYTES, f"checksums of {proven.n_bytes:,} bytes")
     return _unknown(ClaimName.BYTES, "no checksums", command_line("seal", opened.url))
@@ -163,7 +166,7 @@ def _identity(opened: OpenStep, context: StageContext) -> Claim:
     if opened.step.number is None:
         return _unknown(ClaimName.IDENTITY, "its name states no step", None)
     if context.notes.seal is not None:
-        return _proven(ClaimName.IDENTITY, "seal")
+        return _proven(ClaimName.IDENTITY, _SEAL)
     return context.identity or _unknown(ClaimName.IDENTITY, "no count was compared", None)
 
 

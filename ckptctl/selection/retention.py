@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ckptctl.claims import ClaimName
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
@@ -288,6 +289,9 @@ class RetentionPlan:
             if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
                 return SEALED_UNVERIFIABLE
             return report.verdict.value if report.verdict is not Verdict.COMPLETE else reason
+        doubt = _doubt(report)
+        if doubt is not None:
+            return doubt
         if not has_seal(inspected):
             if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
                 return "without checksums, and not sealed"
@@ -500,6 +504,19 @@ class _Counted:
     candidate: Candidate
     report: Report
     is_compared: bool
+
+
+_DEMANDED = (ClaimName.WHOLE, ClaimName.ONE_SAVE, ClaimName.IDENTITY, ClaimName.BRANCH)
+"""What must not be in doubt of a step for which others are removed."""
+
+
+def _doubt(report: Report) -> str | None:
+    """The finding that leaves a claim unknown, also where `pick` would only warn; else None."""
+    for name in _DEMANDED:
+        claim = report.claim(name)
+        if claim.of_finding and not claim.is_proven:
+            return f"{name.value} is in doubt ({claim.by.partition(': ')[0]})"
+    return None
 
 
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:
