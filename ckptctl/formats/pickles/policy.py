@@ -91,10 +91,12 @@ class Named(Opaque):
         """An object of this name; refused for what acts once it is called."""
         if self.standing is Standing.ACTS_IF_CALLED:
             raise Acts(f"calls {shown(self.name)}")
-        if self.standing is Standing.UNKNOWN:
-            for argument in args:
-                if isinstance(argument, Named) and argument.standing is Standing.ACTS_IF_CALLED:
-                    raise Acts(f"passes {shown(argument.name)} to {shown(self.name)}")
+        # It may call what it gets. `partial` and `defaultdict`, which keep one, are not here.
+        for argument in args:
+            if isinstance(argument, Named) and argument.standing is Standing.ACTS_IF_CALLED:
+                raise Acts(f"passes {shown(argument.name)} to {shown(self.name)}")
+            if self.name in _ITERATING and _is_made_by_others(argument):
+                raise Acts(f"has {shown(self.name)} iterate over an object of another class")
         return Opaque(self.kind, args)
 
     def build(self, state: object) -> None:  # noqa: ARG002
@@ -110,6 +112,19 @@ class Named(Opaque):
         if self.standing is Standing.ACTS_IF_CALLED and _root(self.name) not in _LIBRARY:
             return Opaque(self.kind, args)
         return self.call(args)
+
+
+_ITERATING = frozenset(
+    {
+        *(f"builtins.{name}" for name in ("list", "tuple", "set", "frozenset", "dict")),
+        *("collections.deque", "collections.Counter"),
+    }
+)
+"""They call methods of what they are made of. Writers make them of lists and dictionaries."""
+
+
+def _is_made_by_others(value: object) -> bool:
+    return type(value) is Opaque and "." in value.name and _root(value.name) not in _LIBRARY
 
 
 class Partial(Opaque):
@@ -289,6 +304,11 @@ def _can_act(module: str, name: str, parts: Collection[str]) -> bool:
 
 def _acts_by_name(module: str, name: str) -> bool:
     return name.partition(".")[0] in _ACTING_BY_MODULE.get(module, ())
+
+
+def is_below(module: str, package: str) -> bool:
+    """Whether a module is a package or lies in it."""
+    return module == package or module.startswith(f"{package}.")
 
 
 def _is_in(module: str, packages: Collection[str]) -> bool:
