@@ -441,6 +441,7 @@ def test_a_class_that_is_not_installed_is_unknown():
 
 ODDITIES = {
     "a memo slot out of order": b"Nq\x050",
+    "a protocol in the middle": b"N0\x80\x05",
     "a number in another base": b"I0x10\n0",
     "a long number": b"L" + b"1" * 4_001 + b"L\n0",
     "a state for a list": b"]Nb0",
@@ -464,6 +465,22 @@ def test_nothing_in_front_of_a_call_keeps_it_from_being_found():
                 for head in (b"", b"\x80\x02", b"\x80\x04"):
                     with case(f"{name}, {what}, {head}"), pytest.raises(MetadataUnsafe):
                         decode_all(head + oddity + data)
+
+
+def test_a_frame_hides_no_bytes():
+    # From a file, CPython skips the two zeros that are left of the frame after `G`.
+    call = SYSTEM + b"(S'true'\ntR."
+    number = b"G" + bytes(8)
+    for data in (
+        b"\x80\x04\x95" + (3).to_bytes(8, "little") + number + b"\x86\x93L1L\n0" + call,
+        b"\x95" + (2).to_bytes(8, "little") + b"I1\n0" + call,
+        b"\x80\x04\x95" + (4).to_bytes(8, "little") + b"\x95" + (9).to_bytes(8, "little") + call,
+    ):
+        with pytest.raises(MetadataUnsafe):
+            decode_all(data)
+    long = pickle.dumps({"a": ["x" * 100_000, b"y" * 100_000], "b": [*range(90_000)]}, 5)
+    assert b"\x95" in long
+    assert decode(long).unknown == ()
 
 
 def test_memo_slots_are_counted_as_an_unpickler_counts_them():
@@ -549,6 +566,10 @@ INDIRECT = {
     "a harmless class that gets a function": called(
         named("torch.utils.data", "DataLoader"), named("sympy", "sympify")
     ),
+    "a harmless class that gets a function by its keyword": named("torch.utils.data", "DataLoader")
+    + b")"
+    + dict_of(text("collate_fn"), named("networkx", "read_gpickle"))
+    + b"\x92",
     "a metaclass": called(named("enum", "EnumType"), text("Made"), b")", b"}"),
 }
 

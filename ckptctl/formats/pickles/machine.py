@@ -69,6 +69,7 @@ class Machine:
         "end",
         "extra_slots",
         "fault",
+        "frame_end",
         "grammar",
         "has_runs",
         "marks",
@@ -106,6 +107,7 @@ class Machine:
         self.fault: MetadataUnreadable | None = None
         self.extra_slots: dict[int, object] = {}
         self.n_filled = 0
+        self.frame_end = 0
         self.nested: list[bytes] = []
         self.others: list[object] = []
         self.cheap_keys = str | bytes | None | grammar.hashable
@@ -182,8 +184,18 @@ class Machine:
         end = start + n_bytes
         if end > self.end:
             self.damaged(f"{n_bytes:,} bytes are to follow, {self.end - start:,} are left")
+        if start < self.frame_end < end:
+            self.crosses_frame()
         self.pos = end
         return self.data[start:end]
+
+    def crosses_frame(self) -> NoReturn:
+        """Refuse what begins in a frame and ends behind it.
+
+        CPython's unpickler of files then skips the rest of the frame and reads other opcodes
+        than those that stand there; no pickler writes it.
+        """
+        self.exceeded("a frame ends within what an opcode reads")
 
     def push(self, value: object) -> None:
         """Put one value on the stack."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import _compat_pickle
 import builtins
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
 
@@ -83,9 +83,13 @@ class Named(Opaque):
         self.standing = standing
 
     @property
+    def last(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
     def is_foreign_class(self) -> bool:
         """It is a class, by its name, and not one of the standard library."""
-        return _is_class(self.name.rpartition(".")[2]) and _root(self.name) not in _LIBRARY
+        return _is_class(self.last) and _root(self.name) not in _LIBRARY
 
     def call(self, args: tuple[object, ...]) -> object:
         """An object of this name; refused for what acts once it is called."""
@@ -93,8 +97,10 @@ class Named(Opaque):
             raise Acts(f"calls {shown(self.name)}")
         # It may call what it gets. `partial` and `defaultdict`, which keep one, are not here.
         for argument in args:
-            if isinstance(argument, Named) and argument.standing is Standing.ACTS_IF_CALLED:
-                raise Acts(f"passes {shown(argument.name)} to {shown(self.name)}")
+            for function in _functions_in(argument):
+                # A class that is listed also gets classes: types, the signals of `decimal`.
+                if self.standing is Standing.UNKNOWN or not _is_class(function.last):
+                    raise Acts(f"passes {shown(function.name)} to {shown(self.name)}")
             if self.name in _ITERATING and _is_made_by_others(argument):
                 raise Acts(f"has {shown(self.name)} iterate over an object of another class")
         return Opaque(self.kind, args)
@@ -121,6 +127,21 @@ _ITERATING = frozenset(
     }
 )
 """They call methods of what they are made of. Writers make them of lists and dictionaries."""
+
+
+def _functions_in(value: object) -> Iterator[Named]:
+    """What acts once it is called: an argument, or one of several in a short container."""
+    if isinstance(value, Named):
+        if value.standing is Standing.ACTS_IF_CALLED:
+            yield value
+    elif isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ARGUMENTS:
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Named) and item.standing is Standing.ACTS_IF_CALLED:
+                yield item
+
+
+_MAX_ARGUMENTS = 64
+"""Keywords of a call, or a list of functions; to look through more would cost time."""
 
 
 def _is_made_by_others(value: object) -> bool:

@@ -189,6 +189,10 @@ def _frame(m: Machine) -> None:
     n_bytes = int.from_bytes(m.take(8), "little")
     if n_bytes > m.end - m.pos:
         m.damaged(f"a frame of {n_bytes:,} bytes begins, {m.end - m.pos:,} are left")
+    if m.grammar.lenient:
+        if m.pos < m.frame_end < m.pos + n_bytes:
+            m.crosses_frame()
+        m.frame_end = max(m.frame_end, m.pos + n_bytes)
 
 
 def _line(m: Machine) -> str:
@@ -197,8 +201,7 @@ def _line(m: Machine) -> str:
         if m.data.find(b"\n", m.pos, m.end) >= 0 and m.data[:1] == b"\x80":
             m.unsafe("names a global of more than 1,000 characters")
         m.damaged("the name of a global has no end")
-    line = m.take(end - m.pos)
-    m.pos += 1
+    line = m.take(end + 1 - m.pos)[:-1]
     try:
         return line.decode()
     except UnicodeDecodeError:
@@ -304,9 +307,7 @@ def _text_line(m: Machine) -> bytes:
     end = m.data.find(b"\n", m.pos, m.end)
     if end < 0:
         m.damaged("a line has no end")
-    line = m.take(end - m.pos)
-    m.pos += 1
-    return line
+    return m.take(end + 1 - m.pos)[:-1]
 
 
 def _push_number(m: Machine, read: Callable[[str], object]) -> None:
@@ -383,7 +384,14 @@ def _not_an_opcode(m: Machine) -> None:
 OPCODES: Opcodes = [_KNOWN.get(code, _not_an_opcode) for code in range(256)]
 
 
+def _proto(m: Machine) -> None:
+    protocol = m.take(1)[0]
+    if protocol > 5:
+        m.damaged(f"pickle protocol {protocol}; 0 to 5 can be read")
+
+
 _ONLY_LENIENT: Mapping[int, Callable[[Machine], object]] = {
+    0x80: _proto,  # PROTO, which may stand anywhere
     0x49: lambda m: _push_number(m, _int_of),  # INT
     0x4C: lambda m: _push_number(m, lambda line: int(line.rstrip("L"))),  # LONG
     0x46: lambda m: _push_number(m, float),  # FLOAT
