@@ -588,6 +588,21 @@ def test_functions_of_numpy_that_are_stored_as_values_are_read():
     assert decode(pickle.dumps({"activation": np.add}, 2)).unknown == ()
 
 
+TEXTS = (
+    "cost of a run, and open source of it\n" + "a long line of text " * 40 + "\nthe end.\n",
+    "Copyright (c) 2024 The authors" + ", all rights reserved" * 6 + "\nc \nos.system\n",
+    "(c) somebody\nimport os\nos.system('true')\n",
+    "Notes: import os.path\nopen\n",
+)
+
+
+def test_a_text_is_no_danger():
+    with all_cases() as case:
+        for text_file in TEXTS:
+            with case(text_file[:20]), pytest.raises(MetadataUnreadable):
+                decode_all(text_file.encode())
+
+
 def test_damage_is_no_danger():
     with pytest.raises(MetadataUnreadable):
         decode(pickle.dumps([1, 2])[:-1])

@@ -427,6 +427,9 @@ class Machine:
         """Push what the grammar has for a global."""
         if type(module) is not str or type(name) is not str:
             self.unsafe("names a global by what are not two strings")
+        if self.grammar.lenient and self.data[:1] != b"\x80" and not _MODULE.fullmatch(module):
+            # A text that begins as a pickle of protocol 0 does; an unpickler would fail here.
+            self.damaged(f"names the module {shown(module)}, which cannot be imported")
         self.names_globals = True
         known = self.grammar.names.get((module, name))
         if known is None:
@@ -478,6 +481,7 @@ def _names_globals(data: bytes, start: int) -> bool:
     return data.find(b"\x93", start) >= 0 or _GLOBAL.search(data, start) is not None
 
 
+_MODULE = re.compile(r"[\w.-]+")
 _GLOBAL = re.compile(rb"[ci][A-Za-z_][\w.]{0,999}\n[A-Za-z_]")
 
 

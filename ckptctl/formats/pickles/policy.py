@@ -84,6 +84,7 @@ class Named(Opaque):
 
     @property
     def last(self) -> str:
+        """The last part of the name."""
         return self.name.rpartition(".")[2]
 
     @property
