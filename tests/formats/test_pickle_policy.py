@@ -234,6 +234,7 @@ LIBRARIES = {
     "numpy dtypes": [np.dtype("f4"), np.dtype([("a", "i4")])],
     "numpy masked": np.ma.masked_array([1, 2], mask=[True, False]),
     "numpy generators": [np.random.get_state(), np.random.default_rng(1), np.random.RandomState(1)],
+    "an exception with a function": RuntimeError("x", np.zeros),
     "numpy seed": np.random.SeedSequence(3),
     "numpy ufunc and class": [np.float32, np.ndarray],
     "torch": [torch.float32, torch.device("cpu"), torch.Size([2]), torch.strided],
@@ -510,6 +511,15 @@ def tar_of(**members: bytes) -> bytes:
     return file.getvalue()
 
 
+def with_wrong_checksum(data: bytes) -> bytes:
+    """The archive with another CRC-32 of its first member, in both places."""
+    central = data.index(b"PK\x01\x02")
+    changed = bytearray(data)
+    for place in (14, central + 16):
+        changed[place] ^= 0xFF
+    return bytes(changed)
+
+
 def foreign_archives(data: bytes) -> dict[str, bytes]:
     """Archives that `torch.load` reads and `torch.save` does not write."""
     other = ("archive/data.pkl", pickle.dumps({}))
@@ -520,6 +530,9 @@ def foreign_archives(data: bytes) -> dict[str, bytes]:
         "capital letters and another": zip_of(("archive/DATA.PKL", data), other),
         "two of one name": zip_of(("archive/data.pkl", data), other),
         "bytes behind it": zip_of(("archive/data.pkl", data)) + b"behind" * 9,
+        "a wrong checksum": with_wrong_checksum(
+            zip_of(("archive/data.pkl", data), compression=zipfile.ZIP_DEFLATED)
+        ),
         "tar": tar_of(storages=data, tensors=pickle.dumps(0), pickle=pickle.dumps(0)),
         "tar, the last member": tar_of(a=b"(", storages=b"N.", tensors=b"N.", pickle=data),
     }

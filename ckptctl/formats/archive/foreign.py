@@ -122,6 +122,8 @@ def is_tar(head: bytes) -> bool:
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | None:
     try:
         with archive.open(member) as file:
+            # torch is built without a check of checksums (`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS`).
+            file._expected_crc = None  # type: ignore[attr-defined]
             return _bounded(file.read(MAX_MEMBER + 1), member.filename)
     except _UNREADABLE:
         return None

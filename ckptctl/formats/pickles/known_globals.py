@@ -149,6 +149,7 @@ torch.distributed.optim.**: *
 torch.distributed.remote_device: _remote_device
 torch.distributed.tensor.**: *
 torch.distributions.**: *
+torch.fx.immutable_collections: immutable_dict immutable_list
 torch.nested._internal.nested_tensor: NestedTensor _rebuild_njt
 torch.nn: Parameter
 torch.nn.parameter: *

@@ -367,11 +367,22 @@ def _latin1(args: tuple[object, ...]) -> bytes:
         case (str(text), "latin1" | "latin-1"):
             try:
                 return text.encode("latin-1")
-            except UnicodeEncodeError:
-                pass
-    if args and isinstance(args[0], str) and args[1:] not in ((), ("utf-8",), ("ascii",)):
-        raise Acts("encodes a string with another codec than latin-1")
+            except UnicodeEncodeError as error:
+                raise Malformed("bytes are not made of a latin-1 string") from error
+        case (str(), str(codec), *_) if _is_other_codec(codec):
+            raise Acts("encodes a string with another codec than latin-1")
     raise Malformed("bytes are not made of a latin-1 string")
+
+
+def _is_other_codec(name: str) -> bool:
+    """Whether Python has a codec of this name; it raises an error for any other."""
+    from encodings import aliases, normalize_encoding
+
+    if name in ("utf-8", "ascii"):
+        return False
+    normalized = normalize_encoding(name[:100]).lower()
+    others = ("idna", "punycode", "raw_unicode_escape", "unicode_escape", "utf_8_sig", "undefined")
+    return normalized in (*aliases.aliases, *aliases.aliases.values(), *others)
 
 
 def _bytes(args: tuple[object, ...]) -> bytes:
