@@ -282,7 +282,12 @@ def _hide_variable(name: str, value: str) -> None:
 
 def hide_storage_option(pair: str) -> None:
     """Hide the value of an option `KEY=VALUE`, as a command line has it."""
-    key, _, text = pair.partition("=")
+    key, equals, text = pair.partition("=")
+    if not (equals and key.isidentifier()):  # it may be a secret whose key was forgotten
+        if key.lower() not in _HARMLESS_STORAGE_OPTIONS:
+            hide(pair)
+            hide(key)
+        return
     if not _is_harmless_text(key, text):
         hide(text)
         for part in re.findall(r'"((?:[^"\\]|\\.)*)"', text):

@@ -26,9 +26,10 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, object] | No
     options: dict[str, object] = {}
     for pair in given or ():
         key, equals, value = pair.partition("=")
-        if not key or not equals:
+        if not equals or not key.isidentifier():
             raise UsageError(
-                f"--storage-option is KEY=VALUE, not {pair!r}", instead="--storage-option anon=true"
+                "--storage-option is KEY=VALUE, and one of those given has no such form",
+                instead="--storage-option anon=true",
             )
         options[key] = _json_or_text(value)
     return options or None

@@ -29,6 +29,7 @@ from ckptctl.formats.archive.directory import (
     read_member,
     tail_needed,
 )
+from ckptctl.formats.archive.foreign import NotRead, is_tar, pickles_in_tar, pickles_in_zip
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import is_archive
@@ -143,6 +144,7 @@ class _Reader:
     )
     unknown: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     tensors: list[tuple[str, str, Span]] = field(default_factory=list)
+    too_long: list[str] = field(default_factory=list)
 
     def read_part(self, part: OpenPart, *, read: bool) -> None:
         """Read the bytes entries of a part of DCP, and its small tensors of bytes."""
@@ -193,7 +195,8 @@ class _Reader:
             if code == "record.unsafe":
                 where = inside(part_path, ranges.file_names[ranges.files[number]])
             try:
-                found = self._decoded(view, owner.transforms, is_entry=code == "record.unsafe")
+                is_entry = code == "record.unsafe"
+                found = self._decoded(view, owner.transforms, entry.fqn, is_entry=is_entry)
                 if isinstance(entry, TensorEntry) and not isinstance(found, Need):
                     elements = _elements(view)
                     if isinstance(elements, Need):
@@ -226,7 +229,7 @@ class _Reader:
         return view.head[:1] in (b"\x80", b"P") and self._may_be_pickle(entry.fqn)
 
     def _decoded(
-        self, view: View, transforms: Sequence[str], *, is_entry: bool
+        self, view: View, transforms: Sequence[str], path: str, *, is_entry: bool
     ) -> Decoded | Need | None:
         """The pickle in a record or a file; None where there is none that is read."""
         if transforms:
@@ -243,15 +246,32 @@ class _Reader:
             return Decoded(legacy.value, legacy.unknown)
         if view.head[:4] == b"PK\x03\x04":
             return _in_archive(view)
-        if view.length > MAX_PICKLE_BYTES:
-            if view.head[:1] != b"\x80":
-                return None
-            raise RecordUnreadable("it is too long")
+        if is_tar(view.head):
+            return self._in_tar(view, path)
         if not is_entry and not _begins_as_pickle(view.head):
             return None
+        needed = min(view.length, MAX_PICKLE_BYTES)
+        if len(view.head) < needed:
+            return Need(needed, 1)
+        if view.length <= MAX_PICKLE_BYTES:
+            return decode_all(view.head)
+        try:
+            return decode_all(view.head)
+        except MetadataUnreadable:
+            if is_entry or self._may_be_pickle(path):
+                self.too_long.append(path)
+            raise
+
+    def _in_tar(self, view: View, path: str) -> Decoded | Need | None:
+        if view.length > MAX_PICKLE_BYTES:
+            if not self._may_be_pickle(path):
+                return None
+            raise MetadataUnsafe(
+                "is a tar file of more bytes than are read, under the name of a pickle"
+            )
         if len(view.head) < view.length:
             return Need(view.length, 1)
-        return decode_all(view.head)
+        return _joined(decode_all(pickle) for pickle in pickles_in_tar(view.head))
 
     def _note_tensors(
         self, value: object, view: View, number: int, source: RecordSource, where: str, code: str
@@ -314,6 +334,16 @@ class _Reader:
             )
 
     def _unknown(self, allowed: frozenset[str]) -> Iterator[Finding]:
+        for path in sorted(set(self.too_long)):
+            yield Finding(
+                "pickle.unknown",
+                path,
+                f"{path} holds a pickle of more than the {MAX_PICKLE_BYTES:,} bytes that are read: "
+                "what it names after them is not known",
+                expected=f"pickles of at most {MAX_PICKLE_BYTES:,} bytes",
+                found="a longer one",
+                next_command=command_line("explain", "pickle.unknown"),
+            )
         for name, places in sorted(self.unknown.items()):
             if name in allowed:
                 continue
@@ -333,15 +363,28 @@ def _begins_as_pickle(head: bytes) -> bool:
     """Whether bytes could be a pickle of any protocol."""
     if head[:1] == b"\x80":
         return head[1:2] <= b"\x05"
-    # Protocols 0 and 1 have no mark of their own: what they begin with is one of these.
-    return re.match(rb"[(\]}c)IKJMLSUVXTNFG]", head) is not None
+    # An unpickler wants no mark in front: every opcode that needs nothing on the stack will do.
+    return re.match(rb"[(\]}c)IKJMLSUVXTNFGBC\x88-\x8b\x8c-\x8f\x95\x96]", head) is not None
+
+
+def _joined(found: Iterable[Decoded]) -> Decoded | None:
+    """Several pickles of one file; None where there is none."""
+    every = list(found)
+    unknown = sorted({name for decoded in every for name in decoded.unknown})
+    return Decoded(every[0].value, tuple(unknown)) if every else None
 
 
 def _in_archive(view: View) -> Decoded | Need | None:
-    needed = tail_needed(view.tail, view.length)
-    if needed > len(view.tail):
-        return Need(len(view.head), needed)
-    directory = parse_directory(view.tail, view.length)
+    try:
+        needed = tail_needed(view.tail, view.length)
+        if needed > len(view.tail):
+            return Need(len(view.head), needed)
+        directory = parse_directory(view.tail, view.length)
+    except RecordUnreadable as error:
+        return _in_foreign_archive(view, error)
+    names = [member.name for member in directory.members if member.name.lower() == "data.pkl"]
+    if names != ["data.pkl"]:
+        return _in_foreign_archive(view, RecordUnreadable("it has another `data.pkl`"))
     member = directory.find("data.pkl")
     data = read_member(directory, "data.pkl", view)
     if data is not None:
@@ -349,11 +392,32 @@ def _in_archive(view: View) -> Decoded | Need | None:
     return None if member is None else _need(member, directory, view)
 
 
+def _in_foreign_archive(view: View, error: RecordUnreadable) -> Decoded | Need | None:
+    """The pickles in an archive that `torch.save` did not write; raises `error` without one."""
+    found = pickles_in_zip(view)
+    if isinstance(found, NotRead):
+        from_end = view.length - found.start
+        if min(found.end, from_end) > MAX_PICKLE_BYTES:
+            raise MetadataUnsafe(
+                "is an archive that torch.save did not write, with a pickle too far inside"
+            )
+        if from_end < found.end:
+            return Need(len(view.head), min(view.length, max(from_end, 1 << 17)))
+        return Need(min(view.length, max(found.end, 1 << 17)), len(view.tail))
+    decoded = _joined(decode_all(pickle) for pickle in found)
+    if decoded is None:
+        raise error
+    return decoded
+
+
 def _need(member: Member, directory: RecordDirectory, view: View) -> Need:
     """How much of a record to read for a member: from the nearer end."""
     from_end = directory.length - member.start
     if min(member.end, from_end) > MAX_PICKLE_BYTES:
-        raise RecordUnreadable(f"{member.name} is too long, or lies too far inside")
+        if member.size <= MAX_PICKLE_BYTES:
+            # `torch.save` writes it first, before the tensors.
+            raise MetadataUnsafe(f"has {member.name} too far inside to be read")
+        raise RecordUnreadable(f"{member.name} is too long")
     if member.end <= from_end:
         return Need(member.end, len(view.tail))
     return Need(len(view.head), from_end)

@@ -295,6 +295,14 @@ def test_options_are_typed_by_their_keys_also_within_others():
     ]
 
 
+@pytest.mark.parametrize("given", [CANARY, f"={CANARY}", "c2VjcmV0/Y2FuYXJ5==", "x9!"])
+def test_a_storage_option_whose_key_was_forgotten_is_not_shown(given):
+    answer = run_ckptctl("pick", "s3://bucket/run", "--storage-option", given)
+    assert answer.returncode == 2
+    assert "--storage-option is KEY=VALUE" in answer.stderr
+    assert given not in answer.stdout + answer.stderr
+
+
 def test_a_short_secret_hides_no_part_of_a_word_or_number_and_no_root():
     StorageOptions(storage_options={"key": "1200", "secret": "train"})
     assert redacted("step 12003 of training") == "step 12003 of training"

@@ -369,12 +369,15 @@ def test_no_bomb_goes_off(outcomes):
     [
         "nested-tuples",
         "nested-lists",
-        "one-string-encoded-often",
         "a-path-of-one-long-part-often",
     ],
 )
 def test_values_are_bounded_too(outcomes, name):
     assert outcomes[name, "value"].kind == "unreadable"
+
+
+def test_what_names_globals_and_exceeds_a_limit_is_unsafe(outcomes):
+    assert outcomes["one-string-encoded-often", "value"].kind == "unsafe"
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,12 @@ import socket
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 import types
 import typing
 import uuid
+import warnings
 import zipfile
 import zoneinfo
 
@@ -232,6 +234,7 @@ LIBRARIES = {
     "numpy dtypes": [np.dtype("f4"), np.dtype([("a", "i4")])],
     "numpy masked": np.ma.masked_array([1, 2], mask=[True, False]),
     "numpy generators": [np.random.get_state(), np.random.default_rng(1), np.random.RandomState(1)],
+    "an exception with a function": RuntimeError("x", np.zeros),
     "numpy seed": np.random.SeedSequence(3),
     "numpy ufunc and class": [np.float32, np.ndarray],
     "torch": [torch.float32, torch.device("cpu"), torch.Size([2]), torch.strided],
@@ -435,6 +438,182 @@ def test_a_class_that_is_not_installed_is_unknown():
             with case(name):
                 (unknown,) = decode(data).unknown
                 assert unknown.startswith(("shop", "pandas"))
+
+
+ODDITIES = {
+    "a memo slot out of order": b"Nq\x050",
+    "a protocol in the middle": b"N0\x80\x05",
+    "a number in another base": b"I0x10\n0",
+    "a long number": b"L" + b"1" * 4_001 + b"L\n0",
+    "a state for a list": b"]Nb0",
+    "values for bytes": b"\x96" + bytes([1, *[0] * 7]) + b"a(K\x01e0",
+    "another codec": called(named("_codecs", "encode"), text("a"), text("utf-8")) + b"0",
+    "a size of a list": called(named("torch", "Size"), list_of(b"K\x02")) + b"0",
+    "bytes of numbers": called(named("builtins", "bytes"), list_of(b"K\x02")) + b"0",
+    "a value left over": b"N",
+    "many containers": b"]" * 200_000,
+    "deep containers": b"(" * 1_001,
+}
+"""What Python's unpickler accepts and no writer writes: it goes on behind them."""
+
+
+def test_nothing_in_front_of_a_call_keeps_it_from_being_found():
+    call = SYSTEM + b"(S'true'\ntR."
+    nested = called(named("torch.storage", "_load_from_bytes"), b"C" + bytes([len(call)]) + call)
+    with all_cases() as case:
+        for name, oddity in ODDITIES.items():
+            for what, data in (("call", call), ("in bytes", nested + b".")):
+                for head in (b"", b"\x80\x02", b"\x80\x04"):
+                    with case(f"{name}, {what}, {head}"), pytest.raises(MetadataUnsafe):
+                        decode_all(head + oddity + data)
+
+
+def test_a_frame_hides_no_bytes():
+    # From a file, CPython skips the two zeros that are left of the frame after `G`.
+    call = SYSTEM + b"(S'true'\ntR."
+    number = b"G" + bytes(8)
+    for data in (
+        b"\x80\x04\x95" + (3).to_bytes(8, "little") + number + b"\x86\x93L1L\n0" + call,
+        b"\x95" + (2).to_bytes(8, "little") + b"I1\n0" + call,
+        b"\x80\x04\x95" + (4).to_bytes(8, "little") + b"\x95" + (9).to_bytes(8, "little") + call,
+    ):
+        with pytest.raises(MetadataUnsafe):
+            decode_all(data)
+    long = pickle.dumps({"a": ["x" * 100_000, b"y" * 100_000], "b": [*range(90_000)]}, 5)
+    assert b"\x95" in long
+    assert decode(long).unknown == ()
+
+
+def test_memo_slots_are_counted_as_an_unpickler_counts_them():
+    # MEMOIZE takes the number of filled slots, whatever their numbers are.
+    for writes, slot in ((b"Nq\x050", 1), (b"Nq\x010", 1)):
+        data = b"\x80\x04" + writes + b"cshop\nThing\n\x940h" + bytes([slot]) + b"(NtR(NtR."
+        with pytest.raises(MetadataUnsafe, match="calls an object"):
+            decode_all(data)
+
+
+def zip_of(*members: tuple[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(file, "w", compression) as archive:
+        warnings.simplefilter("ignore")
+        for name, data in (*members, ("archive/version", b"3\n")):
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def tar_of(**members: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def with_wrong_checksum(data: bytes) -> bytes:
+    """The archive with another CRC-32 of its first member, in both places."""
+    central = data.index(b"PK\x01\x02")
+    changed = bytearray(data)
+    for place in (14, central + 16):
+        changed[place] ^= 0xFF
+    return bytes(changed)
+
+
+def foreign_archives(data: bytes) -> dict[str, bytes]:
+    """Archives that `torch.load` reads and `torch.save` does not write."""
+    other = ("archive/data.pkl", pickle.dumps({}))
+    return {
+        "plain": zip_of(("archive/data.pkl", data)),
+        "compressed": zip_of(("archive/data.pkl", data), compression=zipfile.ZIP_DEFLATED),
+        "capital letters": zip_of(("archive/DATA.PKL", data)),
+        "capital letters and another": zip_of(("archive/DATA.PKL", data), other),
+        "two of one name": zip_of(("archive/data.pkl", data), other),
+        "bytes behind it": zip_of(("archive/data.pkl", data)) + b"behind" * 9,
+        "a wrong checksum": with_wrong_checksum(
+            zip_of(("archive/data.pkl", data), compression=zipfile.ZIP_DEFLATED)
+        ),
+        "tar": tar_of(storages=data, tensors=pickle.dumps(0), pickle=pickle.dumps(0)),
+        "tar, the last member": tar_of(a=b"(", storages=b"N.", tensors=b"N.", pickle=data),
+    }
+
+
+def test_pickles_in_archives_that_torch_did_not_write_are_read():
+    every = foreign_archives(pickle.dumps(Call(os.system, "true"))).items()
+    with all_cases() as case:
+        for (name, data), is_loaded in itertools.product(every, (True, False)):
+            holder = called(LOAD, sized(data)) if is_loaded else sized(data)
+            with case(f"{name}, {is_loaded}"), pytest.raises(MetadataUnsafe):
+                decode_all(pickled(holder))
+    for data in foreign_archives(pickle.dumps({"step": 1})).values():
+        assert decode_all(pickle.dumps([data])).unknown == ()
+
+
+def sized(data: bytes) -> bytes:
+    return b"B" + len(data).to_bytes(4, "little") + data
+
+
+LOAD = named("torch.storage", "_load_from_bytes")
+GENERATOR = named("numpy.random._pickle", "__generator_ctor")
+NUMBERS = list_of(*(b"K" + bytes([byte]) for byte in SYSTEM + b"(S'true'\ntR."))
+INDIRECT = {
+    "bytes that are computed": called(LOAD, called(named("builtins", "bytes"), NUMBERS)),
+    "a byte array that is computed": called(LOAD, called(named("builtins", "bytearray"), NUMBERS)),
+    "an array that is computed": called(LOAD, called(named("array", "array"), text("B"), NUMBERS)),
+    "bytes of a text": called(
+        LOAD, called(named("builtins", "bytearray"), text("cos\nsystem\n(VX\ntR."), text("ascii"))
+    ),
+    "numpy calls a constructor": called(GENERATOR, text("1"), named("networkx", "read_gpickle")),
+    "numpy calls a constructor of the run": called(GENERATOR, text("1"), named("shop", "run")),
+    "numpy imports a name": called(
+        GENERATOR,
+        text("true"),
+        called(named("numpy.core", "_ufunc_reconstruct"), text("os"), text("system")),
+    ),
+    "sympy evaluates its arguments": called(named("sympy", "Poly"), text("x")),
+    "torch.fx executes source": called(named("torch.fx.graph_module", "GraphModule"), b"N"),
+    "a template": called(named("jinja2.environment", "TemplateModule"), b"N"),
+    "an iterator that calls": called(
+        named("builtins", "list"), called(named("torch.utils.data", "DataLoader"), b"N")
+    ),
+    "a harmless class that gets a function": called(
+        named("torch.utils.data", "DataLoader"), named("sympy", "sympify")
+    ),
+    "a harmless class that gets a function by its keyword": named("torch.utils.data", "DataLoader")
+    + b")"
+    + dict_of(text("collate_fn"), named("networkx", "read_gpickle"))
+    + b"\x92",
+    "a metaclass": called(named("enum", "EnumType"), text("Made"), b")", b"}"),
+}
+
+
+def test_what_calls_or_imports_for_the_pickle_is_refused():
+    with all_cases() as case:
+        for name, value in INDIRECT.items():
+            with case(name), pytest.raises(MetadataUnsafe):
+                decode_all(pickled(value))
+
+
+def test_functions_of_numpy_that_are_stored_as_values_are_read():
+    for module, name in (("numpy.core.umath", "add"), ("numpy._core._multiarray_umath", "add")):
+        data = called(named("numpy.core", "_ufunc_reconstruct"), text(module), text(name))
+        assert decode(pickled(data)).unknown == ()
+    assert decode(pickle.dumps({"activation": np.add}, 2)).unknown == ()
+
+
+TEXTS = (
+    "cost of a run, and open source of it\n" + "a long line of text " * 40 + "\nthe end.\n",
+    "Copyright (c) 2024 The authors" + ", all rights reserved" * 6 + "\nc \nos.system\n",
+    "(c) somebody\nimport os\nos.system('true')\n",
+    "Notes: import os.path\nopen\n",
+)
+
+
+def test_a_text_is_no_danger():
+    with all_cases() as case:
+        for text_file in TEXTS:
+            with case(text_file[:20]), pytest.raises(MetadataUnreadable):
+                decode_all(text_file.encode())
 
 
 def test_damage_is_no_danger():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import io
 import os
 import pickle
 import sys
+import tarfile
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -90,6 +94,67 @@ def test_a_file_beside_the_shards_that_would_run_code_is_unsafe(tmp_path, how):
                     assert chosen(str(root)) == expected
             path.unlink()
     assert not marker.exists()
+
+
+def odd_files(marker: Path) -> dict[str, bytes]:
+    """Files that run a call in `torch.load`, in forms that no writer uses."""
+    call = pickle.dumps(Call(marker), 2)
+    compressed, tape = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/Data.pkl", call)
+        archive.writestr("archive/version", b"3\n")
+    with tarfile.open(fileobj=tape, mode="w") as tar:
+        for name in ("storages", "tensors", "pickle"):
+            member = tarfile.TarInfo(name)
+            member.size = len(call)
+            tar.addfile(member, io.BytesIO(call))
+    plain = call[2:]
+    return {
+        "zip": compressed.getvalue(),
+        "tar": tape.getvalue(),
+        "no protocol": b"\x8f0" + plain,
+        "bytes first": b"C\x01a0" + plain,
+        "a frame first": b"\x95" + (1).to_bytes(8, "little") + b"N0" + plain,
+        "a memo slot out of order": b"\x80\x02Nq\x050" + plain,
+        "a state for a list": b"\x80\x02]Nb0" + plain,
+    }
+
+
+def test_files_in_forms_that_no_writer_uses_are_read_as_torch_reads_them(tmp_path):
+    root = dcp_root(tmp_path / "run")
+    marker = tmp_path / "ran"
+    with all_cases() as case:
+        for what, data in odd_files(marker).items():
+            for name in ("train_state.pt", "training_args.bin", "nobody_knows_this"):
+                path = root / "step_40" / name
+                path.write_bytes(data)
+                with case(f"{name} {what}"):
+                    report = ckptctl.verify(str(root / "step_40"))
+                    assert report.verdict is Verdict.UNSAFE, report.findings
+                    assert chosen(str(root)) == 20
+                path.unlink()
+            (root / "odd").write_bytes(data)
+            with contextlib.suppress(Exception):  # torch may fail after the call
+                torch.load(root / "odd", weights_only=False)
+            with case(f"torch runs it: {what}"):
+                assert marker.exists()
+                marker.unlink()
+            (root / "odd").unlink()
+
+
+def test_a_pickle_that_is_too_long_to_be_read_is_named(tmp_path):
+    root = dcp_root(tmp_path / "run")
+    path = root / "step_40" / "train_state.pt"
+    for head, tail, codes in (
+        (b"", pickle.dumps(Call(tmp_path / "ran"), 2)[2:], {"pickle.unknown"}),
+        (pickle.dumps(Call(tmp_path / "ran"), 2)[2:-1] + b"0", b"N.", {"file.unsafe"}),
+    ):
+        with path.open("wb") as file:
+            file.write(b"\x80\x02" + head + b"B" + (66 << 20).to_bytes(4, "little"))
+            file.seek(66 << 20, os.SEEK_CUR)
+            file.write(b"0" + tail)
+        report = ckptctl.verify(str(root / "step_40"))
+        assert {one.code for one in report.findings} & {"pickle.unknown", "file.unsafe"} == codes
 
 
 def test_an_entry_of_a_shard_that_would_run_code_is_unsafe(tmp_path):

@@ -63,17 +63,18 @@ def read_legacy(head: bytes, length: int) -> LegacyFile | None:
 
     grammar = replace(TOLERANT, persistent=persistent)
     reads: list[PickleRead] = []
-    try:
-        for _ in range(5):
-            reads.append(read_pickle_at(head, reads[-1].end if reads else 0, grammar))
-        _, version, _, held, keys = (read.value for read in reads)
-        at = reads[-1].end
-        value = checked_value(held, len(head))
-        unknown = unknown_in(reads, grammar)
-    except MetadataUnreadable as error:
-        if len(head) < min(length, MAX_PICKLES):
-            return None
-        raise RecordUnreadable(error.message) from error
+    fault: MetadataUnreadable | None = None
+    while len(reads) < 5 and fault is None:
+        reads.append(read_pickle_at(head, reads[-1].end if reads else 0, grammar))
+        fault = reads[-1].fault
+    if fault is not None and len(head) < min(length, MAX_PICKLES):
+        return None
+    unknown = unknown_in(reads, grammar)
+    if fault is not None:
+        raise RecordUnreadable(fault.message) from fault
+    _, version, _, held, keys = (read.value for read in reads)
+    at = reads[-1].end
+    value = checked_value(held, len(head))
     if version != FORMAT_VERSION:
         raise RecordUnreadable(f"its format has the version {version!r}, not {FORMAT_VERSION}")
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages):

@@ -103,7 +103,13 @@ pandas._libs.arrays: __pyx_unpickle_NDArrayBacked NDArrayBacked
 pandas._libs.interval: Interval __pyx_unpickle_IntervalMixin
 pandas._libs.missing: NAType
 pandas._libs.tslibs.**: * _unpickle_timestamp _timedelta_unpickle __nat_unpickle
-pandas.core.**: * _new_Index _new_DatetimeIndex _new_PeriodIndex new_block
+pandas.core.arrays.**: *
+pandas.core.dtypes.**: *
+pandas.core.flags: Flags
+pandas.core.frame: DataFrame
+pandas.core.series: Series
+pandas.core.internals.**: * new_block
+pandas.core.indexes.**: * _new_Index _new_DatetimeIndex _new_PeriodIndex new_block
 pandas: DataFrame Series Index RangeIndex MultiIndex Timestamp Timedelta Period Interval NA
 torch: Size device Generator Tensor Storage dtype layout memory_format finfo iinfo ScriptObject
 torch: strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc jagged _mkldnn
@@ -143,6 +149,7 @@ torch.distributed.optim.**: *
 torch.distributed.remote_device: _remote_device
 torch.distributed.tensor.**: *
 torch.distributions.**: *
+torch.fx.immutable_collections: immutable_dict immutable_list
 torch.nested._internal.nested_tensor: NestedTensor _rebuild_njt
 torch.nn: Parameter
 torch.nn.parameter: *
@@ -216,10 +223,12 @@ usercustomize platform logging.config mmap msvcrt winreg _winapi fcntl resource 
 zipfile tarfile gzip bz2 lzma compileall py_compile linecache popen2 commands nis crypt curses
 readline rlcompleter sched syslog cgi cgitb wsgiref mailcap netrc configparser.open
 torch.hub torch.package torch.utils.cpp_extension torch.utils.model_zoo torch.utils.bottleneck
-torch._inductor torch._dynamo torch.multiprocessing torch.distributed.run torch.distributed.launch
+torch.fx torch.utils.data.datapipes torch.utils.data.dataframes torch._inductor torch._dynamo
+torch.multiprocessing torch.distributed.run torch.distributed.launch
 torch.distributed.launcher torch.distributed.elastic torch.distributed.rpc torch.jit torch.export
 torch.utils._cpp_extension_versioner torch.utils.collect_env torch.testing
 numpy.f2py numpy.distutils numpy.testing numpy.lib.npyio numpy.lib._npyio_impl numpy.ctypeslib
+sympy mpmath jinja2 pandas.core.computation
 numpy._pytesttester cloudpickle dill jsonpickle joblib IPython ptpython pexpect ptyprocess sh
 plumbum fabric invoke paramiko psutil cffi numba cython Cython pyximport execnet gevent eventlet
 twisted click typer fsspec smart_open werkzeug mako nose pytest _pytest
@@ -243,6 +252,9 @@ itertools: starmap filterfalse takewhile dropwhile accumulate groupby tee
 types: FunctionType LambdaType CodeType MethodType ModuleType new_class prepare_class CellType
 types: coroutine DynamicClassAttribute TracebackType FrameType BuiltinFunctionType
 copyreg: add_extension pickle remove_extension
+enum: EnumMeta EnumType
+typing: NamedTuple TypedDict NamedTupleMeta
+abc: ABCMeta
 torch: load save compile
 torch.serialization: load save _load _legacy_load
 torch._C: _jit_import PyTorchFileReader PyTorchFileWriter ScriptModule CompilationUnit

@@ -6,6 +6,7 @@ allocates anything. What each opcode does is in `reading`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
@@ -66,10 +67,14 @@ class Machine:
         "cheap_keys",
         "data",
         "end",
+        "extra_slots",
+        "fault",
+        "frame_end",
         "grammar",
         "has_runs",
         "marks",
         "memo",
+        "n_filled",
         "n_left",
         "names_globals",
         "nested",
@@ -99,6 +104,10 @@ class Machine:
         self.taken: set[int] = set()
         self.tuple_keys = 0
         self.names_globals = False
+        self.fault: MetadataUnreadable | None = None
+        self.extra_slots: dict[int, object] = {}
+        self.n_filled = 0
+        self.frame_end = 0
         self.nested: list[bytes] = []
         self.others: list[object] = []
         self.cheap_keys = str | bytes | None | grammar.hashable
@@ -122,7 +131,7 @@ class Machine:
         self.step_to_stop()
         value = self.pop()
         if self.stack or self.marks:
-            self.damaged("the pickle ends with values left over")
+            self.doubt("the pickle ends with values left over")
         return value
 
     def step_to_stop(self) -> None:
@@ -143,6 +152,23 @@ class Machine:
         """Raise `MetadataUnreadable` for the opcode at hand."""
         raise MetadataUnreadable(f"byte {self.at:,}: {what}")
 
+    def doubt(self, what: str) -> None:
+        """Note damage at which Python's unpickler goes on: what follows may still act.
+
+        A lenient reading goes on, too, and fails with the first of these at its end.
+        """
+        if not self.grammar.lenient:
+            self.damaged(what)
+        self.fault = self.fault or MetadataUnreadable(f"byte {self.at:,}: {what}")
+
+    def exceeded(self, what: str) -> NoReturn:
+        """Stop at a limit: damage, or unsafe where names follow that an unpickler would import."""
+        if self.grammar.lenient and (self.names_globals or _names_globals(self.data, self.pos)):
+            raise MetadataUnsafe(
+                f"names globals and cannot be read to its end: byte {self.at:,}: {what}"
+            )
+        self.damaged(what)
+
     def unsafe(self, what: str) -> NoReturn:
         """Raise `MetadataUnsafe` for the opcode at hand.
 
@@ -158,8 +184,18 @@ class Machine:
         end = start + n_bytes
         if end > self.end:
             self.damaged(f"{n_bytes:,} bytes are to follow, {self.end - start:,} are left")
+        if start < self.frame_end < end:
+            self.crosses_frame()
         self.pos = end
         return self.data[start:end]
+
+    def crosses_frame(self) -> NoReturn:
+        """Refuse what begins in a frame and ends behind it.
+
+        CPython's unpickler of files then skips the rest of the frame and reads other opcodes
+        than those that stand there; no pickler writes it.
+        """
+        self.exceeded("a frame ends within what an opcode reads")
 
     def push(self, value: object) -> None:
         """Put one value on the stack."""
@@ -169,7 +205,7 @@ class Machine:
         """Put a container or an object on the stack, and count it."""
         self.n_left -= 1
         if self.n_left < 0:
-            self.damaged("more containers than a pickle of this size can need")
+            self.exceeded("more containers than a pickle of this size can need")
         self.stack.append(value)
 
     def push_run(
@@ -247,12 +283,22 @@ class Machine:
         """Put the topmost value into the memo; writers fill the slots one after the other."""
         if slot == 1 and not self.memo.n_slots and self.grammar.lenient:
             self.memo.put(None)  # cPickle of Python 2 counts from 1
-        if slot != self.memo.n_slots:
-            self.damaged(f"memo slot {slot:,} is written, {self.memo.n_slots:,} is next")
+            self.n_filled = -1
+        if slot != self.memo.n_slots or self.extra_slots:
+            self.doubt(f"memo slot {slot:,} is written, {self.memo.n_slots:,} is next")
+            self.n_filled += slot not in self.extra_slots and slot >= self.memo.n_slots
+            self.extra_slots[slot] = self.top()
+            return
         self.memo.put(self.top())
+
+    def memoize(self) -> None:
+        """Put the topmost value into the slot whose number is how many are filled."""
+        self.remember(self.memo.n_slots + self.n_filled)
 
     def recall(self, slot: int) -> object:
         """What the memo holds."""
+        if slot in self.extra_slots:
+            return self.extra_slots[slot]
         if slot >= self.memo.n_slots:
             self.damaged(f"memo slot {slot:,} is read, {self.memo.n_slots:,} are filled")
         value = self.memo.get(slot)
@@ -271,7 +317,7 @@ class Machine:
             self._fill(target, pairs, "items are set on what is no dict")
             return
         if id(target) in self.taken:
-            self.damaged("the state of an object is changed after it was given")
+            self.doubt("the state of an object is changed after it was given")
         for key, value in self._pairs(items):
             if not isinstance(key, Run):
                 key = self.checked_key(key)
@@ -282,11 +328,12 @@ class Machine:
     def _fill(self, target: object, values: Iterable[object], otherwise: str) -> None:
         """Put values into what a call returned: a deque, an object of a class that is a list."""
         if not self.grammar.lenient or not isinstance(target, Stub):
-            self.damaged(otherwise)
+            self.doubt(otherwise)
+            return
         try:
             target.fill(values)
         except Malformed:
-            self.damaged(otherwise)
+            self.doubt(otherwise)
         except Acts as error:
             self.unsafe(str(error))
 
@@ -327,15 +374,16 @@ class Machine:
         if not isinstance(target, Stub | Ordered):
             if self.grammar.lenient and not isinstance(target, list | dict | set):
                 return  # a value that stands for an object: its attributes are dropped
-            self.damaged(f"a {type(target).__name__} is given a state")
+            self.doubt(f"a {type(target).__name__} is given a state")
+            return
         if isinstance(target, Stub) and target.owns_state and isinstance(state, dict):
             if id(state) in self.taken:
-                self.damaged("two objects are given one state")
+                self.doubt("two objects are given one state")
             self.taken.add(id(state))
         try:
             target.build(state)
         except Malformed as wrong:
-            self.damaged(str(wrong))
+            self.doubt(str(wrong))
         except Acts as error:
             self.unsafe(str(error))
 
@@ -379,6 +427,9 @@ class Machine:
         """Push what the grammar has for a global."""
         if type(module) is not str or type(name) is not str:
             self.unsafe("names a global by what are not two strings")
+        if self.grammar.lenient and self.data[:1] != b"\x80" and not _MODULE.fullmatch(module):
+            # A text that begins as a pickle of protocol 0 does; an unpickler would fail here.
+            self.damaged(f"names the module {shown(module)}, which cannot be imported")
         self.names_globals = True
         known = self.grammar.names.get((module, name))
         if known is None:
@@ -398,17 +449,19 @@ class Machine:
         if not isinstance(function, Callee):
             self.unsafe(f"calls {_described(function)}")
         if not isinstance(args, tuple):
-            self.damaged("a call has no tuple of arguments")
+            self.doubt("a call has no tuple of arguments")
+            args = (args,)
         try:
             result = function.make(args) if makes else function.call(args)
         except Malformed as wrong:
-            self.damaged(str(wrong))
+            self.doubt(str(wrong))
+            result = Stub("a call with other arguments than writers use")
         except Acts as error:
             self.unsafe(str(error))
-        if isinstance(result, str | bytes):
+        if isinstance(result, str | bytes | bytearray):
             # A few bytes of pickle can ask for the same long string again and again.
             self.n_left -= len(result) // CHARS_PER_CONTAINER
-        if isinstance(result, bytes):
+        if isinstance(result, bytes | bytearray):
             self.note_bytes(result)
         self.push_container(result)
 
@@ -421,6 +474,15 @@ class Machine:
         """Keep bytes to be read as a pickle later, where the grammar asks for that."""
         if self.grammar.lenient and len(data) >= MIN_NESTED_BYTES:
             self.nested.append(bytes(data))
+
+
+def _names_globals(data: bytes, start: int) -> bool:
+    """Whether bytes hold the opcode of a global, at any place that could be one."""
+    return data.find(b"\x93", start) >= 0 or _GLOBAL.search(data, start) is not None
+
+
+_MODULE = re.compile(r"[\w.-]+")
+_GLOBAL = re.compile(rb"[ci][A-Za-z_][\w.]{0,999}\n[A-Za-z_]")
 
 
 def _described(value: object) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import _compat_pickle
 import builtins
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
 
@@ -83,18 +83,30 @@ class Named(Opaque):
         self.standing = standing
 
     @property
+    def last(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def is_foreign_class(self) -> bool:
         """It is a class, by its name, and not one of the standard library."""
-        return _is_class(self.name.rpartition(".")[2]) and _root(self.name) not in _LIBRARY
+        return _is_class(self.last) and _root(self.name) not in _LIBRARY
 
     def call(self, args: tuple[object, ...]) -> object:
         """An object of this name; refused for what acts once it is called."""
         if self.standing is Standing.ACTS_IF_CALLED:
             raise Acts(f"calls {shown(self.name)}")
-        if self.standing is Standing.UNKNOWN:
-            for argument in args:
-                if isinstance(argument, Named) and argument.standing is Standing.ACTS_IF_CALLED:
-                    raise Acts(f"passes {shown(argument.name)} to {shown(self.name)}")
+        # It may call what it gets; `partial` is read by itself.
+        for argument in args:
+            for function in _functions_in(argument):
+                # What is listed of the standard library calls nothing that it gets; other listed
+                # classes get types.
+                may_hold = _root(self.name) in _LIBRARY or _is_class(function.last)
+                if self.standing is Standing.HARMLESS and may_hold:
+                    continue
+                raise Acts(f"passes {shown(function.name)} to {shown(self.name)}")
+            if self.name in _ITERATING and _is_made_by_others(argument):
+                raise Acts(f"has {shown(self.name)} iterate over an object of another class")
         return Opaque(self.kind, args)
 
     def build(self, state: object) -> None:  # noqa: ARG002
@@ -110,6 +122,34 @@ class Named(Opaque):
         if self.standing is Standing.ACTS_IF_CALLED and _root(self.name) not in _LIBRARY:
             return Opaque(self.kind, args)
         return self.call(args)
+
+
+_ITERATING = frozenset(
+    {
+        *(f"builtins.{name}" for name in ("list", "tuple", "set", "frozenset", "dict")),
+        *("collections.deque", "collections.Counter"),
+    }
+)
+"""They call methods of what they are made of. Writers make them of lists and dictionaries."""
+
+
+def _functions_in(value: object) -> Iterator[Named]:
+    """What acts once it is called: an argument, or one of several in a short container."""
+    if isinstance(value, Named):
+        if value.standing is Standing.ACTS_IF_CALLED:
+            yield value
+    elif isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ARGUMENTS:
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Named) and item.standing is Standing.ACTS_IF_CALLED:
+                yield item
+
+
+_MAX_ARGUMENTS = 64
+"""Keywords of a call, or a list of functions; to look through more would cost time."""
+
+
+def _is_made_by_others(value: object) -> bool:
+    return type(value) is Opaque and "." in value.name and _root(value.name) not in _LIBRARY
 
 
 class Partial(Opaque):
@@ -291,6 +331,11 @@ def _acts_by_name(module: str, name: str) -> bool:
     return name.partition(".")[0] in _ACTING_BY_MODULE.get(module, ())
 
 
+def is_below(module: str, package: str) -> bool:
+    """Whether a module is a package or lies in it."""
+    return module == package or module.startswith(f"{package}.")
+
+
 def _is_in(module: str, packages: Collection[str]) -> bool:
     while module:
         if module in packages:
@@ -329,7 +374,17 @@ _LIBRARY = frozenset(sys.stdlib_module_names) | {
     *("symbol", "macpath", "aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr"),
     *("mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau"),
     *("telnetlib", "uu", "xdrlib", "lib2to3", "compression", "annotationlib", "_android_support"),
-    *("popen2", "commands", "cPickle", "__builtin__", "copy_reg", "string", "new", "posixfile"),
+    *(
+        "popen2",
+        "commands",
+        "exceptions",
+        "cPickle",
+        "__builtin__",
+        "copy_reg",
+        "string",
+        "new",
+        "posixfile",
+    ),
 }
 _EXCEPTIONS = frozenset(
     name

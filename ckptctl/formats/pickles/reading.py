@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import codecs
 import gc
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.pickles.machine import MAX_MARKS, Machine, Opcodes, Shapes
 from ckptctl.formats.pickles.stubs import Grammar, Malformed, Stub
 
@@ -65,17 +67,25 @@ class PickleRead(NamedTuple):
     """Bytes in it that may be pickles; only a lenient grammar keeps them."""
     others: Sequence[object]
     """What the grammar made of the names that it does not list."""
+    fault: MetadataUnreadable | None = None
+    """Why it is damaged. What it did until then counts: an unpickler does it, too."""
 
 
 def read_pickle_at(data: bytes, at: int, grammar: Grammar) -> PickleRead:
     """The object that the pickle at byte `at` builds; more bytes may follow it.
 
-    Raises as `read_pickle`; offsets in the messages count from `at`.
+    Raises `MetadataUnsafe` as `read_pickle`; damage is returned as `fault`. Offsets in the
+    messages count from `at`.
     """
     with collector_paused():
         machine = _machine(data[at:] if at else data, grammar, None)
-        value = machine.run_first()
-        return PickleRead(value, at + machine.pos, machine.nested, machine.others)
+        value: object = None
+        try:
+            value = machine.run_first()
+            fault = machine.fault
+        except MetadataUnreadable as error:
+            fault = machine.fault or error
+        return PickleRead(value, at + machine.pos, machine.nested, machine.others, fault)
 
 
 def _machine(data: bytes, grammar: Grammar, shapes: Shapes | None) -> Machine:
@@ -124,7 +134,7 @@ def _taken(m: Machine, length_bytes: int) -> bytes:
 
 def _mark(m: Machine) -> None:
     if len(m.marks) == MAX_MARKS:
-        m.damaged(f"more than {MAX_MARKS:,} containers are open at once")
+        m.exceeded(f"more than {MAX_MARKS:,} containers are open at once")
     m.marks.append(m.stack)
     m.stack = []
 
@@ -179,14 +189,19 @@ def _frame(m: Machine) -> None:
     n_bytes = int.from_bytes(m.take(8), "little")
     if n_bytes > m.end - m.pos:
         m.damaged(f"a frame of {n_bytes:,} bytes begins, {m.end - m.pos:,} are left")
+    if m.grammar.lenient:
+        if m.pos < m.frame_end < m.pos + n_bytes:
+            m.crosses_frame()
+        m.frame_end = max(m.frame_end, m.pos + n_bytes)
 
 
 def _line(m: Machine) -> str:
     end = m.data.find(b"\n", m.pos, m.pos + 1_000)
     if not 0 <= end < m.end:
+        if m.data.find(b"\n", m.pos, m.end) >= 0 and m.data[:1] == b"\x80":
+            m.unsafe("names a global of more than 1,000 characters")
         m.damaged("the name of a global has no end")
-    line = m.take(end - m.pos)
-    m.pos += 1
+    line = m.take(end + 1 - m.pos)[:-1]
     try:
         return line.decode()
     except UnicodeDecodeError:
@@ -216,7 +231,8 @@ def _binpersid(m: Machine) -> None:
     try:
         m.push_container(m.grammar.persistent(m.pop()))
     except Malformed as wrong:
-        m.damaged(str(wrong))
+        m.doubt(str(wrong))
+        m.push_container(Stub("a persistent id"))
 
 
 def _refuse(name: str) -> Callable[[Machine], object]:
@@ -261,7 +277,7 @@ _KNOWN: Mapping[int, Callable[[Machine], object]] = {
     0x30: _pop,  # POP
     0x31: lambda m: m.pop_to_mark(),  # POP_MARK
     0x32: lambda m: m.push(m.top()),  # DUP
-    0x94: lambda m: m.remember(m.memo.n_slots),  # MEMOIZE
+    0x94: Machine.memoize,  # MEMOIZE
     0x71: lambda m: m.remember(m.take(1)[0]),  # BINPUT
     0x72: lambda m: m.remember(int.from_bytes(m.take(4), "little")),  # LONG_BINPUT
     0x68: lambda m: m.push(m.recall(m.take(1)[0])),  # BINGET
@@ -291,19 +307,19 @@ def _text_line(m: Machine) -> bytes:
     end = m.data.find(b"\n", m.pos, m.end)
     if end < 0:
         m.damaged("a line has no end")
-    line = m.take(end - m.pos)
-    m.pos += 1
-    return line
+    return m.take(end + 1 - m.pos)[:-1]
 
 
 def _push_number(m: Machine, read: Callable[[str], object]) -> None:
     line = _text_line(m)
-    if len(line) > _MAX_DIGITS:
-        m.damaged(f"a number of {len(line):,} characters")
     try:
-        m.push(read(line.decode("ascii")))
+        if len(line) <= _MAX_DIGITS:
+            m.push(read(line.decode("ascii")))
+            return
+        m.doubt(f"a number of {len(line):,} characters")
     except ValueError:
-        m.damaged("a number is none")
+        m.doubt("a number is none")
+    m.push(Stub("a number"))  # Python also reads other bases
 
 
 def _int_of(line: str) -> object:
@@ -330,6 +346,8 @@ def _push_raw_text(m: Machine) -> None:
 def _push_slot(m: Machine, act: Callable[[int], object]) -> None:
     line = _text_line(m)
     if not (line.isdigit() and len(line) < 20):
+        if m.grammar.lenient and re.fullmatch(rb"\s*[+-]?[0-9_]{1,4300}\s*", line):
+            m.exceeded("a memo slot that no writer numbers so")
         m.damaged("the number of a memo slot is none")
     act(int(line))
 
@@ -366,7 +384,14 @@ def _not_an_opcode(m: Machine) -> None:
 OPCODES: Opcodes = [_KNOWN.get(code, _not_an_opcode) for code in range(256)]
 
 
+def _proto(m: Machine) -> None:
+    protocol = m.take(1)[0]
+    if protocol > 5:
+        m.damaged(f"pickle protocol {protocol}; 0 to 5 can be read")
+
+
 _ONLY_LENIENT: Mapping[int, Callable[[Machine], object]] = {
+    0x80: _proto,  # PROTO, which may stand anywhere
     0x49: lambda m: _push_number(m, _int_of),  # INT
     0x4C: lambda m: _push_number(m, lambda line: int(line.rstrip("L"))),  # LONG
     0x46: lambda m: _push_number(m, float),  # FLOAT

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
-from ckptctl.formats.archive.directory import parse_record, read_member
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
+from ckptctl.formats.archive.foreign import is_tar, pickles_in_archive
 from ckptctl.formats.pickles import policy
 from ckptctl.formats.pickles.policy import Named, Opaque, Standing
 from ckptctl.formats.pickles.reading import PickleRead, read_pickle, read_pickle_at
@@ -102,11 +102,14 @@ def decode(data: bytes, grammar: Grammar | None = None) -> Decoded:
     """
     grammar = grammar or TOLERANT
     read = read_pickle_at(data, 0, grammar)
+    unknown = unknown_in([read], grammar)
+    if read.fault is not None:
+        raise read.fault
     if read.end != len(data):
         raise MetadataUnreadable(
             f"byte {read.end - 1:,}: {len(data) - read.end:,} bytes follow the end of the pickle"
         )
-    return Decoded(checked_value(read.value, len(data)), unknown_in([read], grammar))
+    return Decoded(checked_value(read.value, len(data)), unknown)
 
 
 def decode_all(data: bytes, grammar: Grammar | None = None) -> Decoded:
@@ -115,15 +118,27 @@ def decode_all(data: bytes, grammar: Grammar | None = None) -> Decoded:
     `torch.load` and several `pickle.load` read one after the other. Raises as `decode`.
     """
     grammar = grammar or TOLERANT
-    reads = [read_pickle_at(data, 0, grammar)]
-    while reads[-1].end < len(data) and len(reads) < MAX_PICKLES:
-        try:
-            reads.append(read_pickle_at(data, reads[-1].end, grammar))
-        except MetadataUnreadable:
-            if data[reads[-1].end] == 0x80:
-                raise
-            break  # what follows is no pickle
-    return Decoded(checked_value(reads[0].value, len(data)), unknown_in(reads, grammar))
+    reads, faulty, at = _pickles_in(data, grammar)
+    unknown = unknown_in(reads, grammar)
+    if faulty is not None:
+        unknown_in([faulty], grammar)
+        if faulty.fault is not None and (not reads or data[at] == 0x80):
+            raise faulty.fault
+        # Otherwise what follows is no pickle.
+    return Decoded(checked_value(reads[0].value, len(data)), unknown)
+
+
+def _pickles_in(data: bytes, grammar: Grammar) -> tuple[list[PickleRead], PickleRead | None, int]:
+    """The whole pickles that bytes begin with, what was read of a damaged one, and where it is."""
+    reads: list[PickleRead] = []
+    at = 0
+    while len(reads) < MAX_PICKLES and (at < len(data) or not reads):
+        read = read_pickle_at(data, at, grammar)
+        if read.fault is not None:
+            return reads, read, at
+        reads.append(read)
+        at = read.end
+    return reads, None, at
 
 
 MAX_PICKLES = 64
@@ -155,21 +170,21 @@ def check_bytes(data: bytes) -> tuple[str, ...]:
 
 
 def _nested_unknown(data: bytes, grammar: Grammar, depth: int) -> Iterable[str]:
-    is_archive = data[:4] == b"PK\x03\x04"
-    if is_archive:
-        try:
-            directory, view = parse_record(data)
-        except RecordUnreadable:
-            return ()
-        data = read_member(directory, "data.pkl", view) or b""
+    if not data.startswith(b"PK\x03\x04") and not is_tar(data):
+        return _unknown_in_bytes(data, grammar, depth)
+    unknown: set[str] = set()
+    for inner in pickles_in_archive(data):
+        unknown.update(_unknown_in_bytes(inner, grammar, depth))
+    return unknown
+
+
+def _unknown_in_bytes(data: bytes, grammar: Grammar, depth: int) -> Iterable[str]:
     if depth > MAX_NESTED and data[:1] == b"\x80":
         raise MetadataUnsafe(f"holds pickles in pickles, deeper than {MAX_NESTED} levels")
-    reads: list[PickleRead] = []
     try:
-        while len(reads) < MAX_PICKLES and (at := reads[-1].end if reads else 0) < len(data):
-            reads.append(read_pickle_at(data, at, grammar))
-    except MetadataUnreadable:
-        pass
+        reads, faulty, _ = _pickles_in(data, grammar)
+        if faulty is not None:
+            unknown_in([faulty], grammar, depth)
     except MetadataUnsafe as error:
         # Random bytes hold opcodes that no writer uses, but they do not name `os.system`.
         if "opcode" not in error.message or (data[:1] == b"\x80" and data[-1:] == b"."):
@@ -367,18 +382,69 @@ def _latin1(args: tuple[object, ...]) -> bytes:
         case (str(text), "latin1" | "latin-1"):
             try:
                 return text.encode("latin-1")
-            except UnicodeEncodeError:
-                pass
-    if args and isinstance(args[0], str) and args[1:] not in ((), ("utf-8",), ("ascii",)):
-        raise Acts("encodes a string with another codec than latin-1")
+            except UnicodeEncodeError as error:
+                raise Malformed("bytes are not made of a latin-1 string") from error
+        case (str(), str(codec), *_) if _is_other_codec(codec):
+            raise Acts("encodes a string with another codec than latin-1")
     raise Malformed("bytes are not made of a latin-1 string")
 
 
-def _no_bytes(args: tuple[object, ...]) -> bytes:
-    # Protocol 2 writes `b""` as `bytes()`.
-    if args:
-        raise Malformed("bytes are made of arguments")
-    return b""
+def _is_other_codec(name: str) -> bool:
+    """Whether Python has a codec of this name; it raises an error for any other."""
+    from encodings import aliases, normalize_encoding
+
+    if name in ("utf-8", "ascii"):
+        return False
+    normalized = normalize_encoding(name[:100]).lower()
+    others = ("idna", "punycode", "raw_unicode_escape", "unicode_escape", "utf_8_sig", "undefined")
+    return normalized in (*aliases.aliases, *aliases.aliases.values(), *others)
+
+
+def _bytes(args: tuple[object, ...]) -> bytes:
+    # Protocol 2 writes `b""` as `bytes()`; what else makes bytes may make a pickle.
+    match args:
+        case ():
+            return b""
+        case (bytes(value) | bytearray(value),):
+            return bytes(value)
+        case (list(values) | tuple(values),) if all(type(value) is int for value in values):
+            try:
+                return bytes(values)
+            except ValueError:
+                pass
+        case (str(text), str(encoding)):
+            return text.encode("utf-8" if encoding in ("utf-8", "utf8") else "latin-1", "replace")
+    raise Malformed("bytes are made of other arguments than writers use")
+
+
+def _bytearray(args: tuple[object, ...]) -> bytearray:
+    return bytearray(_bytes(args))
+
+
+def _storage_in_bytes(args: tuple[object, ...]) -> object:
+    # It gives the bytes to `torch.load`: those that lie in the pickle are read as a pickle.
+    match args:
+        case (bytes() | bytearray(),):
+            return Opaque("torch.storage._load_from_bytes", args)
+    raise Acts("loads bytes that are computed, with torch.storage._load_from_bytes")
+
+
+def _random_state(args: tuple[object, ...]) -> object:
+    # `constructor(name)`, called by numpy: the second argument is the function.
+    match args[1:]:
+        case () | (Named(name="numpy.random._pickle.__bit_generator_ctor"),):
+            return Opaque("numpy.random", args)
+    raise Acts("has numpy.random call another function than its own")
+
+
+def _global_of_numpy(args: tuple[object, ...]) -> object:
+    # It imports a module and returns what a name stands for in it.
+    match args:
+        case (str(module), str(name)) if policy.is_below(module, "numpy"):
+            return policy.reference(module, name)
+        case (str(module), str(name)) if policy.is_below(module, "scipy.special"):
+            return policy.reference(module, name)
+    raise Acts("imports what is no function of numpy, with numpy._ufunc_reconstruct")
 
 
 def _rebuild_from_type(args: tuple[object, ...]) -> object:
@@ -400,7 +466,8 @@ def _default(args: tuple[object, ...]) -> object:
 
 _CALLS: Mapping[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
     ("_codecs", "encode"): _latin1,
-    ("builtins", "bytes"): _no_bytes,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
     ("builtins", "getattr"): policy.attribute,
     ("builtins", "iter"): policy.iterator,
     ("builtins", "type"): policy.type_of,
@@ -416,6 +483,13 @@ _CALLS: Mapping[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
     ("operator", "getitem"): policy.item,
     ("torch._tensor", "_rebuild_from_type"): _rebuild_from_type,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+    ("torch.storage", "_load_from_bytes"): _storage_in_bytes,
+    ("numpy.random._pickle", "__generator_ctor"): _random_state,
+    ("numpy.random._pickle", "__randomstate_ctor"): _random_state,
+    ("numpy.core", "_ufunc_reconstruct"): _global_of_numpy,
+    ("numpy._core", "_ufunc_reconstruct"): _global_of_numpy,
+    ("numpy.core._umath", "_ufunc_reconstruct"): _global_of_numpy,
+    ("numpy._core._umath", "_ufunc_reconstruct"): _global_of_numpy,
 }
 """Functions of whose arguments it depends what comes of them, by the names of Python 3."""
 
