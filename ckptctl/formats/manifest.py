@@ -10,7 +10,7 @@ Source: torch_checkpointing 0.1.1 `metadata_serialization.py`, `distributed_meta
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Mapping
 from math import prod
 
@@ -107,13 +107,12 @@ def _tensors(tensors: Mapping[object, object]) -> Iterator[ShardedTensor]:
         yield ShardedTensor(_fqn(str(key)), n_elements, frozenset(ranks), n_copies)
 
 
+_KEY = re.compile(r'"((?:[^"\\]|\\.)*)"|(-?[0-9]+)')
+
+
 def _fqn(key: str) -> str:
-    """The key path of a tensor, which the manifest holds as a JSON list."""
-    try:
-        path = json.loads(key)
-    except ValueError:
-        return key
-    return ".".join(map(str, path)) if isinstance(path, list) else key
+    """The key path of a tensor, which the manifest holds as a JSON list of texts and numbers."""
+    return ".".join(text or number for text, number in _KEY.findall(key)) or key
 
 
 def _geometry(sharding: object) -> tuple[int, int]:

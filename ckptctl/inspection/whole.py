@@ -222,7 +222,7 @@ def _manifest(opened: OpenStep) -> Manifest | Finding:
             f"{MANIFEST} {'' if is_unsafe else 'cannot be decoded: '}{error.message}",
             expected="metadata as torch_checkpointing writes it",
             found=error.message,
-            next_command=f"ckptctl explain {code}",
+            next_command=command_line("explain", code),
         )
 
 
