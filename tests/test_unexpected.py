@@ -12,6 +12,7 @@ from ckptctl.cli.metrics import Sample, metrics_text
 from ckptctl.failures import matching
 from ckptctl.failures.rules import RULES
 from ckptctl.supervisor.attempts import Logs
+from ckptctl.supervisor.child import JobLog
 from ckptctl.unexpected import Unknown, guarded
 
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
@@ -67,7 +68,7 @@ def test_a_fault_in_one_rule_leaves_the_others_and_is_named(tmp_path, monkeypatc
     assert "xid.79" in rules
     (message,) = answer.unread
     assert "a.log:1" in message
-    assert "OverflowError: too large (test_borders.py:" in message
+    assert "OverflowError: too large (test_unexpected.py:" in message
 
 
 def test_exit_code_0_is_not_nothing_failed_where_the_logs_were_not_read(tmp_path):
@@ -79,7 +80,7 @@ def test_exit_code_0_is_not_nothing_failed_where_the_logs_were_not_read(tmp_path
 
 def test_an_attempt_whose_logs_cannot_be_read_has_an_unknown_cause(tmp_path, monkeypatch):
     log = tmp_path / "a.log"
-    logs = Logs([str(log)])
+    logs = Logs([JobLog(str(log))], tell=lambda _: None)
     log.write_text(SOUND)
     assert logs.cause(1)["failure"] == "infra-node"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))

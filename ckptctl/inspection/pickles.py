@@ -282,7 +282,11 @@ class _Reader:
             return
         ranges = source.ranges
         file = inside(source.folder, ranges.file_names[ranges.files[number]])
-        directory = parse_directory(view.tail, view.length)
+        try:
+            directory = parse_directory(view.tail, view.length)
+        except RecordUnreadable:
+            self.n_unread += 1  # several archives in one file, or one that no `torch.save` wrote
+            return
         members = {member.name: member for member in directory.members}
         for key in sorted({stub.storage_key for stub in stubs}):
             member = members.get(f"data/{key}")

@@ -310,7 +310,8 @@ def test_damage_in_the_part_that_was_compared_is_a_fault(step):
         for at in range(700, len(data), 1500):
             data[at] ^= 0x10
         file.write_bytes(data)
-    assert verify(step, subset="2/7").verdict is Verdict.CORRUPT
+    # Flipped bits may also make a pickle name what acts.
+    assert verify(step, subset="2/7").verdict in (Verdict.CORRUPT, Verdict.UNSAFE)
 
 
 def test_a_look_that_was_stopped_tells_what_it_has(checkpoints):

@@ -268,3 +268,11 @@ def test_an_unsafe_step_is_not_sealed(tmp_path):
     put({"config": Call(tmp_path / "ran")}, root / "step_40" / "train_state.pt", "zip")
     assert ckptctl.seal(str(root / "step_40")).exit_code == 25
     assert not (root / "step_40" / ".ckptctl").exists()
+
+
+def test_a_shard_under_another_name_is_read_as_far_as_it_is_an_archive(checkpoints, copy_of):
+    step = copy_of(checkpoints / "tp_fsdp_2x2") / "step_100"
+    (step / "__3_0.distcp").rename(step / "__3_0.distcp.old")
+    report = ckptctl.verify(str(step), level="content", grace_s=0)
+    assert report.exit_code == 20
+    assert "shard.missing" in {finding.code for finding in report.findings}
