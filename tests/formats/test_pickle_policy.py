@@ -37,7 +37,6 @@ import zoneinfo
 
 import numpy as np
 import pytest
-import torch
 from every_case import all_cases
 from made_pickles import called, dict_of, list_of, made, named, pickled, text, tuple_of
 
@@ -49,6 +48,9 @@ from ckptctl.formats.pickles.values import (
     decode_state,
     decode_value,
 )
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import ckptctl
 from ckptctl import Level, Verdict
@@ -17,6 +16,8 @@ from ckptctl.selection.targets import roots_in
 from ckptctl.supervisor.job import WatchedRoots
 from ckptctl.supervisor.options import RunOptions
 from ckptctl.train import resolve
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 

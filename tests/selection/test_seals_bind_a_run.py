@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import ckptctl
 from ckptctl import Level, Report, Severity, UsageError
 from ckptctl.formats.own.seals import SEAL, EarlierSeal, parse_seal, seal_bytes, seal_digest
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 

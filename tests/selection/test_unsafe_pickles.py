@@ -14,12 +14,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from every_case import all_cases
 
 import ckptctl
 from ckptctl import Level, Severity, Verdict
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+pytestmark = pytest.mark.torch
 
 
 class Call:
