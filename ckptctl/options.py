@@ -81,13 +81,7 @@ class StorageOptions:
             key: each for key, each in (self.storage_options or {}).items() if key not in secrets
         }
         endpoint = None if "endpoint_url" in secrets else self.endpoint_url
-        return StorageOptions(
-            storage_options=options or None,
-            endpoint_url=endpoint,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-            retry_for_s=self.retry_for_s,
-        )
+        return replace(self, storage_options=options or None, endpoint_url=endpoint)
 
     def variables(self) -> dict[str, str]:
         """Variables with which a ckptctl that this process starts reaches the same storage.

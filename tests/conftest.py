@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -57,6 +57,15 @@ def _no_secrets_of_other_tests():
     redaction.forget()  # those of a fixture that several tests share
     yield
     redaction.forget()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that another user can reach, unlike those of pytest."""
+    made = Path(tempfile.mkdtemp(prefix="shared-place-", dir="/tmp"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
 
 
 _MEMORY = Path("/dev/shm")

@@ -11,6 +11,7 @@ on an earlier save of the step are reported and do not apply.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
@@ -96,18 +97,14 @@ def check_binding(seal: Seal, step: Step, root: RootSeals) -> Iterator[Finding]:
             next_command="ckptctl explain seal.renamed",
         )
     digest = seal_digest(seal)
-    for other in root.beside:
-        for earlier in other.earlier:
-            newer = earlier.name == step.name and earlier.sequence > seal.sequence
-            if newer and earlier.seal != digest:
-                yield _rolled_back(seal, step, other, earlier.sequence)
-                break
-        else:
-            continue
-        break
-    newest = max(
-        (seal.sequence, *(n for other in root.beside for n in _places(other))),
+    newer = (
+        _rolled_back(seal, step, other, earlier.sequence)
+        for other in root.beside
+        for earlier in other.earlier
+        if earlier.name == step.name and earlier.sequence > seal.sequence and earlier.seal != digest
     )
+    yield from islice(newer, 1)
+    newest = max((seal.sequence, *(n for other in root.beside for n in _places(other))))
     if root.at_least is not None and newest < root.at_least:
         yield Finding(
             "seal.set-back",

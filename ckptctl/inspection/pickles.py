@@ -187,15 +187,15 @@ class _Reader:
         self, source: RecordSource, by_file: Sequence[Sequence[int]], part_path: str, code: str
     ) -> None:
         ranges = source.ranges
+        is_entry = code == "record.unsafe"
 
         def open_one(number: int, view: View) -> Need | None:
             owner = ranges.owner(number)
             entry = owner.entry
             where = entry.fqn
-            if code == "record.unsafe":
+            if is_entry:
                 where = inside(part_path, ranges.file_names[ranges.files[number]])
             try:
-                is_entry = code == "record.unsafe"
                 found = self._decoded(view, owner.transforms, entry.fqn, is_entry=is_entry)
                 if isinstance(entry, TensorEntry) and not isinstance(found, Need):
                     elements = _elements(view)
@@ -207,7 +207,7 @@ class _Reader:
                 self.unsafe[where, code].append((entry.fqn, error.message))
                 self.n_read += 1
                 return None
-            except (MetadataUnreadable, RecordUnreadable, Unfit, CkptctlError):
+            except (Unfit, CkptctlError):
                 # What is damaged is reported by `structure`; a file of another format is none.
                 self.n_unread += isinstance(entry, BytesEntry) and self._is_framed(entry, view)
                 return None
@@ -253,12 +253,11 @@ class _Reader:
         needed = min(view.length, MAX_PICKLE_BYTES)
         if len(view.head) < needed:
             return Need(needed, 1)
-        if view.length <= MAX_PICKLE_BYTES:
-            return decode_all(view.head)
         try:
             return decode_all(view.head)
         except MetadataUnreadable:
-            if is_entry or self._may_be_pickle(path):
+            is_cut = view.length > MAX_PICKLE_BYTES
+            if is_cut and (is_entry or self._may_be_pickle(path)):
                 self.too_long.append(path)
             raise
 

@@ -111,7 +111,7 @@ def replace_file(path: str, data: bytes, what: str, *, mode: int = SHARED) -> No
 
 def _kernel_link(place: HeldFolder, name: str) -> str | None:
     """The regular file to which a descriptor in `/proc` leads, as `/dev/stdout` may do."""
-    if not is_in_proc(place) or not stat.S_ISREG(os.stat(name, dir_fd=place.fd).st_mode):
+    if not is_in_proc(place.fd) or not stat.S_ISREG(os.stat(name, dir_fd=place.fd).st_mode):
         return None
     target = os.readlink(name, dir_fd=place.fd)
     return target if os.path.isfile(target) else None

@@ -313,7 +313,7 @@ def open_named(path: str) -> int:
     """
     place, name = open_place(path)
     with place:
-        if not _is_in_proc(place.fd):
+        if not is_in_proc(place.fd):
             return place.open(name)
         fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place.fd)
         if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -354,7 +354,7 @@ def open_stream(place: HeldFolder, name: str) -> int | None:
 
     Opening a pipe waits for its reader. Raises `PathUntrusted` for those of other users.
     """
-    if is_in_proc(place):
+    if is_in_proc(place.fd):
         return os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=place.fd)
     try:
         about = place.about_file(name)
@@ -362,9 +362,16 @@ def open_stream(place: HeldFolder, name: str) -> int | None:
         return None
     if stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode):
         return None
+    return _open_special(place, name, os.O_WRONLY, about, place.path_of(name))
+
+
+def _open_special(
+    place: HeldFolder, name: str, flags: int, about: os.stat_result, path: str
+) -> int:
+    """The descriptor of a pipe or device of a trusted user; `path` names it in an error."""
     if about.st_uid not in trusted_users() or stat.S_ISLNK(about.st_mode):
-        raise _refusal(place.path_of(name), f"is {_kind_of(about)}")
-    return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.fd)
+        raise _refusal(path, f"is {_kind_of(about)}")
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.fd)
 
 
 def open_found(path: str, found: FoundIn) -> int:
@@ -397,7 +404,7 @@ def open_log(path: str) -> tuple[int, bool]:
     """
     place, name = open_place(path)
     with place:
-        if is_in_proc(place):
+        if is_in_proc(place.fd):
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=place.fd)
             return fd, stat.S_ISREG(os.fstat(fd).st_mode)
         about = place.about_file(name)
@@ -405,10 +412,7 @@ def open_log(path: str) -> tuple[int, bool]:
             return place.open(name), True
         if stat.S_ISDIR(about.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if about.st_uid not in trusted_users() or stat.S_ISLNK(about.st_mode):
-            raise _refusal(path, f"is {_kind_of(about)}")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, dir_fd=place.fd), False
+        return _open_special(place, name, os.O_RDONLY, about, path), False
 
 
 def owner_of(path: str) -> int | None:
@@ -418,12 +422,8 @@ def owner_of(path: str) -> int | None:
     return None
 
 
-def is_in_proc(folder: HeldFolder) -> bool:
+def is_in_proc(fd: int) -> bool:
     """Whether a folder is one of `/proc`, as for `/dev/stdout`: no user can put a link there."""
-    return _is_in_proc(folder.fd)
-
-
-def _is_in_proc(fd: int) -> bool:
     with suppress(OSError):
         return os.fstat(fd).st_dev == os.stat("/proc/self").st_dev
     return False
@@ -474,7 +474,7 @@ def _walked(
                 except OSError as error:
                     if error.errno not in _NO_FOLDER:
                         raise
-                    if _is_in_proc(here):
+                    if is_in_proc(here):
                         below = os.open(name, _SEARCHED | os.O_DIRECTORY, dir_fd=here)
                     else:
                         target = _link_to_follow(here, name, os.path.join(at, name))
@@ -513,7 +513,7 @@ def _link_to_follow(within: int, name: str, path: str) -> str | None:
 
     Raises `PathUntrusted` for a link that another user could have created.
     """
-    if _is_in_proc(within):
+    if is_in_proc(within):
         return None
     try:
         about = os.stat(name, dir_fd=within, follow_symlinks=False)

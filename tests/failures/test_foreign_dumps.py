@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +16,9 @@ DUMP = pickle.dumps({"version": "2.4", "entries": [], "pg_config": {}}, 2)
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def place(place: Path) -> Path:
     """A folder that everybody can write, as `/tmp`."""
-    made = Path(tempfile.mkdtemp(prefix="shared-logs-", dir="/tmp"))
-    yield open_to_all(made)
-    shutil.rmtree(made)
+    return open_to_all(place)
 
 
 def classified(*words: object, **variables: str) -> dict:

@@ -6,8 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,6 @@ from ckptctl.storage.shared_places import (
     open_named,
     open_private_folder,
 )
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that another user can reach, unlike those of pytest."""
-    made = Path(tempfile.mkdtemp(prefix="shared-place-", dir="/tmp"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
 
 
 def content_of(fd: int) -> bytes:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,15 +37,6 @@ from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.state import LocalCopy, new_state
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that another user can reach."""
-    made = Path(tempfile.mkdtemp(prefix="shared-folders-", dir="/tmp"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture
