@@ -113,6 +113,10 @@ class PathUntrusted(StorageError, code="path.untrusted", exit_code=2):
     """Another user could have put a file, a link or a folder there; it was not used."""
 
 
+class LinkNotFollowed(PathEscape, code="step.linked", exit_code=2):
+    """A link was not followed: what it leads to is unknown."""
+
+
 class AlreadyExists(StorageError, code="storage.exists", exit_code=1):
     """A write that must create a file found one already there."""
 
@@ -176,11 +180,17 @@ class LogWithoutLoss(LogUnreadable, code="loss.no-loss"):
 
 
 class NothingToResume(CkptctlError, code="pick.none"):
-    """No step was chosen; `exit_code` is 10 (fresh run), 11 (none usable) or 75 (unknown)."""
+    """No step was chosen; `exit_code` is 10 (fresh run), 11 (none usable) or 75 (unknown).
 
-    def __init__(self, message: str, *, exit_code: int, next_command: str | None = None) -> None:
+    `reason` is a word of `NoStepReason`; empty for a step that was named.
+    """
+
+    def __init__(
+        self, message: str, *, exit_code: int, next_command: str | None = None, reason: str = ""
+    ) -> None:
         super().__init__(message, next_command=next_command)
         self.exit_code = exit_code
+        self.reason = reason
 
 
 class Fenced(CkptctlError, code="root.fenced", exit_code=93):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
+from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.model import (
     ExitCode,
@@ -75,6 +76,7 @@ EXIT_STATE_MISSING = 23
 EXIT_WORLD_SIZE = 24
 EXIT_DIFFERS = 28
 EXIT_DENIED = 77
+EXIT_LINKED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,6 @@ CODES: Mapping[str, Code] = {
         Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires"
     ),
     "shard.empty": _note("an empty shard file that nothing refers to"),
-    "shard.newer": _warning("a shard file is much newer than the metadata"),
     "shard.stale": _warning("a shard file is unchanged since the step before, and others changed"),
     "shard.orphan": _note("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file contains bytes that no record uses"),
@@ -160,6 +161,8 @@ CODES: Mapping[str, Code] = {
     "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),
     "pickle.unknown": _warning("a pickle names a class that is in no list of known ones"),
     "state.missing": _note("some train state is missing"),
+    "state.unrecognized": _note("some entries may be train state and are not recognized"),
+    "state.renamed": _note("entries have other names than in the step before"),
     "state.lost": _note("some train state cannot be restored at this world size"),
     "state.left-out": _note("the target format cannot hold part of the step"),
     "state.not-finite": _fault(
@@ -167,14 +170,18 @@ CODES: Mapping[str, Code] = {
     ),
     "state.mixed": _fault(Verdict.CORRUPT, "shard files disagree about the optimizer's step count"),
     "world-size.differs": _note("the step was written by a different number of ranks"),
+    "world-size.bound": _note("nothing says how another number of ranks could load the step"),
     "world-size.fixed": _note("the step loads only at the world size that wrote it"),
     "step.unfinished": _fault(Verdict.INCOMPLETE, "the save was interrupted"),
     "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in progress"),
     "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
+    "step.linked": _fault(Verdict.UNKNOWN, "a step, or a file of it, is a link, and not followed"),
     "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
+    "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step"),
+    "step.times": _warning("files of the step were written far apart"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
     "step.nested": _fault(Verdict.CORRUPT, "the folder is named as a step and holds several"),
     "step.wrong-step": _fault(
@@ -219,9 +226,10 @@ CODES: Mapping[str, Code] = {
     "step.duplicate": _warning("two folders have the same step number"),
     "step.number": _warning("a name has a step number that is too large"),
     "pointer.differs": _note("a pointer file names another step"),
-    "pointer.rolled-back": _warning("a pointer file names a step that was written after it"),
     "root.unavailable": _warning("an optional root is missing or does not answer"),
+    "root.not-shared": _warning("all steps lack the files of the same ranks"),
     "root.suspect": _warning("several recent steps are damaged"),
+    "root.two-branches": _warning("steps with lower numbers were written after the newest one"),
     "root.further": _warning("a checkpoint that is no step is further than the chosen one"),
     "root.unnumbered": _note("a checkpoint under the root has no step number"),
     "loss.restarted": _fault(None, "the job started from the beginning instead of resuming"),
@@ -412,6 +420,20 @@ class Report:
     by_store: ByStore | None = None
     """What the store's own checksums prove; null where the store was not asked, or no seal is of
     this save."""
+    claims: tuple[Claim, ...] = ()
+    """What is proven of the step, what is contradicted, and what is unknown."""
+
+    def claim(self, name: ClaimName) -> Claim:
+        """The claim of a name; unknown in a report without claims."""
+        of_name = (claim for claim in self.claims if claim.name is name)
+        return next(of_name, Claim(name, ClaimState.UNKNOWN, "not inspected"))
+
+    def with_claim(self, claim: Claim) -> Report:
+        """The report with another claim of that name, unless its own is contradicted."""
+        if self.claim(claim.name).state is ClaimState.CONTRADICTED:
+            return self
+        claims = (claim if one.name is claim.name else one for one in self.claims)
+        return replace(self, claims=tuple(claims))
 
     @property
     def usable(self) -> bool:
@@ -443,6 +465,10 @@ class Report:
         """The listing and the metadata are sound, and files are in an archive tier."""
         faults = [one.code for one in self.with_severity(Severity.FAULT)]
         return bool(self.state.held) and faults == ["step.archived"]
+
+    def has_finding(self, code: str) -> bool:
+        """Whether there is a finding of this code."""
+        return any(finding.code == code for finding in self.findings)
 
     def with_severity(self, severity: Severity) -> tuple[Finding, ...]:
         """The findings of one severity, in order."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, NamedTuple, overload
+from typing import Annotated, Any, NamedTuple, overload
 
-from ckptctl.data_classes import dataclass, field
+from ckptctl.data_classes import dataclass, field, replace
 
 # Types of fields of JSON documents. What is beside the type is part of the JSON Schema; a field
 # has a description of its own where it means anything else. Integers are never negative unless
@@ -308,7 +308,8 @@ class FileInfo:
     none. `identity` changes when the file is replaced (an ETag; device, inode and
     mtime in ns); it is empty if the store has no such value.
     `link` is the target of a symbolic link, None for anything else; `kind` is
-    `file`, `dir`, `link` or `other` (a pipe, a socket, a device). `archived`: the listing shows
+    `file`, `dir`, `link` or `other` (a pipe, a socket, a device), of a link that was followed
+    that of its target. `archived`: the listing shows
     an archive tier, from which a file can be read only once it is restored.
     """
 
@@ -472,6 +473,21 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True)
+class UnrecognizedEntry:
+    """An entry or a file that may hold train state, of which nothing shows what it is."""
+
+    where: str
+    """Its key path, behind the file that holds it and a colon; or a file."""
+    may_be: tuple[str, ...]
+    """The kinds of train state that it may be."""
+
+    @property
+    def key(self) -> str:
+        """What `--state KIND=KEY` names."""
+        return self.where.rpartition(": ")[2]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainState:
     """The train state in a step, by kind."""
 
@@ -489,6 +505,18 @@ class TrainState:
     """The number of the training step."""
     tokens: StatePart
     """The number of tokens seen."""
+    unrecognized: tuple[UnrecognizedEntry, ...] = ()
+    """What may hold state and is not recognized; `--state KIND=KEY` maps it."""
+
+    @classmethod
+    def of(
+        cls, parts: Mapping[str, StatePart], unrecognized: tuple[UnrecognizedEntry, ...] = ()
+    ) -> TrainState:
+        """The state with these parts by kind; the kinds without one are not there."""
+        no = StatePart(found=False)
+        nothing = cls(no, no, no, no, no, no, no, unrecognized)
+        by_name: dict[str, Any] = {**parts}
+        return replace(nothing, **by_name)
 
     def part(self, kind: str) -> StatePart:
         """The part named `kind`, one of `STATE_KINDS`."""
@@ -499,3 +527,15 @@ class TrainState:
     def held(self) -> tuple[str, ...]:
         """The kinds that are present, in the order of `STATE_KINDS`."""
         return tuple(kind for kind in STATE_KINDS if self.part(kind).found)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The kinds that were not found and that an unrecognized entry may be."""
+        may_be = {kind for entry in self.unrecognized for kind in entry.may_be}
+        return tuple(kind for kind in STATE_KINDS if kind in may_be and not self.part(kind).found)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The kinds that the step does not hold, with certainty."""
+        unknown = self.unknown
+        return tuple(kind for kind in STATE_KINDS if kind not in (*self.held, *unknown))

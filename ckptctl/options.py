@@ -12,6 +12,7 @@ together.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, TypeVar, overload
@@ -38,7 +39,8 @@ class StorageOptions:
     environment and configuration; `endpoint_url` is the address of a service that is not
     Amazon's. `timeout_s` bounds each connection and each wait for bytes, in seconds. A
     request that failed in a way that may pass is repeated `retries` times, and then until
-    `retry_for_s` seconds have passed.
+    `retry_for_s` seconds have passed. Of a file system, links that lead into a folder of
+    `follow_links` are followed; no other link is.
     """
 
     storage_options: Mapping[str, object] | None = field(default=None, repr=False)
@@ -46,10 +48,18 @@ class StorageOptions:
     timeout_s: float = TIMEOUT_S
     retries: int = 4
     retry_for_s: float = 0.0
+    follow_links: Collection[str] = ()
 
     def __post_init__(self) -> None:
         hide_options(self.storage_options or {})
         hide_address(self.endpoint_url or "")
+        object.__setattr__(self, "follow_links", tuple(self.follow_links))
+        for folder in self.follow_links:
+            if not os.path.isdir(folder):
+                raise UsageError(
+                    f"--follow-links {folder} is no folder: a link into it cannot be followed",
+                    next_command="findmnt --real",
+                )
 
     def arguments(self) -> list[str]:
         """The options of a command line that reaches the same storage; defaults are left out.
@@ -65,6 +75,8 @@ class StorageOptions:
             words += ["--storage-option", f"{key}={text}"]
         if self.timeout_s != TIMEOUT_S:
             words += ["--timeout", f"{self.timeout_s:g}"]
+        for folder in self.follow_links:
+            words += ["--follow-links", folder]
         return words
 
     def secrets(self) -> dict[str, object]:
@@ -112,6 +124,7 @@ class StorageKeywords(TypedDict, total=False):
     timeout_s: float
     retries: int
     retry_for_s: float
+    follow_links: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +144,13 @@ class Requirements:
     compares the store's own checksums with the seal. `marks` is the path of a file of marks
     that apply beside those in the steps. `allow_globals` are the run's own classes in pickles,
     `module.Name` each, as a list or joined with commas: `pickle.unknown` does not report them.
-    A global that can act is never allowed.
+    A global that can act is never allowed. `state_keys` map train state that is not recognized:
+    each a kind of train state and a whole key path or file name, as `dataloader=data_pos`.
     """
 
     pattern: str | None = None
     require: Collection[str] = ()
+    state_keys: Collection[str] = ()
     world_size: int | None = None
     saved_world_size: int | None = None
     grace_s: float = 600.0
@@ -175,6 +190,16 @@ class Requirements:
                 raise UsageError(
                     f"{kind!r} is no kind of train state; they are {', '.join(STATE_KINDS)}"
                 )
+        pairs = [self.state_keys] if isinstance(self.state_keys, str) else self.state_keys
+        object.__setattr__(self, "state_keys", tuple(pairs))
+        for pair in pairs:
+            kind, equals, key = pair.partition("=")
+            if kind not in STATE_KINDS or not (equals and key):
+                raise UsageError(
+                    f"--state is KIND=KEY with a kind of train state ({', '.join(STATE_KINDS)}), "
+                    f"not {pair!r}",
+                    instead="--state dataloader=data_pos",
+                )
         # In the order in which reports show them, whatever order was typed.
         object.__setattr__(self, "require", tuple(kind for kind in STATE_KINDS if kind in kinds))
         for name, size in (
@@ -199,12 +224,20 @@ class Requirements:
                 next_command="openssl rand -hex 32",
             )
 
+    @property
+    def state_map(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of `state_keys`: a kind, and the key path or file name that holds it."""
+        return tuple(
+            (kind, key) for kind, _, key in (pair.partition("=") for pair in self.state_keys)
+        )
+
 
 class StepKeywords(StorageKeywords, total=False):
     """The fields of `Requirements` and `StorageOptions` as keywords of a function."""
 
     pattern: str | None
     require: Collection[str]
+    state_keys: Collection[str]
     world_size: int | None
     saved_world_size: int | None
     grace_s: float
@@ -226,7 +259,8 @@ class PickPolicy:
     `before` excludes that step and all newer ones, `skip` single ones. `max_fallback` is
     how many damaged steps may be passed over. `allow_missing_state` takes a step that lacks
     train state which an older one holds, `accept_unverifiable` one that nothing in it can
-    prove good.
+    prove good. `ignore` are patterns (`*`, `?`, `[...]`) of names and paths below the root of
+    files and folders that are no saves: before a run is called new, all others are compared.
     """
 
     level: Level | None = None
@@ -235,10 +269,13 @@ class PickPolicy:
     max_fallback: int = 2
     allow_missing_state: bool = False
     accept_unverifiable: bool = False
+    ignore: Collection[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "level", known_level(self.level))
         object.__setattr__(self, "skip", frozenset(self.skip))
+        ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
+        object.__setattr__(self, "ignore", tuple(ignore))
         object.__setattr__(
             self, "max_fallback", int(not_negative("max-fallback", self.max_fallback))
         )
@@ -253,6 +290,7 @@ class PickKeywords(StepKeywords, total=False):
     max_fallback: int
     allow_missing_state: bool
     accept_unverifiable: bool
+    ignore: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,10 +126,19 @@ HARMLESS_OPTIONS = frozenset(
         # What a person writes for others to read.
         *("by", "evidence", "reason", "reset-budget", "adopt"),
         # Paths and addresses; what is secret in an address is hidden in any text.
-        *("endpoint-url", "evidence-dir", "flight-recorder", "folder", "hosts-file", "html", "job"),
+        *(
+            "follow-links",
+            "endpoint-url",
+            "evidence-dir",
+            "flight-recorder",
+            "folder",
+            "hosts-file",
+            "html",
+            "job",
+        ),
         *("key-file", "like", "log", "log-dir", "marks", "metrics", "node-report"),
         *("optional-root", "other-root", "plot", "report", "resume-report", "root", "site"),
-        *("state", "transcript", "work"),
+        *("state", "transcript", "work", "ignore"),
     )
 )
 """Options of ckptctl whose values are shown; every other option holds a secret."""

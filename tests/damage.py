@@ -1,15 +1,21 @@
 """Damage the files of a step."""
 
+import os
 from pathlib import Path
 
 from ckptctl.formats.dcp.metadata import decode_metadata
 
 
 def flip(path: Path, at: int | None = None, mask: int = 0xFF) -> None:
-    """Flip the bits of `mask` in one byte of a file: the one at `at`, or that in the middle."""
+    """Flip the bits of `mask` in one byte of a file: the one at `at`, or that in the middle.
+
+    The file keeps its write time, as where a disk flips them.
+    """
+    about = path.stat()
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= mask
     path.write_bytes(data)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
 
 
 def flip_tensor(step: Path, mask: int = 0xFF) -> None:

@@ -34,7 +34,7 @@ _TABLES = [each for name, each in vars(layout_tables).items() if not name.starts
 for _pattern in {*_texts((*_TABLES, state_keys._RANK)), *(row.name for row in FILES)}:
     text_in(_pattern)
     re.compile(_pattern)
-state_keys.kind_of_entry(("an entry",))
+state_keys.kinds_of([state_keys.Leaf(("an entry",))])
 for _each in gc.get_objects():
     if isinstance(_each, data_classes._OnFirstUse) and _each.name == "__init__":
         getattr(_each.cls, _each.name)

@@ -15,13 +15,13 @@ from ckptctl.checks.safetensors import check_index, check_numbers
 from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import kind_of_file, says_weights
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.grids import (
     COMPOSERS_RANKS,
+    FAMILY,
     MAX_STATED,
     STATED_INSIDE,
     grids_of,
-    ranked,
 )
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.pickles.policy import Opaque
@@ -35,19 +35,18 @@ def check_rank_files(
     part: Part,
     archives: Collection[str],
     held: Callable[[], Collection[str]],
-    of_rank_0: Collection[str] = (),
 ) -> Iterator[Finding]:
     """Yield the faults that the names in a rank-file part show. Cost: one match of each name.
 
-    `archives` are the paths of its `torch.save` files, `of_rank_0` the kinds of file that rank 0
-    alone wrote in the step before, too. `held` returns the kinds of train state that the content
-    of the files shows; it is called where no name shows the weights. Yields `file.missing` for
-    each kind of which a rank lacks its file and where no file holds weights, `state.mixed` where
-    files of several world sizes lie in one folder, and `format.unlisted` where nothing states
-    which files belong to the step.
+    `archives` are the paths of its `torch.save` files. `held` returns the kinds of train state
+    that the content of the files shows; it is called where no name shows the weights. Yields
+    `file.missing` for each kind of which a rank lacks its file and where no file holds weights,
+    `state.mixed` where files of several world sizes lie in one folder, and `format.unlisted`
+    where nothing shows which file holds the weights. Families that no framework names are
+    checked by `inspection.whole`.
     """
     lacking = (one for one in part.grids if one.missing)
-    yield from at_most_few(_missing(step, one) for one in lacking if one.what not in of_rank_0)
+    yield from at_most_few(_missing(step, one) for one in lacking)
     yield from _mixed(step, part.grids)
     indexes = (re.fullmatch(tables.TORCH_INDEX, file.path) for file in part.files)
     indexed = {match["folder"] for match in indexes if match}
@@ -64,7 +63,7 @@ def check_rank_files(
     unknown = [path for path in archives if kind_of_file(step.layout, path) is None]
     if not unknown:
         yield _no_weights(step, names)
-    elif not all(says_weights(one) or ranked(one) for one in unknown) or "model" not in held():
+    elif "model" not in held():
         yield _unlisted(archives)
 
 
@@ -205,7 +204,7 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
     }
     for one in part.grids:
         n_before = _present(was, one)
-        if one.stated or one.missing or n_before <= one.n_present:
+        if one.framework == FAMILY or one.stated or one.missing or n_before <= one.n_present:
             continue
         files = f"{counted(one.n_present, 'file')} with the {one.what}"
         if one.n_ranks == one.n_present and n_before in unchanged:
@@ -262,7 +261,7 @@ def _missing_file(
 def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
     sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for one in found:
-        if one.stated and one.n_ranks is not None:
+        if one.framework != FAMILY and one.stated and one.n_ranks is not None:
             sizes[one.folder, one.framework, one.what].append(one.n_ranks)
     for (folder, _, what), ranks in sizes.items():
         if len(ranks) > 1:

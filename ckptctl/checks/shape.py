@@ -4,9 +4,7 @@ Finds a name that a framework removes when a step is whole, a file that it write
 pipeline stage, a file that nobody would write there, and formats that are not sharded. `presence`
 compares the shard files with the metadata.
 
-A save writes its metadata last. Where some shards are much younger, a later save began to write
-over the step and was interrupted: the old metadata fits the new shards, and every record is sound.
-Times can be lost in a copy, so this is a suspicion only. So is another name in the metadata: a
+Another name in the metadata is a suspicion only: a
 writer notes there what it called the folder, and a folder may be copied or renamed. Where the
 train state's own count of steps agrees with that name, the folder claims to be further, and a step
 that is further is beside it, it is a copy that stands in the way. Only a seal proves that shards
@@ -19,9 +17,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import kind_of_file, weights_called
+from ckptctl.formats.frameworks.file_names import is_named_as_weights, kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
-from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
+from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 
 _WHAT_IT_IS = {
@@ -115,14 +113,8 @@ def _check_nested(step: Step) -> Iterator[Finding]:
 def weights_in(step: Step) -> Iterator[FileInfo]:
     """The files of a step that are metadata or saved weights, by their names."""
     for file in step.files:
-        if layouts.is_saved(file.path) and weights_called(file.path.rpartition("/")[2]) is not None:
+        if layouts.is_saved(file.path) and is_named_as_weights(file.path.rpartition("/")[2]):
             yield file
-
-
-def weights_written_s(step: Step) -> float | None:
-    """When the weights of a step were written; a report of an evaluation in it may be younger."""
-    times = (file.mtime_s for file in weights_in(step))
-    return max((at_s for at_s in times if at_s is not None), default=None)
 
 
 def _unfinished(where: str, why: str) -> Finding:
@@ -238,43 +230,6 @@ def _comparable(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
 
 def _described(file: FileInfo | None) -> str:
     return f"{file.size:,} bytes ({file.identity})" if file else "no such file"
-
-
-QUIET_S = 600.0
-"""So long nothing is written between the end of a save and the next one over it.
-
-A copy without times leaves less between two files, and where it begins with the
-metadata, all shards are younger.
-"""
-
-
-def check_times(step: Step, part: Part, named: Collection[str]) -> Iterator[Finding]:
-    """Yield one `shard.newer` for shards that a later save has left among older ones.
-
-    `named` are the shard files that the metadata names. There is no finding where the
-    storage keeps no times, or where all shards are younger alike.
-    """
-    times = {file.path: file.mtime_s for file in part.files if file.mtime_s is not None}
-    written_s = times.get(METADATA)
-    if written_s is None:
-        return
-    later = {path: times[path] - written_s for path in sorted(named) if path in times}
-    newer = [path for path, after_s in later.items() if after_s >= QUIET_S]
-    if not newer or len(newer) == len(later):
-        return
-    after = duration(min(later[path] for path in newer))
-    where = [inside(part.path, path) for path in newer]
-    yield Finding(
-        "shard.newer",
-        where[0],
-        f"{some_of(where)} {verb(len(newer), 'was', 'were')} written {after} "
-        "or more after the metadata, "
-        f"{counted(len(later) - len(newer), 'other shard file')} before it: a later save over "
-        "this step was interrupted, or a copy lost the modification times",
-        expected="metadata written last",
-        found=f"{counted(len(newer), 'shard file')} {after} younger",
-        next_command=command_line("verify", step.url, "--level", "structure"),
-    )
 
 
 _NEAR = 1

@@ -1,36 +1,42 @@
 """Find the train state of a step, and check that a resume has what it needs.
 
-Train state is found by the keys of the entries and by the names of the files beside the
-shards (`formats.frameworks.state_keys`). Where someone has read the small values, they are
-shown; a missing value never makes a step worse. Whether the optimizer's shards belong to one
-save is checked here too: it is the only trace that a save over an older step leaves in the
-values.
+What an entry or a file is decides `formats.frameworks.state_keys`. Where someone has read
+the small values, they are shown; a missing value never makes a step worse. Whether the
+optimizer's shards belong to one save is checked here too: it is the only trace that a save over
+an older step leaves in the values.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.frameworks.state_keys import (
+    Leaf,
     StateKind,
+    StateMap,
+    entries_of,
     entry_kinds,
     is_count_of_one_rank,
-    is_wrapper,
-    kind_of_entry,
+    kinds_in_file,
+    leaves_of,
+    mapped_file,
     optimizer_is_hollow,
+    outermost_key,
 )
-from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import command_line, inside, listed
+from ckptctl.formatting import command_line, counted, inside, listed, some_of, verb
 from ckptctl.model import (
     STATE_KINDS,
     FileInfo,
     Metadata,
     StatePart,
     TrainState,
+    UnrecognizedEntry,
 )
 
 _EXAMPLES = 3
@@ -40,9 +46,10 @@ _EXAMPLES = 3
 class Sources:
     """Where train state can be: metadata by part, files beside the shards, and values read.
 
-    `sidecars` are files outside the tensor parts. `contents` are the decoded top
-    levels of those sidecars that were read, `numbers` the values of scalar entries
-    by (part, FQN).
+    `sidecars` are files outside the tensor parts. `contents` are the decoded contents
+    of those sidecars that were read, `numbers` the values of scalar entries
+    by (part, FQN). `number` is the training step in the step's name, where it has one, and
+    `mapped` what a person states about entries and files.
     """
 
     layout: str
@@ -50,43 +57,74 @@ class Sources:
     sidecars: Sequence[FileInfo]
     contents: Mapping[str, object]
     numbers: Mapping[tuple[str, str], int]
+    number: int | None = None
+    mapped: StateMap = ()
 
 
-NO_STATE = TrainState(**{kind: StatePart(False) for kind in STATE_KINDS})
+NO_STATE = TrainState.of({})
 """What is known of a step that could not be inspected."""
 
 
-@dataclass(slots=True)
-class _Found:
-    where: list[str]
-    ranks: set[str]
+class _Held(NamedTuple):
+    """One place that holds a kind of train state; `rank` and `value` where it has one."""
+
+    kind: str
+    where: str
+    rank: str | None = None
     value: int | None = None
 
 
 def train_state(sources: Sources) -> TrainState:
     """Which kinds of train state are there, where, and for how many ranks.
 
-    Cost: one comparison per name; nothing is read.
+    Cost: that of `kinds_of`; nothing is read.
     """
-    found: dict[str, _Found] = defaultdict(lambda: _Found([], set()))
+    held: list[_Held] = []
+    unrecognized: dict[str, set[str]] = defaultdict(set)
     for part, metadata in sources.metadata:
-        _from_entries(found, part, metadata, sources.numbers)
-    read: dict[tuple[str, ...], Mapping[str, int | None]] = {}
+        entries = [*entries_of(metadata)]
+        kinds = entry_kinds(metadata, part, sources.mapped)
+        places = [
+            _Held("", inside(part, fqn), None, sources.numbers.get((part, fqn)))
+            for fqn, _ in entries
+        ]
+        leaves = [leaf for _, leaf in entries]
+        held += _held_in(leaves, [kinds[fqn] for fqn, _ in entries], places)
+        for fqn, leaf in entries:
+            if kinds[fqn].may_be:
+                key = outermost_key(leaf)
+                unrecognized[inside(part, key)].update(kinds[fqn].may_be)
+    read: dict[tuple[str, ...], frozenset[str]] = {}
+    unread: list[str] = []
     for file in sources.sidecars:
-        kind = kind_of_file(sources.layout, file.path)
+        by_name = kind_of_file(sources.layout, file.path)
         if file.path in sources.contents:
-            held = _held_by(sources.contents[file.path], kind)
-            if kind is not None and kind.rank is not None:
-                read.setdefault(kind.names, held)
-        elif kind is not None and file.size > 0:
-            # Of files that exist once per rank, one is read and stands for the others.
-            known = read.get(kind.names, ()) if kind.rank is not None else ()
-            held = dict.fromkeys(known or kind.names)
-        else:
-            continue
-        for name, value in held.items():
-            _note(found[name], file.path, kind.rank if kind else None, value)
-    state = TrainState(**{kind: _state_part(found.get(kind)) for kind in STATE_KINDS})
+            in_file = [*_held_by_file(sources, file.path, by_name, unrecognized)]
+            if by_name is not None and by_name.rank is not None:
+                read.setdefault(by_name.names, frozenset(one.kind for one in in_file))
+            held += in_file
+        elif file.size > 0 and file.kind == "file":
+            kinds_by_name: Iterable[str] = by_name.names if by_name else ()
+            if by_name is not None and by_name.rank is not None:
+                # Of files that exist once per rank, one is read and stands for the others.
+                kinds_by_name = read.get(by_name.names) or kinds_by_name
+            mapped = mapped_file(file.path, sources.mapped)
+            for kind in (mapped,) if mapped else kinds_by_name:
+                held.append(_Held(kind, file.path, by_name.rank if by_name else None))
+            if not (mapped or by_name) and is_archive(file.path, sources.layout):
+                unread.append(file.path)
+    # Of files whose names show nothing, one that was read stands for the others.
+    if unread and not any(kind_of_file(sources.layout, path) is None for path in sources.contents):
+        unrecognized[unread[0]].update(STATE_KINDS)
+    by_kind: dict[str, list[_Held]] = defaultdict(list)
+    for one in held:
+        by_kind[one.kind].append(one)
+    state = TrainState.of(
+        {kind: _state_part(kind, by_kind[kind]) for kind in STATE_KINDS if by_kind[kind]},
+        tuple(_each_key_once(unrecognized)),
+    )
+    value = _train_step(by_kind["step"], sources.number)
+    state = replace(state, step=replace(state.step, value=value))
     if any(is_count_of_one_rank(where) for where in state.tokens.where):
         n_ranks, own = state.dataloader.n_ranks, state.tokens.value
         total = own * n_ranks if own is not None and n_ranks else None
@@ -94,94 +132,173 @@ def train_state(sources: Sources) -> TrainState:
     return state
 
 
-def _state_part(found: _Found | None) -> StatePart:
-    if found is None or not found.where:
-        return StatePart(False)
-    return StatePart(
-        True, tuple(sorted(set(found.where))[:_EXAMPLES]), len(found.ranks) or None, found.value
-    )
+def _each_key_once(unrecognized: Mapping[str, Collection[str]]) -> Iterator[UnrecognizedEntry]:
+    """The entries that are not recognized; of those that each rank has, the first."""
+    keys: set[str] = set()
+    for where, may_be in sorted(unrecognized.items()):
+        entry = UnrecognizedEntry(where, tuple(kind for kind in STATE_KINDS if kind in may_be))
+        if entry.key not in keys:
+            keys.add(entry.key)
+            yield entry
 
 
-def _note(found: _Found, where: str, rank: str | None, value: int | None = None) -> None:
-    found.where.append(where)
-    if rank is not None:
-        found.ranks.add(rank)
-    if value is not None:
-        # Trainers count within an epoch or a phase too: the run's own count is the furthest.
-        found.value = max(value, found.value or 0)
+def _train_step(counts: Sequence[_Held], number: int | None) -> int | None:
+    """The count that agrees with the step's name; without one, the furthest.
+
+    Trainers count within an epoch or a phase too, and LitGPT counts micro-batches.
+    Source: LitGPT 0.5 `pretrain.py` (`iter_num`, `step_count`; the folder is named by the latter).
+    """
+    values = sorted({one.value for one in counts if one.value is not None}, reverse=True)
+    if number is not None:
+        values.sort(key=lambda value: (abs(value - number) > 1, abs(value - number) > 0))
+    return values[0] if values else None
 
 
-def _from_entries(
-    found: dict[str, _Found], part: str, metadata: Metadata, numbers: Mapping[tuple[str, str], int]
-) -> None:
-    kinds = entry_kinds(metadata, part)
-    names = [fqn for fqn, kind in kinds.items() if kind.names == ("optimizer",)]
-    hollow = optimizer_is_hollow((*_path(metadata, fqn), fqn) for fqn in names)
-    for fqn, kind in kinds.items():
-        name = kind.names[0]
-        if name not in STATE_KINDS or (name == "optimizer" and hollow):
-            continue
-        where = inside(part, fqn)
-        _note(found[name], where, kind.rank, numbers.get((part, fqn)))
+def _state_part(kind: str, held: Sequence[_Held]) -> StatePart:
+    ranks = {one.rank for one in held if one.rank is not None}
+    counts = held if kind in ("step", "tokens") else ()
+    values = [one.value for one in counts if one.value is not None]
+    where = tuple(sorted({one.where for one in held})[:_EXAMPLES])
+    return StatePart(True, where, len(ranks) or None, max(values, default=None))
 
 
-def _path(metadata: Metadata, fqn: str) -> Sequence[str | int]:
-    entry = metadata.tensors.get(fqn) or metadata.bytes_entries[fqn]
-    return entry.path or (fqn,)
+def _held_in(
+    leaves: Sequence[Leaf], kinds: Sequence[StateKind], places: Sequence[_Held]
+) -> Iterator[_Held]:
+    """The places that hold state; not those of an optimizer without state."""
+    optimizers = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if _is_optimizer(kind)]
+    is_hollow = optimizer_is_hollow(optimizers)
+    for kind, place in zip(kinds, places, strict=True):
+        if kind.names[0] in STATE_KINDS and not (is_hollow and _is_optimizer(kind)):
+            yield place._replace(kind=kind.names[0], rank=place.rank or kind.rank)
 
 
-def _held_by(content: object, by_name: StateKind | None) -> Mapping[str, int | None]:
-    """The kinds that a decoded file holds, with the value of a step or token count."""
+def _is_optimizer(kind: StateKind) -> bool:
+    return kind.names == ("optimizer",)
+
+
+def _held_by_file(
+    sources: Sources, path: str, by_name: StateKind | None, unrecognized: dict[str, set[str]]
+) -> Iterator[_Held]:
+    """What a decoded file holds; what is not recognized goes to `unrecognized`."""
+    leaves = [*leaves_of(sources.contents[path])]
+    kinds = kinds_in_file(leaves, by_name, sources.mapped, path)
+    rank = by_name.rank if by_name else None
     names = by_name.names if by_name else ()
-    if not isinstance(content, Mapping):
-        return dict.fromkeys(names)
-    always = by_name.always if by_name else ()
-    held: dict[str, int | None] = dict.fromkeys(names if len(names) == 1 else always)
-    for key, value in content.items():
-        if is_wrapper(str(key)) and isinstance(value, Mapping):
-            held |= _held_by(value, None)
-            continue
-        name = kind_of_entry((str(key),)).names[0]
-        if name == "other" and by_name is None and _is_weight(value):
-            name = "model"  # a bare state dict
-        if name not in STATE_KINDS or _is_empty(value) or (name == "tokens" and value == 0):
-            continue  # a count of 0 tokens was never switched on
-        held.setdefault(name, None)
-        # Beside its RNG states accelerate counts the batches of the epoch, not training steps.
-        if name in ("step", "tokens") and type(value) is int and names != ("rng",):
-            held[name] = max(value, held[name] or 0)
-    return held
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, TensorStub) and bool(value.shape) and "float" in value.dtype
-
-
-def _is_empty(value: object) -> bool:
-    return value is None or (isinstance(value, (list, tuple, dict, str)) and not value)
+    is_named = len(names) == 1
+    # Beside its RNG states accelerate counts the batches of the epoch, not training steps.
+    counts = names != ("rng",)
+    places = []
+    for leaf, kind in zip(leaves, kinds, strict=True):
+        key = outermost_key(leaf)
+        where = path if is_named or not leaf.path else f"{path}: {key}"
+        places.append(_Held("", where, rank, leaf.value if counts else None))
+        if kind.may_be:
+            unrecognized[where].update(kind.may_be)
+    yield from _held_in(leaves, kinds, places)
+    for always in by_name.always if by_name else ():
+        yield _Held(always, path, rank)
 
 
 def check_required(state: TrainState, require: Iterable[str], url: str) -> Iterator[Finding]:
-    """Yield one `state.missing` that lists what a resume would not restore.
+    """Yield what a resume would not restore, and what it may, if it is recognized.
 
-    `require` are the kinds that the caller asked for; the message states which of
-    them are missing. Yields nothing where everything is there.
+    `require` are the kinds that the caller asked for; the messages state which of
+    them are missing. Yields one `state.missing` for the kinds that are absent, and one
+    `state.unrecognized` for the entries that may be the others.
     """
-    missing = [kind for kind in STATE_KINDS if kind not in state.held]
-    if not missing:
+    require = [*require]
+    show = command_line("show", url)
+    if state.absent:
+        required = [kind for kind in require if kind in state.absent]
+        message = f"a resume from here does not restore {listed(state.absent)}"
+        if required:
+            message += f"; {listed(required)} is required"
+        yield Finding(
+            "state.missing",
+            ", ".join(state.absent),
+            message,
+            expected=listed(require) if required else listed(STATE_KINDS),
+            found=listed(state.held) or "nothing",
+            next_command=show,
+        )
+    if state.unrecognized:
+        required = [kind for kind in require if kind in state.unknown]
+        kind = (required or state.unknown or state.unrecognized[0].may_be)[0]
+        entry = next(one for one in state.unrecognized if kind in one.may_be)
+        keys = [one.key for one in state.unrecognized]
+        message = f"not recognized: {some_of(keys)}"
+        if state.unknown:
+            message += f"; whether a resume restores {listed(state.unknown, 'or')} is unknown"
+        message += f"; map it with --state {kind}={entry.key}"
+        if required:
+            message += f"; {listed(required)} is required"
+        yield Finding(
+            "state.unrecognized",
+            state.unrecognized[0].where,
+            message,
+            expected="entries that are known train state",
+            found=some_of(keys),
+            next_command=show,
+        )
+
+
+Shape = tuple[str, tuple[int, ...]]
+"""The dtype and the shape of a tensor."""
+
+_WRAPPERS_OF_MODULES = frozenset(
+    {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+)
+"""What wrappers add to the names of parameters.
+
+Source: torch 2.13 `_dynamo/eval_frame.py` (`OptimizedModule`), `nn/parallel/distributed.py`,
+`distributed/fsdp/_common_utils.py`, `distributed/algorithms/_checkpoint/checkpoint_wrapper.py`.
+"""
+
+
+def check_names(
+    now: Mapping[str, Shape], then: Mapping[str, Shape], before: str, url: str
+) -> Iterator[Finding]:
+    """Yield one `state.renamed` where tensors of the step `before` have other names now.
+
+    A tensor that is gone and a new one of the same dtype and shape are taken for the same if
+    their names differ in the words of wrappers, or if they end with the same word and as many
+    are gone as are new. Cost: one comparison per name.
+    """
+    gone = {name: then[name] for name in then if name not in now}
+    new = {name: now[name] for name in now if name not in then}
+    pairs = _pairs(gone, new, _without_wrappers)
+    if not pairs and len(gone) == len(new):
+        pairs = _pairs(gone, new, lambda name: (name.rpartition(".")[2],))
+        pairs = pairs if len(pairs) == len(gone) else []
+    if not pairs:
         return
-    required = [kind for kind in require if kind in missing]
-    message = f"a resume from here does not restore {listed(missing)}"
-    if required:
-        message += f"; {listed(required)} is required"
+    examples = ", ".join(f"{old} is now {name}" for old, name in pairs[:2])
     yield Finding(
-        "state.missing",
-        ", ".join(missing),
-        message,
-        expected=listed(list(require)) if required else listed(STATE_KINDS),
-        found=listed(state.held) or "nothing",
-        next_command=command_line("show", url),
+        "state.renamed",
+        pairs[0][1],
+        f"{counted(len(pairs), 'tensor')} of {len(now):,} "
+        f"{verb(len(pairs), 'has another name', 'have other names')} than in {before}: {examples}; "
+        "a job that does not expect the new names cannot load this step",
+        expected=pairs[0][0],
+        found=pairs[0][1],
+        next_command=command_line("show", url, "--tensors"),
     )
+
+
+def _pairs(
+    gone: Mapping[str, Shape], new: Mapping[str, Shape], ending: Callable[[str], Sequence[str]]
+) -> list[tuple[str, str]]:
+    """Names that are gone and new ones of the same ending and shape, in order."""
+    left: dict[tuple[Sequence[str], Shape], list[str]] = defaultdict(list)
+    for name, shape in gone.items():
+        left[ending(name), shape].append(name)
+    found = ((left[ending(name), shape], name) for name, shape in new.items())
+    return [(names.pop(0), name) for names, name in found if names]
+
+
+def _without_wrappers(name: str) -> Sequence[str]:
+    return tuple(word for word in name.split(".") if word not in _WRAPPERS_OF_MODULES)
 
 
 def check_optimizer_steps(

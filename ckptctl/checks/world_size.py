@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.grids import CONVERSIONS
+from ckptctl.formats.frameworks.grids import CONVERSIONS, FAMILY
 from ckptctl.formats.frameworks.layouts import (
     hugging_face_rank,
     is_stage,
@@ -178,6 +178,26 @@ def check_world_size(
     )
 
 
+def check_bound(parts: Sequence[Part], url: str) -> Iterator[Finding]:
+    """Yield `world-size.bound` where nothing in a step says how other ranks could load its files.
+
+    A note: each rank wrote files of its own, whose names no framework gives, and there is no
+    manifest such as `metadata.pkl` of torch_checkpointing, by which they could be resharded.
+    """
+    for part in parts:
+        grid = next((one for one in part.grids if one.sharded and one.framework == FAMILY), None)
+        if grid is not None:
+            yield Finding(
+                "world-size.bound",
+                part.path,
+                f"{grid.n_present:,} ranks wrote files of their own ({grid.what}), and without a "
+                "manifest (metadata.pkl) nothing says how another number of ranks could load them",
+                expected="a manifest, or as many ranks as wrote the step",
+                found="none",
+                next_command=command_line("show", url),
+            )
+
+
 def _is_fixed(part: Part, wanted: int) -> bool:
     """Whether only as many ranks can load a part as wrote it.
 
@@ -186,7 +206,10 @@ def _is_fixed(part: Part, wanted: int) -> bool:
     if part.format is PartFormat.RANK_FILES:
         sharded = (one for one in part.grids if one.sharded)
         return any(
-            one.n_ranks != wanted if one.n_ranks else wanted % one.n_files for one in sharded
+            (one.n_ranks or one.n_files) != wanted
+            if one.n_ranks or one.framework == FAMILY
+            else wanted % one.n_files
+            for one in sharded
         )
     return part.format not in (PartFormat.DCP, PartFormat.SAFETENSORS)
 
@@ -201,6 +224,8 @@ def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Findin
     elif part.format is PartFormat.RANK_FILES:
         layout = next(one.framework for one in part.grids if one.sharded)
         why = f"each rank has shards of its own ({layout})"
+        if layout == FAMILY:
+            why = "each rank wrote files of its own, and no manifest (metadata.pkl) describes them"
         next_command = CONVERSIONS[layout].format(step=url, root=url.rpartition("/")[0])
     else:
         why = f"{part.format.value} checkpoints cannot be resharded while loading"

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypedDict, cast
 
+import msgspec
+
 import ckptctl
 from ckptctl.data_classes import fields
 from ckptctl.errors import CkptctlError
@@ -279,7 +281,7 @@ def as_text(document: Document) -> str:
 
 def plain(value: object) -> object:
     """A result as dicts, lists, strings and numbers; NaN and infinities become null."""
-    if hasattr(type(value), "__dataclass_fields__"):
+    if hasattr(type(value), "__dataclass_fields__") or isinstance(value, msgspec.Struct):
         return as_json(cast("DataclassInstance", value))
     if isinstance(value, Enum):
         return value.value
@@ -305,7 +307,12 @@ def as_json(result: DataclassInstance) -> Document:
 def field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
     """The names of the fields that documents have of results of one class."""
     without = _WITHOUT.get(kind.__name__, frozenset())
-    own = (field.name for field in fields(kind) if field.name not in without)
+    names = (
+        kind.__struct_fields__
+        if issubclass(kind, msgspec.Struct)
+        else (field.name for field in fields(kind))
+    )
+    own = (name for name in names if name not in without)
     return (*own, *_ALSO.get(kind.__name__, ()))
 
 

@@ -35,9 +35,10 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "command as the message states.",
     ),
     3: ExitCode(
-        "success, but an older step than the newest",
+        "success, but another step may be newer",
         "Only `pick --detailed-exitcode` returns it. Resume from the path on standard output. "
-        "Standard error lists the newer steps and why they were refused.",
+        "Standard error lists the newer steps and why they were refused, and other saves that may "
+        "be newer.",
         "not needed",
     ),
     10: ExitCode(
@@ -50,8 +51,9 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "steps exist, none is usable",
         "Also returned if there are no steps and the root's records do not prove that there never "
         "were any. Never start fresh: page someone. The message names the newest step that is "
-        "sound at the requested level, if there is one. Continue with `ckptctl runbook run "
-        "storage-corruption ROOT`; `ckptctl scan ROOT` lists every step with its reason.",
+        "sound at the requested level, if there is one. Continue with the next command: it "
+        "follows from the reason, which `pick --print reason` prints as a word. `ckptctl scan "
+        "ROOT` lists every step with its reason.",
     ),
     20: ExitCode(
         "incomplete",

@@ -17,7 +17,9 @@ from ckptctl.cli.values import (
     parse_names,
     parse_steps,
     parse_storage_options,
+    parts,
     seal_key,
+    tuple_of,
 )
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import TIMEOUT_S, ContentOptions, PickPolicy, Requirements, StorageOptions
@@ -26,6 +28,7 @@ COMMAND_LINE_ONLY = frozenset(
     {
         "--apply",
         "--create",
+        "--ignore",
         "--notify",
         "--off",
         "--replace",
@@ -39,6 +42,13 @@ COMMAND_LINE_ONLY = frozenset(
 
 They have no variable: an exported variable acts on every later command, also on
 those of somebody who does not know that it is set.
+"""
+
+
+OTHER_VARIABLES: Mapping[str, str] = {"--state KIND=KEY": "CKPTCTL_STATE_KEYS"}
+"""Variables of options whose own name means something else to another command.
+
+`CKPTCTL_STATE` is the folder of `run`, whose job may call `pick`.
 """
 
 
@@ -64,7 +74,9 @@ def option(spec: str, help_text: str, *, min: float | None = None) -> Declared: 
     """
     names = tuple(word for word in spec.split() if word.startswith("-"))
     metavar = spec.partition(" ")[2] if len(names) == 1 else ""
-    variable = None if names[0] in COMMAND_LINE_ONLY else variable_of(names[0])
+    variable = None
+    if names[0] not in COMMAND_LINE_ONLY:
+        variable = OTHER_VARIABLES.get(spec) or variable_of(names[0])
     return Declared(names, help_text, metavar or None, min, variable)
 
 
@@ -224,6 +236,11 @@ def _offer(
     return Offer(Annotated[kind, option(spec, help_text, min=min)], default, field, read)
 
 
+IGNORE_HELP = (
+    "Names or paths below the root (with * and ?) of files and folders that are no saves, so "
+    "that a root without steps that holds them may be a new run."
+)
+
 OFFERS: Mapping[type, Mapping[str, Offer]] = {
     PickPolicy: {
         "level": Offer(LevelOpt, None),
@@ -256,6 +273,13 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "How many damaged steps may be skipped; interrupted saves do not count.",
             min=0,
         ),
+        "ignore": _offer(
+            list[str] | None,
+            None,
+            "--ignore PATTERN,...",
+            IGNORE_HELP,
+            read=parts,
+        ),
     },
     Requirements: {
         "require": _offer(
@@ -264,6 +288,15 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "--require KIND,...",
             f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
             read=parse_kinds,
+        ),
+        "state": _offer(
+            list[str] | None,
+            None,
+            "--state KIND=KEY",
+            "What an entry or a file holds that is not recognized, by its whole key path or name "
+            "(dataloader=data_pos); may be given several times.",
+            field="state_keys",
+            read=tuple_of,
         ),
         "world_size": _offer(
             int | None,
@@ -374,6 +407,14 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "as long ends the command with 75.",
             min=0.1,
             field="timeout_s",
+        ),
+        "follow_links": _offer(
+            list[str] | None,
+            None,
+            "--follow-links DIR",
+            "Follow links of steps and their files that lead into this folder, such as a slower "
+            "storage; may be given several times. Other links are not followed (2).",
+            read=lambda folders: tuple(folders or ()),
         ),
     },
 }

@@ -20,10 +20,12 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 3, 10, 11, 75, 77)
 
 _FELL_BACK = 3
+_MAY_BE_NEWER = frozenset({"root.further", "root.two-branches"})
+"""Findings that another save may be the newest one."""
 
 
-Printed = Literal["path", "step"]
-"""What `pick` puts on standard output."""
+Printed = Literal["path", "step", "reason", "damaged"]
+"""What `pick` puts on standard output: the step, why there is none, or the damaged ones."""
 
 
 def pick(
@@ -32,7 +34,11 @@ def pick(
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     detailed_exitcode: Annotated[
-        bool, option("--detailed-exitcode", "Exit with 3 instead of 0 if newer steps were refused.")
+        bool,
+        option(
+            "--detailed-exitcode",
+            "Exit with 3 instead of 0 if newer steps were refused, or another save may be newer.",
+        ),
     ] = False,
     printed: Annotated[Printed, option("--print", "What to print on standard output.")] = "path",
     *,
@@ -55,8 +61,11 @@ def pick(
         requirements=requirements,
         storage=storage,
     )
-    fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK
-    exit_code = _FELL_BACK if fell_back else found.exit_code
+    doubts = any(one.code in _MAY_BE_NEWER for one in found.findings)
+    is_certain = found.answer is not Answer.FELL_BACK and not doubts
+    exit_code = found.exit_code
+    if detailed_exitcode and not exit_code and found.chosen is not None and not is_certain:
+        exit_code = _FELL_BACK
     if not out.publish(pick_document(found, exit_code)):
         if out.talks or found.exit_code:
             out.lines(pick_lines(found), to=out.err)
@@ -77,6 +86,11 @@ def pick_document(found: Pick, exit_code: int) -> MakeDocument:
 
 
 def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
+    if printed == "reason":
+        return () if found.reason is None else (found.reason.value,)
+    if printed == "damaged":
+        reports = [over.report for over in found.passed_over if over.report.damaged]
+        return tuple(one.url for one in reports if not one.has_finding("step.rejected"))
     if found.chosen is None:
         return ()
     return (found.path,) if printed == "path" else (str(found.step),)
@@ -108,5 +122,5 @@ def _to_be_known(chosen: Report | None) -> list[Finding]:
     return [
         finding
         for finding in findings
-        if finding.severity is Severity.WARNING or finding.code in _WORLD_SIZE
+        if finding.severity is Severity.WARNING or finding.code in (*_WORLD_SIZE, "state.renamed")
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from ckptctl.claims import Claim, ClaimState
 from ckptctl.cli.rendering import Line, Style, StyledText, line
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
@@ -52,6 +53,12 @@ STEP_MARKS: Mapping[str, Symbol] = {
     LACKING: Symbol("◒", "-", "warn", "lacks state"),
     Verdict.COMPLETE.value: Symbol("◇", "=", "good", "complete, bytes not compared"),
     VERIFIED: Symbol("✓", "+", "good", "complete, every byte verified"),
+}
+
+CLAIM_MARKS: Mapping[ClaimState, Symbol] = {
+    ClaimState.PROVEN: Symbol("✓", "+", "good", "proven"),
+    ClaimState.UNKNOWN: Symbol("○", "?", "", "unknown"),
+    ClaimState.CONTRADICTED: Symbol("✗", "X", "bad", "contradicted"),
 }
 
 RANK_MARKS: Mapping[str, Symbol] = {
@@ -109,6 +116,20 @@ def warnings_of(report: Report) -> str:
     """`, 1 warning` for a usable step that has one, else nothing."""
     n_warnings = len(report.with_severity(Severity.WARNING)) if report.usable else 0
     return f", {counted(n_warnings, 'warning')}" if n_warnings else ""
+
+
+def claim_lines(claims: Sequence[Claim], *, unicode: bool) -> list[Line]:
+    """A line for each claim: whether it is proven, and by what; of a finding its code."""
+    return [
+        line(
+            "  ",
+            f"{claim.name.value:<9}",
+            glyph(CLAIM_MARKS[claim.state], unicode),
+            f" {claim.by.partition(': ')[0] if claim.of_finding else claim.by}",
+            hang=13,
+        )
+        for claim in claims
+    ]
 
 
 def step_mark(state: str, *, unicode: bool) -> StyledText:
@@ -230,7 +251,10 @@ def rank_states(report: Report) -> dict[str, list[str]]:
 
 
 def _lacks_rank_file(report: Report, finding: Finding) -> bool:
-    return finding.code == "file.missing" and rank_file(finding.where, report.layout) is not None
+    if finding.code != "file.missing":
+        return False
+    of_framework = rank_file(finding.where, report.layout) is not None
+    return of_framework or rank_in_name(finding.where) is not None
 
 
 def _reached(report: Report) -> str:

@@ -48,7 +48,7 @@ def prune(
         ),
     ] = None,
     *,
-    requirements: Annotated[Requirements, only("require", "marks", "pattern")],
+    requirements: Annotated[Requirements, only("require", "state", "marks", "pattern")],
     storage: StorageOptions,
     out: Output,
 ) -> int:

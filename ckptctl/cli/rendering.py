@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.formatting import counted, listed, safe
-from ckptctl.model import STATE_KINDS, TrainState, WorldSize
+from ckptctl.model import TrainState, WorldSize
 
 if TYPE_CHECKING:
     from ckptctl.selection.results import Pick
@@ -212,11 +212,17 @@ def state_lines(state: TrainState, *, usable: bool) -> list[Line]:
     """What a resume restores, and what it does not; nothing where it could not be inspected."""
     if not state.held:
         return []
-    missing = [kind for kind in STATE_KINDS if not state.part(kind).found]
+    missing = state.absent
     verb = "restores" if usable else "would restore"
     lines = [line(f"  a resume {verb} {', '.join(_state_facts(state))}", hang=4)]
     if missing:
         lines.append(line("  but not ", StyledText(listed(missing, "or"), "warn"), hang=4))
+    if state.unrecognized:
+        names = ", ".join(safe(entry.where) for entry in state.unrecognized)
+        lines.append(line("  not recognized: ", StyledText(names, "warn"), hang=4))
+        unknown = listed(state.unknown, "or")
+        if unknown:
+            lines.append(line(f"  so that {unknown} is unknown (--state KIND=KEY)", hang=4))
     return lines
 
 

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from ckptctl.cli.notifying import Notifier
-from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, only, option
+from ckptctl.cli.options import (
+    IGNORE_HELP,
+    NotifyOpt,
+    OptionalRootOpt,
+    argument,
+    only,
+    option,
+)
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.cli.values import parse_duration, parts
@@ -233,6 +240,7 @@ def run(
             "number of ranks at which required state is lost.",
         ),
     ] = False,
+    ignore: Annotated[list[str] | None, option("--ignore PATTERN,...", IGNORE_HELP)] = None,
     notify: NotifyOpt = None,
     *,
     requirements: Annotated[Requirements, only("pattern")],
@@ -286,7 +294,11 @@ def run(
             hosts_file=hosts_file,
         ),
         launchers=_launchers(nnodes, node_rank, wait_nodes),
-        policy=PickPolicy(level=progress_level, allow_missing_state=allow_missing_state),
+        policy=PickPolicy(
+            level=progress_level,
+            allow_missing_state=allow_missing_state,
+            ignore=parts(ignore),
+        ),
         requirements=requirements,
         storage=storage,
         optional_roots=optional_root or (),

@@ -38,7 +38,7 @@ def seal(
     jobs: JobsOpt = None,
     *,
     requirements: Annotated[
-        Requirements, only("key_file", "saved_world_size", "marks", "pattern", "grace")
+        Requirements, only("key_file", "saved_world_size", "marks", "pattern", "state", "grace")
     ],
     storage: StorageOptions,
     out: Output,

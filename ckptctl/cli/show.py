@@ -8,7 +8,7 @@ from math import prod
 from typing import Annotated, Literal
 
 import ckptctl
-from ckptctl.cli.options import PatternOpt, StepArg, option
+from ckptctl.cli.options import StepArg, only, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import (
     Line,
@@ -24,7 +24,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.data_classes import dataclass
 from ckptctl.formatting import counted, exact_size, percent, safe, size, some_of
-from ckptctl.options import StorageOptions
+from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.results import Contents, TensorRow
 
 EXAMPLES = (
@@ -55,8 +55,8 @@ def show(
             "or how many ranks saved it; nothing where it is not known.",
         ),
     ] = None,
-    pattern: PatternOpt = None,
     *,
+    requirements: Annotated[Requirements, only("pattern", "state")],
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -65,7 +65,7 @@ def show(
     Reads the metadata, the pickles of rank files, and the headers of safetensors. With --quiet
     the names of the tensors are printed, one a line.
     """
-    contents = ckptctl.show(step, pattern=pattern, storage=storage)
+    contents = ckptctl.show(step, requirements=requirements, storage=storage)
     out.answer(
         document_of("show", contents),
         lambda: contents_lines(contents, every_tensor=tensors, width=out.out.width),

@@ -93,6 +93,11 @@ def parse_names(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts(given)))
 
 
+def tuple_of(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The values of an option that may be given several times."""
+    return tuple(given or ())
+
+
 def parse_counts(
     given: Sequence[str] | None, name: str, what: str, instead: str
 ) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
     LACKING,
     STEP_MARKS,
+    claim_lines,
     map_of_ranks,
     step_mark,
     step_state,
@@ -122,6 +123,7 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
         line(glyph, " ", verdict, " ", StyledText(report.url, "name"), solid=True),
         *(line("  ", fact, hang=4) for fact in _facts(report, now_s)),
         EMPTY,
+        *section(claim_lines(report.claims, unicode=unicode)),
         *section(finding_lines(report.findings)),
         *section(map_of_ranks(report, unicode=unicode)),
         *section(state_lines(report.state, usable=report.usable)),

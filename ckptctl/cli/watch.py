@@ -48,7 +48,7 @@ def watch(
     accept_unverifiable: AcceptAsItIsOpt = False,
     jobs: JobsOpt = None,
     *,
-    requirements: Annotated[Requirements, only("pattern", "grace", "key_file", "marks")],
+    requirements: Annotated[Requirements, only("pattern", "state", "grace", "key_file", "marks")],
     storage: StorageOptions,
     out: Output,
 ) -> int:

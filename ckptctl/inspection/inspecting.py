@@ -11,18 +11,21 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.train_state import check_required
 from ckptctl.checks.world_size import (
+    check_bound,
     check_saved_world_size,
     check_world_size,
     ranks_in,
     saved_world_size,
 )
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     AccessDenied,
+    LinkNotFollowed,
     ObjectArchived,
     OutOfMemory,
     PathEscape,
@@ -31,6 +34,7 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import (
     EXIT_DENIED,
+    EXIT_LINKED,
     EXIT_STATE_MISSING,
     EXIT_WORLD_SIZE,
     NEVER_FINISHED,
@@ -54,6 +58,8 @@ from ckptctl.inspection.stages import (
     StageContext,
     contradicted,
 )
+from ckptctl.inspection.step_claims import claims_of, nothing_proven
+from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -61,7 +67,6 @@ from ckptctl.storage.contract import ShortRead, StoreKind
 if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.content import Asked
-    from ckptctl.inspection.predecessor import Older
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ def inspect_step(
     *,
     level: Level | None = None,
     content: Asked | None = None,
-    older: Older | None = None,
+    neighbours: Neighbours | None = None,
     confirm: bool = True,
     seal_bytes: SealBytes | None = None,
 ) -> Inspection:
@@ -92,7 +97,7 @@ def inspect_step(
 
     `level` None is as deep as is cheap on this storage, see `stages.cheap_level`. `content` states
     which bytes are read at that level, and within which limits. From `structure` on its
-    records are compared with those of the first of the `older` steps, where the caller
+    records are compared with those of the first of the older `neighbours`, where the caller
     gives these. A storage that fails, or a lack of memory, gives a report with the verdict
     `unknown`, never an exception. With `confirm`, files that the listing lacks are asked
     for by name, see `stages.contradictions`. `seal_bytes` states what a required seal means
@@ -107,11 +112,14 @@ def inspect_step(
     """
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
+    if neighbours is not None:
+        older, newer = cache(neighbours.older), cache(neighbours.newer)
+        neighbours = Neighbours(older, newer, neighbours.known_files)
     context = StageContext(
         requirements,
         asked,
         content,
-        older,
+        neighbours,
         confirm,
         chooses_level=level is None,
         seal_bytes=seal_bytes or (SealBytes.COMPARED if level is None else SealBytes.AT_LEVEL),
@@ -124,7 +132,8 @@ def inspect_step(
     except (StorageError, MemoryError) as error:
         failed = inspection_failed(opened, error)
         context.level = asked
-        return Inspection(report_failed(opened.listed, context, failed), opened.listed, opened)
+        report = report_failed(opened.listed, context, failed)
+        return Inspection(report, opened.listed, opened)
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
 
@@ -177,6 +186,7 @@ def _named_in(message: str, step: Step) -> str:
 _NOT_KNOWN = ": nothing is known about the step"
 _GONE = ": it existed a moment ago, so another process writes or deletes files here"
 _FAILED: tuple[tuple[type[StorageError], str, str, str], ...] = (
+    (LinkNotFollowed, "step.linked", "files and folders, or --follow-links", _NOT_KNOWN),
     (PathEscape, "path.escape", "files and folders inside the root", ""),
     (PathNotFound, "step.changed", "the step as it was listed", _GONE),
     (ShortRead, "step.changed", "the step as it was listed", _GONE),
@@ -220,13 +230,14 @@ def settled(context: StageContext) -> list[Finding]:
 def report_on(opened: OpenStep, context: StageContext) -> Report:
     """Add up what was found of a step, and hold it against the requirements."""
     findings = [*_in_flight(opened, settled(context), context.requirements.grace_s)]
-    return _report(opened.step, opened.parts, context, findings)
+    report = _report(opened.step, opened.parts, context, findings)
+    return replace(report, claims=claims_of(opened, context, report.findings))
 
 
 def report_failed(step: Step, context: StageContext, failed: Finding) -> Report:
     """The report on a step that could not be inspected: `failed` is the reason."""
     blank = StageContext(context.requirements, context.level)
-    return _report(step, (), blank, [failed])
+    return replace(_report(step, (), blank, [failed]), claims=nothing_proven(failed))
 
 
 def _report(
@@ -243,7 +254,9 @@ def _report(
             findings += check_required(state, requirements.require, step.url)
         if requirements.saved_world_size is not None:
             findings += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
-        if requirements.world_size is not None:
+        if requirements.world_size is None:
+            findings += check_bound(step.parts, step.url)
+        else:
             findings += check_world_size(
                 step.parts, state, saved, requirements.world_size, step.url
             )
@@ -376,8 +389,10 @@ def _exit_code(
     verdict: Verdict, findings: Sequence[Finding], state: TrainState, requirements: Requirements
 ) -> int:
     if verdict is Verdict.UNKNOWN:
-        denied = any(finding.code == "step.denied" for finding in findings)
-        return EXIT_DENIED if denied else verdict.exit_code
+        codes = {finding.code for finding in findings}
+        if "step.linked" in codes:
+            return EXIT_LINKED
+        return EXIT_DENIED if "step.denied" in codes else verdict.exit_code
     codes = {finding.code for finding in findings}
     lost = next((f.where for f in findings if f.code == "state.lost"), "").split(", ")
     fixed = "world-size.fixed" in codes or not set(lost).isdisjoint(requirements.require)

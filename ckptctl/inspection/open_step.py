@@ -30,7 +30,7 @@ from ckptctl.formats.frameworks.scattered import (
     ranks_beside,
     scattered_steps,
 )
-from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds, optimizer_steps
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.part_files import (
@@ -38,7 +38,6 @@ from ckptctl.inspection.part_files import (
     Structure,
     listed_archives,
     n_structure_reads,
-    optimizer_steps,
     read_digests,
     read_metadata,
     read_structure,
@@ -48,7 +47,7 @@ from ckptctl.inspection.seal_and_marks import ReadMarks, ReadSeal, read_marks, r
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars, value_in_archive
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.reads import RecordSource
+from ckptctl.records.reads import RecordSource, read_headers
 from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import join_url
 
@@ -213,6 +212,11 @@ class OpenStep:
         step = self.step
         return tuple(read_sidecars(self.store, self.folder, step, sidecars_of(step)))
 
+    @property
+    def has_sidecars(self) -> bool:
+        """Whether `sidecars` takes no read."""
+        return "sidecars" in self.__dict__
+
     @cached_property
     def seal(self) -> ReadSeal:
         """The seal in the step, of whichever save it is; see `read_seal`."""
@@ -283,12 +287,18 @@ class OpenPart:
         """
         return tuple(one for one in self.decoded if isinstance(one, Metadata))
 
-    @property
+    @cached_property
     def safetensors(self) -> tuple[OpenPart, ...]:
         """The folders of safetensors: the part itself, or those in a part of rank files."""
         if self.part.format is PartFormat.RANK_FILES:
             return tuple(OpenPart(self.opened, held) for held in safetensors_in(self.part))
         return (self,) if self.part.format is PartFormat.SAFETENSORS else ()
+
+    @cached_property
+    def headers(self) -> Mapping[str, bytes]:
+        """The header of each safetensors file, with its length in front; see `read_headers`."""
+        found = read_headers(self.store, self.folder, self.part.files)
+        return {file.path: header for file, header in found}
 
     @cached_property
     def digests(self) -> Mapping[str, str]:
@@ -326,19 +336,18 @@ class OpenPart:
         names = self.ranges.file_names
         return {name: len(held) for name, held in zip(names, self.ranges.by_file, strict=True)}
 
-    @cached_property
-    def numbers(self) -> Mapping[str, int]:
+    def numbers(self, mapped: StateMap = ()) -> Mapping[str, int]:
         """The values of the `step` and `tokens` entries, by FQN. Cost: one read for each."""
         if not self.metadata:
             return {}
         metadata = self.metadata[0]
-        kinds = entry_kinds(metadata, self.path)
+        kinds = entry_kinds(metadata, self.path, mapped)
         return read_numbers(self.store, self.folder, metadata, kinds)
 
     @cached_property
     def structure(self) -> Structure:
         """What the heads and tails of the records hold. Cost: `n_structure_reads` reads."""
-        wanted = optimizer_steps(self.metadata)
+        wanted = {fqn for metadata in self.metadata for fqn in optimizer_steps(metadata)}
         return read_structure(
             self.source,
             self.part.files,

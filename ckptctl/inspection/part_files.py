@@ -30,7 +30,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.formats.frameworks.parts import in_parts, is_archive
-from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
+from ckptctl.formats.frameworks.state_keys import optimizer_steps
 from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.sidecars import scalar, steps_inside
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
@@ -261,28 +261,18 @@ def n_structure_reads(ranges: Ranges) -> int:
     return n_reads(ranges, ranges.by_file, MAX_QUICK_READS + 1)
 
 
-def optimizer_steps(metadatas: Sequence[Metadata]) -> Mapping[str, Sequence[str | int]]:
-    """The key paths of the `step` counts that the optimizers keep, by FQN."""
-    return {
-        fqn: entry.path or tuple(fqn.split("."))
-        for metadata in metadatas
-        for fqn, entry in metadata.tensors.items()
-        if entry.shape == () and is_optimizer_step(entry.path or tuple(fqn.split(".")))
-    }
-
-
 def steps_by_optimizer(
     metadatas: Sequence[Metadata], structure: Structure, part_path: str
 ) -> Mapping[str, Sequence[tuple[str, float]]]:
     """For each optimizer, the shard file and the value of each parameter's `step`."""
-    paths = optimizer_steps(metadatas)
+    optimizers = {k: v for metadata in metadatas for k, v in optimizer_steps(metadata).items()}
     steps: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for value in structure.values:
         stub = value.stub
         number = None if stub is None else scalar(stub, value.data, value.byte_order)
         if number is not None:
             where = inside(part_path, value.byte_range.file)
-            steps[optimizer_of(paths[value.fqn])].append((where, number))
+            steps[optimizers[value.fqn]].append((where, number))
     return steps
 
 

@@ -15,12 +15,12 @@ from itertools import islice
 
 from ckptctl.checks.shape import own_number, wrong_step
 from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
+from ckptctl.checks.train_state import Shape, check_names
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.formats.frameworks.grids import is_of_rank_0
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
@@ -28,11 +28,14 @@ from ckptctl.formats.frameworks.layouts import (
     path_in_step,
 )
 from ckptctl.formats.frameworks.scattered import is_scattered
+from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, leaves_of
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.model import ByteRange, Metadata, TensorEntry
+from ckptctl.inspection.sidecars import tensors_in_header, value_in_archive
+from ckptctl.model import SHARDED, ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc
 from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import read_headers
 from ckptctl.storage.contract import Span, Store, read_range
 from ckptctl.storage.opening import join_url
 
@@ -63,20 +66,6 @@ def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
     for named in islice(older(), 1):
         with suppress(StorageError):
             yield from check_fewer(opened.step, part.part, OpenStep(opened.store, named).step)
-
-
-def kinds_of_rank_0(opened: OpenStep, part: OpenPart, older: Older) -> frozenset[str]:
-    """The kinds of file that rank 0 alone wrote, in the step before as in this one.
-
-    Storage errors of the older step are passed over. Cost: two listings, if there is such a kind.
-    """
-    kinds = frozenset(one.what for one in part.part.grids if is_of_rank_0(one))
-    for named in islice(older(), 1) if kinds else ():
-        with suppress(StorageError):
-            before = OpenStep(opened.store, named).step
-            grids = (one for other in before.parts for one in other.grids)
-            return kinds & {one.what for one in grids if is_of_rank_0(one)}
-    return frozenset()
 
 
 def check_counts(
@@ -126,7 +115,76 @@ def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:
     return size, end
 
 
-def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:
+class OlderMetadata:
+    """The metadata of parts of older steps, each read once, however many checks need it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: dict[str, Metadata | None] = {}
+
+    def of(self, folder: str) -> Metadata | None:
+        """That of a part's folder; None where it cannot be had. Cost: one read."""
+        if folder not in self._read:
+            self._read[folder] = _metadata(self._store, folder)
+        return self._read[folder]
+
+
+def check_renamed(
+    opened: OpenStep, part: OpenPart, older: Older, metadata: OlderMetadata
+) -> Iterator[Finding]:
+    """Yield a `state.renamed` where tensors have other names than in the step before.
+
+    Storage errors of the older step are passed over. Cost: one metadata; of rank files and
+    safetensors three short reads of one file, or its header.
+    """
+    for named in islice(older(), 1):
+        now, then = {}, {}
+        with suppress(StorageError, MemoryError):
+            if part.part.format in SHARDED:
+                before = metadata.of(_folder(named, part)) if len(part.metadata) == 1 else None
+                now = _shapes(leaf for one in part.metadata[:1] for _, leaf in entries_of(one))
+                then = _shapes(leaf for _, leaf in entries_of(before)) if before else {}
+            else:
+                now, then = _shapes_in_files(opened, part, named)
+        yield from check_names(now, then, named.name, opened.url)
+
+
+def _shapes(leaves: Iterable[Leaf]) -> dict[str, Shape]:
+    tensors = (leaf for leaf in leaves if leaf.shape)
+    return {".".join(map(str, leaf.path)): (leaf.dtype, leaf.shape or ()) for leaf in tensors}
+
+
+def _shapes_in_files(
+    opened: OpenStep, part: OpenPart, named: StepName
+) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """The tensors in one file of a part, and those in the file of the same name before."""
+    number = opened.step.number
+    if number is None:
+        return {}, {}
+    before = OpenStep(opened.store, named)
+    for held in part.safetensors:
+        for path, header in held.headers.items():
+            then = path_in_step(held.in_step(path), number, named.number)
+            files = [file for file in before.files if file.path == then]
+            for _, other in read_headers(opened.store, before.folder, files):
+                states = (tensors_in_header(header), tensors_in_header(other))
+                now_held, then_held = (_shapes(leaves_of(state or {})) for state in states)
+                return now_held, then_held
+    for sidecar in opened.sidecars:
+        now_held = _shapes(leaves_of(sidecar.content))
+        if now_held:
+            then = _path_then(opened, before, sidecar.path, named.number)
+            sizes = {before.in_store(file.path): file.size for file in before.files}
+            path = then if opened.is_file else before.in_store(then)
+            if path not in sizes:
+                return {}, {}
+            return now_held, _shapes(leaves_of(value_in_archive(opened.store, path, sizes[path])))
+    return {}, {}
+
+
+def check_step_before(
+    opened: OpenStep, part: OpenPart, older: Older, metadata: OlderMetadata
+) -> Iterator[Finding]:
     """Yield a `shard.stale` for each shard file that equals that of the step before.
 
     `part` has no faults. Nothing is reported for a part without tensors that are split over
@@ -144,7 +202,7 @@ def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
     if not first:
         return
     steps = iter(older())
-    before = _compared(store, steps, part, first)
+    before = _compared(store, steps, part, first, metadata)
     if before is None:
         return
     suspects = check.suspects(before.crcs)
@@ -159,7 +217,7 @@ def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
     still_before = None
     if unproven:
         numbers = [number for one in unproven for number in one.numbers]
-        still_before = _compared(store, steps, part, numbers)
+        still_before = _compared(store, steps, part, numbers, metadata)
     moved = {part.ranges.files[n] for n, crc in before.crcs.items() if crc != part.crcs[n]}
     for one in found:
         proven = one.has_moments or (
@@ -202,12 +260,16 @@ class _Before:
 
 
 def _compared(
-    store: Store, steps: Iterator[StepName], part: OpenPart, numbers: Sequence[int]
+    store: Store,
+    steps: Iterator[StepName],
+    part: OpenPart,
+    numbers: Sequence[int],
+    read: OlderMetadata,
 ) -> _Before | None:
     """The checksums of records in the next of `steps` that can be read, None where none can."""
     for _, named in zip(range(MAX_TRIED), steps, strict=False):
         folder = _folder(named, part)
-        metadata = _metadata(store, folder)
+        metadata = read.of(folder)
         if metadata is None:
             continue
         with suppress(StorageError, MemoryError):

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from math import prod
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
@@ -25,10 +26,11 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
+from ckptctl.formats.archive.safetensors import PREFIX, TORCH_NAMES, parse_header
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import is_archive
-from ckptctl.formats.frameworks.state_keys import StateKind, kind_of_entry
+from ckptctl.formats.frameworks.state_keys import Leaf, StateKind, kinds_of
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import command_line, inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
@@ -95,12 +97,11 @@ def read_sidecars(
         except CkptctlError as error:
             yield Sidecar(file.path, finding=_damaged(file.path, error.message, step.url))
     read = set(wanted)
+    large = [file for file in sidecars if file not in read and _is_large(step.layout, file)]
+    for file in large[:MAX_SIDECARS]:
+        yield Sidecar(file.path, value_in_archive(store, inside(folder, file.path), file.size))
     if any(part.format is PartFormat.RANK_FILES for part in step.parts):
-        # Their damage is what the checks of records report.
-        large = [file for file in sidecars if file not in read and _is_large(step.layout, file)]
-        for file in large[:MAX_SIDECARS]:
-            yield Sidecar(file.path, value_in_archive(store, inside(folder, file.path), file.size))
-        return
+        return  # their damage is what the checks of records report
     others = [file for file in held if file not in read and not file.path.endswith(".json")]
     for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
         yield Sidecar(path, finding=_damaged(path, why, step.url))
@@ -172,6 +173,8 @@ def _worth_reading(layout: str, sidecars: Sequence[FileInfo]) -> Iterator[FileIn
 
 def _is_large(layout: str, file: FileInfo) -> bool:
     """Whether only the pickle of a file shows what it holds, and its name does not, or not all."""
+    if file.kind != "file" or not file.size:
+        return False
     kind = kind_of_file(layout, file.path)
     is_first = kind is None or kind.rank in (None, "0")
     return is_archive(file.path, layout) and is_first and (kind is None or len(kind.names) > 1)
@@ -264,7 +267,8 @@ def _numbers_inside(
 def _is_of_steps(path: tuple[str, ...]) -> bool:
     """Whether a number counts steps: at the top, and in the state of an optimizer."""
     of_parameter = path[-1] == "step" and "state" in path[:-1]
-    return of_parameter or (len(path) == 1 and kind_of_entry(path).names == ("step",))
+    (kind,) = kinds_of([Leaf(path, content="count")]) if len(path) == 1 else (None,)
+    return of_parameter or (kind is not None and kind.names == ("step",))
 
 
 def _is_a_count(path: tuple[str, ...]) -> bool:
@@ -326,9 +330,27 @@ def content_of(data: bytes, path: str) -> object | None:
     return _value_in(directory, view)
 
 
+def tensors_in_header(header: bytes) -> Mapping[str, TensorStub] | None:
+    """The tensors that the header of a safetensors file names; None for a damaged one.
+
+    `header` includes the length in front of it.
+    """
+    try:
+        return {
+            one.name: TensorStub(
+                TORCH_NAMES.get(one.dtype, one.dtype), one.shape, (), 0, "", prod(one.shape)
+            )
+            for one in parse_header(header[PREFIX:])
+        }
+    except RecordUnreadable:
+        return None
+
+
 def _value_in(directory: RecordDirectory, view: Readable) -> object | None:
+    from ckptctl.formats.pickles.shards import decode_shards  # most steps have no such file
+
     pickle = read_member(directory, "data.pkl", view)
-    value = None if pickle is None else decode_value(pickle)
+    value = None if pickle is None else decode_shards(pickle)
     if not isinstance(value, Mapping):
         return value
     return {key: _without_stub(one, directory, view) for key, one in value.items()}

@@ -23,20 +23,19 @@ from ckptctl.checks.presence import (
 from ckptctl.checks.shape import (
     check_identity,
     check_shape,
-    check_times,
     check_unchanged,
     claims_further,
     earlier_step,
     sidecars_of,
 )
 from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
+from ckptctl.claims import Claim
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
-from ckptctl.formats.frameworks.grids import is_of_rank_0
+from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
@@ -49,7 +48,7 @@ from ckptctl.inspection.part_files import (
 )
 from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, read_notes
-from ckptctl.inspection.sidecars import check_documents, value_in_archive
+from ckptctl.inspection.sidecars import check_documents, tensors_in_header, value_in_archive
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
 from ckptctl.records.reads import read_headers, read_indexes
@@ -58,6 +57,7 @@ from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
     from ckptctl.inspection.predecessor import Older
+    from ckptctl.inspection.whole import Neighbours, Wholeness
 
 
 class SealBytes(Enum):
@@ -80,7 +80,7 @@ class StageContext:
     requirements: Requirements
     level: Level
     asked: Asked | None = None
-    older: Older | None = None
+    neighbours: Neighbours | None = None
     confirm: bool = True
     chooses_level: bool = False
     seal_bytes: SealBytes = SealBytes.AT_LEVEL
@@ -92,6 +92,15 @@ class StageContext:
     content: ContentInspection | None = None
     by_store: ByStore | None = None
     pickles: PickleInspection | None = None
+    identity: Claim | None = None
+    wholeness: Wholeness | None = None
+    one_save: Claim | None = None
+    branch: Claim | None = None
+
+    @property
+    def older(self) -> Older | None:
+        """What lists the older steps under the same root."""
+        return None if self.neighbours is None else self.neighbours.older
 
     @property
     def is_deep(self) -> bool:
@@ -112,11 +121,24 @@ def names(opened: OpenStep, _context: StageContext) -> Iterator[Finding]:
     return check_shape(opened.step, unfinished=unfinished)
 
 
+def links(opened: OpenStep, _context: StageContext) -> Iterator[Finding]:
+    """Raise `LinkNotFollowed` where a file that may hold state is a link: nothing is known of it.
+
+    Cost: none without such a link.
+    """
+    for file in opened.files:
+        is_linked = file.kind == "link" and layouts.is_saved(file.path)
+        if is_linked and may_hold_state(file.path):
+            for _ in opened.store.read_spans([Span(opened.in_store(file.path), 0, 1)]):
+                pass  # replaced by a file meanwhile, which `unchanged` reports
+    yield from ()
+
+
 def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Check each part by its metadata, or by the headers of its safetensors files."""
     for part in opened.parts:
         findings = [one for one in part.decoded if isinstance(one, Finding)]
-        findings += _check_part(opened, part, context.older)
+        findings += _check_part(opened, part)
         if not _has_fault(findings):
             context.readable.add(part.path)
         yield from findings
@@ -151,25 +173,19 @@ def cheap_level(opened: OpenStep) -> Level:
     return Level.STRUCTURE if is_cheap else Level.LISTING
 
 
-def _check_part(opened: OpenStep, part: OpenPart, older: Older | None) -> Iterator[Finding]:
+def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
-        yield from inspect_safetensors(opened.store, held.folder, held.part)
+        yield from inspect_safetensors(opened.store, held.folder, held.part, held.headers)
     if part.part.format is PartFormat.RANK_FILES:
         from ckptctl.checks.rank_files import check_named, check_rank_files
 
-        of_rank_0: frozenset[str] = frozenset()
-        if older is not None and any(map(is_of_rank_0, part.part.grids)):
-            from ckptctl.inspection.predecessor import kinds_of_rank_0
-
-            of_rank_0 = kinds_of_rank_0(opened, part, older)
         held_inside = partial(_held_inside, opened)
         archives = part.ranges.file_names
-        yield from check_rank_files(opened.step, part.part, archives, held_inside, of_rank_0)
+        yield from check_rank_files(opened.step, part.part, archives, held_inside)
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
         yield from check_identity(opened.step, part.part, part.metadata[0])
-        yield from check_times(opened.step, part.part, part.ranges.file_names)
         yield from check_presence(part.ranges, part.part.files, part.path)
         yield from check_sizes(part.ranges, part.path)
         yield from check_part_coverage(part.metadata, part.path)
@@ -179,19 +195,37 @@ def _held_inside(opened: OpenStep) -> Collection[str]:
     """The kinds of train state that the content of a rank-file step shows."""
     contents = {one.path: one.content for one in opened.sidecars if one.content is not None}
     step = opened.step
+    contents |= _tensors_in_headers(opened)
     return train_state(Sources(step.layout, [], sidecars_of(step), contents, {})).held
 
 
-def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding]:
+def _tensors_in_headers(opened: OpenStep) -> dict[str, object]:
+    """What the safetensors files of a step hold, by path; damaged ones are left out."""
+    held = {
+        part.in_step(path): tensors_in_header(header)
+        for outer in opened.parts
+        for part in outer.safetensors
+        for path, header in part.headers.items()
+    }
+    return {path: tensors for path, tensors in held.items() if tensors is not None}
+
+
+def inspect_safetensors(
+    store: Store, folder: str, part: Part, headers: Mapping[str, bytes] | None = None
+) -> Iterator[Finding]:
     """Yield what the headers and indexes of a part of safetensors say against it.
 
     `folder` is where the part is in the store. Storage errors pass through. Cost: one
-    read for each file and each index; a second one for headers of more than 64 KiB.
+    read for each file, unless the `headers` are given by path, and for each index; a second
+    one for headers of more than 64 KiB.
     """
     from ckptctl.checks.safetensors import check_safetensors
 
-    headers = read_headers(store, folder, part.files)
-    return check_safetensors(part, headers, read_indexes(store, folder, part.files))
+    read = read_headers(store, folder, part.files)
+    if headers is not None:
+        known = headers
+        read = ((file, known[file.path]) for file in part.files if file.path in known)
+    return check_safetensors(part, read, read_indexes(store, folder, part.files))
 
 
 def structure(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -219,18 +253,41 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     yield from check_optimizer_steps(steps, opened.url)
 
 
+def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the families of files with each other and with those of the steps beside."""
+    from ckptctl.inspection.whole import check_families
+
+    n_ranks = context.requirements.saved_world_size
+    context.wholeness = check_families(opened, context.neighbours, n_ranks, is_deep=context.is_deep)
+    sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
+    faults = {one.where for one in context.findings if one.severity is Severity.FAULT}
+    for finding in context.wholeness.findings:
+        # The metadata of a sharded part states what the save consists of.
+        if finding.where not in faults and not (sharded and finding.code == "format.unlisted"):
+            yield finding
+
+
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Compare a few records of each shard file with those of the step before."""
+    """Compare names, and a few records of each shard file, with those of the step before."""
     if context.older is None or not context.is_deep:
         return
-    from ckptctl.inspection.predecessor import check_fewer_ranks, check_step_before
+    from ckptctl.inspection.predecessor import (
+        OlderMetadata,
+        check_fewer_ranks,
+        check_renamed,
+        check_step_before,
+    )
 
+    metadata = OlderMetadata(opened.store)
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
             yield from check_fewer_ranks(opened, part, context.older)
+            yield from check_renamed(opened, part, context.older, metadata)
             continue
+        if part.path in context.readable:
+            yield from check_renamed(opened, part, context.older, metadata)
         if part.path in context.sound:
-            yield from check_step_before(opened, part, context.older)
+            yield from check_step_before(opened, part, context.older, metadata)
 
 
 def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -252,18 +309,19 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     is_cheap = is_cheap or _claims_further(opened)
     step, sidecars = opened.step, sidecars_of(opened.step)
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
-    contents: dict[str, object] = {}
+    contents = _tensors_in_headers(opened)
     if opened.beside is not None:
         sidecars = (*sidecars, opened.beside.file)
         if opened.beside.content is not None:
             contents[opened.beside.file.path] = opened.beside.content
     damaged = {one.where for one in context.findings if one.severity is Severity.FAULT}
+    mapped = context.requirements.state_map
+    for sidecar in opened.sidecars if is_cheap or opened.has_sidecars else ():
+        if sidecar.finding is not None and sidecar.path not in damaged:
+            yield sidecar.finding
+        if sidecar.content is not None:
+            contents[sidecar.path] = sidecar.content
     if is_cheap:
-        for sidecar in opened.sidecars:
-            if sidecar.finding is not None and sidecar.path not in damaged:
-                yield sidecar.finding
-            if sidecar.content is not None:
-                contents[sidecar.path] = sidecar.content
         needed = layouts.documents_parsed(step.layout, step.parts, step.files)
         others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
         yield from check_documents(opened.store, opened.folder, needed, others)
@@ -284,8 +342,10 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
                 (part.path, fqn): value
                 for part in sharded
                 if is_cheap and part.path in context.readable
-                for fqn, value in part.numbers.items()
+                for fqn, value in part.numbers(mapped).items()
             },
+            step.number if layouts.counts_training_steps(step.layout) else None,
+            mapped,
         )
     )
 
@@ -332,6 +392,42 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         from ckptctl.inspection.predecessor import check_wrong_step
 
         yield from check_wrong_step(opened, number, context.older)
+
+
+def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the steps that the train state counts with the number in the name."""
+    from ckptctl.inspection.one_save import check_identity
+
+    count = context.state.step.value
+    found, context.identity = check_identity(opened, count, context.neighbours, count_of)
+    # A file that another step left here explains the count.
+    is_explained = any(map(context.places, ("step.wrong-step", "step.foreign", "state.mixed")))
+    if not (is_explained or context.notes.accepted):
+        yield from found
+
+
+def count_of(opened: OpenStep) -> int | None:
+    """The steps that the train state of another step counts. Cost: its listing and sidecars."""
+    context = StageContext(Requirements(), Level.LISTING)
+    context.findings += [*metadata(opened, context)]
+    context.findings += [*state(opened, context)]
+    return context.state.step.value
+
+
+def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the write times of the files, and the steps that the parts were written for."""
+    from ckptctl.inspection.one_save import check_one_save
+
+    is_sealed = (
+        context.notes.seal is not None
+        and context.content is not None
+        and context.content.whole
+        and not context.places("seal.digest")
+    )
+    if context.notes.accepted or any(one.code in NEVER_FINISHED for one in context.findings):
+        return
+    found, context.one_save = check_one_save(opened, context.neighbours, is_sealed=is_sealed)
+    yield from found
 
 
 def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -458,25 +554,30 @@ def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def contradictions(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Ask once more for what a stale listing could explain: changes, and missing files."""
+    """Ask once more for what a stale listing could explain: changes, missing and short files."""
     contradiction = contradicted(opened, context.findings)
     if contradiction is not None:
         yield contradiction
+    yield from stale_sizes(opened, context.findings)
     if context.confirm:
         yield from left_out(opened, context.findings)
 
 
 STAGES: tuple[Stage, ...] = (
+    links,
     names,
     metadata,
     structure,
+    whole,
     stale_shards,
     pickles,
     state,
     notes,
     wrong_step,
+    identity,
     lost_weights,
     content,
+    one_save,
     store_checksums,
     seal_compared,
     archived,
@@ -512,13 +613,49 @@ def left_out(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]
 
 def _is_there(opened: OpenStep, path: str) -> bool:
     try:
-        for _ in opened.store.read_spans([Span(opened.in_store(path), 0, 1)]):
-            pass
+        return _reads(opened, path, 0) or True  # an empty one is there
     except PathNotFound:
         return False
+
+
+def _reads(opened: OpenStep, path: str, offset: int) -> bool:
+    """Whether a file has a byte at `offset`. Cost: a read of one byte."""
+    try:
+        for _ in opened.store.read_spans([Span(opened.in_store(path), offset, 1)]):
+            pass
     except ShortRead:
-        pass  # an empty one
+        return False
     return True
+
+
+_TOO_SHORT = frozenset(
+    {"shard.truncated", "file.unreadable", "record.framing", "file.missing", "seal.gone"}
+)
+"""Codes of files that may be shorter than they must be."""
+
+
+def stale_sizes(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield a `step.unknown` where a file that is too short is longer than two listings show.
+
+    A cache of attributes shows the size of an earlier moment. Storage errors pass through. Cost:
+    a read of one byte of each file that is too short, at most `MAX_ASKED`, and where one is
+    longer a listing.
+    """
+    listed = {file.path: file for file in opened.files if file.kind == "file"}
+    named = dict.fromkeys(f.where for f in findings if f.code in _TOO_SHORT and f.where in listed)
+    for where in [*named][:MAX_ASKED]:
+        size = listed[where].size
+        try:
+            if not _reads(opened, where, size):
+                continue
+        except PathNotFound:
+            continue
+        # A file that grows meanwhile is longer in a second listing, too.
+        again = next((file for file in opened.list_again() if file.path == where), None)
+        if again is not None and again.size <= size:
+            what = f"a listing shows {size:,} bytes of {where}, and it has more"
+            yield _unknown(opened.step, where, what, f"{size:,} bytes in a listing")
+            return
 
 
 def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | None:

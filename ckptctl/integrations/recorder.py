@@ -182,6 +182,9 @@ class Recorder(Sealer):
             self._file = None
 
     def _record_attempt(self) -> None:
+        if self._resumed_from is not None and self._options.log is None:
+            with open_store(self._root) as store:
+                store.list_dir()  # what was resumed from is there: no other root is created
         self._file = os.fdopen(open_appended(self._log_path), "a", encoding="utf-8")
         step = self._resumed_from
         # `loss` reads the words as the boundary between two attempts in this file.

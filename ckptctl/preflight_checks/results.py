@@ -8,7 +8,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.model import ExitCode, Message, NextCommand, NonNegative, Positive
 from ckptctl.resharding.advising import ReadAdvice
-from ckptctl.selection.results import Pick
+from ckptctl.selection.results import NoStepReason, Pick
 
 
 class CheckOutcome(StrEnum):
@@ -124,12 +124,17 @@ class Preflight:
     decides: wait for the rest, or resume with fewer."""
     sizes: tuple[Sized, ...] = ()
     """What a load of the chosen step means at each requested number of ranks."""
+    reason: NoStepReason | None = None
+    """Why `pick` chooses no step, in one word; null where it chooses one."""
 
     @property
     def chosen(self) -> str:
         """The path to resume from; raises `NothingToResume` where there is none."""
         if self.path is None:
             raise NothingToResume(
-                self.message, exit_code=self.exit_code, next_command=self.next_command
+                self.message,
+                exit_code=self.exit_code,
+                next_command=self.next_command,
+                reason=self.reason.value if self.reason is not None else "",
             )
         return self.path

@@ -395,4 +395,5 @@ def _answer(
         next_command=None if worst is None else worst.next_command,
         capacity=capacity_of(n_ranks, picked.chosen),
         sizes=sizes,
+        reason=picked.reason,
     )

@@ -17,8 +17,8 @@ from ckptctl.formats.archive.state_file import Leaf, NotPlain, pickled_value
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formats.pickles.policy import Opaque
-from ckptctl.formats.pickles.shards import ShardStub, decode_shards
-from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.formats.pickles.shards import decode_shards
+from ckptctl.formats.pickles.values import ShardStub, TensorStub
 from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import FileInfo, Step
 from ckptctl.resharding.flat_files import OpenFlat, flat_part, open_flat, storage_of

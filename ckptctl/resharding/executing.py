@@ -79,6 +79,17 @@ class Place:
         entries = list_if_there(self.store, "")
         return next((entry for entry in entries if entry.path == self.name), None)
 
+    def make_room(self, n_bytes: int) -> None:
+        """Create the folder of the new step on a file system, with `n_bytes` of space in it.
+
+        The user named it for this output, so it may be new; nothing else creates one. Raises
+        `StorageUnavailable`.
+        """
+        folders = self.store.folders
+        if folders is not None:
+            check_space(folders, self.store.url, self.name, n_bytes)
+            folders.create_root()
+
     def clear(self, folder: str, expected: Collection[str]) -> None:
         """Remove what a call that was killed has left in `folder`: all but `expected`."""
         for file in list_step(self.store, folder):
@@ -220,11 +231,8 @@ class _Work:
         )
 
     def _check_space(self) -> None:
-        store = self.place.store
-        if store.folders is None:
-            return
         written = sum((self._there(self._folder) or {}).values())
-        check_space(store.folders, store.url, self.place.name, max(0, self.plan.n_bytes - written))
+        self.place.make_room(max(0, self.plan.n_bytes - written))
 
     def write_shards(self, own: Sequence[TargetFile]) -> int:
         """Write the files that are missing; returns how many were written already."""

@@ -30,7 +30,7 @@ from ckptctl.formatting import command_line, counted
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.executing import Place, check_space
+from ckptctl.resharding.executing import Place
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.reading import Piece as Run
 from ckptctl.resharding.reading import SliceReader, SourceFiles, read_values
@@ -300,8 +300,7 @@ def write_export(
             next_command=command_line("show", place.url),
         )
     n_bytes = sum(file.n_bytes for file in export.files)
-    if store.folders is not None:
-        check_space(store.folders, store.url, place.name, n_bytes)
+    place.make_room(n_bytes)
     content = repr([(file.name, file.between(())) for file in export.files]) + source.url
     digests = repr([part.digests for part in source.parts])
     identity = sha256_of((content + digests).encode("utf-8", "surrogateescape"))[:32]

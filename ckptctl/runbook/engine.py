@@ -28,6 +28,8 @@ from ckptctl.runbook.document import DONE, STOP, Block, Input, Outcome, Runbook,
 from ckptctl.runbook.executing import Ended, execute
 from ckptctl.runbook.position import Position, position_of
 from ckptctl.runbook.record import RunRecord, myself
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.same_root import SeenRoots
 
 _ASSUMED = "dry run"
 _LEFT = "left"
@@ -173,10 +175,20 @@ class _Engine:
         self.talk = talk
         self.handed_on = handed_on
         self.n_found = n_found
+        self._seen_roots = SeenRoots()
         self.position = position_of(book, record.events, n_found, attended=talk.attended)
+
+    def _check_root(self) -> None:
+        """Raise `StorageUnavailable` if the root is gone, or another one, since the last check.
+
+        A question may be open for hours. A block that ran meanwhile, or after it, would
+        find a root without steps and call the run fresh.
+        """
+        self._seen_roots.check(self.record.store, list_root(self.record.store))
 
     def run(self) -> Left:
         position, talk = self.position, self.talk
+        self._check_root()
         if self.n_found:
             self._read_again()
         shown_state = ""
@@ -272,6 +284,7 @@ class _Engine:
             if answer is None:
                 return False
             reason = None if answer else _ASSUMED if talk.assumes else "not run"
+        self._check_root()
         if reason is None:
             state = position.state
             self.record.add(
@@ -279,6 +292,7 @@ class _Engine:
             )
             names = position.names(self.record.url)
             ended = execute(block.code, names, self.handed_on, talk.printed)
+            self._check_root()
             outcome = block.outcome(ended.exit_code, ended.printed[-1] if ended.printed else "")
         else:
             ended = None

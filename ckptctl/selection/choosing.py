@@ -10,13 +10,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, islice
 
 from ckptctl.data_classes import dataclass, field
-from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
+from ckptctl.errors import UsageError
+from ckptctl.findings import (
+    EXIT_NONE_USABLE,
+    EXIT_STATE_MISSING,
+    Finding,
+    Report,
+    Severity,
+    Verdict,
+)
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
 from ckptctl.formatting import and_more
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
-from ckptctl.selection.results import PassedOver
+from ckptctl.selection.not_shared import NotShared
+from ckptctl.selection.results import NoStepReason, PassedOver
+from ckptctl.selection.write_order import Order, WriteOrder
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -42,8 +52,10 @@ class Candidate:
 class Choice:
     """The result of choosing: the chosen report or none, and everything that was skipped.
 
-    `damaged` are the numbers of damaged steps. `stopped` is why the search ended early:
-    `unknown` for a step that could not be inspected, `suspect` for too many damaged ones.
+    `damaged` are the numbers of damaged steps that nobody has rejected. `stopped` is why the
+    search ended early: `unknown` for a step that could not be inspected, `suspect` for too
+    many damaged ones, `branch` where the run may have gone back from the step, by the times in
+    `order`, `not-shared` where every step lacks the files of the same ranks.
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
@@ -58,12 +70,17 @@ class Choice:
     stopped: str | None = None
     exit_code: int = EXIT_NONE_USABLE
     further: Choice | None = None
+    order: WriteOrder | None = None
+    not_shared: NotShared | None = None
 
-    def pass_over(self, report: Report, reason: str) -> None:
+    def pass_over(
+        self, report: Report, reason: str, word: NoStepReason = NoStepReason.DAMAGED
+    ) -> None:
         """Record a step that is not chosen."""
-        self.passed_over.append(PassedOver(report, reason))
-        # Copies of one step are adjacent.
-        if report.damaged and self.damaged[-1:] != [report.number]:
+        self.passed_over.append(PassedOver(report, reason, word))
+        # A person has seen a rejected step. Copies of one step are adjacent.
+        is_new = self.damaged[-1:] != [report.number]
+        if report.damaged and not report.has_finding("step.rejected") and is_new:
             self.damaged.append(report.number)
 
 
@@ -144,7 +161,8 @@ def take_one_of(
     until it has counted enough.
     """
     # After a damaged step, the next one is inspected at the full level.
-    level = Level.STRUCTURE if choice.damaged else Level.LISTING
+    is_past_damage = choice.damaged or any(one.report.damaged for one in choice.passed_over)
+    level = Level.STRUCTURE if is_past_damage else Level.LISTING
     for candidate in copies:
         report = inspect(candidate, level)
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
@@ -155,10 +173,25 @@ def take_one_of(
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
-        choice.pass_over(report, reason)
+        is_sound = refusal(report, policy) is None
+        is_marked = is_sound and _marked_elsewhere(report, others, inspect) is not None
+        choice.pass_over(report, reason, _word_of(report, is_sound=is_sound, is_marked=is_marked))
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
             choice.unknown.append(report)
     return False
+
+
+def decide_branch(choice: Choice, order: WriteOrder) -> None:
+    """Stop the search where the run went back from the chosen step.
+
+    The step with the highest number and the one that was written last are of two branches, and a
+    person, or a record, decides which of them the run is on.
+    """
+    choice.order = order
+    if choice.chosen is None or order.order is not Order.WENT_BACK:
+        return
+    choice.pass_over(choice.chosen, order.why)
+    choice.chosen, choice.stopped, choice.exit_code = None, "branch", UsageError.exit_code
 
 
 def further_by_another_count(
@@ -240,10 +273,35 @@ def refusal(report: Report, policy: PickPolicy) -> str | None:
         first = faults[0]
         place = f"{first.where}: " if first.where and first.where not in first.message else ""
         return f"{report.verdict.value}: {place}{first.message}{and_more(faults)}"
-    conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
+    conditions = {23: "state.missing state.unrecognized", 24: "world-size.fixed state.lost"}
     wanted = conditions.get(report.exit_code, "").split()
-    messages = [finding.message for finding in report.findings if finding.code in wanted]
+    messages = [
+        finding.message
+        for finding in report.findings
+        if finding.code in wanted and (report.exit_code != 23 or "required" in finding.message)
+    ]
     return messages[0] if messages else report.verdict.value
+
+
+_WORDS = {
+    Verdict.UNKNOWN: NoStepReason.NOT_INSPECTED,
+    Verdict.REJECTED: NoStepReason.REJECTED,
+    Verdict.SUPERSEDED: NoStepReason.REJECTED,
+    Verdict.UNVERIFIABLE: NoStepReason.UNVERIFIABLE,
+    Verdict.COMPLETE: NoStepReason.REQUIREMENT,
+}
+
+
+def _word_of(report: Report, *, is_sound: bool, is_marked: bool) -> NoStepReason:
+    """The word for a step that is not chosen.
+
+    `is_sound`: its own content is no reason; `is_marked`: a copy of it is rejected.
+    """
+    if is_marked:
+        return NoStepReason.REJECTED
+    if is_sound or report.exit_code == EXIT_STATE_MISSING:
+        return NoStepReason.STATE_MISSING
+    return _WORDS.get(report.verdict, NoStepReason.DAMAGED)
 
 
 def _behind(report: Report, choice: Choice, policy: PickPolicy) -> str | None:
@@ -279,13 +337,22 @@ def _lacking(
                 return None
             what = ", ".join(missing)
             return f"lacks {what}, and step {earlier.number}, which may hold it, did not answer"
-        lost = ", ".join(_lost(report, earlier, missing))
+        lost = [*_lost(report, earlier, missing)]
         if lost:
             return (
-                f"lacks {lost}, which step {earlier.number} holds: a resume from here would "
-                "reset it (--allow-missing-state accepts that)"
+                f"lacks {', '.join(lost)}, which step {earlier.number} holds: a resume from here "
+                f"would reset it (--allow-missing-state accepts that{_if_mapped(report, lost)})"
             )
     return None
+
+
+def _if_mapped(report: Report, lost: Collection[str]) -> str:
+    """What to state where an entry that is not recognized is what a step seems to lack."""
+    for entry in report.state.unrecognized:
+        kind = next((kind for kind in entry.may_be if kind in lost), None)
+        if kind is not None:
+            return f"; if {entry.where} is the {kind}, --state {kind}={entry.key} states it"
+    return ""
 
 
 KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
@@ -293,7 +360,7 @@ KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "ste
 
 
 def absent_kinds(report: Report) -> tuple[str, ...]:
-    """The kinds of train state that the step lacks, which it needs if an older step has them."""
+    """The kinds that were not found in the step, which it needs if an older step has them."""
     return tuple(kind for kind in KINDS_THAT_COUNT if kind not in report.state.held)
 
 
@@ -323,7 +390,12 @@ _KINDS_PER_RANK = ("rng", "dataloader")
 
 
 def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[str]:
-    yield from (kind for kind in missing if kind in earlier.state.held)
+    # An entry that only the older step shows the kind of is not lost.
+    unrecognized = {entry.key for entry in report.state.unrecognized}
+    for kind in missing:
+        where = {place.rpartition(": ")[2] for place in earlier.state.part(kind).where}
+        if where and unrecognized.isdisjoint(where):
+            yield kind
     yield from (_part(part) for part in earlier.parts if part not in report.parts)
     if report.world_size != earlier.world_size:
         return
@@ -360,8 +432,14 @@ def _predecessors(
 
 
 def suspect_storage(choice: Choice) -> Iterator[Finding]:
-    """Yield `root.suspect` if two or more recent steps are damaged."""
+    """Yield `root.suspect` if two or more recent steps are damaged.
+
+    Where they all lack the files of the same ranks, it is `root.not-shared` instead.
+    """
     damaged = choice.damaged
+    if choice.not_shared is not None:
+        yield choice.not_shared.finding
+        return
     if len(damaged) < 2:
         return
     numbers = ", ".join(str(number) for number in damaged)

@@ -1,45 +1,56 @@
 """Decide whether roots without a usable step are those of a new run.
 
 `decide_beginning` is the one function that returns "fresh". A job that starts fresh over a
-good run loses all of it, so the answer needs evidence: what lies in each root and in the
-folders below it, what the root's own record states about earlier steps, whether the
-scheduler or a supervisor has started the job before, and whether the root exists.
+good run loses all of it, so the answer needs evidence for it: the root and the folders below
+it hold nothing but files that are known not to be saves, its own record proves that no step
+was ever usable, and no scheduler or supervisor has started the job before. A file that is not
+known, a link that was not followed and a folder that was not listed are no such evidence.
 """
 
 from __future__ import annotations
 
 import os
+import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import partial
 
-from ckptctl.data_classes import dataclass, replace
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights
 from ckptctl.formats.frameworks.layouts import (
     NO_RUN_BELOW,
-    STEP_SUFFIXES,
+    OWN_FOLDER,
     is_beside,
-    saved_weights,
+    is_of_a_step,
     step_name,
 )
-from ckptctl.formatting import command_line, some_of, verb
+from ckptctl.formats.frameworks.scattered import is_scattered
+from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
-from ckptctl.selection.doubtful_names import Doubt
 from ckptctl.selection.history import History, read_history
-from ckptctl.selection.results import Answer
-from ckptctl.selection.roots import RootListing, check_listed_again, read_listing
+from ckptctl.selection.results import Answer, NoStepReason
+from ckptctl.selection.roots import (
+    RootListing,
+    check_listed_again,
+    pointer_numbers,
+    read_listing,
+)
 from ckptctl.selection.targets import OpenRoot, check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url, parent_url
 
 MAX_FOLDERS = 2_000
+"""So many folders below a root are listed; a root with more is no new run without a record."""
+MAX_FILES = 200_000
+"""So many entries of them are compared."""
 MAX_FOLDERS_TRIED = 64
 MAX_NAMED = 8
-_MAX_DEPTH = 3
 _MAX_NEIGHBOURS = 3
 
 OpenStore = Callable[[str], Store]
@@ -52,14 +63,16 @@ class Beginning:
     `answer` is `FRESH`, `NONE_USABLE` (11: a step was usable once, or the record cannot
     prove otherwise) or `UNKNOWN` (75: the first save may still be running). `missing` are
     the roots that do not exist, and `similar` addresses beside them with similar names;
-    `created` is the message where they are created.
+    `created` is the message where they are created. `next_command` leads to the unknown files.
     """
 
     answer: Answer
     message: str
+    reason: NoStepReason
     missing: tuple[str, ...] = ()
     similar: tuple[str, ...] = ()
     created: str = ""
+    next_command: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -74,20 +87,21 @@ def decide_beginning(
     interrupted: Sequence[Report] = (),
     pointers: Sequence[Finding] = (),
     open_other: OpenStore | None = None,
+    ignore: Collection[str] = (),
 ) -> Beginning:
     """Decide what roots mean that contain no step, or only `interrupted` saves.
 
     `pointers` are the findings about pointers that name a step, which is not usable then.
     `open_other` opens the parent of a missing root, to list similar names, and folders that
-    links in a root point to.
+    links in a root point to. `ignore` are the patterns of files and folders that a person knows
+    not to be saves.
 
-    Raises `UsageError` if a root is a wrong path or contains saved weights without a step
-    number, and `StorageUnavailable` if the storage is probably not mounted or does not
-    answer, or if a restarted job finds no trace of its earlier attempt.
+    Raises `UsageError` if a root is a wrong path or contains a file that is not known, and
+    `StorageUnavailable` if the storage is probably not mounted or does not answer, or if a
+    restarted job finds no trace of its earlier attempt.
 
-    Cost: a second listing of a root on an object store or a network, one listing per folder
-    down to three levels, at most `MAX_FOLDERS`, and the reads of `find_saves` and
-    `read_history`.
+    Cost: a second listing of each root, two on an object store or a network, one listing per
+    folder below it, at most `MAX_FOLDERS`, and the reads of `read_history`. No file is read.
     """
     failed = next((root.error for root in opened_roots if root.error is not None), None)
     if failed is not None:  # it may hold the only step
@@ -99,13 +113,26 @@ def decide_beginning(
     ]
     for root, history in zip(opened_roots, histories, strict=True):
         try:
-            check_empty(root.store, root.listing, open_other=open_other, is_root=history.used)
+            check_empty(
+                root.store,
+                root.listing,
+                open_other=open_other,
+                is_root=history.used,
+                ignore=ignore,
+            )
         except UsageError as error:
             if not interrupted:
                 raise
-            return Beginning(Answer.NONE_USABLE, error.message)
+            return Beginning(
+                Answer.NONE_USABLE,
+                error.message,
+                NoStepReason.UNKNOWN_FILES,
+                next_command=error.next_command,
+            )
         if history.held is not None or (history.used and history.doubt is not None):
-            return Beginning(Answer.NONE_USABLE, _lost(root.store.url, history, interrupted))
+            reason = NoStepReason.RECORD_DOUBT if history.held is None else NoStepReason.LOST_STEPS
+            message = _lost(root.store.url, history, interrupted)
+            return Beginning(Answer.NONE_USABLE, message, reason)
     counter = restart_counter()
     unused = [
         root.store.url
@@ -126,6 +153,7 @@ def decide_beginning(
             f"no {('usable ' if interrupted else '')}step is left in {urls}, but "
             f"{first.where} names {first.found}: the saved steps have disappeared; do not start "
             "fresh until the cause is known",
+            NoStepReason.LOST_STEPS,
         )
     if interrupted:
         histories = [
@@ -136,7 +164,8 @@ def decide_beginning(
     if missing:
         return _not_there(missing, open_other)
     holds = verb(len(opened_roots), "holds", "hold")
-    return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
+    message = f"{urls} {holds} no step at all: this is a fresh run"
+    return Beginning(Answer.FRESH, message, NoStepReason.NEW_RUN)
 
 
 def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> Beginning:
@@ -148,6 +177,7 @@ def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> Beginn
     return Beginning(
         Answer.FRESH,
         f"{absent}: check the path{beside}",
+        NoStepReason.NO_ROOT,
         names,
         tuple(similar),
         created=f"{absent}: created{beside}",
@@ -184,6 +214,7 @@ def _after_interrupted(
             Answer.NONE_USABLE,
             f"{urls}: {saves}, and no record proves that no step was ever usable: do not start "
             "fresh over them",
+            NoStepReason.RECORD_DOUBT,
         )
     # A counter shows that the attempt which was saving has ended.
     if counter is None and any(one.verdict is Verdict.IN_PROGRESS for one in interrupted):
@@ -191,11 +222,13 @@ def _after_interrupted(
             Answer.UNKNOWN,
             f"{urls}: the first save of the run is still being written, or was interrupted a "
             f"moment ago ({saves}); ask again, or pass a shorter --grace",
+            NoStepReason.SAVE_RUNNING,
         )
     return Beginning(
         Answer.FRESH,
         f"{urls}: {saves}, and by its record no step of this run was ever usable: this is a "
         "fresh run",
+        NoStepReason.NEW_RUN,
     )
 
 
@@ -228,10 +261,10 @@ def _neighbours(store: Store, open_other: OpenStore | None) -> list[str]:
 def check_has_steps(store: Store, listing: RootListing) -> None:
     """Raise if the path given to a command that needs steps is wrong.
 
-    An existing root without steps is wrong too: see `check_empty`.
+    An existing root without steps is wrong too (see `check_empty`), unless ckptctl has used it.
     """
     check_root_there(store, listing)
-    if not listing.steps:
+    if not (listing.steps or listing.known):
         check_empty(store, listing)
 
 
@@ -241,15 +274,15 @@ def check_empty(
     *,
     open_other: OpenStore | None = None,
     is_root: bool = False,
+    ignore: Collection[str] = (),
 ) -> None:
-    """Raise if the content of a root shows that it does not belong to a new run.
+    """Raise if the content of a root is no evidence that it belongs to a new run.
 
     `UsageError` if it names or is a step, a file, or a folder above a root, and if it
-    contains saved weights without a step number, by their names or by their first bytes;
-    `StorageUnavailable` if it is a broken link, if a second listing shows other steps, and
-    if a folder in it cannot be listed.
+    contains files that are not known to be none of a save; `StorageUnavailable` if it is a
+    broken link, if a second listing shows other steps, and if a folder in it cannot be listed.
     `is_root`: ckptctl has used it as a root, so it may contain more folders than are
-    inspected.
+    inspected. `ignore`: see `decide_beginning`.
     """
     check_listed_again(store, listing)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
@@ -262,13 +295,10 @@ def check_empty(
             f"{store.url} is a step itself, not a root that holds steps",
             next_command=command_line("verify", store.url),
         )
-    below, n_left_out = _listed_below(store, listing, open_other)
-    inside = [(path, one) for path, one in below if _holds(one)]
-    roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
-    # A folder of digits that holds weights is a step.
-    above = (re.match(r"(.+?)/[0-9]+(?:/|$)", path) for path, _ in inside)
-    roots = roots or list(dict.fromkeys(match[1] for match in above if match))
-    of_ranks = [path for path in roots if _FOLDER_OF_RANK.fullmatch(base_name(f"/{path}"))]
+    if not listing.exists:
+        return
+    content = _content_of(store, listing, open_other, ignore)
+    of_ranks = [path for path in content.roots if _FOLDER_OF_RANK.fullmatch(base_name(f"/{path}"))]
     if of_ranks:
         raise UsageError(
             f"{store.url} holds no steps itself, but {some_of(of_ranks)} in it, which "
@@ -276,86 +306,43 @@ def check_empty(
             "a step is in several folders, in a form that ckptctl does not read",
             next_command="ckptctl explain format.unsupported",
         )
-    if roots:
+    if content.roots:
         raise UsageError(
-            f"{store.url} holds no steps itself, but {some_of(roots)} in it "
-            f"{verb(len(roots), 'does', 'do')}",
-            next_command=command_line("scan", join_url(store.url, roots[0])),
+            f"{store.url} holds no steps itself, but {some_of(content.roots)} in it "
+            f"{verb(len(content.roots), 'does', 'do')}",
+            next_command=command_line("scan", join_url(store.url, content.roots[0])),
         )
-    weights = list(listing.unnumbered)
-    for path, one in inside:
-        is_step = one.is_step or _is_one_save(one.unnumbered)
-        weights += [path] if is_step else [f"{path}/{name}" for name in one.unnumbered]
-    kinds: Mapping[str, str] = {}
-    n_not_read = 0
-    unknown = [*_of_any_name(listing, below)]
-    if not weights and (unknown or listing.links):
-        from ckptctl.selection.unknown_files import find_saves
-
-        kinds, n_not_read = find_saves(store, unknown, listing.links, open_other)
-        weights = [*kinds]
-    if (n_left_out or n_not_read) and not weights and not is_root:
-        too_many = (
-            f"more than {MAX_FOLDERS:,} folders, of which {n_left_out:,} were not listed: one of "
-            "them may hold a run"
-            if n_left_out
-            else "too many files whose names do not tell what they are: the "
-            f"{n_not_read:,} smallest were not read, and one of them may be a save"
-        )
+    if content.unknown:
+        raise _unknown(store, listing, content.unknown)
+    if content.n_not_listed and not is_root:
         raise UsageError(
-            f"{store.url} holds no steps and {too_many}. Give the run its own folder",
+            f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders or {MAX_FILES:,} "
+            f"files: {content.n_not_listed:,} were not listed, and one of them may hold a run. "
+            "Give the run its own folder, or leave folders without saves out (--ignore PATTERN)",
             next_command=command_line("scan", join_url(store.url, "FOLDER")),
         )
-    if weights:
-        weights.sort(key=_not_of_a_resume)
-        seem = verb(len(weights), "looks like a checkpoint", "look like checkpoints")
-        name = base_name(f"/{weights[0]}")
-        kind = kinds.get(weights[0]) or saved_weights(FileInfo(name, 0))
-        doubt = listing.doubt or Doubt({})
-        if doubt.why:
-            why = f"but {doubt.why}"
-        elif _is_step(name) or "torch.save" in kinds.get(weights[0], ""):
-            why = "but a step in one file has a name with its number that ends in "
-            why += f"{', '.join(STEP_SUFFIXES)}; rename it"
-        elif "." in name and not any(one.endswith(STEP_SUFFIXES) for one in weights):
-            why = (
-                "but not in a form that ckptctl reads; unpack it, or convert it with what wrote it"
-            )
-        elif not any(re.search("[0-9]", base_name(f"/{one}")) for one in weights):
-            why = "but no name in it gives a step number"
-        else:
-            why = "but no name in it gives a step number; use --pattern to show where the number is"
-        raise UsageError(
-            f"{store.url} is not empty: {some_of(weights)} {seem}{f' ({kind})' if kind else ''}, "
-            f"{why}, or give the step itself",
-            next_command=command_line("scan", store.url, "--pattern", doubt.pattern)
-            if doubt.pattern
-            else command_line("verify", join_url(store.url, weights[0])),
-        )
+
+
+def _unknown(store: Store, listing: RootListing, unknown: Sequence[str]) -> UsageError:
+    """The error for a root without steps that holds files which may be saves."""
+    why = "no name gives a step number: show by --pattern where it is, or give the step itself"
+    pattern = ""
+    if listing.doubt is not None and listing.doubt.why:
+        why, pattern = listing.doubt.why, listing.doubt.pattern
+    elif any(_is_step(base_name(f"/{name}")) for name in unknown):
+        why = "a step in one file has a name with its number that ends in .pt, .ckpt or the like"
+    return UsageError(
+        f"{store.url} holds no steps, but {counted(len(unknown), 'entry', 'entries')} of unknown "
+        f"content ({some_of(unknown, MAX_NAMED)}), which may be saves; {why}. What is no save is "
+        "accepted by --ignore PATTERN",
+        next_command=command_line("scan", store.url, "--pattern", pattern)
+        if pattern
+        else command_line("verify", join_url(store.url, unknown[0])),
+    )
 
 
 _FOLDER_OF_RANK = re.compile(r"(?:[mt]p_)?rank_?[0-9]+(?:_.*)?")
 """Folders of NeMo 1, `mp_rank_00`, `tp_rank_00_pp_rank_000`, and of loops of one's own."""
-
-_SORTED = (
-    r"(?:last|latest|checkpoint|ckpt)(?:\.[a-z]+)*",
-    r"(?:.*[-_.])?(?:last|latest)(?![a-z0-9]).*",
-    r"(?!.*best)(?:checkpoint|ckpt)(?![a-z0-9]).*",
-    r"(?!.*best).*(?<!\.py)",
-)
-
-
-def _not_of_a_resume(name: str) -> int:
-    """Sorts files that a job replaces with each save, and resumes from, before weights alone."""
-    file = base_name(f"/{name}")
-    matching = (at for at, form in enumerate(_SORTED) if re.fullmatch(form, file))
-    return next(matching, len(_SORTED))
-
-
-def _is_one_save(names: Collection[str]) -> bool:
-    """Whether files of one folder are one save: the optimizer is in a file of its own."""
-    kinds = (kind_of_file("", name) for name in names)
-    return len(names) > 1 and any(kind and kind.names == ("optimizer",) for kind in kinds)
 
 
 def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
@@ -398,63 +385,127 @@ def _is_step(name: str) -> bool:
     return named is not None and not named.bare
 
 
-Below = tuple[str, RootListing]
+@dataclass(slots=True)
+class _Content:
+    """What lies in a root that has no usable step, and in the folders below it.
 
-
-def _listed_below(
-    store: Store, listing: RootListing, open_other: OpenStore | None
-) -> tuple[list[Below], int]:
-    """The folders below a root, and how many were left out.
-
-    Down to the level nearest to the root that has steps or saved weights; at most three levels.
+    `roots` are folders that hold steps, `unknown` the entries that may be saves: files, links
+    that were not followed, and folders that are a step without a number. `n_not_listed` counts
+    the folders and files that were left out.
     """
-    left = MAX_FOLDERS
-    found = [
-        (name, one)
-        for name in listing.links
-        if (one := _behind_link(store, name, listing.pattern, open_other)) is not None
-    ]
-    level = _folders_of(listing)
-    for _ in range(_MAX_DEPTH):
+
+    roots: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    n_not_listed: int = 0
+
+
+def _content_of(
+    store: Store, listing: RootListing, open_other: OpenStore | None, ignore: Collection[str]
+) -> _Content:
+    """List a root and all folders below it, from the nearest level to one that holds steps."""
+    content, without_number = _Content(), set[str]()
+    ignore = (*ignore, *pointer_numbers(store, listing))  # what they name is compared elsewhere
+    saved = _scattered_files(store, listing)
+    n_folders, n_files = -1, 0  # the root itself is listed first
+    level = [""]
+    while level and not content.roots:
+        listed, level = level[: MAX_FOLDERS - n_folders], level[MAX_FOLDERS - n_folders :]
+        content.n_not_listed += len(level)
+        n_folders += len(listed)
         below: list[str] = []
-        for path, one in _listed(store, level[:left], listing.pattern):
-            found.append((path, one))
-            below += [f"{path}/{name}" for name in _folders_of(one)]
-        if len(level) > left or any(_holds(one) for _, one in found):
-            return found, len(level) - min(left, len(level))
-        left -= len(level)
+        for folder, entries in _listed(store, listed):
+            n_files += len(entries)
+            if n_files > MAX_FILES:
+                content.n_not_listed += len(entries)
+                continue
+            inside = listing if folder == "" else read_listing(entries, listing.pattern)
+            if folder and any(not step.bare for step in inside.steps):
+                content.roots.append(folder)
+            elif folder and inside.is_step:
+                without_number.add(folder)
+                content.unknown.append(folder)
+            else:
+                below += _compare(
+                    store, folder, entries, inside, open_other, ignore, saved, content
+                )
         level = below
-    return found, 0
+    # A folder of digits that holds weights is a step.
+    weights = [
+        path
+        for path in content.unknown
+        if path in without_number or _is_named_as_saved(base_name(f"/{path}"))
+    ]
+    above = (re.match(r"(.+?)/[0-9]+(?:/|$)", path) for path in weights)
+    content.roots = content.roots or list(dict.fromkeys(match[1] for match in above if match))
+    return content
 
 
-def _of_any_name(listing: RootListing, below: Iterable[Below]) -> Iterator[FileInfo]:
-    """The files of a root and of folders below it that may be saves."""
-    yield from listing.others
-    for path, one in below:
-        yield from (file.at(f"{path}/{file.path}") for file in one.others)
+def _scattered_files(store: Store, listing: RootListing) -> frozenset[str]:
+    """The files of the steps of a root that have no folder of their own."""
+    names = {step.name for step in listing.steps if is_scattered(step.name)}
+    found = list_scattered(store, list_if_there(store, "")) if names else {}
+    return frozenset(
+        file.path for step, files in found.items() if step.name in names for file in files
+    )
 
 
-def _folders_of(listing: RootListing) -> list[str]:
-    # A name of digits alone is a step only if its content confirms it.
-    bare = (step.name for step in listing.steps if step.bare)
-    return [name for name in (*listing.folders, *bare) if name not in NO_RUN_BELOW]
+def _is_named_as_saved(name: str) -> bool:
+    return is_named_as_weights(name) or is_of_a_step(name)
 
 
-def _holds(listing: RootListing) -> bool:
-    whole = any(not step.bare for step in listing.steps)
-    return whole or listing.is_step or bool(listing.unnumbered)
+def _compare(
+    store: Store,
+    folder: str,
+    entries: Sequence[FileInfo],
+    inside: RootListing,
+    open_other: OpenStore | None,
+    ignore: Collection[str],
+    saved: Collection[str],
+    content: _Content,
+) -> Iterator[str]:
+    """Add what is unknown in one folder to `content`; yield the folders in it to be listed."""
+    # The steps of the root itself are inspected one by one.
+    steps = {step.name for step in inside.steps if not step.bare}
+    for entry in entries:
+        path = f"{folder}/{entry.path}" if folder else entry.path
+        if entry.path in steps or path in saved or path == OWN_FOLDER or _is_ignored(path, ignore):
+            continue
+        if entry.kind == "dir":
+            if entry.path not in _NOT_LISTED:
+                yield path
+        elif entry.kind == "link":
+            # Deeper links are not followed: a tree of packages may have thousands.
+            found = None if folder else _behind_link(store, path, open_other)
+            if found is not None and any(not step.bare for step in found.steps):
+                content.roots.append(path)
+            elif not (_stays_inside(store, path, entry) or is_known_as_no_save(entry)):
+                content.unknown.append(path)
+        elif entry.kind == "file" and not is_known_as_no_save(entry):
+            content.unknown.append(path)
 
 
-def _listed(
-    store: Store, folders: Sequence[str], pattern: re.Pattern[str] | None
-) -> Iterator[Below]:
+_NOT_LISTED = NO_RUN_BELOW | {".git", ".hg", ".svn", "__pycache__", ".snapshot"}
+"""Folders of version control, Python and the file system, which hold no saves."""
+
+
+def _is_ignored(path: str, ignore: Collection[str]) -> bool:
+    name = base_name(f"/{path}")
+    return any(fnmatchcase(path, pattern) or fnmatchcase(name, pattern) for pattern in ignore)
+
+
+def _stays_inside(store: Store, path: str, link: FileInfo) -> bool:
+    """Whether a link leads to something below the root, which is compared under its own name."""
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link.link or ".."))
+    is_below = not target.startswith(("/", "..")) and target != "."
+    return is_below and store.folders is not None and os.path.exists(store.folders.path_of(target))
+
+
+def _listed(store: Store, folders: Sequence[str]) -> Iterable[tuple[str, list[FileInfo]]]:
+    """The entries of each folder, without the paths of their folders."""
     listed = partial(_names_in, store)
     if store.kind is StoreKind.LOCAL:
-        both: Iterable[tuple[str, list[FileInfo]]] = ((path, listed(path)) for path in folders)
-    else:
-        both = in_flight(listed, folders)
-    for path, names in both:
-        yield path, read_listing(names, pattern)
+        return ((path, listed(path)) for path in folders)
+    return in_flight(listed, folders)
 
 
 def _names_in(store: Store, folder: str) -> list[FileInfo]:
@@ -463,18 +514,16 @@ def _names_in(store: Store, folder: str) -> list[FileInfo]:
     return [entry.at(entry.path.rsplit("/", 1)[-1]) for entry in entries]
 
 
-def _listed_folders(store: Store, listing: RootListing) -> Iterator[Below]:
+def _listed_folders(store: Store, listing: RootListing) -> Iterator[tuple[str, RootListing]]:
     for folder in listing.folders[:MAX_FOLDERS_TRIED]:
         with suppress(StorageError):
             yield folder, read_listing(_names_in(store, folder), listing.pattern)
 
 
-def _behind_link(
-    store: Store, name: str, pattern: re.Pattern[str] | None, open_other: OpenStore | None
-) -> RootListing | None:
-    """What lies in the folder that a link in a root leads to; None for any other link."""
+def _behind_link(store: Store, path: str, open_other: OpenStore | None) -> RootListing | None:
+    """What lies in the folder that a link leads to; None for any other link."""
     folders = store.folders
-    if open_other is None or folders is None or not os.path.isdir(folders.path_of(name)):
+    if open_other is None or folders is None or not os.path.isdir(folders.path_of(path)):
         return None
-    with open_other(join_url(store.url, name)) as other:
-        return read_listing(other.list_dir(""), pattern)
+    with open_other(join_url(store.url, path)) as other:
+        return read_listing(other.list_dir(""))

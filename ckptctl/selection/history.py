@@ -82,13 +82,16 @@ class History:
 def begin_run(stores: Iterable[Store], step: int | None) -> None:
     """Write the sentinel of each mandatory root of a run, or record the usable step.
 
-    A root that cannot be written to can still be resumed from: a `StorageError` is raised
-    only without a step.
+    Without a step, a missing root is created: nothing else creates one, and the caller has
+    asked `decide_beginning`. A root that cannot be written to can still be resumed from: a
+    `StorageError` is raised only without a step.
     """
     stores = tuple(stores)
     run = _run_of_any(stores) if len(stores) > 1 else None
     for store in stores:
         if step is None:
+            if store.folders is not None:
+                store.folders.create_root()
             put_sentinel(store, run)
         else:
             with suppress(StorageError):
@@ -144,12 +147,17 @@ def check_sentinel(store: Store) -> None:
     The storage is not mounted any more then, and what is written would go to the disk below
     the mount point. Cost: one listing.
     """
-    if not any(entry.path == ROOT_FILE for entry in list_if_there(store, OWN_FOLDER)):
+    if not has_sentinel(store):
         raise StorageUnavailable(
             f"{join_url(store.url, ROOT_FILE)} is gone: the storage is not mounted any more, or "
             "the root was emptied",
             next_command="findmnt --real" if store.folders is not None else None,
         )
+
+
+def has_sentinel(store: Store) -> bool:
+    """Whether a root has a sentinel, readable or not. Cost: one listing."""
+    return any(entry.path == ROOT_FILE for entry in list_if_there(store, OWN_FOLDER))
 
 
 def record_usable(store: Store, step: int, run: str | None = None) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
-from ckptctl.findings import Report, Severity, Verdict
+from ckptctl.findings import EXIT_STATE_MISSING, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.choosing import Choice, absent_kinds, demanded
-from ckptctl.selection.results import Answer, Pick
+from ckptctl.selection.choosing import KINDS_THAT_COUNT, Choice, demanded
+from ckptctl.selection.results import Answer, NoStepReason, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
 from ckptctl.selection.targets import Roots, roots_in
+from ckptctl.selection.write_order import WriteOrder
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
 
 if TYPE_CHECKING:
@@ -129,17 +130,23 @@ def _found(done: Search, chosen: Report, require: Collection[str]) -> Pick:
             found_message(done.choice, chosen),
             exit_code=0,
             next_command=None,
+            reason=None,
         ),
         chosen=chosen,
         level=chosen.level,
         level_reason=done.inspect.level_reason(chosen),
         required=demanded(chosen, require, done.policy),
-        absent=absent_kinds(chosen),
+        absent=tuple(kind for kind in chosen.state.absent if kind in KINDS_THAT_COUNT),
     )
 
 
 def _nothing(
-    done: Search, answer: Answer, message: str, exit_code: int, next_command: str | None
+    done: Search,
+    answer: Answer,
+    message: str,
+    exit_code: int,
+    next_command: str | None,
+    reason: NoStepReason | None,
 ) -> Pick:
     """The answer without a step."""
     return Pick(
@@ -153,6 +160,7 @@ def _nothing(
         message=message,
         exit_code=exit_code,
         next_command=next_command,
+        reason=reason,
     )
 
 
@@ -181,7 +189,7 @@ def _without_step(
     elif begins.missing:
         fresh = "a new run also needs --create"
         message += f"; {fresh if allow_fresh else _NEW_RUN}"
-    return _nothing(done, begins.answer, message, exit_code, next_command)
+    return _nothing(done, begins.answer, message, exit_code, next_command, begins.reason)
 
 
 def after_beginning(done: Search, begins: Beginning, command: str) -> str:
@@ -191,51 +199,129 @@ def after_beginning(done: Search, begins: Beginning, command: str) -> str:
     if begins.missing:  # more often a wrong path than a new run
         if len(begins.similar) == len(done.roots.urls) == 1:
             return command_line(command, begins.similar[0])
-        return command_line("scan", parent_url(begins.missing[0]))
+        above = parent_url(begins.missing[0])
+        if above != begins.missing[0]:  # an empty bucket has none
+            return command_line("scan", above)
     if begins.answer is Answer.FRESH:
         chooses = "pick" if command == "scan" else command
         return command_line(chooses, *done.roots.words, "--allow-fresh")
-    return storage_corruption(done.roots)
+    if begins.next_command is not None:
+        return begins.next_command
+    over = done.choice.passed_over
+    if over and command == "scan":
+        return command_line("verify", over[0].report.url)
+    # No step is damaged: they are unfinished, gone, or in another place.
+    words = done.roots.words if over else (parent_url(done.roots.first),)
+    return command_line("scan", *words)
 
 
 def _none(done: Search) -> Pick:
     choice = done.choice
-    message, next_command = none_usable(done)
+    why = none_usable(done)
     sound = choice.further.chosen if choice.further else None
-    answer = Answer.UNKNOWN if choice.stopped == "unknown" else Answer.NONE_USABLE
-    found = _nothing(done, answer, message, choice.exit_code, next_command)
+    answers = {"unknown": Answer.UNKNOWN, "branch": Answer.UNDECIDED}
+    answer = answers.get(choice.stopped or "", Answer.NONE_USABLE)
+    found = _nothing(done, answer, why.message, choice.exit_code, why.next_command, why.reason)
     return replace(found, newest_sound=sound.url if sound else None)
 
 
-def none_usable(done: Search) -> tuple[str, str]:
+class NoneUsable(NamedTuple):
     """Why no step is chosen although there are some, and what to run next."""
+
+    reason: NoStepReason
+    message: str
+    next_command: str
+
+
+_BY_STEP = (
+    NoStepReason.STATE_MISSING,
+    NoStepReason.REQUIREMENT,
+    NoStepReason.UNVERIFIABLE,
+    NoStepReason.DAMAGED,
+    NoStepReason.REJECTED,
+)
+"""Of several reasons, the first counts: the one that is nearest to a step that can be used."""
+
+_SENTENCES = {
+    NoStepReason.STATE_MISSING: "no step has the train state that is required",
+    NoStepReason.REQUIREMENT: "no step meets every requirement",
+    NoStepReason.UNVERIFIABLE: "no step is proven good, and not every one is damaged",
+    NoStepReason.ALL_DAMAGED: "every step is damaged or unfinished",
+    NoStepReason.REJECTED: "every step was rejected or superseded",
+}
+
+
+def none_usable(done: Search) -> NoneUsable:
+    """Why no step is chosen although there are some."""
     roots, choice = done.roots, done.choice
     over = choice.passed_over
     if choice.stopped == "unknown":
-        report = choice.unknown[-1]
-        number = report.number
-        reason = next(one.reason for one in over if one.report is report)
-        message = f"step {number} could not be inspected, so no older one is chosen: {reason}"
-        if number is None:
-            return message, _remedy(report) or command_line("verify", report.url)
-        return message, _remedy(report) or command_line("pick", *roots.words, "--skip", number)
+        return _not_inspected(done)
+    if choice.stopped == "branch" and choice.order is not None:
+        return NoneUsable(NoStepReason.TWO_BRANCHES, *_two_branches(done, choice.order))
+    if choice.stopped == "not-shared" and choice.not_shared is not None:
+        message = f"no usable step: {choice.not_shared.message}; do not start fresh over them"
+        return NoneUsable(NoStepReason.NOT_SHARED, message, "ckptctl explain root.not-shared")
     if not over:
-        return _none_left(done)
+        return NoneUsable(NoStepReason.EXCLUDED, *_none_left(done))
+    if all(one.report.exit_code == EXIT_STATE_MISSING for one in over):
+        first = over[0]
+        message = (
+            f"{_SENTENCES[NoStepReason.STATE_MISSING]} ({len(over)} inspected): step "
+            f"{first.report.number}: {first.reason}"
+        )
+        show = command_line("show", first.report.url)
+        return NoneUsable(NoStepReason.STATE_MISSING, message, show)
     if choice.stopped == "suspect":
         message = (
             f"{counted(len(choice.damaged), 'damaged step')}, more than "
             f"--max-fallback {done.policy.max_fallback} allows: check the storage before using an "
             f"older step; {_newest_sound(choice)}"
         )
-    else:
-        message = (
-            f"no usable step ({len(over)} inspected): do not start fresh over them; "
-            f"{_newest_sound(choice)}"
-        )
-        faults = [one.report.with_severity(Severity.FAULT) for one in over]
-        if all(found and found[0].code == "format.unsupported" for found in faults):
-            return message, "ckptctl explain format.unsupported"
-    return message, storage_corruption(roots)
+        return NoneUsable(NoStepReason.TOO_MANY_DAMAGED, message, storage_corruption(roots))
+    word = next(word for word in _BY_STEP if any(one.word is word for one in over))
+    reason = NoStepReason.ALL_DAMAGED if word is NoStepReason.DAMAGED else word
+    newest = next(one.report for one in over if one.word is word)
+    message = (
+        f"no usable step ({len(over)} inspected): {_SENTENCES[reason]}; do not start fresh over "
+        f"them; {_newest_sound(choice)}"
+    )
+    faults = [one.report.with_severity(Severity.FAULT) for one in over]
+    if all(found and found[0].code == "format.unsupported" for found in faults):
+        return NoneUsable(reason, message, "ckptctl explain format.unsupported")
+    if reason is NoStepReason.ALL_DAMAGED:
+        return NoneUsable(reason, message, storage_corruption(roots))
+    shows = "show" if reason is NoStepReason.STATE_MISSING else "verify"
+    return NoneUsable(reason, message, command_line(shows, newest.url))
+
+
+def _not_inspected(done: Search) -> NoneUsable:
+    choice = done.choice
+    report = choice.unknown[-1]
+    number = report.number
+    why = next(one.reason for one in choice.passed_over if one.report is report)
+    message = f"step {number} could not be inspected, so no older one is chosen: {why}"
+    next_command = _remedy(report)
+    if next_command is None:
+        candidate = done.inspect.candidate_of(report)
+        root = done.roots.first
+        if candidate is not None:
+            root = done.opened_roots[candidate.root_index].store.url
+        message += "; check the storage, then wait and try again, or wait longer with --timeout"
+        next_command = command_line("doctor", "storage", root)
+    return NoneUsable(NoStepReason.NOT_INSPECTED, message, next_command)
+
+
+def _two_branches(done: Search, order: WriteOrder) -> tuple[str, str]:
+    """That the run went back, and how to choose one of its two branches."""
+    last, skipped = order.last.number, ",".join(str(one.number) for one in order.later)
+    number = order.own.number if order.own is not None else last
+    message = (
+        f"{order.why}: the run may have gone back to an earlier step, so neither is chosen; "
+        f"--before {last + 1} chooses the branch that was written last, --skip {skipped} step "
+        f"{number}, and `ckptctl reject` on the steps of the other branch decides it for good"
+    )
+    return message, command_line("pick", *done.roots.words, "--before", last + 1)
 
 
 def _remedy(report: Report) -> str | None:

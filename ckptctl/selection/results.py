@@ -12,6 +12,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import train_step_of
+from ckptctl.formatting import safe, some_of
 from ckptctl.model import (
     ExitCode,
     Level,
@@ -55,6 +56,8 @@ class Scan:
     """Older steps that `last` left out."""
     more_before: int | None = None
     """The `--before` that shows the next older steps."""
+    reason: NoStepReason | None = None
+    """Why `pick` would choose no step, in one word; null where it would choose one."""
 
 
 class Answer(StrEnum):
@@ -65,6 +68,46 @@ class Answer(StrEnum):
     FRESH = "fresh"
     NONE_USABLE = "none-usable"
     UNKNOWN = "unknown"
+    UNDECIDED = "undecided"
+
+
+class NoStepReason(StrEnum):
+    """Why no step was chosen, in one word that scripts and runbooks branch on."""
+
+    DAMAGED = "damaged"
+    """Of one step: it is damaged or unfinished."""
+    ALL_DAMAGED = "all-damaged"
+    """Every step is damaged or unfinished."""
+    TOO_MANY_DAMAGED = "too-many-damaged"
+    """More steps are damaged than `--max-fallback` allows; an older one may be sound."""
+    STATE_MISSING = "state-missing"
+    """A step is sound, and lacks train state that is required."""
+    UNVERIFIABLE = "unverifiable"
+    """A step is not damaged, and nothing proves it at the requested level."""
+    REQUIREMENT = "requirement"
+    """A step is sound, and does not meet another requirement, such as a seal or world size."""
+    REJECTED = "rejected"
+    """Every step that is not damaged was rejected or superseded."""
+    EXCLUDED = "excluded"
+    """`--before` and `--skip` exclude every step."""
+    TWO_BRANCHES = "two-branches"
+    """The run may have gone back to an earlier step, and nothing says which branch it is on (2)."""
+    NOT_SHARED = "not-shared"
+    """Every step lacks the files of the same ranks: the storage is not shared by the nodes."""
+    NOT_INSPECTED = "not-inspected"
+    """A step could not be inspected, so no older one is chosen (75)."""
+    LOST_STEPS = "lost-steps"
+    """A record or pointer names a step that was usable, and none is there."""
+    RECORD_DOUBT = "record-doubt"
+    """No record proves that no step was ever usable."""
+    UNKNOWN_FILES = "unknown-files"
+    """Interrupted saves, and files that may be saves."""
+    SAVE_RUNNING = "save-running"
+    """The first save of the run may still be running (75)."""
+    NEW_RUN = "new-run"
+    """The root is that of a new run (10)."""
+    NO_ROOT = "no-root"
+    """The root does not exist (10)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +118,8 @@ class PassedOver:
     """The report of the step."""
     reason: str
     """Why it was not chosen, in one line."""
+    word: NoStepReason = NoStepReason.DAMAGED
+    """The same as a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +149,8 @@ class Pick:
     by the steps before it."""
     absent: tuple[str, ...] = ()
     """The kinds of train state that the chosen step does not restore."""
+    reason: NoStepReason | None = None
+    """Why no step was chosen, in one word; null where one was."""
     newest_sound: str | None = None
     """The newest sound step behind more damaged ones than may be passed over: a person decides
     whether to resume from it."""
@@ -112,19 +159,21 @@ class Pick:
     def path(self) -> str:
         """The address of the chosen step; raises `NothingToResume` where there is none."""
         if self.chosen is None:
-            raise NothingToResume(
-                self.message, exit_code=self.exit_code, next_command=self.next_command
-            )
+            raise self._nothing()
         return self.chosen.url
 
     @property
     def step(self) -> int:
         """The number of the chosen step; raises `NothingToResume` where there is none."""
         if self.chosen is None or self.chosen.number is None:
-            raise NothingToResume(
-                self.message, exit_code=self.exit_code, next_command=self.next_command
-            )
+            raise self._nothing()
         return self.chosen.number
+
+    def _nothing(self) -> NothingToResume:
+        reason = self.reason.value if self.reason is not None else ""
+        return NothingToResume(
+            self.message, exit_code=self.exit_code, next_command=self.next_command, reason=reason
+        )
 
     @property
     def about_state(self) -> str:
@@ -132,6 +181,10 @@ class Pick:
         words = f"requires {', '.join(self.required) or 'nothing'}"
         if self.absent:
             words += f"; does not restore {', '.join(self.absent)}"
+        not_recognized = self.chosen.state.unrecognized if self.chosen else ()
+        if not_recognized:
+            keys = some_of([safe(entry.where) for entry in not_recognized])
+            words += f"; not recognized: {keys} (--state KIND=KEY maps it)"
         return f"{words} (--require KIND,... demands more, --allow-missing-state less)"
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.shape import weights_written_s
+from ckptctl.claims import ClaimName
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
@@ -25,6 +25,7 @@ from ckptctl.formats.frameworks.layouts import (
     is_own,
 )
 from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.one_save import times_of
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level
@@ -41,15 +42,16 @@ from ckptctl.selection.choosing import (
 )
 from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.results import PruneDecision
-from ckptctl.selection.roots import moved_aside, older_steps, pointed_steps
+from ckptctl.selection.roots import moved_aside, neighbours_of, pointed_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot
+from ckptctl.selection.write_order import Order, write_order, written_after_all
 from ckptctl.storage.contract import Store, StoreKind
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
-    from ckptctl.inspection.predecessor import Older
+    from ckptctl.inspection.whole import Neighbours
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
@@ -143,6 +145,7 @@ class RetentionPlan:
         self._pointed = pointed_steps(root.store, root.listing)
         self._counted: list[_Counted] = []
         self._being_removed: str | None = None
+        self._branches: str | None = None
         self._count(prove)
 
     def carry_out(self, remove: Remove | None) -> None:
@@ -175,6 +178,7 @@ class RetentionPlan:
         if name in self._decisions:
             return self._decisions[name]
         reason = "not reached" if self._is_older(named) else self._incomparable(named)
+        reason = reason or self._branches
         if name == self._being_removed:
             reason = "its removal was interrupted: it may be complete, incomplete or gone"
         return _decision(self._store, inspected, reason or "not needed", removed=False)
@@ -240,16 +244,16 @@ class RetentionPlan:
                 return known
         return self._at_listing(
             OpenStep(self._store, named, files),
-            older=lambda: older_steps(self._root.listing.steps, named.number),
+            neighbours_of(lambda: self._root.listing.steps, named.number, self._root.trees),
         )
 
-    def _at_listing(self, step: OpenStep, older: Older | None = None) -> Inspection:
+    def _at_listing(self, step: OpenStep, neighbours: Neighbours | None = None) -> Inspection:
         """Inspect a step for what its listing excludes; a required seal is compared later."""
         return inspect_step(
             step,
             self._rules.requirements,
             level=Level.LISTING,
-            older=older,
+            neighbours=neighbours,
             seal_bytes=SealBytes.LATER,
         )
 
@@ -270,6 +274,8 @@ class RetentionPlan:
                 if reason is None:
                     break
                 self._decisions[name] = self._decision(name, f"{reason}: does not count")
+                if self._branches is not None:
+                    return
 
     def _cannot_count(self, name: str, choice: Choice) -> str | None:
         """Why the listing excludes a step; None if a deeper inspection is useful."""
@@ -283,6 +289,9 @@ class RetentionPlan:
             if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
                 return SEALED_UNVERIFIABLE
             return report.verdict.value if report.verdict is not Verdict.COMPLETE else reason
+        doubt = _doubt(report)
+        if doubt is not None:
+            return doubt
         if not has_seal(inspected):
             if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
                 return "without checksums, and not sealed"
@@ -312,6 +321,11 @@ class RetentionPlan:
             return reason or "not recognised as a checkpoint"
         inspected = self._inspections[copy.named.name]
         report = self._inspector.inspected[copy].report
+        branches = self._undecided(copy)
+        if branches is not None:
+            # Once a newer step counts, it shows which branch the run is on.
+            self._branches = None if self._counted else "the run may have gone back: undecided"
+            return branches
         n_to_read = 0
         if not (report.level is Level.CONTENT or is_proven(self._store, inspected)):
             unproven = prove(inspected, self._inspector, copy)
@@ -393,6 +407,9 @@ class RetentionPlan:
         if marked is not None:
             return marked
         number = candidate.named.number
+        linked = candidate.named.name in self._root.listing.links
+        if linked or any(file.link is not None for file in inspected.step.files):
+            return "links lead out of it: left to a person"
         if number in self._rules.protected:
             return self._rules.protected[number]
         if number in self._pointed:
@@ -416,17 +433,32 @@ class RetentionPlan:
     def _written_later(self, inspected: Inspection) -> str | None:
         """Why a step is kept that was written after all that count; None if it was not.
 
-        A run that went back to an earlier step saves again under smaller numbers than those of
-        the branch that it left. An unfinished save may then still run, however long ago its last
-        file was written. A copy without times is kept until the next save.
+        An unfinished save may still run, however long ago its last file was written. A copy
+        without times is kept until the next save.
         """
         newest = self._counted[0].candidate.named
-        counted = (self._inspections[c.candidate.named.name] for c in self._counted)
-        times = [weights_written_s(one.step) for one in (inspected, *counted)]
-        known = [at_s for at_s in times if at_s is not None]
-        if len(known) < len(times) or known[0] <= max(known[1:]):
+        counted = [self._inspections[c.candidate.named.name] for c in self._counted]
+        if not written_after_all(times_of(inspected.step), [times_of(one.step) for one in counted]):
             return None
         return f"written after step {newest.number}: the run may have gone back to an earlier step"
+
+    def _undecided(self, candidate: Candidate) -> str | None:
+        """Why no step counts from `candidate` on; None where it is on the run's branch.
+
+        `pick` stops there too, because the run may have gone back.
+        """
+        if self._inspections[candidate.named.name].notes.accepted:
+            return None
+        left = (Verdict.REJECTED, Verdict.SUPERSEDED)
+        older = (
+            self._inspections[one.named.name]
+            for one in self._order
+            if self._incomparable(one.named) is None
+        )
+        times = [times_of(one.step) for one in older if one.report.verdict not in left]
+        own = times_of(self._inspections[candidate.named.name].step)
+        order = write_order(own, [one for one in times if one is not None])
+        return order.why if order.order is Order.WENT_BACK else None
 
     def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
         """Why `pick` needs a step to choose the counted ones; None if it does not.
@@ -472,6 +504,19 @@ class _Counted:
     candidate: Candidate
     report: Report
     is_compared: bool
+
+
+_DEMANDED = (ClaimName.WHOLE, ClaimName.ONE_SAVE, ClaimName.IDENTITY, ClaimName.BRANCH)
+"""What must not be in doubt of a step for which others are removed."""
+
+
+def _doubt(report: Report) -> str | None:
+    """The finding that leaves a claim unknown, also where `pick` would only warn; else None."""
+    for name in _DEMANDED:
+        claim = report.claim(name)
+        if claim.of_finding and not claim.is_proven:
+            return f"{name.value} is in doubt ({claim.by.partition(': ')[0]})"
+    return None
 
 
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:

@@ -6,10 +6,12 @@ their content.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
@@ -24,14 +26,17 @@ from ckptctl.formats.frameworks.layouts import (
     is_flat_file,
     is_of_a_step,
     is_pointer,
+    is_saved_weights,
     pointed_step,
-    saved_weights,
     step_name,
     unfinished_beside,
 )
 from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
-from ckptctl.inspection.open_step import list_scattered
+from ckptctl.inspection.open_step import OpenStep, list_scattered
+from ckptctl.inspection.sidecars import counts_inside, steps_inside
+from ckptctl.inspection.stages import count_of
+from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import FileInfo
 from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
@@ -44,12 +49,13 @@ class RootListing:
 
     `steps` are newest first; of two folders with one number, the one of the last attempt
     comes first, and then the one that is named like the others. `pointers` are the pointer
-    files, `folders` the names of the other folders, `links` the other links with their
-    targets, `unnumbered` the names of saved weights without a step number. `others` are files
-    whose names do not tell whether they are saves. `exists` is false if the root does not
-    exist, which on an object store is a prefix without objects. `known` is true if ckptctl
-    has written there before, and `is_step` if the folder is a step itself. `doubt` is about
-    files among the unnumbered that may be steps. `pattern` is how the caller names steps.
+    files, `folders` the names of the other folders, `links` the links that are not steps, and
+    those that were followed, with their targets, `unnumbered` the names of saved weights without
+    a step number. `exists` is false if the root does not exist, which on an object store is a
+    prefix without objects. `known` is true if ckptctl has written there before, and `is_step` if
+    the folder is a step itself. `doubt` is about files among the unnumbered that may be steps.
+    `pattern` is how the caller names steps. `folder_times` are when the folders changed, where
+    the storage shows it.
     """
 
     steps: tuple[StepName, ...]
@@ -57,12 +63,12 @@ class RootListing:
     folders: tuple[str, ...] = ()
     links: Mapping[str, str] = field(default_factory=dict)
     unnumbered: tuple[str, ...] = ()
-    others: tuple[FileInfo, ...] = ()
     exists: bool = True
     known: bool = False
     is_step: bool = False
     doubt: Doubt | None = None
     pattern: re.Pattern[str] | None = None
+    folder_times: Mapping[str, float] = field(default_factory=dict)
 
 
 def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
@@ -72,7 +78,7 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
     that does not answer.
     """
     try:
-        entries = store.list_dir("")
+        entries = _with_aliases(store, store.list_dir(""))
     except PathNotFound:
         if store.kind is StoreKind.OBJECT:
             raise
@@ -89,6 +95,20 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
         # Another launcher may have begun the run between the two.
         return replace(listing, exists=bool(again), known=bool(again))
     raise _contradicted(store)
+
+
+def _with_aliases(store: Store, entries: Sequence[FileInfo]) -> Sequence[FileInfo]:
+    """The entries; a link to another folder of the root has the name of that folder as target."""
+    if store.folders is None or all(entry.kind != "link" for entry in entries):
+        return entries
+    root = os.path.realpath(store.folders.path_of(""))
+    names = {entry.path for entry in entries if entry.kind == "dir"}
+    shown = []
+    for entry in entries:
+        above, name = os.path.split(os.path.normpath(os.path.join(root, entry.link or "")))
+        is_alias = entry.kind == "link" and name in names and os.path.realpath(above) == root
+        shown.append(replace(entry, link=name) if is_alias else entry)
+    return shown
 
 
 def list_all(
@@ -160,9 +180,9 @@ def read_listing(
     folders: list[str] = []
     links: dict[str, str] = {}
     unnumbered: list[str] = []
-    others: list[FileInfo] = []
     in_flight: set[str | None] = set()
     entries = list(entries)
+    names = {entry.path for entry in entries if entry.kind == "dir"}
     beside_others = scattered_steps(entries) if pattern is None else {}
     of_others = {file.path for files in beside_others.values() for file in files}
     steps += beside_others
@@ -174,11 +194,15 @@ def read_listing(
         in_flight.add(unfinished_beside(entry))
         if is_pointer(entry):
             pointers.append(entry)
-            others += [entry] if entry.kind == "file" else []
             continue
         if entry.path in of_others:
             continue
         named = step_name(entry.path, pattern)
+        if entry.kind == "dir" and entry.link is not None:
+            links[entry.path] = entry.link
+        if entry.kind == "link" and entry.link in names:
+            links[entry.path] = entry.link  # another name of a folder, and no step of its own
+            continue
         if named is not None and (entry.kind in ("dir", "link") or is_flat_file(entry)):
             steps.append(named)
         elif pattern is None and (
@@ -190,10 +214,8 @@ def read_listing(
             folders.append(entry.path)
         elif entry.kind == "link" and not entry.path.startswith("."):
             links[entry.path] = entry.link or ""
-        elif saved_weights(entry) is not None:
+        elif is_saved_weights(entry):
             unnumbered.append(entry.path)
-        elif entry.kind == "file" and entry.size:
-            others.append(entry)
     steps = [replace(step, unfinished=True) if step.name in in_flight else step for step in steps]
     if not all(step.lone or step.bare for step in steps):
         unnumbered += [step.name for step in steps if step.lone]
@@ -215,11 +237,15 @@ def read_listing(
         tuple(folders),
         links,
         tuple(unnumbered),
-        tuple(others),
         known=known,
         is_step=is_step,
         doubt=doubt,
         pattern=pattern,
+        folder_times={
+            entry.path: entry.mtime_s
+            for entry in entries
+            if entry.kind == "dir" and entry.mtime_s is not None
+        },
     )
 
 
@@ -245,6 +271,32 @@ def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
 def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
     """Those of `steps`, newest first, that are older than step `number` and were finished."""
     return tuple(step for step in steps if step.number < number and not step.unfinished)
+
+
+def neighbours_of(
+    list_steps: Callable[[], Sequence[StepName]],
+    number: int,
+    trees: Mapping[str, Sequence[FileInfo]] | None = None,
+    listed: dict[str, Sequence[FileInfo]] | None = None,
+) -> Neighbours:
+    """The finished steps beside step `number`, among those that `list_steps` lists, newest first.
+
+    `trees` are the files of each step, where a listing of the root holds them; `listed` those of
+    the steps that were listed last, which inspections of several steps share. Cost: one call of
+    `list_steps`, at the first use.
+    """
+    steps = cache(list_steps)
+    return Neighbours(
+        lambda: older_steps(steps(), number),
+        lambda: _newer_steps(steps(), number),
+        trees or {},
+        {} if listed is None else listed,
+    )
+
+
+def _newer_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
+    """Those of `steps` that are newer than step `number` and were finished, nearest first."""
+    return tuple(step for step in reversed(steps) if step.number > number and not step.unfinished)
 
 
 def check_listed_again(store: Store, listing: RootListing) -> None:
@@ -338,6 +390,77 @@ def check_further(store: Store, listing: RootListing, chosen: int) -> Iterator[F
             else "ckptctl explain root.further",
         )
         return
+
+
+def check_counted_further(
+    store: Store, listing: RootListing, chosen: OpenStep, trained_steps: int | None
+) -> Iterator[Finding]:
+    """Yield `root.further` for a save without a step number that counts more than `chosen` does.
+
+    Trainers write the newest save as `last.ckpt` or `last.pth.tar` too, and may keep it alone.
+    `trained_steps` are those that the train state of `chosen` counts. Cost: none where every save
+    has a number; else a listing of the root, and short reads of `MAX_FURTHER` files at most; a
+    listing and the train state of `MAX_FURTHER` folders at most.
+    """
+    if listing.pattern is not None or listing.doubt is not None:
+        return
+    for name in [name for name in listing.folders if _CALLED_NEWEST.search(name)][:MAX_FURTHER]:
+        with suppress(StorageError):
+            steps = count_of(OpenStep(store, name)) if _is_checkpoint(store, name) else None
+            if steps is not None and trained_steps is not None and steps > trained_steps:
+                yield _counts_further(name, _of_steps(steps, trained_steps))
+                return
+    if not listing.unnumbered:
+        return
+    files = {file.path: file for file in store.list_dir("") if file.kind == "file" and file.size}
+    own: Mapping[str, int | float] = {}
+    if chosen.is_file:
+        own = counts_inside(store, chosen.name, chosen.files[0].size)
+    for name in [name for name in listing.unnumbered if name in files][:MAX_FURTHER]:
+        with suppress(StorageError):
+            more = _counts_more(store, files[name], own, trained_steps)
+            if more is not None:
+                yield _counts_further(name, more)
+                return
+
+
+_CALLED_NEWEST = re.compile(r"last|latest|newest|recent|current|final|resume", re.IGNORECASE)
+
+
+def _counts_further(name: str, more: str) -> Finding:
+    return Finding(
+        "root.further",
+        name,
+        f"{name} counts {more}: it is further, and pick does not choose it, because its name has "
+        "no number",
+        expected="a name of a step",
+        found=name,
+        next_command="ckptctl explain root.further",
+    )
+
+
+def _of_steps(steps: int | float, trained_steps: int) -> str:
+    return f"{steps:,} steps, and the chosen step {trained_steps:,}"
+
+
+def _counts_more(
+    store: Store, file: FileInfo, own: Mapping[str, int | float], trained_steps: int | None
+) -> str | None:
+    """What a file counts that is more than a step counts, in words; None where it is not further.
+
+    Counts at the top are compared by their keys; a file that counts less of anything is older.
+    """
+    counts = counts_inside(store, file.path, file.size)
+    shared = sorted(key for key in counts.keys() & own.keys() if "." not in key)
+    if shared:
+        more = [key for key in shared if counts[key] > own[key]]
+        if not more or any(counts[key] < own[key] for key in shared):
+            return None
+        return f"{more[0]} {counts[more[0]]:,}, and the chosen step {own[more[0]]:,}"
+    steps = steps_inside(store, file.path, file.size)
+    if own or trained_steps is None or not steps or steps[-1] <= trained_steps:
+        return None
+    return _of_steps(steps[-1], trained_steps)
 
 
 def _is_checkpoint(store: Store, folder: str) -> bool:

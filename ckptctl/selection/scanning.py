@@ -7,21 +7,23 @@ system each step is listed in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckptctl.findings import Report
+from ckptctl.findings import Report, Verdict
 from ckptctl.formatting import command_line
+from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Candidate, Choice
 from ckptctl.selection.empty_roots import check_unnumbered
 from ckptctl.selection.picking import after_beginning, found_message, none_usable
-from ckptctl.selection.results import Scan
+from ckptctl.selection.results import NoStepReason, Scan
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import Search, search
 from ckptctl.selection.targets import roots_in
+from ckptctl.selection.write_order import write_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,7 +100,25 @@ def _reports(
         reports.append(report)
         if on_report is not None:
             on_report(report, report is done.choice.chosen, reasons.get(report.url))
-    return tuple(reports)
+    return tuple(_with_branches(done, reports))
+
+
+def _with_branches(done: Search, reports: Sequence[Report]) -> Iterator[Report]:
+    """The reports, with a claim about the branch of each step. Cost: none; all are listed."""
+    left = (Verdict.REJECTED, Verdict.SUPERSEDED)
+    by_root: dict[int, list[SaveTimes]] = {}
+    own: dict[str, tuple[int, SaveTimes]] = {}
+    for candidate, inspected in done.inspect.inspected.items():
+        times = times_of(inspected.step)
+        if times is not None and inspected.report.verdict not in left:
+            by_root.setdefault(candidate.root_index, []).append(times)
+            own[inspected.report.url] = candidate.root_index, times
+    for report in reports:
+        if report is done.choice.chosen or report.url not in own:
+            yield report
+            continue
+        place, times = own[report.url]
+        yield report.with_claim(write_order(times, by_root[place]).claim)
 
 
 def reasons_of(choice: Choice) -> dict[str, str]:
@@ -114,7 +134,7 @@ def _answer(
     findings = [*done.findings]
     for root in done.opened_roots if done.n_steps else ():
         findings += check_unnumbered(root.store, root.listing)
-    message, next_command = _formatted(done)
+    reason, message, next_command = _formatted(done)
     return Scan(
         root=done.roots.first,
         roots=done.roots.urls,
@@ -129,17 +149,18 @@ def _answer(
         refused=tuple(reasons_of(choice).items()),
         n_older=n_older,
         more_before=more_before,
+        reason=reason,
     )
 
 
-def _formatted(done: Search) -> tuple[str, str | None]:
-    """The message as `pick` words it, and what to run next."""
+def _formatted(done: Search) -> tuple[NoStepReason | None, str, str | None]:
+    """Why `pick` would choose no step, its message, and what to run next."""
     chosen, begins = done.choice.chosen, done.beginning
     if chosen is not None:
-        return found_message(done.choice, chosen), _deeper(chosen)
+        return None, found_message(done.choice, chosen), _deeper(chosen)
     if begins is None:
         return none_usable(done)
-    return begins.message, after_beginning(done, begins, "scan")
+    return begins.reason, begins.message, after_beginning(done, begins, "scan")
 
 
 def _deeper(chosen: Report) -> str | None:

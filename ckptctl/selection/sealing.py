@@ -8,8 +8,7 @@ proves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
@@ -34,7 +33,7 @@ from ckptctl.formats.own.seals import (
 )
 from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.content import Asked
-from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
+from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_chain import next_place, seals_beside
 from ckptctl.inspection.stages import contradicted
@@ -119,12 +118,7 @@ def seal_found(
     """
     had_one = _check_place(found, replace=replace or adopt is not None)
     first, second = _halves(limits)
-    inspected = inspect_step(
-        found,
-        requirements,
-        level=LEVEL,
-        content=Asked(first),
-    )
+    inspected = found.inspect(requirements, LEVEL, Asked(first))
     unproven = inspected.report.verdict is Verdict.UNVERIFIABLE
     if not (inspected.report.usable or (accept_unverifiable and unproven)):
         return _refused(inspected.report)
@@ -151,15 +145,14 @@ def seal_found(
         f"ckptctl {__version__}",
         adopted=adopted,
     )
-    with _writing(found):
+    try:
         made = bound(found, made, key, root)
-        data = seal_bytes(made, key)
-        if len(data) > MAX_SEAL_BYTES:
-            raise UsageError(
-                f"the seal of {found.url} would have {len(data):,} bytes, more than "
-                f"{MAX_SEAL_BYTES:,}; the step has too many files"
-            )
-        found.store.put(found.in_store(SEAL), data, replace=had_one)
+        _write(found, seal_bytes(made, key), replace=had_one)
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"{error.message}; the seal was not written, and the step is unchanged",
+            next_command=command_line("verify", found.url),
+        ) from error
     path = join_url(found.store.url, found.in_store(SEAL))
     return _sealed(inspected.report, made, path, keyed=key is not None, replaced=had_one)
 
@@ -288,18 +281,16 @@ def _certain(world_size: WorldSize | None) -> int | None:
     return None if world_size is None or world_size.at_least else world_size.size
 
 
-@contextmanager
-def _writing(found: OpenTarget) -> Iterator[None]:
-    """State what an error means for the seal that is written, and for the step."""
+def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
+    if len(data) > MAX_SEAL_BYTES:
+        raise UsageError(
+            f"the seal of {found.url} would have {len(data):,} bytes, more than "
+            f"{MAX_SEAL_BYTES:,}; the step has too many files"
+        )
     try:
-        yield
+        found.store.put(found.in_store(SEAL), data, replace=replace)
     except AlreadyExists as error:
         raise _sealed_already(found) from error
-    except AccessDenied as error:
-        raise AccessDenied(
-            f"{error.message}; the seal was not written, and the step is unchanged",
-            next_command=command_line("verify", found.url),
-        ) from error
 
 
 def _refused(report: Report) -> Sealed:

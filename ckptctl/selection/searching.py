@@ -5,25 +5,24 @@ Opens the roots, lists each once, and lets `choosing` inspect from the newest st
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.shape import weights_written_s
-from ckptctl.data_classes import dataclass
-from ckptctl.errors import UsageError
+from ckptctl.claims import Claim
+from ckptctl.data_classes import dataclass, replace
+from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import (
-    StepName,
     compile_pattern,
     counted_by,
     train_step_of,
 )
 from ckptctl.formatting import command_line, rfc3339, some_of, verb
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.inspection.stages import SealBytes
@@ -34,23 +33,27 @@ from ckptctl.selection.choosing import (
     Candidate,
     Choice,
     choose,
+    decide_branch,
     further_by_another_count,
     in_order,
     suspect_storage,
 )
 from ckptctl.selection.doubtful_names import pattern_of
+from ckptctl.selection.not_shared import not_shared
 from ckptctl.selection.roots import (
     RootListing,
+    check_counted_further,
     check_further,
     check_pointers,
     duplicates,
     list_root,
-    older_steps,
+    neighbours_of,
     pointer_numbers,
     too_large_numbers,
 )
 from ckptctl.selection.targets import OpenRoot, Roots, Trees, open_roots, unavailable
-from ckptctl.storage.contract import Store
+from ckptctl.selection.write_order import Order, WriteOrder, accepted, to_compare, write_order
+from ckptctl.storage.contract import Store, StoreKind
 from ckptctl.storage.opening import base_name, open_store
 
 if TYPE_CHECKING:
@@ -115,13 +118,38 @@ def search(
     candidates = in_order(candidates_of(opened_roots), policy)
     choice = choose(candidates, inspector, policy)
     _check_are_steps(opened_roots, choice)
-    _check_links(opened_roots, choice, inspector, roots)
     _check_counts(opened_roots, candidates, inspector, policy, choice)
+    _check_branch(opened_roots, candidates, inspector, choice)
+    _check_shared(inspector, choice)
     findings = root_findings(opened_roots, choice, inspector)
     beginning = None
-    if choice.chosen is None:
-        beginning = _beginning(opened_roots, choice, findings, storage)
+    if choice.chosen is None and choice.stopped not in ("branch", "not-shared"):
+        beginning = _beginning(opened_roots, choice, findings, storage, policy.ignore)
     return Search(roots, opened_roots, policy, inspector, candidates, choice, findings, beginning)
+
+
+def _check_branch(
+    opened_roots: Sequence[OpenRoot],
+    candidates: Sequence[Candidate],
+    inspector: CachingInspector,
+    choice: Choice,
+) -> None:
+    """Claim that the chosen step is on the branch of the run, or stop where it is not."""
+    chosen = inspector.candidate_of(choice.chosen)
+    if chosen is None or choice.chosen is None:
+        return
+    order = branch_of(chosen, candidates, opened_roots, inspector)
+    choice.chosen = inspector.claim(chosen, order.claim)
+    decide_branch(choice, order)
+
+
+def _check_shared(inspector: CachingInspector, choice: Choice) -> None:
+    """Recognize steps that lack the same ranks; without a step to choose, that is the answer."""
+    over = {id(one.report) for one in choice.passed_over}
+    known = [one for one in inspector.inspected.values() if id(one.report) in over]
+    choice.not_shared = not_shared(known)
+    if choice.not_shared is not None and choice.chosen is None and not choice.unknown:
+        choice.stopped = "not-shared"
 
 
 def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
@@ -136,29 +164,6 @@ def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
             f"{roots} holds no steps itself, but {inside} in it {do}",
             next_command=command_line("scan", nested[0].url),
         )
-
-
-def _check_links(
-    opened_roots: Sequence[OpenRoot], choice: Choice, inspector: CachingInspector, roots: Roots
-) -> None:
-    """Raise `UsageError` if a step that was passed over is a link out of its root.
-
-    Links are not followed, so nothing is known about the step, and no older one replaces it.
-    """
-    for over in choice.passed_over if choice.chosen is not None else ():
-        passed = inspector.candidate_of(over.report)
-        if passed is None or passed.optional:
-            continue
-        folders, name = opened_roots[passed.root_index].store.folders, passed.named.name
-        if folders is None or not os.path.islink(path := folders.path_of(name)):
-            continue
-        if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folders.path_of("")):
-            raise UsageError(
-                f"{over.report.url} is a link to {os.readlink(path)}, outside the root, and was "
-                f"not followed: step {passed.named.number} may be usable, so no older one is "
-                "chosen. Move the step into the root, or skip it",
-                next_command=command_line("pick", *roots.words, "--skip", passed.named.number),
-            )
 
 
 def _check_counts(
@@ -212,6 +217,7 @@ class CachingInspector:
         self.confirm = True
         self.content: Asked | None = None
         self.inspected: dict[Candidate, Inspection] = {}
+        self._listed: list[dict[str, Sequence[FileInfo]]] = [{} for _ in opened_roots]
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
         """The report on a candidate, at the requested level and at least at `at_least`."""
@@ -231,16 +237,32 @@ class CachingInspector:
     def _inspect(
         self, candidate: Candidate, at_least: Level, files: Sequence[FileInfo] | None
     ) -> Inspection:
-        store = self._roots[candidate.root_index].store
-        return inspect_step(
-            OpenStep(store, candidate.named, files),
+        root = self._roots[candidate.root_index]
+        beside = neighbours_of(
+            lambda: root.listing.steps,
+            candidate.named.number,
+            root.trees,
+            self._listed[candidate.root_index],
+        )
+        inspected = inspect_step(
+            OpenStep(root.store, candidate.named, files),
             self._requirements,
             level=self._level(at_least),
             content=self.content,
-            older=partial(self._older, candidate),
+            neighbours=beside,
             confirm=self.confirm,
             seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
         )
+        if inspected.report.verdict not in (Verdict.CHANGED, Verdict.UNKNOWN):
+            beside.add(candidate.named.name, inspected.step.files)
+        return inspected
+
+    def claim(self, candidate: Candidate, claim: Claim) -> Report:
+        """The report on a candidate, with a claim in the place of the one of that name."""
+        known = self.inspected[candidate]
+        known = replace(known, report=known.report.with_claim(claim))
+        self.inspected[candidate] = known
+        return known.report
 
     def _level(self, at_least: Level) -> Level | None:
         if at_least is Level.LISTING:
@@ -288,10 +310,6 @@ class CachingInspector:
         known = self.inspected.get(candidate)
         return known.report if known else None
 
-    def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
-        steps = self._roots[candidate.root_index].listing.steps
-        return older_steps(steps, candidate.named.number)
-
     def level_reason(self, report: Report) -> str | None:
         """Why an inspection was not deeper; None if a level was requested."""
         if self.level is not None:
@@ -306,6 +324,7 @@ def _beginning(
     choice: Choice,
     findings: Sequence[Finding],
     storage: StorageOptions,
+    ignore: Collection[str],
 ) -> Beginning | None:
     """What it means that no step was chosen, where the roots hold none but unfinished saves.
 
@@ -320,7 +339,9 @@ def _beginning(
 
     pointers = [finding for finding in findings if finding.code == "pointer.differs"]
     opened = partial(open_store, storage=storage)
-    return decide_beginning(opened_roots, interrupted=over, pointers=pointers, open_other=opened)
+    return decide_beginning(
+        opened_roots, interrupted=over, pointers=pointers, open_other=opened, ignore=ignore
+    )
 
 
 def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
@@ -351,35 +372,97 @@ def root_findings(
         if number is not None:
             findings += check_further(root.store, root.listing, number)
         if chosen is not None and opened_roots[chosen.root_index] is root:
-            findings += _went_back(named, root, chosen, inspector)
+            known = inspector.inspected[chosen]
+            report = known.report
+            trained = train_step_of(report.layout, report.number, report.state.step.value)
+            findings += check_counted_further(root.store, root.listing, known.opened, trained)
+    findings += two_branches(choice.order, opened_roots)
     return findings
 
 
-def _went_back(
-    named: Mapping[str, int], root: OpenRoot, chosen: Candidate, inspector: CachingInspector
-) -> Iterator[Finding]:
-    """Yield `pointer.rolled-back` for each pointer to an older step that was written later.
-
-    A run that went back saves again under smaller numbers than those of the branch it left.
-    """
-    for path, number in named.items():
-        older = next((one for one in root.listing.steps if one.number == number), None)
-        if older is None or number >= chosen.named.number:
-            continue
-        other = Candidate(chosen.root_index, older, chosen.optional)
-        found = inspector.listed(other)
-        at_s, chosen_s = (weights_written_s(one.step) for one in (found, inspector.listed(chosen)))
-        if found.report.verdict is not Verdict.COMPLETE or at_s is None or chosen_s is None:
-            continue
-        if at_s <= chosen_s:
-            continue
-        yield Finding(
-            "pointer.rolled-back",
-            path,
-            f"{path} names step {number}, which was written after step {chosen.named.number}: if "
-            "the run went back to an earlier step, its later steps are of the branch that it left",
-            expected=f"step {number} written before step {chosen.named.number}",
-            found=f"step {number} at {rfc3339(at_s, 'seconds')}, step {chosen.named.number} at "
-            f"{rfc3339(chosen_s, 'seconds')}",
-            next_command=command_line("pick", root.store.url, "--before", str(number + 1)),
+def two_branches(order: WriteOrder | None, opened_roots: Sequence[OpenRoot]) -> Iterator[Finding]:
+    """Yield `root.two-branches` where lower steps were written after the chosen one."""
+    if order is None or order.own is None or order.order not in (Order.WENT_BACK, Order.DOUBTFUL):
+        return
+    own, last = order.own, order.last
+    message = (
+        f"step {last.number} was written after step {own.number}: they are of two branches of the "
+        "run"
+    )
+    if order.order is Order.DOUBTFUL:
+        message = (
+            f"{order.why}: if they were not copied, the run went back to an earlier step, and step "
+            f"{own.number} is of the branch that it left"
         )
+    roots = [root.store.url for root in opened_roots]
+    yield Finding(
+        "root.two-branches",
+        last.name,
+        message,
+        expected="steps written in the order of their numbers",
+        found=f"step {last.number} written after step {own.number}",
+        next_command=command_line("pick", *roots, "--before", last.number + 1),
+    )
+
+
+def branch_of(
+    chosen: Candidate,
+    candidates: Sequence[Candidate],
+    opened_roots: Sequence[OpenRoot],
+    inspector: CachingInspector,
+) -> WriteOrder:
+    """Whether a step is on the branch that was written last, among `candidates`.
+
+    Steps of other roots, and steps that a mark or a record excludes, do not count. Cost: a listing
+    of each step in `to_compare`, none of those that were listed with the root; an inspection at
+    `listing` of each older step that was written later.
+    """
+    if inspector.inspected[chosen].notes.accepted:
+        return accepted()
+    root = opened_roots[chosen.root_index]
+    count = counted_by(chosen.named.layout)
+    older = {
+        one.named.name: one
+        for one in candidates
+        if one.root_index == chosen.root_index
+        and one.named.number < chosen.named.number
+        and counted_by(one.named.layout) == count
+    }
+    own = times_of(inspector.inspected[chosen].step)
+    names, n_silent = to_compare(
+        [*older],
+        root.listing.folder_times,
+        own.weights_s if own is not None else 0.0,
+        known=root.trees,
+        is_local=root.store.kind is StoreKind.LOCAL,
+    )
+    if own is None:
+        return write_order(None, ())
+    wanted = [older[name] for name in names]
+    if root.store.kind is StoreKind.LOCAL:
+        listed = [_times_of(root, one) for one in wanted]
+    else:
+        from ckptctl.storage.in_flight import in_flight
+
+        listed = [times for _, times in in_flight(partial(_times_of, root), wanted)]
+    times = [one for one in listed if one is not None]
+    order = write_order(own, times, n_silent)
+    left = {one.name for one in order.later if _is_left(inspector, older[one.name])}
+    if left:
+        order = write_order(own, [one for one in times if one.name not in left], n_silent)
+    return order
+
+
+def _times_of(root: OpenRoot, candidate: Candidate) -> SaveTimes | None:
+    files = root.trees.get(candidate.named.name)
+    try:
+        return times_of(OpenStep(root.store, candidate.named, files).step)
+    except StorageError:
+        return None
+
+
+def _is_left(inspector: CachingInspector, candidate: Candidate) -> bool:
+    """Whether a mark or a record excludes a step, or it is none."""
+    report = inspector(candidate, Level.LISTING)
+    no_step = candidate.named.bare and not report.parts
+    return no_step or report.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)

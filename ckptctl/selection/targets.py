@@ -320,12 +320,13 @@ def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> No
         raise _lone_file(store, found)
 
 
-def _lone_file(store: Store, file: FileInfo) -> UsageError:
-    from ckptctl.formats.archive.first_bytes import HEAD_BYTES, SAFETENSORS, TORCH, saved_format
+_LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
+"""How a file of `torch.save` from before torch 1.6 begins; a later one is a zip archive."""
 
+
+def _lone_file(store: Store, file: FileInfo) -> UsageError:
     url, name = join_url(store.url, file.path), file.path
-    head = read_range(store, name, 0, min(HEAD_BYTES, file.size))
-    kind = saved_format(head, file.size)
+    head = read_range(store, name, 0, min(len(_LEGACY_TORCH), file.size))
     what = f"{url} is a file, not a step"
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(url)
@@ -334,18 +335,18 @@ def _lone_file(store: Store, file: FileInfo) -> UsageError:
         )
     stem = name.rpartition(".")[0] or name
     convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
-    if kind == TORCH:
+    if head.startswith(b"PK\x03\x04") or head[2:] == _LEGACY_TORCH[2:]:
         return UsageError(
-            f"{what}: it looks like {kind}; `ckptctl convert` can turn it into a step",
+            f"{what}: if it is a file of torch.save, `ckptctl convert` can turn it into a step",
             next_command=command_line(*convert),
         )
-    if kind == SAFETENSORS and name.endswith(WEIGHTS_ALONE):
+    if name.endswith(WEIGHTS_ALONE):
         return UsageError(
-            f"{what}: it looks like a safetensors file, which holds only weights; `ckptctl "
+            f"{what}: it is named as a safetensors file, which holds only weights; `ckptctl "
             "convert` can turn it into a step",
             next_command=command_line(*convert, "--accept-unverifiable"),
         )
     return UsageError(
-        f"{what}, and {f'{kind} is ' if kind else ''}not a known checkpoint format",
+        f"{what}, and not a known checkpoint format",
         next_command="ckptctl explain format.unsupported",
     )

@@ -16,17 +16,18 @@ from ckptctl.errors import PathNotFound, StepDamaged, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
-from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.inspection.stages import SealBytes
+from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
     ContentOptions,
     Requirements,
-    StorageKeywords,
+    StepKeywords,
     StorageOptions,
     VerifyKeywords,
     known_level,
@@ -34,7 +35,7 @@ from ckptctl.options import (
 )
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Contents, ShardRow, TensorRow
-from ckptctl.selection.roots import list_root, older_steps
+from ckptctl.selection.roots import list_root, neighbours_of
 from ckptctl.selection.targets import check_is_step, check_no_lone_file, named_step, parse_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
@@ -165,18 +166,15 @@ class OpenTarget(OpenStep):
             requirements,
             level=level,
             content=content,
-            older=self.older,
+            neighbours=self._neighbours(),
             seal_bytes=seal_bytes,
         )
 
-    def older(self) -> tuple[StepName, ...]:
-        """The steps under the root that are older by their number, newest first.
-
-        None for a folder that has no number. Cost: one listing.
-        """
+    def _neighbours(self) -> Neighbours | None:
+        """The steps beside it; None for a folder without a number. Cost: a listing for each use."""
         if isinstance(self.named, str):
-            return ()
-        return older_steps(list_root(self.store, self._pattern).steps, self.named.number)
+            return None
+        return neighbours_of(lambda: list_root(self.store, self._pattern).steps, self.named.number)
 
 
 @contextmanager
@@ -224,9 +222,9 @@ def open_target(
 def show(
     step: str,
     *,
-    pattern: str | None = None,
+    requirements: Requirements = Requirements(),
     storage: StorageOptions = StorageOptions(),
-    **keywords: Unpack[StorageKeywords],
+    **keywords: Unpack[StepKeywords],
 ) -> Contents:
     """List what a step holds, by its metadata, or by the pickles and headers of its files.
 
@@ -234,20 +232,20 @@ def show(
     `listing`: what is wrong with it is in `findings`. Cost: that of `listing`, and of
     `held_tensors` for rank files and safetensors.
     """
-    requirements = Requirements(pattern=pattern)
-    storage = options_from(keywords, storage)
+    requirements, storage = options_from(keywords, requirements, storage)
     with open_target(step, requirements, storage) as found:
-        return _contents(found.inspect(requirements, Level.LISTING))
+        return _contents(found.inspect(requirements, Level.LISTING), requirements.state_map)
 
 
-def _contents(inspected: Inspection) -> Contents:
+def _contents(inspected: Inspection, mapped: StateMap) -> Contents:
     # Imported here: no other command lists the tensors of files.
     from ckptctl.inspection.stored_tensors import held_tensors
 
     report = inspected.report
-    tensors = [row for part in inspected.parts for row in _tensors(part)]
+    tensors = [row for part in inspected.parts for row in _tensors(part, mapped)]
     beside = inspected.opened.beside if inspected.parts else None
-    held, unlisted = held_tensors([*inspected.parts, *([] if beside is None else [beside])])
+    parts = [*inspected.parts, *([] if beside is None else [beside])]
+    held, unlisted = held_tensors(parts, mapped)
     tensors += [
         TensorRow(one.fqn, one.dtype, one.shape, 1, one.n_bytes, one.kind, one.file, one.whole)
         for one in held
@@ -279,10 +277,10 @@ def _contents(inspected: Inspection) -> Contents:
     )
 
 
-def _tensors(part: OpenPart) -> Iterator[TensorRow]:
+def _tensors(part: OpenPart, mapped: StateMap) -> Iterator[TensorRow]:
     seen: set[str] = set()
     for metadata in part.metadata:
-        kinds = entry_kinds(metadata, part.part.path)
+        kinds = entry_kinds(metadata, part.part.path, mapped)
         for fqn, entry in metadata.tensors.items():
             if fqn not in seen:
                 seen.add(fqn)

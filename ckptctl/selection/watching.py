@@ -27,6 +27,7 @@ from ckptctl.records.byte_pass import Limits, Pace
 from ckptctl.selection.choosing import Candidate, refusal, why_not
 from ckptctl.selection.removing import files_digest
 from ckptctl.selection.roots import list_all
+from ckptctl.selection.same_root import SeenRoots
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot, check_is_folder, open_roots, roots_in
@@ -156,6 +157,7 @@ class _Watcher:
         self._policy = PickPolicy(level=Level.STRUCTURE, accept_unverifiable=accept_unverifiable)
         self._pattern = compile_pattern(requirements.pattern)
         self._listed_s: float | None = None
+        self._seen_roots = SeenRoots()
         self.exists = True
 
     def events(self) -> Iterator[Watched]:
@@ -167,6 +169,7 @@ class _Watcher:
                 lambda store: list_all(store, self._pattern),
                 self._storage,
             )
+            self._seen_roots.check(root.store, root.listing)
             existed, self.exists = self.exists, root.listing.exists
             if not self.exists:
                 check_is_folder(root.store)

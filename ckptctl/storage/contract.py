@@ -13,8 +13,11 @@ Every store guarantees the following; `tests/storage` checks each:
   that the path does not exist.
 - A read returns exactly the requested bytes or raises; a range beyond the end of the file
   raises `ShortRead`.
-- Links are listed, not followed. Directory markers and `.nfs*` files are not listed.
+- Links are listed, not followed, unless they lead into a folder of `follow_links`. Directory
+  markers and `.nfs*` files are not listed.
 - `put` publishes a whole file or nothing.
+- Nothing but `Folders.create_root` creates the root. A root of a file system that vanished or
+  was replaced since the store opened it raises `StorageUnavailable`, for reads and writes.
 """
 
 from __future__ import annotations
@@ -160,11 +163,23 @@ class Folders(Protocol):
         """
         ...
 
-    def make_folder(self, path: str) -> None:
-        """Create a folder in the root or in an existing one; raises `AlreadyExists`.
+    def create_root(self) -> None:
+        """Create the root, durably, if its parent exists; an existing root is no error.
 
-        Creates the root, durably, if its parent exists.
+        No other method creates it: a write below a root that is missing raises
+        `PathNotFound`.
         """
+        ...
+
+    def root_id(self) -> tuple[int, int]:
+        """Device and inode number of the root.
+
+        Raises `StorageUnavailable` if it is not the folder that this store opened first.
+        """
+        ...
+
+    def make_folder(self, path: str) -> None:
+        """Create a folder in the root or in an existing one; raises `AlreadyExists`."""
         ...
 
     def write_in_place(

@@ -4,8 +4,8 @@ Listing and publishing use descriptors: a descriptor keeps referring to the same
 names are changed, a path does not. A file is written under a temporary name, flushed,
 linked or renamed into place, and its folder is flushed, because a rename alone is atomic
 but may not survive a power loss. Every path is opened from a descriptor of the root, name by
-name, and no name on the way may be a link. Only the root itself, which the user named, may be a
-link or lie behind one.
+name, and no name on the way may be a link, unless it leads into a folder that the user named for
+that. The root itself, which the user named too, may be a link or lie behind one.
 
 A line is appended under a lock with one write, so that it is written whole or not at all. A
 partial line that a crash left is ended first, so that the next line does not join it.
@@ -19,12 +19,12 @@ import os
 import shlex
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from ckptctl.errors import (
     AccessDenied,
-    PathEscape,
+    LinkNotFollowed,
     PathNotFound,
     PathUntrusted,
     StorageError,
@@ -32,6 +32,7 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
+from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Closing, StoreKind, parts_of
 from ckptctl.storage.shared_places import HeldFolder, is_in_proc, open_place, open_stream
@@ -229,12 +230,16 @@ def _lacks_inodes(about: os.statvfs_result) -> bool:
 
 
 class Descriptor(Closing):
-    """An open file or folder; closed once, and never by the garbage collector."""
+    """An open file or folder; closed once, and never by the garbage collector.
 
-    __slots__ = ("fd",)
+    `linked`: a link that leads out of the root was followed to it.
+    """
 
-    def __init__(self, fd: int) -> None:
+    __slots__ = ("fd", "linked")
+
+    def __init__(self, fd: int, *, linked: bool = False) -> None:
         self.fd = fd
+        self.linked = linked
 
     def close(self) -> None:
         """Close it; closing twice is no error."""
@@ -246,20 +251,56 @@ class Descriptor(Closing):
 class RootFolder:
     """The root at `path`, and what is below it, opened; `url` is what the user typed.
 
-    Errors of the system pass through, except for links and missing roots.
+    `open` is the only way to the root, for reading and for writing. It keeps the identity of
+    the folder that it opened first (device and inode number): a file system that was
+    unmounted leaves the empty folder below its mount point, where the run would look new and
+    every write would go to another disk. A link whose target lies in a folder of `follow` is
+    followed, as if the target lay in its place. Errors of the system pass through, except for
+    links and missing or replaced roots.
     """
 
-    def __init__(self, path: str, url: str) -> None:
+    def __init__(self, path: str, url: str, follow: Sequence[str] = ()) -> None:
         self.path = path
         self.url = url
+        self._identity: tuple[int, int] | None = None
+        self.follow = tuple(follow)
 
     def open(self) -> Descriptor:
-        """Open the root itself; raises `PathNotFound`, and see `to_be`."""
+        """Open the root itself.
+
+        Raises `PathNotFound`, see `to_be`; and `StorageUnavailable` if the folder that was
+        opened before is gone or another one has its name.
+        """
         try:
-            return Descriptor(os.open(self.path, _FOLDER))
+            folder = Descriptor(os.open(self.path, _FOLDER))
         except FileNotFoundError as exc:
+            if self._identity is not None:
+                raise self._vanished("it does not exist any more") from exc
             self.to_be()
             raise PathNotFound(f"{self.url} does not exist") from exc
+        about = os.fstat(folder.fd)
+        identity = about.st_dev, about.st_ino
+        if self._identity is None:
+            self._identity = identity
+        elif not is_same_folder(self._identity, identity, self.path):
+            folder.close()
+            raise self._vanished("another folder is in its place")
+        return folder
+
+    def _vanished(self, what: str) -> StorageUnavailable:
+        return StorageUnavailable(
+            f"{self.url} is not the folder that was opened before: {what}. Its file system was "
+            "unmounted, or the folder was moved or replaced; nothing was written, and what it "
+            "holds is unknown",
+            next_command="findmnt --real",
+        )
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode number of the root."""
+        with self.open() as folder:
+            about = os.fstat(folder.fd)
+        return about.st_dev, about.st_ino
 
     def to_be(self) -> str:
         """Where the root is or will be; raises `StorageUnavailable` where its parent is missing."""
@@ -278,12 +319,13 @@ class RootFolder:
         """The root, or the folder in which it will be created."""
         return self.path if os.path.isdir(self.path) else os.path.dirname(self.to_be())
 
-    def make(self) -> None:
-        """Make the root where it is missing and its parent exists."""
-        if not os.path.isdir(self.path):
+    def create(self) -> None:
+        """Create the root where it is missing and its parent exists."""
+        if self._identity is None and not os.path.isdir(self.path):
             parent, name = os.path.split(self.to_be())
             with Descriptor(os.open(parent, _FOLDER)) as above:
                 make_folder(name, within=above.fd)
+        self.open().close()
 
     def file(self, path: str) -> Descriptor:
         """Open a regular file to read it."""
@@ -305,7 +347,9 @@ class RootFolder:
 
         With `make`, missing folders are created.
         """
-        here = self.open() if within is None else Descriptor(os.dup(within.fd))
+        here = (
+            self.open() if within is None else Descriptor(os.dup(within.fd), linked=within.linked)
+        )
         for n, name in enumerate(parts, 1):
             with here:
                 if make:
@@ -316,20 +360,83 @@ class RootFolder:
 
     def _below(self, folder: Descriptor, name: str, flags: int, path: str | None) -> Descriptor:
         try:
-            return Descriptor(os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder.fd))
+            fd = os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder.fd)
+            return Descriptor(fd, linked=folder.linked)
         except OSError as exc:
             target = _link_target(folder, name)
             if target is None:
                 raise
-            shown = None if path is None else f"{self.url.rstrip('/')}/{path}"
-            raise PathEscape(
+            # What is removed is opened without its path from the root, and never through a link.
+            followed = None if path is None else self.followed(folder, name, flags)
+            if followed is not None:
+                return followed
+            raise LinkNotFollowed(
                 f"{self.url}: {path or name} is a link to {target}; links are not followed",
-                next_command=shown and shlex.join(["ls", "-ld", shown]),
+                next_command=path and self._shown(path, target),
             ) from exc
 
+    def _shown(self, path: str, target: str) -> str:
+        """The command that follows a link, or that shows it where it leads to nothing."""
+        link = os.path.join(self.path, path)
+        tier = os.path.dirname(os.path.join(os.path.dirname(link), target))
+        if os.path.exists(link) and os.path.realpath(tier) != os.sep:
+            words = ["scan", self.url, "--follow-links", os.path.realpath(tier)]
+            return command_line(*words)
+        return shlex.join(["ls", "-ld", f"{self.url.rstrip('/')}/{path}"])
 
-def scan(folder: Descriptor, parts: Sequence[str]) -> Iterator[FileInfo]:
+    def followed(self, folder: Descriptor, name: str, flags: int) -> Descriptor | None:
+        """Open the target of the link `name` if it lies in a folder of `follow`; else None.
+
+        The target is opened from that folder on without following any further link, so one that
+        is changed meanwhile leads nowhere. Links behind a link are not followed.
+        """
+        if not self.follow or folder.linked:
+            return None
+        above = os.path.realpath(f"/proc/self/fd/{folder.fd}")
+        target = os.path.realpath(os.path.join(above, name))
+        for top in map(os.path.realpath, self.follow):
+            inside = os.path.relpath(target, top)
+            if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
+                continue
+            try:
+                return _opened_below(top, inside.split(os.sep), flags)
+            except OSError as exc:
+                if exc.errno not in _LEADS_NOWHERE:
+                    raise
+        return None
+
+
+_LEADS_NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+
+def _opened_below(top: str, names: Sequence[str], flags: int) -> Descriptor:
+    """Open what the names lead to from the folder `top`, without following a link."""
+    *folders, last = names
+    with ExitStack() as stack:
+        fd = os.open(top, _FOLDER)
+        stack.callback(os.close, fd)
+        for name in folders:
+            fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+            stack.callback(os.close, fd)
+        return Descriptor(os.open(last, flags | os.O_NOFOLLOW, dir_fd=fd), linked=True)
+
+
+def is_same_folder(before: tuple[int, int], now: tuple[int, int], path: str) -> bool:
+    """Whether two device and inode numbers, both found at `path`, are those of one folder.
+
+    The export of a server that is mounted again, as autofs does, has another device number.
+    """
+    if before == now:
+        return True
+    return before[1] == now[1] and kind_of(path) is StoreKind.NETWORK
+
+
+def scan(
+    folder: Descriptor, parts: Sequence[str], root: RootFolder | None = None
+) -> Iterator[FileInfo]:
     """The entries of the folder, unordered; `parts` are the names that lead to it.
+
+    A link that `root` follows is shown as what it leads to.
 
     Raises `Transient` if a name vanishes meanwhile, so that the whole listing is repeated:
     the file may have been renamed to a name that the scan had already passed.
@@ -342,7 +449,7 @@ def scan(folder: Descriptor, parts: Sequence[str]) -> Iterator[FileInfo]:
             if entry.name.startswith(".nfs"):
                 continue
             try:
-                yield _info(entry, folder, prefix)
+                yield _info(entry, folder, prefix, root)
             except FileNotFoundError as exc:
                 raise Transient("entries vanished during the listing") from exc
 
@@ -355,17 +462,25 @@ def _link_target(folder: Descriptor, name: str) -> str | None:
         return None
 
 
-def _info(entry: os.DirEntry[str], folder: Descriptor, prefix: str) -> FileInfo:
+def _info(
+    entry: os.DirEntry[str], folder: Descriptor, prefix: str, root: RootFolder | None
+) -> FileInfo:
     about = entry.stat(follow_symlinks=False)
     path = prefix + entry.name
-    mtime_s = about.st_mtime_ns / 1e9
-    if stat.S_ISDIR(about.st_mode):
-        return FileInfo(path, 0, mtime_s, kind="dir")
-    identity = f"{about.st_dev}:{about.st_ino}:{about.st_mtime_ns}"
-    if stat.S_ISREG(about.st_mode):
-        return FileInfo(path, about.st_size, mtime_s, identity)
+    target = None
     if stat.S_ISLNK(about.st_mode):
         target = os.readlink(entry.name, dir_fd=folder.fd)
+        followed = None if root is None else root.followed(folder, entry.name, _FILE)
+        if followed is not None:
+            with followed:
+                about = os.fstat(followed.fd)
+    mtime_s = about.st_mtime_ns / 1e9
+    if stat.S_ISDIR(about.st_mode):
+        return FileInfo(path, 0, mtime_s, kind="dir", link=target)
+    identity = f"{about.st_dev}:{about.st_ino}:{about.st_mtime_ns}"
+    if stat.S_ISREG(about.st_mode):
+        return FileInfo(path, about.st_size, mtime_s, identity, link=target)
+    if stat.S_ISLNK(about.st_mode):
         return FileInfo(path, 0, mtime_s, identity, "link", target)
     return FileInfo(path, 0, mtime_s, identity, "other")
 

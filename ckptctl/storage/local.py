@@ -64,14 +64,22 @@ class LocalStore(Closing):
     is opened, `url` what the user typed. If a name vanishes during a listing, the listing
     is repeated: the file may have been renamed to a name that the scan had already passed.
     New files in a `private` folder, and in records of runbooks, can be read by their owner alone.
+    Links into the folders `follow` are listed and read as what they lead to.
     """
 
     upload_checksum = None
 
-    def __init__(self, root: str, *, url: str | None = None, private: bool = False) -> None:
+    def __init__(
+        self,
+        root: str,
+        *,
+        url: str | None = None,
+        private: bool = False,
+        follow: Sequence[str] = (),
+    ) -> None:
         self.url = url or root
         self._is_private = private
-        self._root = RootFolder(root, self.url)
+        self._root = RootFolder(root, self.url, follow)
         self._kind: StoreKind | None = None
 
     @property
@@ -116,7 +124,7 @@ class LocalStore(Closing):
             yield Kept(path, why_none="a file system keeps no checksums")
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """See `Store.put`; creates missing folders, and the root if its parent exists.
+        """See `Store.put`; creates missing folders below the root.
 
         Not retried: after a failed write it is unknown what reached the disk.
         """
@@ -133,12 +141,17 @@ class LocalStore(Closing):
     def file_id(self, path: str) -> tuple[int, int]:
         return self._tried(path, partial(self._id, path))
 
+    def create_root(self) -> None:
+        with self._writing(""):
+            self._root.create()
+
+    def root_id(self) -> tuple[int, int]:
+        return self._tried("", lambda: self._root.identity)
+
     def make_folder(self, path: str) -> None:
         *folders, name = parts_of(path)
-        with self._writing(path):
-            self._root.make()
-            with self._root.folder(folders) as above:
-                os.mkdir(name, dir_fd=above.fd)
+        with self._writing(path), self._root.folder(folders) as above:
+            os.mkdir(name, dir_fd=above.fd)
 
     def write_in_place(
         self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int
@@ -227,11 +240,9 @@ class LocalStore(Closing):
         parts = parts_of(path)
         if not parts:
             raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
-        with self._writing(path, size):
-            self._root.make()
-            with self._root.folder(parts[:-1], make=True) as folder:
-                mode = PRIVATE if self._is_private or path.startswith(_RECORDS) else SHARED
-                publish(parts[-1], data, within=folder.fd, replace=replace, mode=mode)
+        mode = PRIVATE if self._is_private or path.startswith(_RECORDS) else SHARED
+        with self._writing(path, size), self._root.folder(parts[:-1], make=True) as folder:
+            publish(parts[-1], data, within=folder.fd, replace=replace, mode=mode)
 
     def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
         """Unlink files by their paths below an open folder, and flush the folders they were in."""
@@ -276,7 +287,7 @@ class LocalStore(Closing):
 
     def _names(self, path: str) -> Iterator[FileInfo]:
         with self._root.folder(parts_of(path)) as folder:
-            yield from scan(folder, parts_of(path))
+            yield from scan(folder, parts_of(path), self._root)
 
     def _tree(self, path: str) -> Iterator[FileInfo]:
         top = parts_of(path)
@@ -292,7 +303,7 @@ class LocalStore(Closing):
                     raise
                 raise Transient("folders vanished during the listing") from exc
             with folder:
-                for info in scan(folder, parts):
+                for info in scan(folder, parts, self._root):
                     if info.kind == "dir":
                         folders.append((*parts, info.path.rpartition("/")[2]))
                     else:
@@ -345,15 +356,16 @@ class LocalStore(Closing):
 
     def _exactly(self, file: Descriptor, span: Span) -> bytes:
         # The size bounds the allocation: the length comes from metadata, which may be wrong.
+        # One byte is read whatever the size: a cache of attributes may show one that is too small.
         size = os.fstat(file.fd).st_size
         end = span.offset + span.length
-        if span.offset < 0 or span.length < 0 or end > size:
+        if span.offset < 0 or span.length < 0 or (end > size and span.length > 1):
             raise self._short(span, size)
         data = os.pread(file.fd, min(span.length, _PIECE), span.offset)
         while len(data) < span.length:
             more = os.pread(file.fd, min(span.length - len(data), _PIECE), span.offset + len(data))
             if not more:
-                raise self._short(span, span.offset + len(data))
+                raise self._short(span, min(size, span.offset + len(data)))
             data += more
         return data
 

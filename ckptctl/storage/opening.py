@@ -62,7 +62,7 @@ def _opened(url: str, storage: StorageOptions) -> Store:
 
     start, path = _split(url)
     root = os.path.expanduser(path) or "/"
-    return LocalStore(root, url=path_word(start + root))
+    return LocalStore(root, url=path_word(start + root), follow=tuple(storage.follow_links))
 
 
 def _remote(url: str, storage: StorageOptions) -> Store:

@@ -6,6 +6,7 @@ earlier ones too. `classify` finds the cause; `job` decides what follows.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from ckptctl.formats.own.supervision import (
     ShareDocument,
 )
 from ckptctl.redaction import redacted
+from ckptctl.storage.files import is_same_folder
 from ckptctl.storage.shared_places import (
     HeldFolder,
     new_private_folder,
@@ -401,10 +403,18 @@ class LogFolder:
     A folder that cannot be written must not prevent an attempt: its output goes where that of
     `run` goes, then. `launcher` is the number of this one where there are several: each writes
     files of its own. Folder and files are held open; others may be able to write the folder.
+    Below the checkpoint root `root` nothing is created while that is missing or another folder
+    is in its place: logs must not create the root of a run.
     """
 
-    def __init__(self, folder: str, phase: str, launcher: int | None = None) -> None:
+    def __init__(
+        self, folder: str, phase: str, launcher: int | None = None, *, root: str | None = None
+    ) -> None:
         self._path = folder
+        above = None if root is None else os.path.abspath(root)
+        is_below = above is not None and f"{os.path.abspath(folder)}/".startswith(f"{above}/")
+        self._root = above if is_below else None
+        self._root_id: tuple[int, int] | None = None
         self._suffix = ".log" if launcher is None else f"-{launcher}.log"
         self._phase = phase
         self._prefix = f"{phase}: " if phase else ""
@@ -468,11 +478,22 @@ class LogFolder:
     def _held(self) -> HeldFolder:
         """The folder; opened again, with all checks, where its path leads to another by now."""
         if self._folder is None or not self._folder.is_there():
+            self._check_root()
             folder = open_folder(self._path, make=True)
             if self._folder is not None:
                 self._folder.close()
             self._folder = folder
         return self._folder
+
+    def _check_root(self) -> None:
+        """Raise `OSError` if the checkpoint root above is missing, or not the one of before."""
+        if self._root is None:
+            return
+        about = os.stat(self._root)
+        now = about.st_dev, about.st_ino
+        self._root_id = self._root_id or now
+        if not is_same_folder(self._root_id, now, self._root):
+            raise FileNotFoundError(errno.ENOENT, "it is not the root of before", self._root)
 
 
 def _is_at(folder: HeldFolder, name: str, fd: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
 from ckptctl.formatting import command_line, counted
 from ckptctl.outside_numbers import whole
-from ckptctl.selection.history import begin_run, check_sentinel
+from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Pick
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.same_root import SeenRoots
 from ckptctl.selection.targets import Roots
-from ckptctl.storage.opening import open_store
+from ckptctl.storage.opening import local_path, open_store
 from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
 from ckptctl.supervisor.child import Signals, Watcher
 from ckptctl.supervisor.heartbeats import StepTimes
@@ -63,6 +65,7 @@ class WatchedRoots:
         self._roots = roots
         self._options = options
         self._used = False
+        self._seen_roots = SeenRoots()
 
     def _pick(self, **keywords: Any) -> Pick:
         options = self._options
@@ -81,18 +84,19 @@ class WatchedRoots:
             # No process saves between two attempts, so an unfinished save is not in progress.
             found = self._pick(allow_fresh=True, **({"grace_s": 0.0} if self._used else {}))
             holds_steps = bool(found.passed_over or found.chosen)
-            if self._used and not holds_steps:
-                self._check_mounted()
+            if self._used:
+                self._check_same()
         except (StorageError, UsageError) as error:
             return RootState(error.exit_code, error.message)
         step = found.chosen.number if found.chosen else None
         return RootState(found.exit_code, found.message, step, holds_steps, found.next_command)
 
-    def _check_mounted(self) -> None:
-        """Raise `StorageUnavailable` where a root has lost its sentinel: it is not mounted."""
+    def _check_same(self) -> None:
+        """Raise `StorageUnavailable` where a mandatory root is gone, or not the one used before."""
         for url in self._roots.mandatory:
             with open_store(url, self._options.storage) as store:
-                check_sentinel(store)
+                # `decide` answers where the steps are gone.
+                self._seen_roots.check(store, list_root(store), steps_stay=False)
 
     def loads(self, world_size: int) -> bool:
         """Whether the newest usable step loads with so many ranks, and loses nothing required."""
@@ -128,6 +132,8 @@ class WatchedRoots:
                 for url in self._roots.mandatory
             ]
             begin_run(stores, seen.step)
+        with suppress(StorageError):  # the next inspection reports it
+            self._check_same()
 
 
 class NotStarted(Exception):
@@ -160,7 +166,11 @@ class SupervisedJob:
         log_dir, phase = options.output.log_dir, options.output.phase
         place = options.launchers.place if options.launchers.count > 1 else None
         self._notes_failed = False
-        self._log_folder = None if log_dir is None else LogFolder(log_dir, phase, place)
+        self._log_folder = (
+            None
+            if log_dir is None
+            else LogFolder(log_dir, phase, place, root=local_path(roots.first))
+        )
         self.nodes = Nodes(options.nodes, command, self.tell)
         self.roots = WatchedRoots(roots, options)
         self.sections = SectionLimits(options.section_timeouts)

@@ -102,12 +102,15 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
         steps = [named for root in opened_roots for named in root.listing.steps]
         if not steps:
             opened = partial(open_store, storage=selection.storage)
-            begins = decide_beginning(opened_roots, open_other=opened)
+            begins = decide_beginning(
+                opened_roots, open_other=opened, ignore=selection.policy.ignore
+            )
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
                     begins.message,
                     exit_code=begins.exit_code,
                     next_command=command_line("scan", *selection.roots.words),
+                    reason=begins.reason.value,
                 )
         return tuple(sorted(steps, key=lambda named: -named.number))
 
@@ -180,6 +183,7 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision
             found.message,
             exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
             next_command=found.next_command or command_line("scan", *selection.roots.words),
+            reason=found.reason.value if found.reason is not None else "",
         )
     fell_back = found.answer is Answer.FELL_BACK or bool(skip)
     return _chosen(found.chosen, rejected, fell_back=fell_back), opened

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable
+from ckptctl.errors import LinkNotFollowed, PathEscape, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.formats.pickles.values import TensorStub
@@ -172,6 +172,8 @@ class RecordLoads:
         try:
             with collector_paused():  # one collection takes as long as reading a gigabyte
                 self._load_all(in_order, wanted)
+        except LinkNotFollowed:
+            raise  # nothing is known about the file, and no older step replaces this one
         except (PathNotFound, PathEscape, ShortRead) as error:
             raise self._damage.missing(error, wanted) from error
         return self.loaded

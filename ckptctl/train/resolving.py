@@ -15,7 +15,7 @@ from ckptctl.distributed.process_table import machine
 from ckptctl.errors import LoadFailed, StorageError, StorageUnavailable
 from ckptctl.findings import Severity, Verdict
 from ckptctl.formats.digests import sha256_of
-from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
+from ckptctl.formats.frameworks.layouts import METADATA, compile_pattern
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.part_files import MAX_METADATA_BYTES
@@ -31,7 +31,7 @@ from ckptctl.options import (
     options_from,
 )
 from ckptctl.selection.choosing import refusal
-from ckptctl.selection.roots import list_root, older_steps
+from ckptctl.selection.roots import list_root, neighbours_of
 from ckptctl.selection.targets import roots_in
 from ckptctl.selection.verifying import content_asked
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
@@ -174,9 +174,7 @@ def prove_content(
         return None
     pattern = compile_pattern(selection.requirements.pattern)
 
-    def older() -> tuple[StepName, ...]:
-        return older_steps(list_root(opened.store, pattern).steps, decision.step or 0)
-
+    neighbours = neighbours_of(lambda: list_root(opened.store, pattern).steps, decision.step or 0)
     reports = group.from_all(
         lambda: (
             inspect_step(
@@ -184,7 +182,7 @@ def prove_content(
                 selection.requirements,
                 level=Level.CONTENT,
                 content=content_asked(ContentOptions(), group),
-                older=older,
+                neighbours=neighbours,
             ).report
         )
     )

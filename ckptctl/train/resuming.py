@@ -26,7 +26,7 @@ from ckptctl.formatting import command_line, counted, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.redaction import redacted
-from ckptctl.selection.fencing import check_token, take_token
+from ckptctl.selection.fencing import Token, check_token, take_token
 from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
@@ -81,7 +81,7 @@ class Resume:
         first(self._check_before)
         history = first(lambda: read_failures(job.store))
         restored = self._load_and_restore()
-        token = first(lambda: take_token(job.store, new_attempt))
+        token = first(lambda: self._take_over(restored))
         attempt = RankAttempt(token, Ledger(job.store, token.attempt, job.group.rank, job.later))
         first(lambda: self._record_start(attempt, restored))
         passed_over = first(lambda: self._check_after(attempt, restored))
@@ -109,6 +109,13 @@ class Resume:
         restored = self._load_and_restore()
         report = job.group.from_first(lambda: self._report_replay(restored, n_steps))
         return replace(_start(restored, report, None), last=restored.saved.step + n_steps)
+
+    def _take_over(self, restored: Restored) -> Token:
+        """Take the root over; the missing root of a fresh run is created. On rank 0 only."""
+        store = self._job.store
+        if restored.decision.step is None and store.folders is not None:
+            store.folders.create_root()
+        return take_token(store, new_attempt)
 
     def _check_before(self) -> None:
         selection = self._job.selection

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     CkptctlError,
+    LinkNotFollowed,
     MetadataUnreadable,
     MetadataUnsafe,
     PathEscape,
@@ -209,6 +210,8 @@ def read_step_metadata(opened: OpenStep) -> Metadata | RankLocal:
     """
     try:
         return opened.metadata
+    except LinkNotFollowed:
+        raise
     except (PathNotFound, PathEscape, TooLarge, MetadataUnreadable, MetadataUnsafe) as error:
         return _inspected(opened, error)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import shlex
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,8 +145,15 @@ class Writer(StorageWriter):
             return plan
         with self._opened() as (store, name):
             if store.folders is not None:
-                with suppress(AlreadyExists):
-                    store.folders.make_folder(name)
+                try:
+                    with suppress(AlreadyExists):
+                        store.folders.make_folder(name)
+                except PathNotFound as error:
+                    # It may be on a file system that is not mounted any more.
+                    raise PathNotFound(
+                        f"{error.message}; a save does not create the folder of the run",
+                        next_command=f"mkdir {shlex.quote(store.url)}",
+                    ) from error
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

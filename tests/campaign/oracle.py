@@ -26,7 +26,7 @@ from ckptctl.errors import CkptctlError
 
 CANARY = "campaign-canary"
 
-SUSPICIONS = frozenset({"shard.stale", "shard.newer", "shard.trailing", "metadata.foreign"})
+SUSPICIONS = frozenset({"shard.stale", "step.times", "shard.trailing", "metadata.foreign"})
 """Warnings that a step may not be what it seems; they change no verdict."""
 
 SEEN = {Verdict.UNSAFE, Verdict.CHANGED, Verdict.CORRUPT, Verdict.INCOMPLETE}

@@ -201,6 +201,7 @@ def _with_long_records(root: Path) -> tuple[Path, Path]:
     from ckptctl.train import Writer
 
     steps = (root / "step_20", root / "step_10")
+    root.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps):
         torch.manual_seed(number)
         state = {name: torch.randn(200, 300) for name in ("up", "down", "norm")}

@@ -115,3 +115,26 @@ def test_one_value_in_a_file_is_not_enough_to_accuse_it():
 def test_two_optimizers_may_count_differently():
     steps = {"g": [("a", 10.0), ("a", 10.0)], "d": [("b", 50.0), ("b", 50.0)]}
     assert list(check_optimizer_steps(steps, "x")) == []
+
+
+def test_a_file_that_nothing_names_and_nobody_read_may_hold_any_kind():
+    found = state("model.w", files=[FileInfo("mine.pt", 100), FileInfo("config.json", 5)])
+    assert [(entry.where, entry.key) for entry in found.unrecognized] == [("mine.pt", "mine.pt")]
+    assert "optimizer" in found.unknown
+    assert found.absent == ()
+
+
+def test_what_each_rank_has_is_listed_once():
+    files = [FileInfo(f"saved_rank_{rank}.pt", 100) for rank in range(3)]
+    contents = {file.path: {"data_pos": 3} for file in files}
+    found = state("model.w", files=files, contents=contents)
+    assert [entry.where for entry in found.unrecognized] == ["saved_rank_0.pt: data_pos"]
+
+
+def test_a_state_that_is_unknown_is_no_missing_one():
+    found = state("model.w", files=[FileInfo("a.pt", 9)], contents={"a.pt": {"data_pos": 3}})
+    missing, unknown = check_required(found, ("dataloader",), "root/step_1")
+    assert (missing.code, unknown.code) == ("state.missing", "state.unrecognized")
+    assert "dataloader" not in missing.message
+    assert "map it with --state dataloader=data_pos" in unknown.message
+    assert unknown.message.endswith("dataloader is required")

@@ -145,7 +145,7 @@ PLACES = [
         "show model.safetensors",
         2,
         "ckptctl convert model.safetensors model-dcp --accept-unverifiable",
-        "it looks like a safetensors file",
+        "it is named as a safetensors file",
     ),
     ("verify notes", 2, "ckptctl explain format.unsupported", "not a known checkpoint format"),
     ("verify run/step_10/.metadata", 2, "ckptctl verify run/step_10", "part of run/step_10"),

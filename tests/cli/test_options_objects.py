@@ -44,6 +44,7 @@ GIVEN: dict[type, dict[str, tuple[str, object]]] = {
         "before": ("--before=1000000", 1_000_000),
         "skip": ("--skip=7,8", frozenset({7, 8})),
         "max_fallback": ("--max-fallback=5", 5),
+        "ignore": ("--ignore=*.npz,corpus", ("*.npz", "corpus")),
     },
     Requirements: {
         "pattern": (f"--pattern={PATTERN}", PATTERN),

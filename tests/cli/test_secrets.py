@@ -16,7 +16,6 @@ import sys
 import threading
 import warnings
 from base64 import b64encode
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
@@ -47,7 +46,8 @@ HARMLESS = {
         *("--evidence-dir", "--flight-recorder", "--folder", "--hosts-file", "--html", "--job"),
         *("--key-file", "--like", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
         *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
-        *("--state", "--transcript", "--work", "--endpoint-url", "--site"),
+        *("--state", "--transcript", "--work", "--endpoint-url", "--site", "--ignore"),
+        "--follow-links",
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),
@@ -65,14 +65,6 @@ HARMLESS = {
     ),
 }
 """The options that take text and whose values are shown, by the reason."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    """Each test begins without secrets of another."""
-    redaction.forget()
-    yield
-    redaction.forget()
 
 
 def parameters(command: str) -> tuple[Parameter, ...]:

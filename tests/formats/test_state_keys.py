@@ -1,22 +1,35 @@
 """Which kind of train state an entry or a file is."""
 
-from array import array
-
 import pytest
 
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.state_keys import (
-    is_optimizer_step,
-    kind_of_entry,
+    Leaf,
+    StateKind,
+    kinds_of,
+    leaves_of,
     optimizer_is_hollow,
-    optimizer_of,
+    optimizer_steps,
 )
-from ckptctl.model import Chunks, RangeColumns, TensorEntry
+from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.model import Chunks, Metadata, TensorEntry
 
 
-def tensor(dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    empty = Chunks(len(shape), array("q"), array("q"), RangeColumns.missing(0))
-    return TensorEntry("x", dtype, shape, empty)
+def kind_of(fqn: str, dtype: str = "", shape: tuple[int, ...] | None = None) -> StateKind:
+    content = "unread" if shape is None else ""
+    (kind,) = kinds_of([Leaf(fqn.split("."), dtype, shape, content)])
+    return kind
+
+
+def kinds(state: object) -> dict[str, str]:
+    """The kind of each entry of a decoded file, by its key path."""
+    leaves = [*leaves_of(state)]
+    found = zip(leaves, kinds_of(leaves), strict=True)
+    return {".".join(map(str, leaf.path)): kind.names[0] for leaf, kind in found}
+
+
+def tensor(*shape: int, dtype: str = "float32") -> TensorStub:
+    return TensorStub(dtype, shape, (1,) * len(shape), 0, "0", 1)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +65,51 @@ def tensor(dtype: str, shape: tuple[int, ...]) -> TensorEntry:
     ],
 )
 def test_an_entry_is_known_by_its_key(fqn, kind):
-    weights = tensor("float32", (4, 4)) if fqn.endswith(("weight", "exp_avg", ".w")) else None
-    assert kind_of_entry(fqn.split("."), weights).names == (kind,)
+    is_tensor = fqn.endswith(("weight", "exp_avg", ".w"))
+    found = kind_of(fqn, "float32", (4, 4)) if is_tensor else kind_of(fqn)
+    assert found.names == (kind,)
 
 
 def test_a_generator_state_is_known_by_its_size_whatever_it_is_called():
-    assert kind_of_entry(("noise",), tensor("uint8", (5056,))).names == ("rng",)
-    assert kind_of_entry(("noise",), tensor("uint8", (5055,))).names == ("model",)
+    assert kind_of("noise", "uint8", (5056,)).names == ("rng",)
+    other = kind_of("noise", "uint8", (5055,))
+    assert other.names == ("other",)
+    assert "rng" in other.may_be
+
+
+def test_generators_of_python_and_numpy_are_known_by_their_content():
+    python = (3, tuple(range(625)), None)
+    numpy = ("MT19937", tensor(624, dtype="uint32"), 4, 0, 0.0)
+    device = tensor(16, dtype="uint8")
+    state = {"model": {"w": tensor(2)}, "q": {"a": python, "b": numpy}, "device": device}
+    assert kinds(state) == {"model.w": "model", "q.a": "rng", "q.b": "rng", "device": "other"}
+    beside = {"q": {"a": tensor(5056, dtype="uint8"), "c": [device, device]}}
+    assert {*kinds(beside).values()} == {"rng"}
+
+
+def test_schedulers_and_data_loaders_are_known_by_keys_that_only_they_have_together():
+    scheduler = {"last_epoch": 3, "_step_count": 4, "_last_lr": [0.1], "base_lrs": [0.1]}
+    plateau = {"factor": 0.1, "best": 2.0, "num_bad_epochs": 1, "last_epoch": 3}
+    loader = {"_snapshot": {"_main_snapshot": {"x": 1}}, "_steps_since_snapshot": 0}
+    found = kinds({"a": scheduler, "b": plateau, "c": loader, "d": {"epoch": 1, "offset": 50}})
+    of_key = {key: {found[path] for path in found if path[0] == key} for key in "abcd"}
+    assert of_key == {
+        "a": {"scheduler"},
+        "b": {"scheduler"},
+        "c": {"dataloader"},
+        "d": {"dataloader"},
+    }
+
+
+def test_what_nothing_shows_may_be_what_its_form_allows():
+    found = kinds_of([*leaves_of({"data_pos": 17, "run": "a", "ratio": 0.5, "flag": True})])
+    assert [kind.may_be for kind in found] == [("step", "tokens", "dataloader"), (), (), ()]
+
+
+def test_a_person_maps_what_is_not_recognized_by_whole_key_paths():
+    leaves = [*leaves_of({"data_pos": {"a": 1}, "data_pos_2": 4})]
+    found = kinds_of(leaves, (), [("dataloader", "data_pos")])
+    assert [kind.names[0] for kind in found] == ["dataloader", "other"]
 
 
 @pytest.mark.parametrize(
@@ -72,20 +123,26 @@ def test_a_generator_state_is_known_by_its_size_whatever_it_is_called():
     ],
 )
 def test_the_copies_of_state_per_rank_are_told_apart(fqn, rank):
-    assert kind_of_entry(fqn.split(".")).rank == rank
+    assert kind_of(fqn).rank == rank
 
 
 def test_an_adam_without_moments_is_hollow():
-    settings = [("optimizer", "param_groups", 0, "betas"), ("optimizer", "param_groups", 0, "lr")]
+    groups = ("optimizer", "param_groups", 0)
+    settings = [Leaf((*groups, "betas")), Leaf((*groups, "lr"))]
     assert optimizer_is_hollow(settings)
-    assert not optimizer_is_hollow([*settings, ("optimizer", "state", 0, "exp_avg")])
-    assert not optimizer_is_hollow([("optimizer", "param_groups", 0, "momentum")])
+    moment = Leaf(("optimizer", "state", 0, "exp_avg"), "float32", (4,))
+    assert not optimizer_is_hollow([*settings, moment])
+    assert not optimizer_is_hollow([Leaf((*groups, "momentum"))])
 
 
 def test_the_step_of_an_optimizer_is_not_the_step_of_the_run():
-    assert is_optimizer_step(("optimizer", "state", "layers.0.weight", "step"))
-    assert not is_optimizer_step(("train_state", "step"))
-    assert optimizer_of(("app", "optimizer", "state", "w", "step")) == "app.optimizer"
+    paths = [("app", "optimizer", "state", "w", "step"), ("train_state", "step")]
+    entries = {
+        ".".join(path): TensorEntry(".".join(path), "int64", (), Chunks.of(0, []), path)
+        for path in paths
+    }
+    metadata = Metadata(entries, {}, ())
+    assert optimizer_steps(metadata) == {"app.optimizer.state.w.step": "app.optimizer"}
 
 
 @pytest.mark.parametrize(
@@ -128,3 +185,17 @@ def test_a_file_beside_the_shards_is_known_by_its_name(layout, path, names, rank
 @pytest.mark.parametrize("path", ["config.json", "tokenizer.model", "__0_0.distcp", "hparams.yaml"])
 def test_a_file_without_train_state_is_none(path):
     assert kind_of_file("dcp", path) is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"a.m.weight": tensor(4, 4), "a.v.weight": tensor(4, 4), "a.q.weight": tensor(4, 4)},
+        {"b.conv.weight": {"mask": tensor(4), "kept": tensor(4)}, "b.weight": tensor(4)},
+        {"momentum_buffer.weight": tensor(4), "sum": tensor(4), "step": {"w": tensor(4)}},
+        {"0": {"sum": tensor(4), "scale": tensor(4)}, "1": {"prev": tensor(4)}},
+    ],
+)
+@pytest.mark.parametrize("key", ["model", "net", "state", "app"])
+def test_modules_whose_names_are_those_of_moments_are_weights(key, model):
+    assert {*kinds({key: model}).values()} == {"model"}

@@ -17,7 +17,7 @@ import ckptctl
 from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, page
-from ckptctl.cli.options import COMMAND_LINE_ONLY
+from ckptctl.cli.options import COMMAND_LINE_ONLY, OTHER_VARIABLES
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import STEP_MARKS
 from ckptctl.cli.typer_app import build_app
@@ -60,6 +60,7 @@ def test_every_option_has_a_help_text_a_row_in_the_reference_and_its_variable(co
         assert option.help.endswith("."), name
         assert f"`{name}`" in REFERENCE, name
         variable = "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
+        variable = OTHER_VARIABLES.get(f"{name} {option.metavar}", variable)
         if name in COMMAND_LINE_ONLY:
             # The warning about its variable finds the option by the parameter's name.
             assert name == "--" + option.name.replace("_", "-")

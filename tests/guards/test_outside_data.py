@@ -217,6 +217,7 @@ def ledger(root: Path, data: bytes) -> None:
 def history(root: Path, data: bytes) -> None:
     from ckptctl.selection.history import put_sentinel, read_history
 
+    (root.parent / "new").mkdir(exist_ok=True)
     with open_store(str(root.parent / "new")) as store:
         put_sentinel(store)
         put(root.parent / "new/.ckptctl/attempts/20260101T000000.000000Z-00000000.jsonl", data)

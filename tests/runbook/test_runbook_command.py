@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -343,3 +344,26 @@ def test_the_options_of_the_call_reach_the_commands_of_the_blocks(root):
     storage = StorageOptions(storage_options={"secret": "a b"}, timeout_s=120.0)
     page = _handed_on(storage, None)
     assert page == {"CKPTCTL_TIMEOUT": "120.0", "CKPTCTL_STORAGE_OPTION": r'secret="a\u0020b"'}
+
+
+def test_three_damaged_steps_are_resumed_past_once_a_person_has_rejected_them(root):
+    """RB-7 and the runbook for the storage do not lead to each other without an end."""
+    for number in (500, 400, 300):
+        flip(root / f"step_{number}" / ".metadata")
+    code, leads = next_of("rb-7", root, "--yes", *SEEN, *RESUME)
+    assert (code, leads) == (11, ["storage-corruption", str(root)])
+    done = run_ckptctl("runbook", "run", *leads, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "until they are rejected" in done.stdout + done.stderr
+    for step in run_ckptctl("pick", root, "--print", "damaged").stdout.split():
+        assert run_ckptctl("reject", step, "--reason", "damaged").returncode == 0
+    again = run(root, "--yes", "--new", *RESUME)
+    assert again.returncode == 31, again.stderr
+    assert resumed(root) == str(root / "step_200")
+
+
+def test_train_state_that_no_step_has_is_no_matter_of_the_storage(checkpoints, tmp_path):
+    root = Path(shutil.copytree(checkpoints / "run_bare4", tmp_path / "run"))
+    done = run(root, "--yes", *RESUME, "--set", "REQUIRE=dataloader")
+    assert done.returncode == 11
+    assert "storage-corruption" not in (next_command(done.stdout + done.stderr) or "")

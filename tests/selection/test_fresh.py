@@ -19,9 +19,11 @@ import ckptctl
 from ckptctl import Answer, StorageUnavailable, UsageError
 from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.findings import Verdict
+from ckptctl.formats.frameworks.file_names import MAX_TEXT_BYTES
 from ckptctl.selection import empty_roots, targets
 from ckptctl.selection.fencing import take_token
 from ckptctl.selection.history import put_sentinel, read_history, record_usable
+from ckptctl.selection.results import NoStepReason
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.opening import open_store
 
@@ -127,76 +129,111 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(root, monkeypatch):
     assert ckptctl.pick(str(root)).answer is Answer.FRESH
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("model.safetensors", "safetensors weights"),
-        ("adapter_model.safetensors", "safetensors weights"),
-        ("model-00001-of-00002.safetensors", "safetensors weights"),
-        ("final/model.safetensors", "safetensors weights"),
-        ("pytorch_model.bin", "Hugging Face weights"),
-        ("pytorch_model-00001-of-00003.bin", "Hugging Face weights"),
-        ("export/adapter_model.bin", "Hugging Face weights"),
-        ("iter_0000030_0_local.pt", "an NVRx local checkpoint"),
-        ("consolidated.00.pth", "Llama weights"),
-        ("last/mp_rank_00_model_states.pt", "a DeepSpeed checkpoint"),
-        ("release/mp_rank_00/model_optim_rng.pt", "a Megatron checkpoint"),
-        ("checkpoint.tar", "a torch.save checkpoint"),
-        ("weights.pth", "a torch.save checkpoint"),
-        ("resnet50.pth", "a torch.save checkpoint"),
-        ("snapshot.pt", "a torch.save checkpoint"),
-        ("rank0.pt", "a torch.save checkpoint"),
-        ("weights.bin", "a torch.save checkpoint"),
-        ("model.ckpt-100.index", "a TensorFlow checkpoint"),
-        ("model.weights.h5", "saved weights"),
-        ("params.npz", "saved weights"),
-        ("model_state_epoch_3.th", "saved weights"),
-        ("best.th", "saved weights"),
-        ("model_100.pdparams", "a Paddle checkpoint"),
-        ("run/0042.eqx", "saved weights"),
-        ("last.pt.bak", "saved weights"),
-        ("step_100.npz", "saved weights"),
-        ("best/epoch-3.h5", "saved weights"),
-        ("100.msgpack", "saved weights"),
-        ("checkpoint", "saved weights"),
-        ("model.onnx", "saved weights"),
-        ("final/default/_CHECKPOINT_METADATA", "an Orbax checkpoint"),
-        ("last/.snapshot_metadata", "a TorchSnapshot checkpoint"),
-        ("model-last/vocab/key2row", "a spaCy pipeline"),
-        ("checkpoint/model-3.mpk", "saved weights"),
-        ("catboost_info/snapshot.cbsnapshot", "saved weights"),
-        ("boosting/model_100.json", "saved weights"),
-        ("LightGBM_model.txt.snapshot_iter_100", "saved weights"),
-    ],
-)
-def test_saved_weights_are_named_and_the_run_is_not_fresh(root, name, kind):
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_bytes(b"PK")
-    for ask in (ckptctl.pick, ckptctl.scan, ckptctl.preflight):
-        with pytest.raises(UsageError) as caught:
-            ask(str(root))
-        assert f"{name} looks like a checkpoint ({kind})" in caught.value.message
-
-
-def test_a_file_that_is_named_as_a_step_without_a_suffix_is_no_fresh_run(root):
-    (root / "checkpoint_100").write_bytes(b"PK")
-    for ask in (ckptctl.pick, ckptctl.scan, ckptctl.preflight):
-        with pytest.raises(UsageError, match="checkpoint_100 looks like a checkpoint, but a step"):
-            ask(str(root))
+ALL = (ckptctl.pick, ckptctl.scan, ckptctl.preflight)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("config.json", "tokenizer.json", "train.bin", "code/train.py", "wandb/run-1/x.wandb"),
-        *("step_100.log", "features.h5", "tokens.npz", "norm_stats.pt", "tokenizer.model"),
-        *("000123.npz", "last.pt.tmp", "epoch.json", "checkpointing.py", "stats.pickle"),
+        *("model.safetensors", "final/model.safetensors", "pytorch_model.bin", "checkpoint.tar"),
+        *("last/mp_rank_00_model_states.pt", "model.ckpt-100.index", "params.npz", "run/0042.eqx"),
+        *("semi_best", "e3", "model_last.mdl", "scores.checkpoint_1000", "last", "Epoch 3"),
+        *("runs/7/semi_best", "a/b/c/d/e/e3", ".hidden/e3", "run12/weights", "last.pt.tmp", "x"),
+        *("data/train.bin", "tokens.npz", "core.1234", "checkpoint_100", "step_100.tar.gz"),
     ],
 )
-def test_what_is_no_checkpoint_leaves_a_run_fresh(root, name):
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_unknown_files_of_any_name_are_no_fresh_run_and_are_named(root, name, size):
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(b"x" * size)
+    (root / "train.log").write_text("step 1 loss 2.5\n")
+    for ask in ALL:
+        with pytest.raises(UsageError) as caught:
+            ask(str(root), ignore=["*.other"])
+        assert "1 entry of unknown content" in caught.value.message
+        assert f"({name}), which may be saves;" in caught.value.message
+        assert "--ignore PATTERN" in caught.value.message
+    found = ckptctl.pick(str(root), allow_fresh=True, ignore=[name])
+    assert (found.answer, found.exit_code) == (Answer.FRESH, 0)
+
+
+def test_a_folder_of_digits_with_an_unknown_file_is_a_step_of_unknown_format(root):
+    (root / "12").mkdir(parents=True)
+    (root / "12" / "weights").write_bytes(b"x" * 100)
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.answer, found.exit_code) == (Answer.NONE_USABLE, 11)
+    assert found.reason == "unverifiable"
+
+
+@pytest.mark.parametrize(
+    "name", ["large.json", "boosting/model_100.json", "config.yaml", "notes.txt", "job.o12345"]
+)
+def test_text_is_known_while_it_is_small(root, name):
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(b"x" * MAX_TEXT_BYTES)
+    assert ckptctl.pick(str(root)).answer is Answer.FRESH
+    (root / name).write_bytes(b"x" * (MAX_TEXT_BYTES + 1))
+    with pytest.raises(UsageError, match="unknown content"):
+        ckptctl.pick(str(root))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "args.yaml", "tokenizer.json", "README.md", "README", "LICENSE"),
+        *("train.log", "train.log.2", "slurm-123.out", "nohup.out", "job.o123456", "metrics.jsonl"),
+        *("tb/events.out.tfevents.1700000000.node1.7.0", "code/train.py", ".hydra/config.yaml"),
+        *("wandb/run-1/run-1.wandb", "wandb/run-1/files/requirements.txt", ".git/objects/4b/a1c2"),
+        *("__pycache__/train.cpython-311.pyc", "plots/loss.png", ".gitignore", "src/Makefile"),
+    ],
+)
+def test_logs_configurations_and_source_leave_a_run_fresh(root, name):
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_text("x")
+    (root / "empty").touch()
+    for ask in ALL:
+        assert ask(str(root)).exit_code == 10
     assert ckptctl.pick(str(root), allow_fresh=True).exit_code == 0
+
+
+def test_patterns_accept_files_and_whole_folders_and_nothing_else(root):
+    for name in ("cache/a/b.bin", "cache/c.bin", "trace.bin", "e3"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"4 entries of unknown content \("):
+        ckptctl.pick(str(root))
+    with pytest.raises(UsageError, match=r"1 entry of unknown content \(e3\)"):
+        ckptctl.pick(str(root), ignore=["cache", "trace.*"])
+    assert ckptctl.pick(str(root), ignore=["cache", "trace.*", "e?"]).answer is Answer.FRESH
+    done = run_ckptctl("pick", root, "--allow-fresh", "--ignore", "cache,trace.*", "--ignore", "e3")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_link_is_known_by_what_it_leads_to_in_the_root(root, tmp_path):
+    (root / "wandb" / "run-1" / "logs").mkdir(parents=True)
+    (root / "wandb" / "latest-run").symlink_to("run-1")
+    (root / "wandb" / "debug.log").symlink_to("run-1/logs/debug.log")
+    assert ckptctl.pick(str(root)).answer is Answer.FRESH
+    for target in (tmp_path / "gone.pt", tmp_path, "../run", "nowhere"):
+        (root / "newest").symlink_to(target)
+        with pytest.raises(UsageError, match=r"unknown content \(newest\)"):
+            ckptctl.pick(str(root))
+        (root / "newest").unlink()
+
+
+def test_more_files_than_are_compared_are_no_proof(root, monkeypatch):
+    monkeypatch.setattr(empty_roots, "MAX_FILES", 10)
+    for n in range(11):
+        (root / f"{n}.log").write_text("x")
+    with pytest.raises(UsageError, match="11 were not listed"):
+        ckptctl.pick(str(root))
+
+
+def test_a_step_without_a_number_is_named_once(root, step):
+    shutil.copytree(step, root / "final")
+    with pytest.raises(UsageError, match=r"1 entry of unknown content \(final\)") as caught:
+        ckptctl.pick(str(root))
+    assert caught.value.next_command == f"ckptctl verify {root / 'final'}"
 
 
 def test_a_run_behind_a_link_makes_the_path_wrong(root, step, tmp_path):
@@ -453,6 +490,19 @@ def test_a_first_save_that_was_interrupted_is_fresh_by_the_record_alone(root):
     assert [one.report.number for one in found.passed_over] == [3]
     assert ckptctl.scan(str(root)).exit_code == 10
     assert ckptctl.preflight(str(root), allow_fresh=True).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["s0/r{}/iter_0000030_{}_local.pt", "r{}/iter_0000030_{}_local.pt"]
+)
+def test_a_running_first_save_without_a_folder_of_its_own_is_waited_for(root, name):
+    used(root)
+    for rank in range(2):
+        path = root / name.format(rank, rank)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"PK")
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.exit_code, found.reason) == (75, NoStepReason.SAVE_RUNNING)
 
 
 def test_interrupted_saves_beside_weights_or_below_a_pointer_are_no_fresh_run(root):

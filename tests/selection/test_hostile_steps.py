@@ -224,16 +224,16 @@ HOSTILE: Mapping[str, tuple[Spoil, int, set[str]]] = {
     "path in percent": (moved_to("%2e%2e/x"), 20, {"shard.missing"}),
     "path of five thousand": (moved_to("x" * 5000), 20, {"shard.missing"}),
     "path for terminals": (moved_to("\x1b[2J\n✓"), 20, {"shard.missing"}),
-    "link of a shard": (a_linked_shard, 25, {"path.escape"}),
-    "link of the step": (a_linked_step, 25, set()),
+    "link of a shard": (a_linked_shard, 2, {"step.linked"}),
+    "link of the step": (a_linked_step, 2, set()),
     "name for terminals": (with_metadata(a_name_for_terminals), 0, set()),
     # What is no file
     "metadata a pipe": (in_place_of(".metadata", os.mkfifo), 25, {"path.escape"}),
     "metadata a socket": (in_place_of(".metadata", a_socket), 25, {"path.escape"}),
     "metadata a link to zeros": (
         in_place_of(".metadata", lambda path: path.symlink_to("/dev/zero")),
-        25,
-        {"path.escape"},
+        2,
+        {"step.linked"},
     ),
     "metadata of a terabyte": (
         in_place_of(".metadata", sparse(1 << 40)),

@@ -37,7 +37,7 @@ def test_a_checkpoint_file_that_names_no_step_is_no_fresh_run(tmp_path, name):
 @pytest.mark.parametrize("name", ["last.ckpt", "release", "save-100-final", "best"])
 def test_a_checkpoint_folder_that_names_no_step_is_no_fresh_run(tmp_path, step, name):
     shutil.copytree(step, tmp_path / name)
-    with pytest.raises(UsageError, match=f"{name} looks like a checkpoint"):
+    with pytest.raises(UsageError, match=rf"unknown content \({name}\)"):
         ckptctl.pick(str(tmp_path))
 
 
@@ -65,7 +65,7 @@ def test_of_lightning_s_versions_of_a_step_the_highest_is_taken(tmp_path, framew
     assert "step.duplicate" not in [finding.code for finding in found.findings]
 
 
-@pytest.mark.parametrize("name", ["train.log", "config.yaml", "tokenizer.bin", "dataset.pt"])
+@pytest.mark.parametrize("name", ["train.log", "config.yaml", "tokenizer.json", "dataset.csv"])
 def test_other_files_do_not_keep_a_run_from_being_fresh(tmp_path, name):
     (tmp_path / name).write_text("x")
     assert ckptctl.pick(str(tmp_path)).exit_code == 10
@@ -190,9 +190,11 @@ def test_no_older_step_replaces_one_that_is_a_link_out_of_the_root(tmp_path, ste
         shutil.copytree(step, tmp_path / "elsewhere")
     (root / "step-30").symlink_to("../elsewhere")
     for ask in (ckptctl.pick, ckptctl.scan):
-        with pytest.raises(UsageError, match="step 30 may be usable") as caught:
-            ask(str(root))
-        assert caught.value.next_command == f"ckptctl pick {root} --skip 30"
+        found = ask(str(root))
+        assert (found.exit_code, found.chosen) == (2, None)
+        assert "step-30 is a link to ../elsewhere; links are not followed" in found.message
+        follow = f"ckptctl scan {root} --follow-links {tmp_path}"
+        assert found.next_command == (follow if is_there else f"ls -ld {root}/step-30")
     assert ckptctl.pick(str(root), skip=[30]).step == 20
 
 

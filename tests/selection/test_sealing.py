@@ -196,11 +196,11 @@ def test_a_format_that_nothing_can_prove_is_sealed_on_request(checkpoints, copy_
     root = copy_of(checkpoints / "run_fsdp4")
     step = root / "step_600"
     step.mkdir()
-    (step / "metadata.pkl").write_bytes(b"of no format" * 80)
+    (step / "CKPT.yaml").write_bytes(b"of no format" * 80)
     assert ckptctl.seal(str(step)).exit_code == 22
     assert ckptctl.seal(str(step), accept_unverifiable=True).exit_code == 0
-    (step / "metadata.pkl").write_bytes(b"of another one" * 80)
-    assert ("seal.digest", "metadata.pkl") in faults(every_byte(step))
+    (step / "CKPT.yaml").write_bytes(b"of another one" * 80)
+    assert ("seal.digest", "CKPT.yaml") in faults(every_byte(step))
 
 
 def test_records_without_checksums_are_proven_by_a_seal_alone(checkpoints, copy_of):

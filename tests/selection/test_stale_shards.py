@@ -23,6 +23,7 @@ from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import ByteRange, Chunk, Chunks, TensorEntry
 from ckptctl.options import Requirements
+from ckptctl.selection.roots import neighbours_of
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 
@@ -239,7 +240,8 @@ def test_on_an_object_store_it_costs_a_few_short_reads_for_each_shard_file(tmp_p
         store = FaultyStore(LocalStore(str(tmp_path)), kind=StoreKind.OBJECT)
         steps = [one for name in older if (one := step_name(name))]
         step = OpenStep(store, named)
-        inspect_step(step, Requirements(), level=Level.STRUCTURE, older=lambda: steps)
+        beside = neighbours_of(lambda: steps, 20)
+        inspect_step(step, Requirements(), level=Level.STRUCTURE, neighbours=beside)
         return store.calls
 
     alone, compared = counts([]), counts(["step_10"])
@@ -258,9 +260,8 @@ def test_a_storage_that_fails_at_the_older_step_says_nothing_of_this_one(tmp_pat
         store = FaultyStore(LocalStore(str(tmp_path)))
         store.fail("read", StorageUnavailable("no answer"), path=path)
         step = OpenStep(store, named)
-        return inspect_step(
-            step, Requirements(), level=Level.STRUCTURE, older=lambda: [older]
-        ).report
+        beside = neighbours_of(lambda: [older], 20)
+        return inspect_step(step, Requirements(), level=Level.STRUCTURE, neighbours=beside).report
 
     assert report("step_10/.metadata").verdict is Verdict.COMPLETE
     assert report("step_20/.metadata").verdict is Verdict.UNKNOWN

@@ -13,6 +13,7 @@ from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
+from ckptctl.selection.roots import neighbours_of
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.local import LocalStore
 
@@ -49,15 +50,26 @@ def test_who_accepts_it_has_it(root):
     assert told(ckptctl.verify(f"{root}@800")) == ["step.wrong-step"]
 
 
-def test_a_folder_that_was_renamed_and_left_nothing_is_suspected_and_taken(root):
+def test_a_folder_that_was_renamed_and_left_nothing_is_another_step_until_it_is_accepted(root):
     (root / "step_500").rename(root / "step_700")
     report = ckptctl.verify(f"{root}@700")
-    assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
+    assert (report.exit_code, told(report)) == (21, ["step.wrong-step"])
+    assert ckptctl.pick(str(root)).step == 400
+    ckptctl.mark(f"{root}@700", "accepted", reason="renamed on purpose")
     assert ckptctl.pick(str(root)).step == 700
 
 
-@pytest.mark.parametrize("number", [1, 250, 499, 501])
-def test_an_earlier_or_a_neighbouring_number_is_no_contradiction(number, root):
+@pytest.mark.parametrize("number", [1, 250])
+def test_an_earlier_number_is_a_contradiction_where_the_steps_beside_count_their_names(
+    number, root
+):
+    shutil.copytree(root / "step_500", root / f"step_{number}")
+    report = ckptctl.verify(f"{root}@{number}")
+    assert (report.exit_code, told(report)) == (21, ["step.wrong-step"])
+
+
+@pytest.mark.parametrize("number", [499, 501])
+def test_a_neighbouring_number_is_no_contradiction(number, root):
     shutil.copytree(root / "step_500", root / f"step_{number}")
     report = ckptctl.verify(f"{root}@{number}")
     assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
@@ -99,7 +111,8 @@ def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root):
         assert named is not None
         assert older is not None
         step = OpenStep(store, named)
-        found = inspect_step(step, Requirements(), level=Level.LISTING, older=lambda: [older])
+        beside = neighbours_of(lambda: [older], named.number)
+        found = inspect_step(step, Requirements(), level=Level.LISTING, neighbours=beside)
         return told(found.report), store.calls["span"]
 
     assert inspected("step_500") == ([], 0)

@@ -59,7 +59,7 @@ def opened(
 @pytest.fixture
 def store(opened: Open) -> Store:
     """A root with two steps and a file of its own."""
-    root = opened("runs/a")
+    root = created(opened("runs/a"))
     for name, data in (
         ("step_1/.metadata", b"meta of 1"),
         ("step_1/__0_0.distcp", bytes(range(256)) * 40),
@@ -73,7 +73,14 @@ def store(opened: Open) -> Store:
 @pytest.fixture
 def empty(opened: Open) -> Store:
     """A root that nothing was written to."""
-    return opened("runs/a")
+    return created(opened("runs/a"))
+
+
+def created(store: Store) -> Store:
+    """The store of a root that exists, where the storage has folders."""
+    if store.folders is not None:
+        store.folders.create_root()
+    return store
 
 
 @pytest.fixture(params=[*LOCAL, *OF_OBJECTS])
@@ -185,7 +192,7 @@ def test_a_root_that_is_not_there_is_not_found_or_empty_where_there_are_no_folde
     ],
 )
 def test_a_listing_goes_on_after_the_first_page_of_names(opened, page):
-    root = opened("many")
+    root = created(opened("many"))
     names = [f"s/{n:04}" for n in range(page + 3)]
     for name in names:
         root.put(name, b"", replace=True)
@@ -315,14 +322,14 @@ def test_a_file_that_is_removed_is_gone_and_the_others_are_not(store):
     ]
 
 
-def test_a_root_that_is_not_there_yet_is_made_by_the_first_write(opened):
-    root = opened("new")
+def test_a_root_that_is_not_there_yet_is_created_where_the_storage_has_folders(opened):
+    root = created(opened("new"))
     root.put("a/b/c", b"1")
     assert [info.path for info in root.list_tree()] == ["a/b/c"]
 
 
 def test_no_upload_is_left_by_writes_that_ended(opened, where):
-    store = opened("runs/uploads")
+    store = created(opened("runs/uploads"))
     data = bytes(18 << 20)
     store.put_pieces("step_1/__0_0.distcp", lambda: iter([memoryview(data)]), len(data))
     with pytest.raises(ZeroDivisionError):
@@ -407,7 +414,7 @@ def test_a_file_shows_up_in_no_folder_before_it_is_whole(store, tmp_path):
 @pytest.mark.parametrize("where", [*LOCAL, *OF_OBJECTS], indirect=False)
 @pytest.mark.parametrize("size", [0, 5, 3 << 20, 18 << 20])
 def test_a_file_written_in_pieces_is_the_pieces_in_order(opened, where, size):
-    store = opened("runs/pieces")
+    store = created(opened("runs/pieces"))
     data = os.urandom(size)
     buffer = bytearray(1 << 20)
 
@@ -433,7 +440,7 @@ class Broken(Exception):
 @pytest.mark.parametrize("where", [*LOCAL, *OF_OBJECTS], indirect=False)
 @pytest.mark.parametrize("size", [100, 18 << 20])
 def test_a_file_whose_pieces_fail_is_not_there(opened, where, size):
-    store = opened("runs/pieces")
+    store = created(opened("runs/pieces"))
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(bytes(size - 1))

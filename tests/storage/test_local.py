@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -174,8 +174,43 @@ def test_a_root_that_is_a_dangling_link_is_judged_by_where_it_points(tmp_path):
     store = LocalStore(str(tmp_path / "empty"))
     with pytest.raises(PathNotFound):
         store.list_dir()
+    store.create_root()
     store.put("a", b"1")
     assert (tmp_path / "run/a").read_bytes() == b"1"
+
+
+def _writes(store: LocalStore) -> Iterator[Callable[[], object]]:
+    yield lambda: store.put("a", b"1")
+    yield lambda: store.put("a/b", b"1", replace=True)
+    yield lambda: store.put_pieces("a", lambda: iter([memoryview(b"1")]), 1)
+    yield lambda: store.make_folder("a")
+    yield lambda: store.write_in_place("a", lambda: iter([memoryview(b"1")]), 1)
+    yield lambda: store.append_line("a", b"1\n")
+    yield lambda: store.move("step_1", "a")
+
+
+def test_no_write_creates_the_root(tmp_path):
+    store = LocalStore(str(tmp_path / "run"))
+    for write in _writes(store):
+        with pytest.raises(PathNotFound):
+            write()
+    assert os.listdir(tmp_path) == []
+    store.create_root()
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["gone", "replaced"])
+def test_a_root_that_vanishes_while_it_is_open_is_never_used_again(root, replaced):
+    store = LocalStore(str(root))
+    assert [info.path for info in store.list_dir()] == ["step_1"]
+    root.rename(root.parent / "moved")
+    if replaced:
+        root.mkdir()
+    reads = [store.list_dir, store.list_tree, lambda: store.read("step_1/.metadata", limit=9)]
+    for use in (*reads, store.root_id, store.create_root, *_writes(store)):
+        with pytest.raises(StorageUnavailable, match="not the folder that was opened before"):
+            use()
+    assert not root.exists() or os.listdir(root) == []
 
 
 def test_a_root_that_is_a_file_is_not_found(tmp_path):
@@ -325,8 +360,8 @@ def test_a_listing_starts_again_when_a_name_vanishes_under_it(root, monkeypatch)
 def test_a_tree_starts_again_when_a_folder_vanishes_under_it(root, monkeypatch):
     real, renamed = local.scan, []
 
-    def rename_first(folder: object, parts: tuple[str, ...]) -> object:
-        yield from real(folder, parts)  # type: ignore[arg-type]
+    def rename_first(folder: object, parts: tuple[str, ...], in_root: object) -> object:
+        yield from real(folder, parts, in_root)  # type: ignore[arg-type]
         if not parts and not renamed:
             renamed.append((root / "step_1").rename(root / "step_2"))
 

@@ -395,7 +395,7 @@ def test_a_link_is_not_followed(step: Path, tmp_path: Path):
     shard(step).rename(outside)
     shard(step).symlink_to(outside)
     error = refused(step)
-    assert (error.code, error.exit_code) == ("path.escape", 25)
+    assert (error.code, error.exit_code) == ("step.linked", 2)
 
 
 # What it cannot read

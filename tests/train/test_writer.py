@@ -238,7 +238,13 @@ def test_a_checkpoint_is_not_written_over(tmp_path: Path):
 
 
 def test_a_folder_that_is_not_mounted_is_not_made(tmp_path: Path):
-    saved({"a": torch.ones(3)}, tmp_path / "run" / "step_1")  # the root of a new run is made
+    with pytest.raises(CheckpointException) as caught:
+        saved({"a": torch.ones(3)}, tmp_path / "run" / "step_1")
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, PathNotFound)
+    assert error.next_command == f"mkdir {tmp_path / 'run'}"
+    (tmp_path / "run").mkdir()
+    saved({"a": torch.ones(3)}, tmp_path / "run" / "step_1")
     with pytest.raises(CheckpointException) as caught:
         saved({"a": torch.ones(3)}, tmp_path / "gone" / "run" / "step_1")
     ((error, _),) = caught.value.failures.values()

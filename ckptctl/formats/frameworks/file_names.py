@@ -1,8 +1,7 @@
 """The names of the files that hold train state: what each holds, and whose rank it is of.
 
-One table. A row states what a file of that name holds, which axes of a grid of ranks the name
-states, and what the file is called where it lies in a root without a step number. The first
-row that matches decides. Nothing is read here.
+One table. A row states what a file of that name holds, and which axes of a grid of ranks the
+name states. The first row that matches decides. Nothing is read here.
 
 `grids` reads which ranks the names of a step state.
 
@@ -21,6 +20,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ckptctl.formats.frameworks.state_keys import StateKind
+from ckptctl.model import FileInfo
 from ckptctl.outside_numbers import clamped
 
 
@@ -40,9 +40,7 @@ class FileName(NamedTuple):
     grid: str = ""
     """Whose ranks the axes count; empty for a name that states none."""
     what: str = ""
-    """What each file of the grid holds, for messages; empty for `BY_RANK`, where the name does."""
-    weights: str = ""
-    """What it is called in a root without a step number; empty for a file without weights."""
+    """What each file of the grid holds, for messages."""
 
 
 _N = "[0-9]{1,6}"
@@ -52,13 +50,6 @@ _FILE_OR_CKPT = r"\.(?:pt|pth|pkl|bin|ckpt|tar)"
 _ONE_OF = r"(?:.*[-_.])?"
 _AND = rf"(?:[-_.0-9].*)?{_FILE_OR_CKPT}"
 _COUNTED = "step scheduler tokens +dataloader"
-
-BY_RANK = "rank in the name"
-"""The grid of files that no framework names, and whose names differ by the number of a rank."""
-
-_OTHER_RANK = r"(?<![a-z])(?:[dtpcems]p|local|node|group|replica|low|lora)[-_.]?rank"
-"""Numbers that are not those of every rank: of one axis, within a node, of a matrix. `_r8` is no
-rank at all: it is as often the size of an adapter or a revision."""
 
 _VERL = rf"_world_size_(?P<of_rank>{_N})_rank_(?P<rank>{_N})\.pt"
 _MP = rf"mp_rank_(?P<mp>{_N})"
@@ -74,9 +65,6 @@ _NANOTRON = (
 # model-parallel one writes.
 _PP_TP = rf"pp(?P<pp>{_N})_tp(?P<tp>{_N})"
 _UNIVERSAL = "deepspeed-universal"
-_DEEPSPEED_WEIGHTS = "a DeepSpeed checkpoint"
-_MEGATRON_WEIGHTS = "a Megatron checkpoint"
-_TORCH_WEIGHTS = "a torch.save checkpoint"
 _SAYS_WEIGHTS = (
     r"(?:.*[-_.])?(?:ckpt|checkpoint|snapshot|last|latest|best|final|model|optimizer|optim|weights"
     r"|state|state_dict|params|ema|rank|epoch[-_]?[0-9]+|step[-_]?[0-9]+)(?:[-_.0-9].*)?"
@@ -95,12 +83,8 @@ _NO_DATA = (
 )
 
 FILES = (
-    FileName(
-        rf"{_IN}model{_VERL}", "+model +step", grid="verl", what="model", weights=_TORCH_WEIGHTS
-    ),
-    FileName(
-        rf"{_IN}optim{_VERL}", "optimizer", grid="verl", what="optimizer", weights=_TORCH_WEIGHTS
-    ),
+    FileName(rf"{_IN}model{_VERL}", "+model +step", grid="verl", what="model"),
+    FileName(rf"{_IN}optim{_VERL}", "optimizer", grid="verl", what="optimizer"),
     FileName(rf"{_IN}extra_state{_VERL}", "rng scheduler", grid="verl", what="extra state"),
     FileName(rf"{_IN}data_(?P<rank>{_N})\.pt", "dataloader", "verl", "verl data", "dataloader"),
     FileName(rf"{_IN}data\.pt", "dataloader", "verl"),
@@ -109,7 +93,6 @@ FILES = (
         "optimizer",
         grid="deepspeed",
         what="optimizer",
-        weights=_DEEPSPEED_WEIGHTS,
     ),
     FileName(r"zero/[^/]+/fp32\.pt", "model", _UNIVERSAL),
     FileName(r"zero/.+\.pt", "optimizer", _UNIVERSAL),
@@ -132,50 +115,42 @@ FILES = (
         "model step scheduler",
         grid="deepspeed",
         what="sharded model",
-        weights=_DEEPSPEED_WEIGHTS,
     ),
     FileName(
         rf"{_IN}{_MP}_model_states\.pt",
         "model step scheduler",
         grid="deepspeed",
         what="model",
-        weights=_DEEPSPEED_WEIGHTS,
     ),
     FileName(
         rf"{_IN}layer_(?P<each_layer>{_N})-model_(?P<tp>{_N})-model_states\.pt",
         "model",
         grid="deepspeed layers",
         what="layer",
-        weights=_DEEPSPEED_WEIGHTS,
     ),
     FileName(
         rf"{_IN}(?:layer_(?P<each_layer>{_N})_)?expert_(?P<expert>{_N})_{_MP}_model_states\.pt",
         "model",
         grid="deepspeed experts",
         what="experts",
-        weights=_DEEPSPEED_WEIGHTS,
     ),
     FileName(
         rf"{_IN}expp_rank_(?P<ep>{_N})_{_MP}_optim_states\.pt",
         "optimizer",
         grid="deepspeed experts",
         what="optimizer of the experts",
-        weights=_DEEPSPEED_WEIGHTS,
     ),
-    FileName(r"zero_to_fp32\.py", weights=_DEEPSPEED_WEIGHTS),
     FileName(
         rf"{_MEGATRON}model_optim_rng\.pt",
         "model optimizer rng scheduler step +dataloader",
         grid="megatron-legacy",
         what="model",
-        weights=_MEGATRON_WEIGHTS,
     ),
     FileName(
         rf"{_MEGATRON}model_rng\.pt",
         "model rng scheduler step +dataloader",
         grid="megatron-legacy",
         what="model",
-        weights=_MEGATRON_WEIGHTS,
     ),
     # DLRover's flash checkpoints: each rank saves its shard of Megatron's distributed optimizer.
     FileName(
@@ -183,14 +158,12 @@ FILES = (
         "optimizer",
         grid="dlrover",
         what="optimizer",
-        weights=_MEGATRON_WEIGHTS,
     ),
     FileName(
         rf"{_MEGATRON}(?:distrib_)?optim\.pt",
         "optimizer",
         grid="megatron-legacy",
         what="optimizer",
-        weights=_MEGATRON_WEIGHTS,
     ),
     FileName(
         rf"{_ABOVE}model/{_MP_FOLDER}model\.pt", "model", "verl", "verl-megatron", "sharded model"
@@ -214,7 +187,6 @@ FILES = (
         "model",
         grid="accelerate-fsdp",
         what="model",
-        weights="Hugging Face weights",
     ),
     FileName(
         rf"{_IN}optimizer(?:_(?P<each_optimizer>{_N}))?_rank(?P<rank>{_N})\.bin",
@@ -291,8 +263,6 @@ FILES = (
     ),
     FileName(rf"{_IN}(?:sampler|dl_state_dict)[^/]*{_FILE}", "dataloader"),
     FileName(r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
-    FileName(r"\.metadata|__[0-9]+\.metadata", weights="DCP metadata"),
-    FileName(r"__[0-9]+_[0-9]+\.distcp", weights="a DCP shard"),
     FileName(
         rf"(?P<folder>)(?:[^/]+/)?r?(?P<again_rank>{_N})/iter_[0-9]+_(?P<rank>{_N})_local\.pt",
         "model optimizer scheduler rng step",
@@ -300,7 +270,6 @@ FILES = (
         "nvrx",
         "state",
     ),
-    FileName(r"iter_[0-9]+_[0-9]+_local\.pt", weights="an NVRx local checkpoint"),
     FileName(
         rf"(?P<folder>)(?:[^/]*-)?ba[0-9]+-rank(?P<rank>{_N})\.pt",
         "model optimizer scheduler rng step dataloader",
@@ -327,75 +296,26 @@ FILES = (
     FileName(r"training_state/rng_state\.safetensors", "rng", "lerobot"),
     FileName(r"training_state/scheduler_state\.json", "scheduler", "lerobot"),
     FileName(r"training_state/training_step\.json", "step", "lerobot"),
-    FileName(rf"{_IN}lit_model\.pth", "model optimizer step", weights=_TORCH_WEIGHTS),
+    FileName(rf"{_IN}lit_model\.pth", "model optimizer step"),
     # OLMo's `local` checkpointer.
     FileName(rf"{_ABOVE}model/rank(?P<rank>{_N})\.pt", "model", "olmo-core", "olmo", "model"),
     FileName(
         rf"{_ABOVE}optim/rank(?P<rank>{_N})\.pt", "optimizer", "olmo-core", "olmo", "optimizer"
     ),
-    FileName(rf"{_IN}(?!optim)[^/]+\.safetensors", "model", weights="safetensors weights"),
-    FileName(r".+\.safetensors(?:\.index\.json)?", weights="safetensors weights"),
+    FileName(rf"{_IN}(?!optim)[^/]+\.safetensors", "model"),
     FileName(
         rf"{_IN}(?:[^/]+[-_.])?optimizer(?:[-_.0-9][^/]*)?\.bin",
         "optimizer",
-        weights="Hugging Face weights",
     ),
     FileName(
         rf"{_IN}(?:[^/]+[-_.])?(?:pytorch_model|adapter_model|model)(?:[-_.0-9][^/]*)?\.bin",
         "model",
-        weights="Hugging Face weights",
     ),
-    FileName(
-        r".+\.bin\.index\.json|tf_model.*\.h5|flax_model.*\.msgpack", weights="Hugging Face weights"
-    ),
-    FileName(rf"{_IN}consolidated\.[0-9]+\.pth", "model", weights="Llama weights"),
-    FileName(
-        r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt", weights="an Orbax checkpoint"
-    ),
-    FileName(r".+\.nemo", weights="a NeMo checkpoint"),
-    FileName(r".+\.gguf", weights="GGUF weights"),
-    FileName(r".+\.pd(?:params|opt|states)", weights="a Paddle checkpoint"),
-    FileName(r".+_[0-9]+_steps\.zip|best_model\.zip", weights="a Stable-Baselines3 model"),
-    FileName(r"streaming_(?:train_state|params)(?:_[0-9]+)?", weights="an EasyLM checkpoint"),
-    FileName(r"(?:g|do)_[0-9]{8}|.+\.checkpoint", weights=_TORCH_WEIGHTS),
-    FileName(rf"{_IN}optimizer(?:_[0-9]+)?{_FILE}", "optimizer", weights=_TORCH_WEIGHTS),
-    FileName(
-        rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model", weights=_TORCH_WEIGHTS
-    ),
+    FileName(rf"{_IN}consolidated\.[0-9]+\.pth", "model"),
+    FileName(rf"{_IN}optimizer(?:_[0-9]+)?{_FILE}", "optimizer"),
+    FileName(rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model"),
     FileName(rf"(?:.*/)?model/.+{_FILE}", "model"),
     FileName(rf"(?:.*/)?optim(?:izer)?/.+{_FILE}", "optimizer"),
-    FileName(
-        rf".+\.ckpt|.+\.pth(?:\.tar)?|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)|{_NO_DATA}.+\.pt",
-        weights=_TORCH_WEIGHTS,
-    ),
-    FileName(
-        r".*ckpt.*\.index|saved_model\.pb|variables\.index", weights="a TensorFlow checkpoint"
-    ),
-    FileName(r"\.snapshot_metadata", weights="a TorchSnapshot checkpoint"),
-    FileName(r"key2row", weights="a spaCy pipeline"),
-    # AllenNLP and Torch, older PaddlePaddle, Equinox, Caffe, Burn, CatBoost, XGBoost, LightGBM
-    FileName(
-        r".+\.(?:th|t7|pdckpt|eqx|caffemodel|mpk|cbm|cbsnapshot|ubj)"
-        r"|(?:.*[-_.])?(?:model|booster|xgb|xgboost)[-_]?[0-9]+\.json|.+\.snapshot_iter_[0-9]+"
-        r"|.+\.(?:pt|pth|ckpt)\.(?:gz|zst|xz|bak)",
-        weights="saved weights",
-    ),
-    FileName(
-        rf"(?:{_SAYS_WEIGHTS}|(?:.*[-_.])?(?:step|iter|epoch)[-_]?[0-9]+)\.(?:npz|npy|h5|hdf5|keras"
-        r"|msgpack|flax|pickle|joblib|onnx)|[0-9]+\.msgpack"
-        r"|(?:ckpt|checkpoint|snapshot|weights|params|state_dict)",
-        weights="saved weights",
-    ),
-    FileName(
-        rf"{_NO_DATA}(?:.*[-_.])?(?:(?:global_)?step|iter|epoch|ckpt|checkpoint|snapshot)[-_=]?[0-9]+"
-        r"\.(?:tar\.(?:gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst|zip|7z|sqfs|squashfs)",
-        weights="a packed checkpoint",
-    ),
-    FileName(
-        rf"(?P<folder>)(?!.*{_OTHER_RANK})(?!.*rank.*rank)(?:.*[^a-z])?rank[-_]?(?P<rank>{_N})"
-        r"(?![0-9]).*\.(?:pt|pth|pkl|bin|ckpt|safetensors)",
-        grid=BY_RANK,
-    ),
 )
 
 _REPEATED = r"(?:[?*+]|\{[^}]*\})"
@@ -458,40 +378,67 @@ def kind_of_file(layout: str, path: str) -> StateKind | None:
             always = tuple(k[1:] for k in row.holds.split() if k.startswith(_ALWAYS))
             # The ranks of a model hold shards of it, and no copies.
             groups = match.groupdict() if _SHARDED.isdisjoint(names) else {}
-            return StateKind(names, groups.get("rank") or groups.get(f"{AGAIN}rank"), always)
+            rank = groups.get("rank") or groups.get(f"{AGAIN}rank")
+            of_framework = bool(row.layout or row.grid)
+            return StateKind(names, rank, always, of_framework=of_framework)
     return None
 
 
-def weights_called(name: str) -> str | None:
-    """What saved weights of this name are called; None for a file that is not known as weights."""
-    return next((row.weights for row, _ in matches(name) if row.weights), None)
-
-
-_NO_SAVE = (
-    r"(?i:.*\.(?:py|pyc|ipynb|sh|bash|slurm|sbatch|c|cc|cpp|cu|cuh|h|hpp|o|so|js|ts|go|rs|java|css|html?"
-    r"|md|rst|txt|log|out|err|ya?ml|json|jsonl|ndjson|toml|cfg|conf|ini|xml|csv|tsv|parquet|arrow"
-    r"|tfrecord|npy|png|jpe?g|gif|bmp|webp|svg|pdf|tex|mp[34]|wav|flac|ogg|wandb|lock|pid|diff|patch)"
-    r"|.*tfevents.*)"
+_WEIGHTS = (
+    r".+\.(?:ckpt|pth|pth\.tar|safetensors|distcp|nemo|gguf)|_CHECKPOINT_METADATA|\.metadata|__[0-9]+\.metadata"
+    rf"|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)|{_NO_DATA}.+\.pt"
+    rf"|{_NO_DATA}(?:.*[-_.])?(?:(?:global_)?step|iter|epoch|ckpt|checkpoint|snapshot)[-_=]?[0-9]+"
+    r"\.(?:tar\.[a-z0-9]+|t[gbx]z2?|tzst|zip|7z|sqfs|squashfs)"
 )
-"""Source, text, tables, pictures and sounds: no program saves state under such a name."""
 
 
-def may_be_a_save(name: str) -> bool:
-    """Whether only the content of a file can show that it is no save.
+def is_named_as_weights(name: str) -> bool:
+    """Whether a file is named as saved weights or packed ones: a hint, which no answer needs."""
+    kind = kind_of_file("", name)
+    is_of_model = kind is not None and not {"model", "optimizer"}.isdisjoint(kind.names)
+    return is_of_model or full_match(_WEIGHTS, name) is not None
 
-    False for the names of text, pictures and tables, and for those of data (`train_tokens`)
-    that do not mention a save as well (`val_best`).
+
+MAX_TEXT_BYTES = 64 << 10
+"""A text of a known name is a configuration or a note up to this size, and unknown beyond."""
+
+_LOGS_AND_SOURCE = (
+    r"(?i:.*\.(?:log|out|err)(?:\.[0-9]{1,3})?|.*\.(?:jsonl|ndjson|csv|tsv|wandb)|.*tfevents.*"
+    r"|.*\.(?:py|pyc|pyi|ipynb|sh|bash|slurm|sbatch|cc?|cpp|cuh?|hpp?|js|ts|go|rs|java|css)"
+    r"|.*\.(?:png|jpe?g|gif|bmp|webp|svg|pdf|mp[34]|wav|flac|ogg))"
+    r"|(?:tokenizer|vocab)\.json|merges\.txt|tokenizer\.model|\.DS_Store"
+)
+_TEXT = (
+    r"(?i:.*\.(?:md|rst|txt|json|ya?ml|toml|cfg|conf|ini|env|xml|html?|tex|lock|pid|diff|patch"
+    r"|[oe][0-9]{5,9})|(?:readme|licen[sc]e|notice|authors|makefile|dockerfile|commit|version)"
+    r"|\.(?:git|docker)?(?:ignore|attributes|keep|modules|editorconfig))"
+)
+
+
+def is_known_as_no_save(file: FileInfo) -> bool:
+    """Whether a file or link is known not to be a save: a log, source, a picture, a small text.
+
+    By its name and size; anything else is unknown, whatever it is called.
     """
-    if full_match(_NO_SAVE, name) is not None:
+    name = file.path.rpartition("/")[2]
+    if file.kind == "file" and not file.size:
+        return True
+    if full_match(_LOGS_AND_SOURCE, name) is not None:
+        return True
+    return file.size <= MAX_TEXT_BYTES and full_match(_TEXT, name) is not None
+
+
+def may_hold_state(path: str) -> bool:
+    """Whether a rank may save state under such a name; false for text, pictures and source.
+
+    By the same names as `is_known_as_no_save`, but for two differences. Text counts as no state
+    whatever its size: the step that it is in shows what a save consists of. JSON may hold state:
+    some trainers keep the step or the place in the data of each rank in it.
+    """
+    name = path.rpartition("/")[2]
+    if full_match(_LOGS_AND_SOURCE, name) is not None:
         return False
-    return not is_named_as_data(name)
-
-
-def is_named_as_data(name: str) -> bool:
-    """Whether the name of a file or folder is that of data, and does not mention a save."""
-    stem = name.rpartition(".")[0] or name
-    is_data = full_match(rf"{_NO_DATA}.+", name) is None
-    return is_data and full_match(_SAYS_WEIGHTS, stem) is None
+    return name.endswith(".json") or full_match(_TEXT, name) is None
 
 
 def says_weights(path: str) -> bool:
@@ -505,8 +452,8 @@ def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | N
     for row, match in matches(path, layout):
         if row.grid and axes_in(match):
             return row, match
-        if row.grid:
-            # `rank_3/optim.pt`: the folder of a rank outweighs a name that has no axis here.
+        if row.grid and not any(map(str.isdecimal, match["folder"])):
+            # `rank_3/optim.pt` is in the folder of a rank, which this row does not know.
             without_axes = without_axes or (row, match)
         elif match.groupdict().get("rank"):
             # State beside the shards that not every rank writes, such as that of a data loader.
@@ -521,7 +468,13 @@ def axes_in(match: re.Match[str]) -> Mapping[str, int]:
     return {axis: clamped(n) for axis, n in axes.items() if n and not axis.startswith(no_axis)}
 
 
+_RANK = re.compile(r"(?:^|[^a-z])rank[-_]?([0-9]{1,6})(?![0-9])")
+
+
 def rank_in_name(path: str) -> int | None:
     """The rank in the name of a rank file; None for one that names several axes, or none."""
     found = rank_file(path)
-    return axes_in(found[1]).get("rank") if found else None
+    if found is not None:
+        return axes_in(found[1]).get("rank")
+    ranks = _RANK.findall(path)
+    return clamped(ranks[0]) if len(ranks) == 1 else None

@@ -16,27 +16,22 @@ from itertools import islice, product
 from math import prod
 
 from ckptctl.data_classes import dataclass
+from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks.file_names import (
     AGAIN,
-    BY_RANK,
     FileName,
     axes_in,
     kind_of_file,
     rank_file,
 )
+from ckptctl.formats.manifest import MANIFEST
 from ckptctl.model import FileInfo, Grid
 
 _STATED = "of_"
 _APART = "each_"
 
-BY_AXES = "axes in the name"
-"""The grid of files that no framework names, and whose names state two axes of a mesh or more."""
-
-_AXIS = re.compile(
-    r"(?<![a-z])(?P<axis>[dtpcemswz]p|sdp|exp|zo)[-_]?(?:rank[-_]?)?(?P<n>[0-9]{1,6})(?![0-9a-z])"
-)
-
-_OF_NO_FRAMEWORK = (BY_RANK, BY_AXES)
+FAMILY = "numbers in the name"
+"""The grid of files that no framework names; see `formats.families`."""
 
 _LEAST: Mapping[str, int] = {"transformers": 2}
 """Ranks that a numbered name implies: alone, transformers writes `rng_state.pth`."""
@@ -53,6 +48,7 @@ CONVERSIONS: Mapping[str, str] = {
     "verl-megatron": "python -m verl.model_merger merge --backend megatron --local_dir {step} "
     "--target_dir OUT",
     "accelerate-fsdp": "ckptctl show {step}",
+    FAMILY: "ckptctl show {step}",
     "megatron-legacy": "python tools/checkpoint/convert.py --model-type GPT --loader mcore "
     "--saver mcore --load-dir {root} --save-dir OUT --target-tensor-parallel-size N",
 }
@@ -94,16 +90,8 @@ class _Named:
     @property
     def what(self) -> str:
         """What the file holds, with its number on each axis that has grids of its own."""
-        if self.row.grid in _OF_NO_FRAMEWORK:
-            # Every number is left out: the rank's, and one that may change with it, as a node's.
-            return f"state in {re.sub('[0-9]+', 'N', self.match.string)}"
         apart = [str(n) for axis, n in self.axes.items() if axis.startswith(_APART)]
         return " ".join((self.row.what, *apart))
-
-    @property
-    def apart(self) -> str:
-        """What distinguishes the files of one grid from others of the same framework."""
-        return self.row.what if self.row.grid == BY_AXES else self.match["folder"]
 
     @property
     def grid_axes(self) -> tuple[str, ...]:
@@ -115,73 +103,87 @@ class _Named:
 
 
 def grids_of(
-    files: Iterable[FileInfo], layout: str = "", stated: Mapping[str, int] | None = None
+    files: Iterable[FileInfo],
+    layout: str = "",
+    stated: Mapping[str, int] | None = None,
 ) -> tuple[Grid, ...]:
     """The grids of rank files among the files of a step of `layout`, each with what it lacks.
 
     `stated` are the lengths of axes that the content of a file states. All kinds of one
     framework in one folder share the lengths of their axes. Files that state different
-    world sizes were written by different attempts, and are apart. Names with a rank that no
-    framework writes form a grid where they differ by it, and so do those with two axes of a
-    mesh or more, each kind for itself. Cost: one match of each name; a grid that names claim
+    world sizes were written by different attempts, and are apart. Files that no framework
+    names form a grid for each family. Cost: one match of each name; a grid that names claim
     to be huge is counted, not listed.
     """
     together: dict[tuple[str, str, object], list[_Named]] = defaultdict(list)
-    for named in _named(files, layout):
-        together[named.row.grid, named.apart, named.lengths].append(named)
-    return tuple(
+    others: list[str] = []
+    for file in files:
+        if file.kind != "file":
+            continue
+        named = _named(file.path, layout)
+        if named is None:
+            others.append(file.path)
+        else:
+            together[named.row.grid, named.match["folder"], named.lengths].append(named)
+    of_frameworks = (
         grid
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
-        if framework not in _OF_NO_FRAMEWORK or len({member.place for member in members}) > 1
         for grid in _grids(framework, members, stated or {})
+    )
+    several = [family for family in families_of(others) if family.n_present > 1]
+    is_described = MANIFEST in others
+    return (
+        *of_frameworks,
+        *(
+            _family_grid(family, sharded=not is_described and _may_be_sharded(family, layout))
+            for family in several
+        ),
+    )
+
+
+def _may_be_sharded(family: Family, layout: str) -> bool:
+    """Whether files of ranks may hold parts that only as many ranks can load."""
+    kind = kind_of_file(layout, family.example)
+    return family.is_line and (kind is None or not {"model", "optimizer"}.isdisjoint(kind.names))
+
+
+def _family_grid(family: Family, *, sharded: bool) -> Grid:
+    """A family of files as a grid. What it lacks is decided by `inspection.whole`."""
+    start = family.spans[0][0][0]
+    names_rank = re.search("rank[-_]?$", family.example[:start]) is not None and family.is_line
+    family = family.from_zero() if names_rank else family
+    return Grid(
+        FAMILY,
+        f"state in {family.key}",
+        "",
+        family.n_files,
+        family.n_present,
+        (),
+        family.n_files if names_rank else None,
+        family.stated,
+        sharded=sharded,
+        ranks=family.ranks if names_rank else frozenset(),
     )
 
 
 def files_by_kind(files: Iterable[FileInfo], layout: str) -> Mapping[str, Sequence[str]]:
-    """The paths of the rank files of each kind, that is of each grid."""
+    """The paths of the files of each kind that several ranks write."""
     kinds: dict[str, list[str]] = defaultdict(list)
-    for named in _named(files, layout):
-        kinds[f"{named.apart} {named.what}"].append(named.match.string)
+    for file in files:
+        if file.kind == "file":
+            named = _named(file.path, layout)
+            of_framework = named and f"{named.match['folder']} {named.what}"
+            kinds[of_framework or key_of(file.path)].append(file.path)
     return kinds
 
 
-def _named(files: Iterable[FileInfo], layout: str) -> Iterator[_Named]:
-    for file in files:
-        found = ranked(file.path, layout) if file.kind == "file" else None
-        if found is not None:
-            yield _Named(*found, axes_in(found[1]))
-
-
-def ranked(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | None:
-    """The row of a rank file, as `rank_file`, also for a name that states axes of a mesh."""
+def _named(path: str, layout: str) -> _Named | None:
     found = rank_file(path, layout)
-    if found is not None or len(_AXIS.findall(path)) < 2:
-        return found
-    kind = kind_of_file(layout, path)
-    return None if kind is not None and kind.names == ("dataloader",) else _by_axes(path)
-
-
-def _by_axes(path: str) -> tuple[FileName, re.Match[str]] | None:
-    """A row for one name with several axes: its text with their numbers left open."""
-    pattern, end, seen = "(?P<folder>)", 0, set()
-    for found in _AXIS.finditer(path):
-        axis, (start, stop) = found["axis"], found.span("n")
-        if axis in seen:
-            return None
-        seen.add(axis)
-        pattern += f"{re.escape(path[end:start])}(?P<{axis}>[0-9]+)"
-        end = stop
-    match = re.fullmatch(pattern + re.escape(path[end:]), path)
-    return match and (FileName(pattern, grid=BY_AXES, what=_AXIS.sub(_without_number, path)), match)
-
-
-def _without_number(found: re.Match[str]) -> str:
-    return found[0].replace(found["n"], "N")
+    return _Named(*found, axes_in(found[1])) if found is not None else None
 
 
 def _grids(framework: str, members: Sequence[_Named], stated: Mapping[str, int]) -> Iterator[Grid]:
-    known = {} if framework in _OF_NO_FRAMEWORK else stated
-    lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), known)
+    lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), stated)
     for member in members:
         for axis, n in member.axes.items():
             if axis.startswith(_STATED):
@@ -191,10 +193,7 @@ def _grids(framework: str, members: Sequence[_Named], stated: Mapping[str, int])
     kinds: dict[tuple[str, Sequence[str]], list[_Named]] = defaultdict(list)
     for member in members:
         kinds[member.what, member.grid_axes].append(member)
-    grids = [_grid(alike, lengths) for alike in kinds.values()]
-    # What rank 0 of three and more wrote, and the others did not beside kinds that all wrote.
-    is_enough = any(grid.n_present == grid.n_files > 2 for grid in grids)
-    yield from (grid for grid in grids if not (is_enough and is_of_rank_0(grid)))
+    yield from (_grid(alike, lengths) for alike in kinds.values())
 
 
 def _grid(alike: Sequence[_Named], lengths: Mapping[str, int]) -> Grid:
@@ -218,11 +217,6 @@ def _grid(alike: Sequence[_Named], lengths: Mapping[str, int]) -> Grid:
         first.row.grid in CONVERSIONS,
         frozenset(numbers) if counts_all else frozenset(),
     )
-
-
-def is_of_rank_0(grid: Grid) -> bool:
-    """Whether rank 0 alone has a file of a kind whose names no framework writes."""
-    return grid.framework == BY_RANK and grid.ranks == {0} and grid.n_files > 1
 
 
 def _number(place: Sequence[int], lengths: Sequence[int]) -> int:

@@ -179,7 +179,7 @@ LIGHTNING_VERSION = r".*-v([1-9][0-9]{0,8})(?:\.ckpt)?"
 """Lightning's name for a further save of the same step: `step=200.ckpt`, `step=200-v1.ckpt`."""
 
 UNFINISHED = (
-    r"tmp-(?P<after>.+)"
+    r"tmp[-_](?P<after>.+)"
     r"|(?P<before>.+?)(?:[-_.](?:tmp|temp|partial|incomplete|inprogress|unfinished)"
     r"|\.orbax-checkpoint-tmp.*)"
 )
@@ -238,7 +238,6 @@ file that is open, what file managers add to each folder, and second downloads (
 # By the full path below the step; the first row that matches any file decides.
 OTHER_FORMATS = (
     (PartFormat.PADDLE, r"(?:.*/)?[^/]+\.pd(?:params|opt|states)"),
-    (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
     (PartFormat.UNKNOWN, r"CKPT\.yaml"),  # SpeechBrain: not all of its `.ckpt` are of `torch.save`
     (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
@@ -254,7 +253,7 @@ ARCHIVE = (
 PERHAPS_ARCHIVE = r"(?:.*/)?[^/]+\.(?:bin|pkl|tar)"
 """Files that are those of `torch.save` where their name states that they hold train state."""
 
-OF_ONE_STEP = r"\.metadata|__[0-9]+(?:_[0-9]+\.distcp|\.metadata)|" + "|".join(
+OF_ONE_STEP = r"\.metadata|metadata\.pkl|__[0-9]+(?:_[0-9]+\.distcp|\.metadata)|" + "|".join(
     form for kind, form in OTHER_FORMATS if kind is PartFormat.UNKNOWN
 )
 """Files directly in a step, and never directly in a root."""

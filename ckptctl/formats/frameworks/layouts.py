@@ -14,7 +14,7 @@ from itertools import pairwise
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import full_match, weights_called
+from ckptctl.formats.frameworks.file_names import full_match, is_named_as_weights
 from ckptctl.model import FileInfo, Part, PartFormat
 from ckptctl.outside_numbers import clamped, whole
 
@@ -277,15 +277,9 @@ def is_flat_file(file: FileInfo) -> bool:
     return file.kind == "file" and file.path.endswith(STEP_SUFFIXES)
 
 
-def saved_weights(file: FileInfo) -> str | None:
-    """Whose saved weights a file is by its name, where that gives no step; else None.
-
-    `last.ckpt`, `model.safetensors`, `pytorch_model.bin`, `iter_0000030_0_local.pt`: a
-    root that holds one of them is not that of a run which has saved nothing.
-    """
-    if file.kind != "file" or file.path == tables.TRACKER:
-        return None
-    return weights_called(file.path)
+def is_saved_weights(file: FileInfo) -> bool:
+    """Whether a file under a root is named as saved weights without a step: `last.ckpt`."""
+    return file.kind == "file" and file.path != tables.TRACKER and is_named_as_weights(file.path)
 
 
 NO_RUN_BELOW = frozenset({"lost+found"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import full_match, kind_of_file
+from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.grids import grids_of
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
@@ -94,11 +94,19 @@ def _other_parts(
     files = _flattened(folders)
     if any(is_archive(path, layout) for path in paths):
         return (Part("", PartFormat.RANK_FILES, files, grids_of(files, layout, stated)),)
-    return tuple(
+    parts = tuple(
         part
         for part in in_parts(files, PartFormat.SAFETENSORS)
         if any(file.path.endswith(".safetensors") for file in part.files)
     )
+    if not parts and any(_may_be_weights(file) for file in files):
+        return (Part("", PartFormat.UNKNOWN, files),)
+    return parts
+
+
+def _may_be_weights(file: FileInfo) -> bool:
+    """Whether a file of no known format may hold weights."""
+    return bool(file.size) and may_hold_state(file.path) and not file.path.endswith(".json")
 
 
 def in_parts(files: Iterable[FileInfo], kind: PartFormat) -> Iterator[Part]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import BY_RANK, full_match, rank_file
+from ckptctl.formats.frameworks.file_names import full_match, rank_file
 from ckptctl.formats.frameworks.layouts import StepName, by_epochs, named_by, stem_of
 from ckptctl.model import FileInfo
 from ckptctl.outside_numbers import clamped, whole
@@ -89,7 +89,7 @@ def _named_by_kind(file: FileInfo) -> _Beside | None:
     rest = re.sub(tables.KIND_BESIDE, "", stem)
     match = full_match(tables.NAME_BESIDE, rest)
     row = rank_file(file.path) if match else None
-    if match is None or (row is not None and row[0].grid != BY_RANK):
+    if match is None or row is not None:
         return None
     named = named_by("", "by-kind-epochs" if match["epochs"] else "by-kind", match)
     if named is None:

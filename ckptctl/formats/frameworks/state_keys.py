@@ -1,131 +1,157 @@
-"""The kind of train state of an entry, by its name.
+"""Decide which kind of train state each entry of a saved state is.
 
-Answers by names and shapes alone: the keys that the frameworks use, and for the
-rest a few marks that no model parameter bears. Values are read elsewhere.
+The one place that decides: `show`, `pick`, `--require`, the checks and resharding all ask
+`kinds_of`, for the entries of DCP metadata (`entry_kinds`), of files of `torch.save` and JSON
+(`leaves_of`) and of the headers of safetensors. In this order:
 
-Source: the state dicts of torchtitan, KempnerForge, Megatron-LM and -Bridge,
-OLMo-core, Composer, Lightning, DeepSpeed, transformers, accelerate, nanotron,
-ByteCheckpoint and verl; torch's `get_state_dict`; torchdata's
-`StatefulDataLoader`.
+1. what a person maps (`--state KIND=KEY`);
+2. content: averages of gradients beside parameters, groups of parameters, states of
+   generators, counters of schedulers and data loaders, weights;
+3. key paths: whole words at fixed places of the path, never a part of a word.
+
+`file_names` adds what the name of a file states, where neither decides. What nothing decides is
+not recognized: it may hold state, see `StateKind.may_be`.
+
+Source: torch 2.13 `torch/optim/` (the state of each class), `torch/optim/lr_scheduler.py`,
+`torch/amp/grad_scaler.py`, `torch/distributed/checkpoint/state_dict.py` (`get_state_dict`);
+torchdata 0.11 `StatefulDataLoader`; CPython 3.13 `random.getstate`; numpy 2.4
+`RandomState.get_state`; optax 0.2 `transform.py` (`mu`, `nu`); the state dicts of torchtitan,
+KempnerForge, Megatron-LM and -Bridge, OLMo-core, Composer, Lightning, DeepSpeed, transformers,
+accelerate, nanotron, ByteCheckpoint, verl, LitGPT, fairseq and metaseq.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
-from ckptctl.model import Metadata, TensorEntry
+from ckptctl.formats.pickles.policy import Opaque
+from ckptctl.formats.pickles.values import ShardStub, TensorStub
+from ckptctl.model import Metadata
 
 Path = Sequence[str | int]
+Words = tuple[str, ...]
+StateMap = Sequence[tuple[str, str]]
+"""Pairs of a kind and a whole key path or file name: what `--state KIND=KEY` gives."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 # Words in front of everything else that do not determine the kind.
-_WRAPPERS = frozenset(
-    {
-        "app",
-        "app_state",
-        "state",
-        "train_state",
-        "trainer",
-        "checkpoint",
-        "ckpt",
-        "progress",
-        "metas",
-        "timestamp",
-    }
+_WRAPPERS = _names(
+    "app app_state state train_state trainer checkpoint ckpt progress metas timestamp extra_state "
+    "meta"
 )
 
 _OPTIMIZER_HEAD = (
-    r"(?:raw_)?(?:optim|optimizer|optimizers|opt|optimizer_states?|optim_state)(?:_[0-9]+)?"
-    r"|chained_[0-9]+|optimizer_state_dict"
+    r"(?:raw_|last_)?(?:optim|optimizer|optimizers|opt|optimizer_states?|optim_states?|opt_states?)"
+    r"(?:_[0-9]+|_dict)?|chained_[0-9]+|optimizers?_state_dict|adamw?"
 )
-_OPTIMIZER_MOMENTS = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_avg_slow",
-        "exp_avg_res_row",
-        "exp_avg_sq_row",
-        "exp_avg_sq_col",
-        "exp_inf",
-        "prev",
-    }
+_MOMENTS = _names(
+    "exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer square_avg grad_avg acc_delta "
+    "exp_avg_slow exp_avg_res_row exp_avg_sq_row exp_avg_sq_col exp_inf prev_flat_grad"
 )
-_ADAM_SETTINGS = frozenset({"betas", "amsgrad"})
+"""What optimizers keep of the gradients, under names that nothing else has."""
+
+_SLOTS_OF_CLASSES: Sequence[frozenset[str]] = tuple(
+    _names(names)
+    for names in (
+        "step sum",  # Adagrad
+        "step prev step_size",  # Rprop
+        "step eta mu ax",  # ASGD
+        "step variance",  # Adafactor, of vectors
+        "step row_var col_var",  # Adafactor, of matrices
+    )
+)
+"""The names under which torch's other optimizers keep state, together: alone they are common."""
+
+_PAIRS = (("m", "v"), ("mu", "nu"), ("momentum", "variance"), ("first_moment", "second_moment"))
+_SETTINGS_THAT_KEEP_STATE = _names("betas amsgrad centered rho etas momentum_decay")
+"""Settings of optimizers that keep state of every parameter from the first step on."""
+
 _RNG_HEAD = (
     r"(?:rngs?|rng_tracker_states?|random_states?|(?:.*_)?rng_states?|.*_rng)"
     r"(?:_(?:dp_|global_)?rank)?_?[0-9]*"
 )
+_GENERATORS = _names(
+    "torch cuda cpu numpy python random xla xpu npu torch_cuda generator generators"
+)
+CPU_RNG_BYTES = 5056
+"""Size of torch's CPU generator state, a 1-d uint8 tensor (`torch.get_rng_state`)."""
+CUDA_RNG_BYTES = 16
+"""Size of that of a CUDA device: seed and offset, as common as any short tensor."""
+_MT_WORDS = 624
+
 _SCHEDULER_HEAD = (
     r"(?:lr_|learning_rate_)?(?:scheduler|schedulers|sched)(?:_[0-9]+)?"
-    r"|opt_param_scheduler|lr_schedule|scheduler_state_dict"
+    r"|opt_param_scheduler|lr_schedule|(?:lr_)?schedulers?_state_dict|(?:lr_)?scheduler_states?"
 )
+_SCHEDULER_MARKS = _names(
+    "_last_lr base_lrs _step_count _get_lr_called_within_step _schedulers num_bad_epochs"
+)
+_SCHEDULER_LEAVES = frozenset({"last_epoch", "_last_lr"})
 _DATALOADER_HEAD = (
     r"(?:train_|training_)?(?:dataloader|data_loader|loader|dataset|data_iterator|data_iter)"
     r"(?:_state|_state_dict|s)?(?:_(?:dp_)?rank)?_?[0-9]*"
-    r"|dl_state(?:_dict)?|sampler|data_state|data_stages"
+    r"|dl_state(?:_dict)?|sampler|sampler_state(?:_dict)?|data_state|data_stages|train_iterator"
 )
-_DATALOADER_MARKS = frozenset(
-    {
-        "_sampler_iter_state",
-        "_sampler_iter_yielded",
-        "_num_yielded",
-        "_iterator_finished",
-        "_snapshot",
-        "fetcher_state",
-        "_num_batches_fetched",
-    }
+_DATALOADER_MARKS = _names(
+    "_sampler_iter_state _sampler_iter_yielded _num_yielded _iterator_finished _snapshot "
+    "fetcher_state _num_batches_fetched samples_yielded"
 )
-_SCHEDULER_LEAVES = frozenset({"last_epoch", "_last_lr"})
-_STEP_LEAVES = frozenset(
-    {
-        "step",
-        "global_step",
-        "global_steps",
-        "iteration",
-        "iter",
-        "iter_num",
-        "step_count",
-        "steps_run",
-        "last_train_step",
-        "batch",
-        "training_step",
-        "current_step",
-    }
+_POSITIONS = _names(
+    "offset position cursor index sample_index batch_index batch_idx samples_yielded "
+    "start_index iterations_in_epoch"
 )
-_TOKEN_LEAVES = frozenset(
-    {
-        "tokens",
-        "tokens_seen",
-        "ntokens_seen",
-        "n_tokens_seen",
-        "num_tokens",
-        "total_tokens",
-        "total_tokens_seen",
-        "consumed_tokens",
-        "consumed_tokens_total",
-        "consumed_train_samples",
-        "global_train_tokens_seen",
-        "num_input_tokens_seen",
-        "token",
-        "samples_seen",
-    }
+_BESIDE_POSITIONS = _POSITIONS | _names(
+    "epoch seed shuffle rank world_size num_replicas shard shard_index version"
+)
+_SCALER_MARKS = frozenset({"growth_factor", "backoff_factor"})
+
+_STEP_LEAVES = _names(
+    "step global_step global_steps iteration iter iter_num step_count steps_run "
+    "last_train_step batch training_step current_step num_updates train_step"
+)
+_TOKEN_LEAVES = _names(
+    "tokens tokens_seen ntokens_seen n_tokens_seen num_tokens total_tokens "
+    "total_tokens_seen consumed_tokens consumed_tokens_total consumed_train_samples "
+    "global_train_tokens_seen num_input_tokens_seen token samples_seen"
 )
 _MODEL_HEAD = (
     r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|ema(?:_model)?|actor|critic"
     r"|pytorch_model(?:_fsdp)?_[0-9]+"
 )
-_OF_THE_TRAINER = frozenset({"callbacks", "loops"})
-"""Keys under which Lightning keeps what belongs to none of the kinds."""
+_NO_STATE_HEAD = (
+    r"(?:.*_)?args|arguments|cfg|configs?|(?:.*_)?config|hparams(?:_name)?|hyper_?param(?:eter)?s|.*_meta"
+    r"|(?:.*_)?metadata|message_hub|sample|(?:batch|sample|token|iteration)_in_.*|(?:.*[-_])?versions?|arch|(?:run_|task_)?name|.*_(?:id|name|dir|path|time)"
+    r"|(?:.*_)?metrics?|(?:.*_)?loss(?:es)?|(?:.*_)?best(?:_.*)?|(?:.*_)?epochs?(?:_.*)?|seed|lr"
+    r"|(?:amp_|grad_|loss_)?scaler|amp|(?:.*_)?(?:world_size|rank|size)|history|log_history|git.*"
+    r"|callbacks|loops|datamodule|rerun_state_machine|num_floating_point_operations_so_far"
+    r"|max_.*|num_.*|(?:.*_)?(?:every|interval|steps|batches|workers)|(?:.*_)?names?|tp|pp|dp|cp|ep"
+    r"|(?:.*_)?shapes?|shared_params|skipped_steps|global_samples|total_flos|stateful_callbacks"
+    r"|is_.*|.*_dimensions|trial_.*|logging_.*|eval_.*|save_.*|train_batch_size"
+    r"|last_improvement|integrations|parallelism|topology|criterion|criteria|patience"
+)
+"""Heads of what belongs to none of the kinds: settings, versions, measurements, callbacks."""
 _RANK = r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})"
 
-CPU_RNG_BYTES = 5056
-"""Size of torch's CPU generator state, a 1-d uint8 tensor (`torch.get_rng_state`)."""
+_HEADS = (
+    (2, _RNG_HEAD, "rng"),
+    (3, _SCHEDULER_HEAD, "scheduler"),
+    (1, _DATALOADER_HEAD, "dataloader"),
+)
+"""Among how many first words of a path, the pattern of one, and the kind that it states."""
+
+_MAX_STEP_DEPTH = 3
+_SCALARS_ONLY = ("step", "tokens", "dataloader")
+_NO_TENSORS = ("scheduler", "rng", "dataloader", "step", "tokens")
+_ANYTHING = ("optimizer", *_NO_TENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,72 +160,369 @@ class StateKind:
 
     `rank` distinguishes the copies of state that exists once per rank; it is None
     for state that exists once. `names` is more than one for a file that holds
-    several kinds, of which `always` are in it whatever its keys are.
+    several kinds, of which `always` are in it whatever its keys are. `may_be` are the kinds
+    that an entry may be that is not recognized; empty for all others.
     """
 
     names: tuple[str, ...]
     rank: str | None = None
     always: tuple[str, ...] = ()
+    may_be: tuple[str, ...] = ()
+    of_framework: bool = False
+    """A framework alone names files so: bare tensors in one are what the name states."""
 
 
-def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> StateKind:
-    """The kind of one entry of a state dict, by its key path before flattening.
+_MODEL = StateKind(("model",))
+_OPTIMIZER = StateKind(("optimizer",))
+_SCHEDULER = StateKind(("scheduler",))
+_OTHER = StateKind(("other",))
 
-    `tensor` is the entry where it is a tensor. Cost: a few set look-ups.
+
+class Leaf(NamedTuple):
+    """One entry of a saved state: its key path, and what is known of its content.
+
+    `shape` is None for what is no tensor. `content` of the others is `rng` (the state of a
+    generator), `count` (an integer, in `value`), `plain` (text, a flag, a fraction, or a list
+    of them), `settings` (a list of numbers) or `unread`.
     """
-    words = _unwrapped(_words(path))
-    head, leaf = words[0], words[-1]
-    if _is_optimizer(words):
-        return StateKind(("optimizer",))
-    if re.fullmatch(_MODEL_HEAD, head) or _holds_weights(tensor):
-        return StateKind(("model",))
-    if any(re.fullmatch(_RNG_HEAD, word) for word in words[:2]):
-        return StateKind(("rng",), _rank_in(words))
-    if re.fullmatch(_SCHEDULER_HEAD, head):
-        return StateKind(("scheduler",))
-    if re.fullmatch(_DATALOADER_HEAD, head) or not _DATALOADER_MARKS.isdisjoint(words):
-        return StateKind(("dataloader",), _rank_in(words))
-    if head in _OF_THE_TRAINER:
-        return StateKind(("other",))
-    if tensor is not None and tensor.dtype == "uint8" and tensor.shape == (CPU_RNG_BYTES,):
-        return StateKind(("rng",), _rank_in(words))
-    if tensor is None or tensor.shape == ():
-        return _kind_of_number(leaf, len(words), is_tensor=tensor is not None)
-    return StateKind(("model",))
+
+    path: Path
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    content: str = ""
+    value: int | None = None
+    local: tuple[int, ...] | None = None
+    """Of a tensor that ranks cut: the shape of the part that the file holds."""
+
+    @property
+    def is_weight(self) -> bool:
+        """A tensor that may be a parameter: of one dimension or more, and of fractions."""
+        return bool(self.shape) and ("float" in self.dtype or "complex" in self.dtype)
 
 
-def _holds_weights(tensor: TensorEntry | None) -> bool:
-    return tensor is not None and tensor.shape != () and "float" in tensor.dtype
+def leaves_of(value: object, path: Path = ()) -> Iterator[Leaf]:
+    """The entries of a decoded file, each with the keys that lead to it; no empty containers.
+
+    Cost: one visit of each value.
+    """
+    if isinstance(value, ShardStub):
+        yield Leaf(path, value.local.dtype, value.shape, local=value.local.shape)
+        return
+    if isinstance(value, TensorStub):
+        yield Leaf(path, value.dtype, value.shape)
+        return
+    held = value.state if isinstance(value, Opaque) and value.state else value
+    if isinstance(held, Mapping):
+        for key, item in held.items():
+            yield from leaves_of(item, (*path, key if isinstance(key, int) else str(key)))
+    elif _is_generator(held):
+        yield Leaf(path, content="rng")
+    elif isinstance(held, (list, tuple)):
+        if any(isinstance(item, (Mapping, list, tuple, TensorStub, Opaque)) for item in held):
+            for number, item in enumerate(held):
+                yield from leaves_of(item, (*path, number))
+        elif held:
+            is_numbers = any(type(item) is int for item in held)
+            yield Leaf(path, content="settings" if is_numbers else "plain")
+    elif type(held) is int:
+        yield Leaf(path, content="count", value=held)
+    elif isinstance(held, (Opaque, bytes)):
+        yield Leaf(path, content="unread")
+    elif held is not None and held != "":
+        yield Leaf(path, content="plain")
 
 
-def _words(path: Path) -> list[str]:
-    return ".".join(map(str, path)).lower().replace("/", ".").split(".")
+def _is_generator(value: object) -> bool:
+    """Whether a value is the state of a Mersenne twister, of Python or of numpy."""
+    match value:
+        case [3, [*numbers], _] | (3, (*numbers,), _):
+            return len(numbers) == _MT_WORDS + 1
+        case ["MT19937", *_] | ("MT19937", *_):
+            return True
+    return False
 
 
-def _unwrapped(words: list[str]) -> list[str]:
+def entries_of(metadata: Metadata) -> Iterator[tuple[str, Leaf]]:
+    """The entries of a metadata, by FQN."""
+    for fqn, entry in metadata.tensors.items():
+        yield fqn, Leaf(entry.path or (fqn,), entry.dtype, entry.shape)
+    for fqn, held in metadata.bytes_entries.items():
+        yield fqn, Leaf(held.path or (fqn,), content="unread")
+
+
+def kinds_of(
+    leaves: Sequence[Leaf], front: Words = (), mapped: StateMap = ()
+) -> Sequence[StateKind]:
+    """The kind of each entry of one state, in order.
+
+    `front` are words that count as the first of each path: the name of a folder. Cost: a few
+    set look-ups for each; where nothing names an optimizer, a few more for each tensor.
+    """
+    words = [(*front, *_words(leaf.path)) for leaf in leaves]
+    content = _Content(leaves, words)
+    return [
+        _mapped(path, mapped) or content.kind(leaf, path)
+        for leaf, path in zip(leaves, words, strict=True)
+    ]
+
+
+def _words(path: Path) -> Words:
+    return tuple(".".join(map(str, path)).lower().replace("/", ".").split("."))
+
+
+def _mapped(words: Words, mapped: StateMap) -> StateKind | None:
+    for kind, key in mapped:
+        wanted = _words((key,))
+        if words[: len(wanted)] == wanted:
+            return StateKind((kind,), _rank_in(words))
+    return None
+
+
+class _Content:
+    """What the entries of one state show together."""
+
+    def __init__(self, leaves: Sequence[Leaf], words: Sequence[Words]) -> None:
+        self._children: dict[Words, dict[str, Leaf]] = defaultdict(dict)
+        self._weights: dict[Words, tuple[int, ...] | None] = {}
+        self._with_weights: set[Words] = set()
+        for leaf, path in zip(leaves, words, strict=True):
+            self._children[path[:-1]][path[-1]] = leaf
+            if leaf.is_weight:
+                self._weights[path] = leaf.shape
+        self._below: dict[Words, str] = {}
+        """Paths below which all is of one kind."""
+        self._of_owner: dict[Words, str | None] = {}
+        self._note_marks(words)
+        n_before = len(self._below)
+        self._note_groups(words)
+        self._note_moments(words)
+        if len(self._below) == n_before:
+            self._note_structure()
+        for path in self._weights:
+            if self._kind_below(path) is None:
+                owners = (path[:n] for n in range(1, len(path)) if path[n - 1] not in _WRAPPERS)
+                self._with_weights.update(owners)
+        self._named_optimizers = self._optimizers_by_name(leaves, words)
+        self._generators = {
+            path[:n]
+            for leaf, path in zip(leaves, words, strict=True)
+            if _is_generator_leaf(leaf)
+            for n in {len(path) - 1, max(len(path) - 2, 1)}
+        }
+
+    def kind(self, leaf: Leaf, path: Words) -> StateKind:
+        """The kind of one of the entries."""
+        below = self._kind_below(path)
+        if below is not None:
+            return StateKind((below,), _rank_in(path) if below == "dataloader" else None)
+        if _is_generator_leaf(leaf) or self._is_short_generator(leaf, path):
+            return StateKind(("rng",), _rank_in(path))
+        words = _unwrapped(path)
+        head = words[0]
+        if path[: len(path) - len(words) + 1] in self._named_optimizers:
+            return _OPTIMIZER
+        if _matches(_MODEL_HEAD, head) or leaf.is_weight or self._is_buffer(leaf, path):
+            return _MODEL
+        return self._by_words(leaf, path, words)
+
+    def _by_words(self, leaf: Leaf, path: Words, words: Words) -> StateKind:
+        head, leaf_word = words[0], words[-1]
+        for front, pattern, kind in _HEADS:
+            if any(_matches(pattern, word) for word in words[:front]):
+                return StateKind((kind,), None if kind == "scheduler" else _rank_in(path))
+        is_number = leaf.shape in (None, ()) and leaf.content not in ("plain", "settings", "rng")
+        if is_number and len(words) <= _MAX_STEP_DEPTH:
+            if leaf_word in _TOKEN_LEAVES:
+                return StateKind(("tokens",)) if leaf.value != 0 else _OTHER
+            if leaf_word in _STEP_LEAVES and (len(words) == 1 or not _is_no_state(head)):
+                return StateKind(("step",))
+        if leaf_word in _SCHEDULER_LEAVES and not _is_no_state(head):
+            return _SCHEDULER
+        if leaf.content in ("plain", "settings") or _is_no_state(head):
+            return _OTHER
+        if "_extra_state" in words:
+            return _OTHER
+        if leaf.shape is not None and len(leaf.shape) > 1:
+            return _MODEL
+        if leaf.shape == () and "float" in leaf.dtype:
+            return _MODEL
+        return StateKind(("other",), may_be=self._may_be(leaf))
+
+    def _is_buffer(self, leaf: Leaf, path: Words) -> bool:
+        """Whether an entry is a tensor beside weights, as the counts of a normalization are."""
+        return leaf.shape is not None and path[:-1] in self._with_weights
+
+    def _may_be(self, leaf: Leaf) -> tuple[str, ...]:
+        if leaf.content == "count" or leaf.shape == ():
+            return _SCALARS_ONLY
+        return _ANYTHING if leaf.content == "unread" else _NO_TENSORS
+
+    def _kind_below(self, path: Words) -> str | None:
+        """The kind of all that lies below one of the fronts of a path, the shortest first."""
+        owner = path[:-1]
+        if owner not in self._of_owner:
+            below = (self._below.get(path[:n]) for n in range(1, len(path)))
+            self._of_owner[owner] = next((kind for kind in below if kind), None)
+        return self._of_owner[owner] or self._below.get(path)
+
+    def _is_short_generator(self, leaf: Leaf, path: Words) -> bool:
+        is_short = leaf.dtype == "uint8" and leaf.shape == (CUDA_RNG_BYTES,)
+        near = {path[:-1], path[:-2]} & self._generators if is_short else ()
+        return is_short and bool(near or not _GENERATORS.isdisjoint(path))
+
+    def _note_marks(self, words: Iterable[Words]) -> None:
+        """Find schedulers, data loaders and scalers by keys that only they have together."""
+        for owner, children in self._children.items():
+            names = children.keys()
+            if not owner:
+                continue
+            if "last_epoch" in names and not _SCHEDULER_MARKS.isdisjoint(names):
+                self._below[owner] = "scheduler"
+            elif (
+                "epoch" in names and not _POSITIONS.isdisjoint(names) and names <= _BESIDE_POSITIONS
+            ):
+                self._below.setdefault(owner, "dataloader")
+            elif names >= _SCALER_MARKS:
+                self._below[owner] = "other"
+
+        for path in words:
+            if not _DATALOADER_MARKS.isdisjoint(path) and path not in self._weights:
+                at = next(n for n, word in enumerate(path) if word in _DATALOADER_MARKS)
+                self._below.setdefault(path[: max(at, 1)], "dataloader")
+
+    def _note_groups(self, words: Iterable[Words]) -> None:
+        """Find optimizers by their groups of parameters, and what lies beside these."""
+        for path in words:
+            if "param_groups" not in path or path in self._weights:
+                continue
+            root = path[: path.index("param_groups")]
+            if root and root[-1] not in _WRAPPERS:
+                self._add([root])
+            else:
+                self._add([(*root, "param_groups"), (*root, "state")])
+
+    def _note_moments(self, words: Iterable[Words]) -> None:
+        """Find averages of gradients by their names, beside or above those of parameters."""
+        inner: dict[tuple[Words, Words], set[str]] = defaultdict(set)
+        found: set[Words] = set()
+        for path in words:
+            if _MOMENTS.isdisjoint(path) or self._kind_below(path) is not None:
+                continue
+            at = next(n for n in range(len(path) - 1, -1, -1) if path[n] in _MOMENTS)
+            owner, rest = path[:at], path[at + 1 :]
+            names = {*self._children[owner]} if not rest else set()
+            is_pair = "step" in names or len(_MOMENTS & names) > 1
+            is_named = any(_matches(_OPTIMIZER_HEAD, word) for word in owner[:2])
+            is_named = is_named or ("state" in owner and not rest)
+            if is_named or is_pair or (owner and owner[-1].isdigit()) or self._is_keyed(owner):
+                found.add(owner if not rest else path)
+            elif rest:
+                inner[owner, rest].add(path[at])
+        self._add(found)
+        for (owner, rest), names in inner.items():
+            for name in names if len(names) > 1 else ():
+                self._add([(*owner, name, *rest)])
+
+    def _add(self, optimizers: Iterable[Words]) -> None:
+        for path in optimizers:
+            self._below.setdefault(path, "optimizer")
+        self._of_owner.clear()
+
+    def _is_keyed(self, owner: Words) -> bool:
+        """Whether a path ends with that of a parameter which lies elsewhere."""
+        return next(self._parameters(owner), None) is not None
+
+    def _parameters(self, owner: Words) -> Iterator[Words]:
+        """Paths of parameters with which a longer path ends, of another top level."""
+        for n in range(1, len(owner)):
+            for param in self._by_tail.get(owner[n:], ()):
+                if _unwrapped(param)[0] != _unwrapped(owner)[0]:
+                    yield param
+
+    @cached_property
+    def _by_tail(self) -> Mapping[Words, Sequence[Words]]:
+        tails = defaultdict(list)
+        for path in self._weights:
+            for n in range(min(len(path), _MAX_FRONT)):
+                tails[path[n:]].append(path)
+        return tails
+
+    def _note_structure(self) -> None:
+        """Find state that is kept of each parameter under names that are common."""
+        self._add(
+            owner
+            for owner, children in self._children.items()
+            if owner and len(children) > 1 and self._is_owner_of_slots(owner, children)
+        )
+        for path in [path for path in self._weights if len(path) > 1]:
+            for one, other in _PAIRS:
+                if one not in path[:-1]:
+                    continue
+                at = path.index(one)
+                twin = (*path[:at], other, *path[at + 1 :])
+                same = self._weights.get(twin) == self._weights[path]
+                if same and any(
+                    self._weights[param] == self._weights[path]
+                    for param in self._by_tail.get(path[at + 1 :], ())
+                    if at == 0 or _unwrapped(param)[0] != _unwrapped(path)[0]
+                    if param not in (path, twin)
+                ):
+                    self._add([path[: at + 1], twin[: at + 1]])
+
+    def _is_owner_of_slots(self, owner: Words, children: Mapping[str, Leaf]) -> bool:
+        """Whether a path is that of a parameter, and its children the state kept of it."""
+        is_class = frozenset(children) in _SLOTS_OF_CLASSES
+        if owner[-1].isdigit():
+            is_pair = any({one, other} <= children.keys() for one, other in _PAIRS)
+            return is_class or (is_pair and "step" in children)
+        shapes = [leaf.shape for leaf in children.values() if leaf.is_weight]
+        for param in self._parameters(owner):
+            n_slots = sum(shape == self._weights[param] for shape in shapes)
+            if n_slots > 1 or (is_class and (n_slots or "row_var" in children)):
+                return True
+        return False
+
+    def _optimizers_by_name(self, leaves: Sequence[Leaf], words: Sequence[Words]) -> set[Words]:
+        """The heads called an optimizer below which something is that belongs to no weights."""
+        heads: set[Words] = set()
+        for leaf, path in zip(leaves, words, strict=True):
+            own = _unwrapped(path)
+            if not _matches(_OPTIMIZER_HEAD, own[0]):
+                continue
+            is_of_model = leaf.is_weight or self._is_buffer(leaf, path)
+            if not is_of_model or "state" in own[1:] or self._kind_below(path) == "optimizer":
+                heads.add(path[: len(path) - len(own) + 1])
+        return heads
+
+
+_MAX_FRONT = 4
+"""So many words may lie in front of the name of a parameter."""
+
+
+def _is_generator_leaf(leaf: Leaf) -> bool:
+    is_tensor = leaf.dtype == "uint8" and leaf.shape == (CPU_RNG_BYTES,)
+    return leaf.content == "rng" or is_tensor
+
+
+@lru_cache(maxsize=1 << 12)
+def _matches(pattern: str, word: str) -> bool:
+    """Whether a whole word matches; the words of paths repeat."""
+    return re.fullmatch(pattern, word) is not None
+
+
+def _is_no_state(head: str) -> bool:
+    return _matches(_NO_STATE_HEAD, head)
+
+
+def _unwrapped(words: Words) -> Words:
     first = next((i for i, word in enumerate(words) if word not in _WRAPPERS), len(words) - 1)
     # A bare optimizer state dict begins with `state` itself.
-    bare_state = first > 0 and words[first - 1] == "state" and words[-1] in _OPTIMIZER_MOMENTS
+    bare_state = first > 0 and words[first - 1] == "state" and words[-1] in _MOMENTS
     return words[first - 1 :] if bare_state else words[first:]
 
 
-def _is_optimizer(words: Sequence[str]) -> bool:
-    if re.fullmatch(_OPTIMIZER_HEAD, words[0]) or "param_groups" in words:
-        return True
-    return "state" in words[:-1] and words[-1] in _OPTIMIZER_MOMENTS
-
-
-def _kind_of_number(leaf: str, depth: int, *, is_tensor: bool) -> StateKind:
-    if depth <= 3 and leaf in _STEP_LEAVES:
-        return StateKind(("step",))
-    if depth <= 3 and leaf in _TOKEN_LEAVES:
-        return StateKind(("tokens",))
-    if leaf in _SCHEDULER_LEAVES:
-        return StateKind(("scheduler",))
-    return StateKind(("model",) if is_tensor else ("other",))
-
-
 def _rank_in(words: Sequence[str]) -> str | None:
+    words = _unwrapped(tuple(words))
     for at, word in enumerate(words):
         if word.startswith("shard_"):
             # Megatron's ShardedObject: `shard_{offsets}_{shape}`, dots inside both.
@@ -212,68 +535,105 @@ def _rank_in(words: Sequence[str]) -> str | None:
     return None
 
 
-def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, StateKind]:
-    """The kind of every entry of a metadata, by FQN. Cost: one comparison per name.
+def entry_kinds(
+    metadata: Metadata, part_path: str = "", mapped: StateMap = ()
+) -> Mapping[str, StateKind]:
+    """The kind of every entry of a metadata, by FQN. Cost: as `kinds_of`.
 
     The folder of the part counts too: `optimizer_0/` holds the optimizer, and with it
     sometimes the scheduler.
     """
     folder = part_path.rsplit("/", maxsplit=1)[-1]
-    is_optimizer = re.fullmatch(_OPTIMIZER_HEAD, folder) is not None
-    front = (folder,) if is_optimizer or re.fullmatch(_MODEL_HEAD, folder) else ()
+    is_optimizer = _matches(_OPTIMIZER_HEAD, folder)
+    front = (folder,) if is_optimizer or _matches(_MODEL_HEAD, folder) else ()
+    entries = [*entries_of(metadata)]
+    leaves = [leaf for _, leaf in entries]
     kinds = {
-        fqn: kind_of_entry((*front, *(entry.path or (fqn,))), entry)
-        for fqn, entry in metadata.tensors.items()
+        fqn: kind for (fqn, _), kind in zip(entries, kinds_of(leaves, front, mapped), strict=True)
     }
-    for fqn, bytes_entry in metadata.bytes_entries.items():
-        path = bytes_entry.path or (fqn,)
-        own = kind_of_entry(path) if is_optimizer else None
-        is_guest = own is not None and own.names == ("scheduler",)
-        kinds[fqn] = own if own and is_guest else kind_of_entry((*front, *path))
+    if is_optimizer:
+        alone = kinds_of(leaves, (), mapped)
+        guests = zip(metadata.bytes_entries, alone[len(metadata.tensors) :], strict=True)
+        kinds |= {fqn: kind for fqn, kind in guests if kind.names == ("scheduler",)}
     return kinds
 
 
-def is_wrapper(key: str) -> bool:
-    """Whether a key does not determine what is below it, so that the entries there decide."""
-    return key.lower() in _WRAPPERS
+def kinds_in_file(
+    leaves: Sequence[Leaf], by_name: StateKind | None, mapped: StateMap = (), path: str = ""
+) -> Sequence[StateKind]:
+    """The kind of each entry of the file at `path`, whose name states `by_name`.
+
+    The name decides about what neither content nor keys do, and about all of a file of one kind
+    that it restores whatever its keys are.
+    """
+    as_mapped = mapped_file(path, mapped)
+    if as_mapped:
+        return [StateKind((as_mapped,), by_name.rank if by_name else None)] * len(leaves)
+    if by_name is not None and by_name.names == by_name.always and len(by_name.names) == 1:
+        return [by_name] * len(leaves)
+    kinds = kinds_of(leaves, (), mapped)
+    if by_name is None or len(by_name.names) > 1:
+        return kinds
+    is_open = all(kind.names == ("other",) for kind in kinds)
+    weak = ("model",) if by_name.of_framework else ()
+    return [by_name if kind.may_be or is_open or kind.names == weak else kind for kind in kinds]
 
 
-def optimizer_is_hollow(paths: Iterable[Path]) -> bool:
-    """The optimizer's entries are settings of an Adam without any moments.
+def mapped_file(path: str, mapped: StateMap) -> str:
+    """The kind that a person maps a whole file to, by its path or its name; empty for none."""
+    names = (path, path.rpartition("/")[2])
+    return next((kind for kind, key in mapped if key in names), "")
+
+
+def outermost_key(leaf: Leaf) -> str:
+    """The key under which an entry is reported: up to the first that is no wrapper."""
+    keys = [str(key) for key in leaf.path]
+    first = next((i for i, key in enumerate(keys) if key.lower() not in _WRAPPERS), len(keys) - 1)
+    return ".".join(keys[: first + 1])
+
+
+def optimizer_is_hollow(leaves: Iterable[Leaf]) -> bool:
+    """The optimizer's entries are settings of one that keeps state, without any state.
 
     A plain `optimizer.state_dict()` of a fresh Adam has this form: a resume
     from it starts the moments at zero.
     """
-    leaves: set[str] = set()
     settings: set[str] = set()
-    for path in paths:
-        words = [word for part in path for word in str(part).split(".")]
-        (settings if "param_groups" in words else leaves).add(words[-1])
-    return bool(settings & _ADAM_SETTINGS) and not leaves & _OPTIMIZER_MOMENTS
+    for leaf in leaves:
+        words = _words(leaf.path)
+        if "param_groups" in words:
+            settings |= {*words[words.index("param_groups") :]}
+        elif leaf.shape or leaf.content == "unread":
+            return False
+    return bool(settings & _SETTINGS_THAT_KEEP_STATE)
 
 
-def is_optimizer_step(path: Path) -> bool:
-    """Whether the entry is the `step` count that an optimizer keeps per parameter."""
-    words = _unwrapped(_words(path))
-    return words[-1] == "step" and "state" in words[:-1] and _is_optimizer(words)
+def optimizer_steps(metadata: Metadata) -> Mapping[str, str]:
+    """The `step` counts that optimizers keep per parameter: the optimizer of each, by FQN."""
+    counts = [
+        (fqn, entry.path or tuple(fqn.split(".")))
+        for fqn, entry in metadata.tensors.items()
+        if entry.shape == () and _words(entry.path or (fqn,))[-1] == "step"
+    ]
+    kinds = entry_kinds(metadata) if counts else {}
+    return {fqn: _optimizer_of(path) for fqn, path in counts if kinds[fqn] == _OPTIMIZER}
 
 
-def is_count_of_one_rank(fqn: str) -> bool:
+def is_count_of_one_rank(key: str) -> bool:
     """Whether a count of tokens is that of one data-parallel rank, and not of the run.
 
     Source: torchtitan 0.3 `trainer.py` (`ntokens_seen`), which sums it over ranks only to log it;
     it saves the place in the data of each data-parallel rank.
     """
-    return fqn.rpartition(".")[2] == "ntokens_seen"
+    return re.split("[.: ]", key)[-1] == "ntokens_seen"
 
 
 def is_moment(path: Path) -> bool:
     """Whether the entry is one of the averages that an optimizer keeps of the gradients."""
-    words = _unwrapped(_words(path))
-    return _is_optimizer(words) and not _OPTIMIZER_MOMENTS.isdisjoint(words)
+    return not _MOMENTS.isdisjoint(_words(path))
 
 
-def optimizer_of(path: Path) -> str:
+def _optimizer_of(path: Path) -> str:
     """Which optimizer an optimizer's entry belongs to: its key path up to `state`."""
     words = [str(part) for part in path]
     return ".".join(words[: words.index("state")]) if "state" in words else ".".join(words[:1])

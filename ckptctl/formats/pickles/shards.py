@@ -10,29 +10,12 @@ Source: torch 2.13 `torch/_tensor.py` (`_rebuild_from_type_v2`), `torch/_utils.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptctl.data_classes import replace
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import Callee, Dtype, Function, Malformed, checked_dims
-from ckptctl.formats.pickles.values import FAITHFUL, MAX_DEPTH, TensorStub, decode
-
-
-class ShardStub(NamedTuple):
-    """One rank's part of a tensor.
-
-    `shape` is that of the whole tensor. `dims` are, for each dimension of the mesh, the
-    dimension of the tensor that it cuts, None where it replicates; `coordinate` is where the
-    rank is in the mesh. `is_plain` is false for other placements: strided and partial ones.
-    """
-
-    local: TensorStub
-    shape: tuple[int, ...]
-    dims: tuple[int | None, ...]
-    coordinate: tuple[int, ...]
-    is_plain: bool
-
+from ckptctl.formats.pickles.values import FAITHFUL, ShardStub, TensorStub, decode
 
 SUBCLASS = "a tensor of a class that is not read"
 
@@ -44,24 +27,6 @@ class _Wrapper(NamedTuple):
 def decode_shards(data: bytes) -> object:
     """The state that a pickle holds; raises as `decode_state`."""
     return decode(data, _SHARDS).value
-
-
-def tensors_in(
-    state: object, path: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], TensorStub | ShardStub]]:
-    """The tensors in a decoded state, each with the keys that lead to it."""
-    if isinstance(state, (TensorStub, ShardStub)):
-        yield path, state
-        return
-    inside = state.state if isinstance(state, Opaque) else state
-    if len(path) > MAX_DEPTH:
-        return  # objects may hold each other
-    if isinstance(inside, dict):
-        for key, item in inside.items():
-            yield from tensors_in(item, (*path, key if isinstance(key, int) else str(key)))
-    elif isinstance(inside, (list, tuple)):
-        for number, item in enumerate(inside):
-            yield from tensors_in(item, (*path, number))
 
 
 def _wrapper(args: tuple[object, ...]) -> object:

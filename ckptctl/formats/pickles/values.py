@@ -65,6 +65,21 @@ class TensorStub:
         return self.storage_offset + sum(steps)
 
 
+class ShardStub(NamedTuple):
+    """One rank's part of a tensor.
+
+    `shape` is that of the whole tensor. `dims` are, for each dimension of the mesh, the
+    dimension of the tensor that it cuts, None where it replicates; `coordinate` is where the
+    rank is in the mesh. `is_plain` is false for other placements: strided and partial ones.
+    """
+
+    local: TensorStub
+    shape: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    coordinate: tuple[int, ...]
+    is_plain: bool
+
+
 class Decoded(NamedTuple):
     """The value of a pickle, and the globals in it that nothing is known of, sorted."""
 

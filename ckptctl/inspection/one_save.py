@@ -1,0 +1,328 @@
+"""Decide whether all files of a step were written by one save, and whether it is that step's.
+
+A run that goes back saves its steps again in place. Where it is killed meanwhile, the folder holds
+files of two saves, each of them sound. What tells them apart are the times of their writes: the
+files of one save are written within a window, whose length the other steps of the root show, and
+DCP writes its metadata last. A copy has times of its own: then the steps follow each other as fast
+as the files of one step do, and no time proves anything.
+
+The steps that a train state counts tell whose step it is. A counter may begin at any number, and
+count batches instead of steps; the steps beside show how it relates to the numbers in their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice, pairwise
+
+import msgspec
+
+from ckptctl.checks.shape import weights_in
+from ckptctl.claims import Claim, ClaimName, ClaimState
+from ckptctl.errors import StorageError
+from ckptctl.findings import Finding
+from ckptctl.formats.families import key_of
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import may_hold_state
+from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.whole import Neighbours
+from ckptctl.model import SHARDED, FileInfo, Step
+
+LEAST_WINDOW_S = 120.0
+"""No window is shorter: clocks of nodes differ, and a slow rank ends late."""
+
+TIMES_LONGEST = 3.0
+"""The window is so many times as long as the longest save beside the step took."""
+
+SUCCESSION_S = 2.0
+"""Steps that follow each other in less are those of a copy, or of a test."""
+
+COPIED_PER_S = 50_000_000
+"""Bytes. A slower copy of steps of one file each looks like training between them."""
+
+MAX_COMPARED = 3
+"""So many steps on each side are compared."""
+
+
+class SaveTimes(msgspec.Struct, frozen=True):
+    """When the files of one step were written."""
+
+    name: str
+    number: int
+    first_s: float
+    last_s: float
+    late_s: float
+    """How long after the metadata the last shard was written; of other formats, `last_s` after
+    `first_s`."""
+    largest: int
+    """Bytes of its largest file."""
+    weights_s: float
+    """When the last of its metadata and weights was written; other files may be added later."""
+
+
+def check_one_save(
+    opened: OpenStep, neighbours: Neighbours | None, *, is_sealed: bool
+) -> tuple[list[Finding], Claim]:
+    """Compare the write times of a step's files with each other and with those of other steps.
+
+    `is_sealed`: every byte was compared with a seal, which proves the save whatever its times are.
+    Yields `step.two-saves` where files were written by a later save than the others, and
+    `step.times` where they may have been, and nothing shows how long a save takes.
+
+    Cost: the listing of the nearest older step; where files were written more than
+    `LEAST_WINDOW_S` apart, of `MAX_COMPARED` steps on each side.
+    """
+    foreign = _part_of_another_step(opened)
+    if foreign is not None:
+        return [foreign], _unknown("the parts differ", opened)
+    if is_sealed:
+        return [], _proven("seal")
+    if layouts.is_of_one_attempt(opened.name):
+        return [], _proven("its name, which one attempt uses once")
+    files = _timed(opened.step)
+    if files is None:
+        return [], _unknown("the storage keeps no write times", opened)
+    if len(files) <= 1:
+        return [], _proven("one file")
+    own = _times(opened.step, files)
+    if own.late_s <= LEAST_WINDOW_S:
+        return [], _by_order(opened, own, neighbours)
+    others = [*_times_beside(opened, neighbours)]
+    if others:
+        known = {key for _, keys in others for key in keys}
+        alike = {path: at_s for path, at_s in files.items() if key_of(path) in known}
+        if len(alike) > 1:
+            files, own = alike, _times(opened.step, alike)
+    beside = [times for times, _ in others]
+    window_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * max(0.0, one.late_s) for one in beside)])
+    if own.late_s <= window_s:
+        return [], _unknown(f"files written {duration(own.late_s)} apart, as in others", opened)
+    finding = _two_saves(files, own, window_s)
+    if beside and is_of_training([*beside, own]):
+        return [finding], _unknown(finding.message, opened)
+    return [_doubt(finding)], _unknown(finding.message, opened)
+
+
+def _proven(by: str) -> Claim:
+    return Claim(ClaimName.ONE_SAVE, ClaimState.PROVEN, by)
+
+
+def _unknown(why: str, opened: OpenStep) -> Claim:
+    return Claim(ClaimName.ONE_SAVE, ClaimState.UNKNOWN, why, command_line("seal", opened.url))
+
+
+def _timed(step: Step) -> Mapping[str, float] | None:
+    """The write time of each file of the save that may hold state; None without times."""
+    held = [
+        file
+        for file in step.files
+        if file.kind == "file" and layouts.is_saved(file.path) and _holds_state(file)
+    ]
+    times = {file.path: file.mtime_s for file in held}
+    known = {path: at_s for path, at_s in times.items() if at_s is not None}
+    return known if len(known) == len(times) else None
+
+
+def _holds_state(file: FileInfo) -> bool:
+    # A report of an evaluation is added later; a configuration may be.
+    return bool(file.size) and may_hold_state(file.path) and not file.path.endswith(".json")
+
+
+def times_of(step: Step) -> SaveTimes | None:
+    """When the files of a step that may hold state were written; None where that is unknown."""
+    files = _timed(step)
+    return _times(step, files) if files else None
+
+
+def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
+    first_s, last_s = min(files.values()), max(files.values())
+    late_s = last_s - first_s
+    (part, *more) = step.parts or [None]
+    metadata_s = None
+    if part is not None and not more and part.format in SHARDED:
+        metadata_s = files.get(inside(part.path, METADATA))
+    if metadata_s is not None:
+        late_s = last_s - metadata_s
+    largest = max(file.size for file in step.files if file.path in files)
+    weights_s = max((files[f.path] for f in weights_in(step) if f.path in files), default=last_s)
+    number = step.number or 0
+    return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s)
+
+
+def _times_beside(
+    opened: OpenStep, neighbours: Neighbours | None
+) -> Iterator[tuple[SaveTimes, frozenset[str]]]:
+    """The times of the steps beside this one, each with the kinds of its files."""
+    if neighbours is None:
+        return
+    for names in (neighbours.older, neighbours.newer):
+        for named in islice(names(), MAX_COMPARED):
+            with suppress(StorageError):
+                other = neighbours.open(opened.store, named).step
+                files = _timed(other)
+                if files:
+                    yield _times(other, files), frozenset(map(key_of, files))
+
+
+def _by_order(opened: OpenStep, own: SaveTimes, neighbours: Neighbours | None) -> Claim:
+    """Whether times within one window are those of a save, and not of a copy of it."""
+    taken = f"files written within {duration(max(own.last_s - own.first_s, 1.0))}"
+    older = next(iter(neighbours.older()), None) if neighbours is not None else None
+    if older is None or neighbours is None:
+        return _unknown(f"{taken}, and no older step shows that it was no copy", opened)
+    with suppress(StorageError):
+        other = neighbours.open(opened.store, older).step
+        files = _timed(other)
+        if files and is_of_training([_times(other, files), own]):
+            return _proven(taken)
+    return _unknown(f"{taken}, and as soon after {older.name}: it may be a copy", opened)
+
+
+def is_of_training(times: Sequence[SaveTimes], *, by_number: bool = True) -> bool:
+    """Whether most steps were written one after the other, with training between them.
+
+    They follow each other by their numbers, or by the times of their writes.
+    """
+    in_order = sorted(times, key=lambda one: one.number if by_number else one.first_s)
+    pairs = [*pairwise(in_order)]
+    apart = sum(are_apart(older, newer) for older, newer in pairs)
+    return 2 * apart > len(pairs)
+
+
+def are_apart(older: SaveTimes, newer: SaveTimes) -> bool:
+    """Whether more time passed between two saves than a copy of them would take."""
+    first_file_s = newer.largest / COPIED_PER_S
+    longest_s = max(older.weights_s - older.first_s, SUCCESSION_S, first_file_s)
+    return newer.first_s - older.weights_s > longest_s
+
+
+def _two_saves(files: Mapping[str, float], own: SaveTimes, window_s: float) -> Finding:
+    is_late = sorted(path for path, at_s in files.items() if own.last_s - at_s <= window_s / 2)
+    others = len(files) - len(is_late)
+    return Finding(
+        "step.two-saves",
+        is_late[0],
+        f"{some_of(is_late)} {verb(len(is_late), 'was', 'were')} written "
+        f"{duration(own.late_s)} after {counted(others, 'other file')} of the step: a later save "
+        "over it was interrupted, and a load would mix the two",
+        expected=f"files written within {duration(window_s)}",
+        found=f"files written {duration(own.late_s)} apart",
+        next_command="ckptctl explain step.two-saves",
+    )
+
+
+def _doubt(finding: Finding) -> Finding:
+    """The same as a suspicion, where no other step shows how long a save takes."""
+    return Finding(
+        "step.times",
+        finding.where,
+        finding.message.partition(":")[0]
+        + ": a later save over it was interrupted, or a copy was; no other step shows which",
+        finding.expected,
+        finding.found,
+        "ckptctl explain step.times",
+    )
+
+
+def _part_of_another_step(opened: OpenStep) -> Finding | None:
+    """The finding for parts whose metadata name different steps."""
+    named = {
+        part.path: part.own_number
+        for part in opened.parts
+        if part.part.format in SHARDED and part.own_number is not None
+    }
+    number = opened.step.number
+    others = {path: own for path, own in named.items() if own != number}
+    if number is None or len(set(named.values())) < 2 or not others:
+        return None
+    path, own = min(others.items())
+    return Finding(
+        "state.mixed",
+        path,
+        f"{path} was written for step {own}, and other parts of {opened.step.name} for step "
+        f"{min(set(named.values()) - {own})}: a part of another step lies in this one",
+        expected=f"parts of step {number}",
+        found=f"a part of step {own}",
+        next_command=command_line("show", opened.url),
+    )
+
+
+def check_identity(
+    opened: OpenStep,
+    counted_steps: int | None,
+    neighbours: Neighbours | None,
+    count_of: Callable[[OpenStep], int | None],
+) -> tuple[list[Finding], Claim]:
+    """Compare the steps that the train state counts with the number in the step's name.
+
+    `count_of` returns the steps that another step counts. A counter that differs from the name is
+    compared with those of the steps beside: where they agree with their names, or differ by the
+    same amount or ratio, and this one does not, it is another step.
+
+    Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
+    train state of `MAX_COMPARED` steps on each side at most.
+    """
+    number = opened.step.number
+    named = {part.own_number for part in opened.parts if part.part.format in SHARDED} - {None}
+    if number is None or not layouts.counts_training_steps(opened.step.layout):
+        return [], _of_name("its name counts no training steps", opened)
+    if counted_steps is None:
+        if named == {number}:
+            return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, "metadata")
+        return [], _of_name("no file states the step", opened)
+    if abs(counted_steps - number) <= 1:
+        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, f"step count {counted_steps:,}")
+    counts = [*_counts_beside(opened, neighbours, count_of)]
+    if _fits(number, counted_steps, counts):
+        by = f"step count {counted_steps:,}, as far from the name as in the steps beside"
+        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
+    agreeing = [(n, count) for n, count in counts if abs(count - n) <= 1]
+    is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
+    if agreeing and is_regular and len(agreeing) == len(counts):
+        return [_wrong_step(opened, counted_steps, agreeing[0][0])], _of_name("", opened)
+    why = f"its train state counts {counted_steps:,} steps, and its name {number:,}"
+    return [], _of_name(why, opened)
+
+
+_NAMED_BY_COUNT = frozenset({"transformers"})
+"""Layouts whose writer takes the number in the name from the counter in the train state."""
+
+
+def _of_name(why: str, opened: OpenStep) -> Claim:
+    return Claim(ClaimName.IDENTITY, ClaimState.UNKNOWN, why, command_line("seal", opened.url))
+
+
+def _counts_beside(
+    opened: OpenStep, neighbours: Neighbours | None, count_of: Callable[[OpenStep], int | None]
+) -> Iterator[tuple[int, int]]:
+    if neighbours is None:
+        return
+    for names in (neighbours.older, neighbours.newer):
+        for named in islice(names(), MAX_COMPARED):
+            with suppress(StorageError):
+                count = count_of(neighbours.open(opened.store, named))
+                if count is not None:
+                    yield named.number, count
+
+
+def _fits(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
+    """Whether a counter relates to its name as those of most steps beside do."""
+    by_offset = sum(abs((other - n) - (count - number)) <= 1 for n, other in beside)
+    by_ratio = sum(abs(other * number - count * n) <= max(n, number) for n, other in beside)
+    return 2 * max(by_offset, by_ratio) > len(beside)
+
+
+def _wrong_step(opened: OpenStep, counted_steps: int, beside: int) -> Finding:
+    name = opened.step.name
+    return Finding(
+        "step.wrong-step",
+        name,
+        f"{name} holds step {counted_steps}: its train state counts as many steps, and that of "
+        f"step {beside} beside it counts those of its name. A resume from here would start at "
+        f"step {counted_steps}",
+        expected=f"step {opened.step.number}",
+        found=f"step {counted_steps}",
+    )

@@ -1,0 +1,177 @@
+"""State what is proven of a step, what is contradicted, and what is unknown.
+
+A finding says what is wrong; a claim says what is known. Every claim is unknown until something
+proves it: no claim is proven because no finding contradicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ckptctl.claims import Claim, ClaimName, ClaimState
+from ckptctl.findings import Finding, Severity
+from ckptctl.formatting import command_line
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.stages import StageContext
+from ckptctl.model import SHARDED, PartFormat
+
+CONTRADICTS: Mapping[str, ClaimName] = {
+    "metadata.missing": ClaimName.WHOLE,
+    "metadata.empty": ClaimName.WHOLE,
+    "metadata.ambiguous": ClaimName.ONE_SAVE,
+    "metadata.unreadable": ClaimName.BYTES,
+    "metadata.unsafe": ClaimName.BYTES,
+    "metadata.path": ClaimName.BYTES,
+    "path.escape": ClaimName.BYTES,
+    "shard.missing": ClaimName.WHOLE,
+    "shard.truncated": ClaimName.WHOLE,
+    "range.missing": ClaimName.WHOLE,
+    "range.overlap": ClaimName.BYTES,
+    "range.outside": ClaimName.BYTES,
+    "range.stray": ClaimName.BYTES,
+    "coverage.gap": ClaimName.WHOLE,
+    "coverage.overlap": ClaimName.WHOLE,
+    "coverage.outside": ClaimName.WHOLE,
+    "record.framing": ClaimName.BYTES,
+    "record.mismatch": ClaimName.BYTES,
+    "record.unsafe": ClaimName.BYTES,
+    "record.crc": ClaimName.BYTES,
+    "store.contradicts": ClaimName.BYTES,
+    "seal.digest": ClaimName.BYTES,
+    "seal.gone": ClaimName.WHOLE,
+    "part.missing": ClaimName.WHOLE,
+    "file.missing": ClaimName.WHOLE,
+    "file.unreadable": ClaimName.BYTES,
+    "state.mixed": ClaimName.ONE_SAVE,
+    "state.not-finite": ClaimName.STATE,
+    "step.two-saves": ClaimName.ONE_SAVE,
+    "step.unfinished": ClaimName.WHOLE,
+    "step.in-progress": ClaimName.WHOLE,
+    "step.changed": ClaimName.ONE_SAVE,
+    "step.foreign": ClaimName.IDENTITY,
+    "step.nested": ClaimName.IDENTITY,
+    "step.wrong-step": ClaimName.IDENTITY,
+    "step.superseded": ClaimName.BRANCH,
+}
+"""The claim that a fault contradicts. A fault that is in neither table makes no claim."""
+
+DOUBTS: Mapping[str, ClaimName] = {
+    "format.unlisted": ClaimName.WHOLE,
+    "format.unsupported": ClaimName.WHOLE,
+    "file.fewer": ClaimName.WHOLE,
+    "step.times": ClaimName.ONE_SAVE,
+    "shard.stale": ClaimName.ONE_SAVE,
+    "index.size": ClaimName.ONE_SAVE,
+    "seal.outdated": ClaimName.ONE_SAVE,
+    "metadata.foreign": ClaimName.IDENTITY,
+    "step.duplicate": ClaimName.IDENTITY,
+    "record.unverifiable": ClaimName.BYTES,
+    "content.unfinished": ClaimName.BYTES,
+}
+"""The claim that a finding leaves unknown, whatever would prove it otherwise."""
+
+_SEAL = "seal"
+"""Proof by a seal of this save: it names every file, the step and the run, so no doubt remains."""
+
+_NOT_INSPECTED = frozenset(
+    {"step.unknown", "step.linked", "step.denied", "step.archived", "step.no-memory"}
+)
+
+
+def claims_of(
+    opened: OpenStep, context: StageContext, findings: Sequence[Finding]
+) -> tuple[Claim, ...]:
+    """The claims of a step, in the order of `ClaimName`. Cost: none; nothing is read."""
+    failed = next((finding for finding in findings if finding.code in _NOT_INSPECTED), None)
+    if failed is not None:
+        return nothing_proven(failed)
+    contradicted = {CONTRADICTS[finding.code]: finding for finding in _first(findings, CONTRADICTS)}
+    doubts = {DOUBTS[finding.code]: finding for finding in _first(findings, DOUBTS)}
+    proofs = {claim.name: claim for claim in _proofs(opened, context)}
+    claims = []
+    for name in ClaimName:
+        if name in contradicted:
+            by = f"{contradicted[name].code}: {contradicted[name].message}"
+            claims.append(Claim(name, ClaimState.CONTRADICTED, by))
+        elif name in doubts and proofs[name].by != _SEAL:
+            doubt = doubts[name]
+            claims.append(_unknown(name, f"{doubt.code}: {doubt.message}", doubt.next_command))
+        else:
+            claims.append(proofs[name])
+    return tuple(claims)
+
+
+def nothing_proven(failed: Finding) -> tuple[Claim, ...]:
+    """The claims of a step whose inspection failed, for the reason in `failed`."""
+    return tuple(_unknown(name, failed.message, failed.next_command) for name in ClaimName)
+
+
+def _first(findings: Sequence[Finding], table: Mapping[str, ClaimName]) -> Iterable[Finding]:
+    """The findings in a table; of those about one claim the worst comes last, and decides."""
+    listed = [finding for finding in findings if finding.code in table]
+    faults = [finding for finding in listed if finding.severity is Severity.FAULT]
+    return reversed(faults or listed)
+
+
+def _unknown(name: ClaimName, why: str, would_prove: str | None) -> Claim:
+    return Claim(name, ClaimState.UNKNOWN, why, would_prove)
+
+
+def _proven(name: ClaimName, by: str) -> Claim:
+    return Claim(name, ClaimState.PROVEN, by)
+
+
+def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
+    """What proves each claim, as if no finding spoke against it."""
+    yield _whole(opened, context)
+    yield _bytes(opened, context)
+    yield context.one_save or _unknown(
+        ClaimName.ONE_SAVE, "the parts were not compared", command_line("seal", opened.url)
+    )
+    yield _identity(opened, context)
+    yield _state(context)
+    yield context.branch or _unknown(
+        ClaimName.BRANCH, "the other steps of the root were not compared", None
+    )
+
+
+def _whole(opened: OpenStep, context: StageContext) -> Claim:
+    if context.notes.seal is not None:
+        return _proven(ClaimName.WHOLE, _SEAL)
+    formats = {part.part.format for part in opened.parts}
+    if formats & SHARDED and formats <= SHARDED | {PartFormat.SAFETENSORS}:
+        return _proven(ClaimName.WHOLE, "metadata")
+    if context.wholeness is not None and context.wholeness.by:
+        return _proven(ClaimName.WHOLE, context.wholeness.by)
+    return _unknown(
+        ClaimName.WHOLE,
+        "nothing states which files belong to the step",
+        "--saved-world-size N, or a seal",
+    )
+
+
+def _bytes(opened: OpenStep, context: StageContext) -> Claim:
+    deeper = command_line("verify", opened.url, "--level", "content")
+    if context.content is None or not context.content.whole:
+        return _unknown(ClaimName.BYTES, f"checked: {context.level.value}", deeper)
+    proven = context.content.proven
+    if context.notes.seal is not None:
+        return _proven(ClaimName.BYTES, _SEAL)
+    if proven.n_asked and proven.n_bytes == proven.n_asked:
+        return _proven(ClaimName.BYTES, f"checksums of {proven.n_bytes:,} bytes")
+    return _unknown(ClaimName.BYTES, "no checksums", command_line("seal", opened.url))
+
+
+def _identity(opened: OpenStep, context: StageContext) -> Claim:
+    if opened.step.number is None:
+        return _unknown(ClaimName.IDENTITY, "its name states no step", None)
+    if context.notes.seal is not None:
+        return _proven(ClaimName.IDENTITY, _SEAL)
+    return context.identity or _unknown(ClaimName.IDENTITY, "no count was compared", None)
+
+
+def _state(context: StageContext) -> Claim:
+    held = context.state.held
+    if not held:
+        return _unknown(ClaimName.STATE, "no train state is recognized", "--state KIND=KEY")
+    return _proven(ClaimName.STATE, ", ".join(held))

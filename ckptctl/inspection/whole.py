@@ -1,0 +1,569 @@
+"""Decide whether a step is whole: what its save consists of is known, and all of it is there.
+
+Metadata, an index, a seal and counts in the names state what a save consists of. Where nothing
+does, the files of one kind are compared with each other, with those of the other kinds, and with
+the steps beside this one: a family of files (`formats.families`) whose size nothing states and no
+other step confirms is unknown, however sound its files are.
+
+A job may go on with another number of ranks. Then every family has another size than before, as
+if the files of the last ranks were missing: the tensors in them decide. Where they are split over
+the ranks, they add up to the same size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
+
+import msgspec
+
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
+from ckptctl.findings import Finding
+from ckptctl.formats.families import Family, families_of, key_of
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import rank_file
+from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
+from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.model import SHARDED, FileInfo, Step
+from ckptctl.storage.contract import Store
+
+MAX_COMPARED = 2
+"""So many steps on each side are compared until one decides."""
+
+MAX_LISTED = 16
+"""The listings of so many steps are kept: more than are beside one that is inspected."""
+
+
+SIMILAR = 1.1
+"""Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
+third larger than those of four."""
+
+
+class Neighbours(msgspec.Struct, frozen=True):
+    """The finished steps beside one under the same root, each nearest first; listed when asked."""
+
+    older: Callable[[], Sequence[StepName]]
+    """Those with lower numbers."""
+    newer: Callable[[], Sequence[StepName]]
+    """Those with higher numbers."""
+    known_files: Mapping[str, Sequence[FileInfo]]
+    """The files of each step, by its name, where a listing of the whole root holds them."""
+    listed: dict[str, Sequence[FileInfo]] = msgspec.field(default_factory=dict)
+    """The files of the `MAX_LISTED` steps that were listed last."""
+
+    def open(self, store: Store, named: StepName) -> OpenStep:
+        """One of them. Cost: its listing, unless its files are known; raises `StorageError`."""
+        files = self.known_files.get(named.name) or self.listed.get(named.name)
+        opened = OpenStep(store, named, files)
+        if files is None:
+            self.add(named.name, opened.files)
+        return opened
+
+    def add(self, name: str, files: Sequence[FileInfo]) -> None:
+        """Keep the files of a step, by its name."""
+        self.listed.pop(name, None)
+        for oldest in [*self.listed][: len(self.listed) - MAX_LISTED + 1]:
+            self.listed.pop(oldest, None)
+        self.listed[name] = files
+
+
+class Wholeness(msgspec.Struct, frozen=True):
+    """What is known of the files of a step."""
+
+    findings: tuple[Finding, ...] = ()
+    """Files that are missing, and families of unknown size."""
+    by: str = ""
+    """What proves that all files are there; empty where nothing does."""
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Files of one family that are missing, and what shows it."""
+
+    family: Family
+    n_files: int
+    """How many files there must be."""
+    why: str
+    """What shows it."""
+
+
+class _Beside(msgspec.Struct, frozen=True):
+    """The families of a step beside the inspected one."""
+
+    opened: OpenStep
+    families: Mapping[str, Family]
+    is_newer: bool
+
+    @property
+    def name(self) -> str:
+        return self.opened.name
+
+
+def open_families(step: Step) -> tuple[Family, ...]:
+    """The families among files whose number nothing else states.
+
+    Metadata states the shards of DCP, an index the files of a model, the names of frameworks
+    those of their ranks, and the content of some layouts the files of each parameter.
+    """
+    if step.layout in _FILES_OF_PARAMETERS:
+        return ()
+    saved = {
+        file.path: file.size
+        for file in step.files
+        if file.kind in ("file", "link")
+        and layouts.is_saved(file.path)
+        and not layouts.belongs_to_shards(file.path)
+        and rank_file(file.path, step.layout) is None
+    }
+    indexed = {(match["folder"], match["suffix"]) for path in saved if (match := _INDEX(path))}
+    paths = (path for path in saved if (path[: path.rfind("/") + 1], _suffix(path)) not in indexed)
+    return families_of(paths, step.number, saved)
+
+
+_FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
+"""Layouts with files for each parameter, which `checks.rank_files` counts."""
+
+_INDEX = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
+
+
+def _suffix(path: str) -> str:
+    return path[path.rfind(".") :]
+
+
+def check_families(
+    opened: OpenStep,
+    neighbours: Neighbours | None,
+    saved_world_size: int | None,
+    *,
+    is_deep: bool = False,
+) -> Wholeness:
+    """Compare the families of a step with each other and with those of the steps beside it.
+
+    Yields `file.missing` for a hole in a numbering, for fewer files than the names state, than
+    another kind of the same step has, or than the same kind has in a step of the same world;
+    `state.mixed` for files of two worlds; `format.unlisted` for a family whose size nothing
+    confirms. Storage errors of other steps are passed over: they confirm nothing. Of a step of
+    torch_checkpointing the files that its manifest names are compared with those that are there,
+    and with `is_deep` the parts of each tensor with its whole.
+
+    Cost: none for a step without such families; else the listing of the nearest step, and where
+    that does not decide, of at most `MAX_COMPARED` on each side; where all sizes differ, one read
+    of the pickle or header of each file of two steps.
+    """
+    if opened.is_file:
+        return Wholeness(by="one file")
+    families = open_families(opened.step)
+    stated_by = f"--saved-world-size {saved_world_size}"
+    if any(file.path == MANIFEST for file in opened.files):
+        manifest = _manifest(opened)
+        if isinstance(manifest, Finding):
+            return Wholeness((manifest,))
+        findings = [*_not_as_listed(opened, manifest, is_deep=is_deep)]
+        if findings:
+            return Wholeness(tuple(findings))
+        listed = {path for item in manifest.items for path in item.files.values()}
+        families = tuple(one for one in families if key_of(one.example) not in map(key_of, listed))
+        if not families:
+            return Wholeness(by=MANIFEST)
+        saved_world_size, stated_by = manifest.world_size, MANIFEST
+    if not families:
+        return Wholeness(by="no name states a rank")
+    mixed = _mixed(opened.step, families)
+    if mixed is not None:
+        return Wholeness((mixed,))
+    numbered = [family for family in families if family.is_numbered]
+    gaps = [*_stated_gaps(numbered)]
+    unstated = [family for family in numbered if _is_open(family)]
+    if not unstated:
+        return _result(opened.step, gaps, "the counts in the names")
+    beside = [*_beside(opened, neighbours, {family.key: family for family in unstated})]
+    unstated = [family for family in unstated if not _is_lone(family, beside)]
+    if not unstated:
+        return _result(opened.step, gaps, "one file of each kind")
+    confirmed = next((one for one in beside if _confirms(unstated, one)), None)
+    counted_from_0 = {
+        key for other in beside for key, family in other.families.items() if not family.base
+    }
+    unstated = [
+        family.from_zero() if family.key in counted_from_0 else family for family in unstated
+    ]
+    gaps += _holes(unstated, confirmed)
+    if confirmed is not None:
+        return _result(opened.step, gaps, f"{confirmed.name}, which has the same files")
+    if saved_world_size is not None:
+        gaps += _fewer_than_ranks(unstated, saved_world_size)
+        return _result(opened.step, gaps, stated_by)
+    same_world = next((other for other in beside if _is_same_world(unstated, other)), None)
+    if same_world is not None:
+        added = [family for family in unstated if family.key not in same_world.families]
+        gaps += _fewer_than_before(opened, unstated, same_world)
+        gaps += _fewer_than_others(added, unstated, beside)
+        return _result(opened.step, gaps, f"{same_world.name}, which as many ranks wrote")
+    gaps += _fewer_than_others(unstated, unstated, beside)
+    if gaps:
+        return _result(opened.step, gaps, "")
+    return _by_content(opened, unstated, beside)
+
+
+def _manifest(opened: OpenStep) -> Manifest | Finding:
+    """The manifest of a step of torch_checkpointing, or what is wrong with it. Cost: one read."""
+    try:
+        return read_manifest(opened.store.read(opened.in_store(MANIFEST), limit=MAX_BYTES))
+    except (MetadataUnreadable, MetadataUnsafe) as error:
+        is_unsafe = isinstance(error, MetadataUnsafe)
+        code = "metadata.unsafe" if is_unsafe else "metadata.unreadable"
+        return Finding(
+            code,
+            MANIFEST,
+            f"{MANIFEST} {'' if is_unsafe else 'cannot be decoded: '}{error.message}",
+            expected="metadata as torch_checkpointing writes it",
+            found=error.message,
+            next_command=command_line("explain", code),
+        )
+
+
+def _not_as_listed(opened: OpenStep, manifest: Manifest, *, is_deep: bool) -> Iterator[Finding]:
+    """Yield `file.missing` and `coverage.gap` for what the manifest names and no file holds."""
+    there = {file.path for file in opened.files if file.size}
+    named = {path: item for item in manifest.items for path in item.files.values()}
+    missing = sorted(named.keys() - there)
+    if missing:
+        yield Finding(
+            "file.missing",
+            missing[0],
+            f"{len(missing):,} of {counted(len(named), 'file')} that {MANIFEST} names "
+            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
+            expected=counted(len(named), "file"),
+            found=counted(len(named) - len(missing), "file"),
+            next_command=command_line("show", opened.url),
+        )
+        return
+    for item in manifest.items:
+        without = sorted({rank for t in item.tensors for rank in t.ranks} - item.files.keys())
+        if without:
+            yield _gap_in(opened, item.name, f"rank {without[0]} has no file")
+        elif is_deep:
+            yield from _parts_missing(opened, item)
+
+
+def _parts_missing(opened: OpenStep, item: ManifestItem) -> Iterator[Finding]:
+    """Yield `coverage.gap` for tensors whose parts in the files are less than the whole."""
+    keys = frozenset(map(key_of, item.files.values()))
+    sizes = _tensor_sizes(opened, keys)
+    by_fqn: dict[str, int] = defaultdict(int)
+    for (fqn, _), size in sizes.items():
+        by_fqn[fqn] += size.n_elements
+    for tensor in item.tensors:
+        held = by_fqn.get(tensor.fqn)
+        if held is not None and tensor.n_copies and held < tensor.n_elements * tensor.n_copies:
+            whole = f"{tensor.n_elements * tensor.n_copies:,} elements"
+            yield _gap_in(opened, f"{item.name} {tensor.fqn}", f"{held:,} of {whole} are there")
+            return
+
+
+def _gap_in(opened: OpenStep, where: str, why: str) -> Finding:
+    return Finding(
+        "coverage.gap",
+        where,
+        f"{where}: {why}, by {MANIFEST} and the files",
+        next_command=command_line("show", opened.url),
+    )
+
+
+def _result(step: Step, gaps: Sequence[Gap], by: str) -> Wholeness:
+    seen: dict[str, Finding] = {}
+    for gap in gaps:
+        seen.setdefault(gap.family.key, _missing(step, gap))
+    return Wholeness(tuple(seen.values()), "" if seen else by)
+
+
+def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
+    """The finding for files of one kind whose names state several counts."""
+    sizes: dict[str, list[Family]] = defaultdict(list)
+    for family in families:
+        if family.stated:
+            sizes[family.key].append(family)
+    several = next((alike for alike in sizes.values() if len(alike) > 1), None)
+    if several is None:
+        return None
+    listed = " and ".join(sorted(f"{family.n_files:,}" for family in several))
+    return Finding(
+        "state.mixed",
+        several[0].example,
+        f"the files {several[0].key} are those of several saves, by {listed} ranks: which of them "
+        "is loaded depends on the number of ranks that load",
+        expected="files of one world size",
+        found=f"files of {listed} ranks",
+        next_command=command_line("show", step.url),
+    )
+
+
+def _stated_gaps(families: Iterable[Family]) -> Iterator[Gap]:
+    for family in families:
+        if family.stated and family.n_present < family.n_files:
+            yield Gap(family, family.n_files, "their names state how many there are")
+
+
+def _holes(families: Iterable[Family], confirmed: _Beside | None) -> Iterator[Gap]:
+    """Numbers that are missing; a grid need not be full if that of another step is not either."""
+    for family in families:
+        full = family.n_files if family.is_line else prod(map(len, family.values))
+        if family.n_present < full and (family.is_line or confirmed is None):
+            yield Gap(family, full, "their numbers have a hole")
+
+
+def _beside(
+    opened: OpenStep, neighbours: Neighbours | None, families: Mapping[str, Family]
+) -> Iterator[_Beside]:
+    """The steps beside this one with their families, nearest first, until one has the same."""
+    if neighbours is None:
+        return
+    for names in (neighbours.older, neighbours.newer):
+        for named in [*names()][:MAX_COMPARED]:
+            with suppress(StorageError):
+                other = neighbours.open(opened.store, named)
+                held = {family.key: family for family in open_families(other.step)}
+                if not held:
+                    continue
+                yield (found := _Beside(other, held, is_newer=names is neighbours.newer))
+                if _confirms(families.values(), found):
+                    return
+
+
+def _confirms(families: Iterable[Family], other: _Beside) -> bool:
+    """Whether another step shows that none of the families lacks a file.
+
+    It has the same files of each kind, in about the same size: as many ranks wrote both, and
+    neither lacks a rank, as it would be the same one in both. A newer step that only lacks
+    files of the same size was cut short itself.
+    """
+    found = {family.key: family for family in families}
+    held = {key: family for key, family in other.families.items() if _is_open(family)}
+    if held.keys() - found.keys() or (found.keys() != held.keys() and not other.is_newer):
+        return False
+    both = [(found[key], family) for key, family in held.items()]
+    return bool(both) and (
+        all(
+            family.members <= mine.members if other.is_newer else family.members == mine.members
+            for mine, family in both
+        )
+        and any(_is_about(mine, family) for mine, family in both)
+    )
+
+
+def _is_about(family: Family, other: Family) -> bool:
+    """Whether a file of one family is about as large as one of another."""
+    sizes = (family.n_bytes / family.n_present, other.n_bytes / other.n_present)
+    return max(sizes) <= SIMILAR * min(sizes)
+
+
+def _is_open(family: Family) -> bool:
+    """Whether the numbers of a family are those of ranks, and nothing states how many."""
+    return family.is_numbered and not family.stated
+
+
+def _is_lone(family: Family, beside: Iterable[_Beside]) -> bool:
+    """Whether a single file with a 1 in its name is no rank's: no other step has more of them."""
+    return family.n_present == 1 and family.base == 1 and not _had_more(family, beside)
+
+
+def _is_same_world(families: Iterable[Family], other: _Beside) -> bool:
+    """Whether some kind of which several ranks have a file has as many as in another step."""
+    return any(
+        family.n_present > 1
+        and (held := other.families.get(family.key)) is not None
+        and held.members == family.members
+        for family in families
+    )
+
+
+def _fewer_than_before(
+    opened: OpenStep, families: Iterable[Family], other: _Beside
+) -> Iterator[Gap]:
+    fewer = [
+        family
+        for family in families
+        if family.is_line
+        and (held := other.families.get(family.key)) is not None
+        and held.n_present > family.n_present
+    ]
+    if not fewer:
+        return
+    now, then = (
+        _sizes(opened, fewer),
+        _sizes(other.opened, [other.families[one.key] for one in fewer]),
+    )
+    for family in fewer:
+        held = other.families[family.key]
+        of_family = [name for name in _split(now, then) if name.endswith(f" in {family.key}")]
+        if not of_family or any(now[n].n_elements < then[n].n_elements for n in of_family):
+            yield Gap(
+                family,
+                held.n_files,
+                f"{other.name} has {held.n_present:,}, and as many ranks wrote this step",
+            )
+
+
+def _fewer_than_ranks(families: Sequence[Family], n_ranks: int) -> Iterator[Gap]:
+    lines = [family for family in families if family.is_line]
+    most = max((family.n_files for family in lines), default=0)
+    for family in lines:
+        if family.n_files == most < n_ranks:
+            yield Gap(family, n_ranks, f"{n_ranks:,} ranks wrote the step")
+
+
+def _fewer_than_others(
+    families: Sequence[Family], others: Sequence[Family], beside: Sequence[_Beside]
+) -> Iterator[Gap]:
+    """Those of `families` of which fewer ranks have a file than of one of `others`."""
+    lines = [family for family in others if family.is_line]
+    largest = max(lines, key=lambda family: family.n_files, default=None)
+    for family in families if largest is not None else ():
+        if not family.is_line or largest is None or family.n_files == largest.n_files:
+            continue
+        if _is_as_before(family, beside):
+            continue
+        if family.ranks == {0} and largest.n_files > 2 and not _had_more(family, beside):
+            continue  # rank 0 alone writes this kind
+        yield Gap(family, largest.n_files, f"there are {largest.n_files:,} files {largest.key}")
+
+
+def _is_as_before(family: Family, beside: Iterable[_Beside]) -> bool:
+    held = (other.families.get(family.key) for other in beside)
+    return any(one is not None and one.members == family.members for one in held)
+
+
+def _had_more(family: Family, beside: Iterable[_Beside]) -> bool:
+    held = (other.families.get(family.key) for other in beside)
+    return any(one is not None and one.n_present > family.n_present for one in held)
+
+
+def _by_content(
+    opened: OpenStep, families: Sequence[Family], beside: Sequence[_Beside]
+) -> Wholeness:
+    """Decide by the tensors in the files, where no name does."""
+    now = _sizes(opened, families)
+    lacking = [name for name, size in now.items() if size.lacks_parts]
+    largest = max(families, key=lambda family: family.n_files)
+    if lacking:
+        why = f"{some_of(lacking)} lack parts of the tensor that they are parts of"
+        return _result(opened.step, [Gap(largest, largest.n_files + 1, why)], "")
+    if any(size.is_part for size in now.values()):
+        return Wholeness(by="the shapes of the whole tensors, which the files state")
+    for other in beside:
+        then = _sizes(other.opened, [*other.families.values()])
+        split = _split(now, then)
+        if split and all(now[name].n_elements == then[name].n_elements for name in split):
+            n_ranks = counted(largest.n_files, "rank")
+            by = f"the tensors of {n_ranks}, which together are as large as in {other.name}"
+            return Wholeness(by=by)
+        smaller = [n for n in split if now[n].n_elements < then[n].n_elements]
+        if smaller:
+            why = f"{some_of(smaller)} are smaller than in {other.name}"
+            held = other.families.get(largest.key)
+            n_files = held.n_files if held is not None else largest.n_files + 1
+            return _result(opened.step, [Gap(largest, n_files, why)], "")
+    return Wholeness((_unlisted(families, beside),))
+
+
+def _split(now: Mapping[str, _Size], then: Mapping[str, _Size]) -> list[str]:
+    """The tensors that are split over the ranks: of more ranks each has less of them.
+
+    A tensor that each rank holds whole shows nothing of how many there must be.
+    """
+    return [
+        name
+        for name, size in now.items()
+        if name in then
+        and size.n_files != then[name].n_files
+        and size.largest != then[name].largest
+    ]
+
+
+class _Size(msgspec.Struct):
+    """The elements of one tensor in the files of a step."""
+
+    n_files: int = 0
+    n_elements: int = 0
+    largest: int = 0
+    n_whole: int | None = None
+    """Elements of the whole tensor, where the files state it."""
+
+    @property
+    def is_part(self) -> bool:
+        """The files hold parts of a tensor whose size they state."""
+        return self.n_whole is not None and self.largest < self.n_whole
+
+    @property
+    def lacks_parts(self) -> bool:
+        """The parts that exist are fewer elements than the whole tensor."""
+        return self.n_whole is not None and self.n_elements < self.n_whole
+
+
+def _sizes(opened: OpenStep, families: Sequence[Family]) -> Mapping[str, _Size]:
+    """The size of each tensor over the files of each family; of files that cannot be read, none."""
+    sizes = _tensor_sizes(opened, frozenset(family.key for family in families))
+    return {f"{fqn} in {key}": size for (fqn, key), size in sizes.items()}
+
+
+def _tensor_sizes(opened: OpenStep, keys: Collection[str]) -> Mapping[tuple[str, str], _Size]:
+    """The size of each tensor over the files of each key, by FQN and key."""
+    from ckptctl.inspection.stored_tensors import held_tensors
+
+    sizes: dict[tuple[str, str], _Size] = defaultdict(_Size)
+    with suppress(StorageError):
+        held, _ = held_tensors(part for part in opened.parts if part.part.format not in SHARDED)
+        for tensor in held:
+            key = key_of(tensor.file)
+            if key not in keys:
+                continue
+            size = sizes[tensor.fqn, key]
+            n_elements = prod(tensor.shape)
+            size.n_files += 1
+            size.n_elements += n_elements
+            size.largest = max(size.largest, n_elements)
+            if tensor.whole is not None:
+                size.n_whole = prod(tensor.whole)
+    return sizes
+
+
+def _missing(step: Step, gap: Gap) -> Finding:
+    family = gap.family
+    names = family.missing(gap.n_files)
+    n_missing = max(gap.n_files - family.n_present, len(names))
+    return Finding(
+        "file.missing",
+        names[0] if names else family.example,
+        f"{n_missing:,} of {counted(gap.n_files, 'file')} {family.key} "
+        f"{verb(n_missing, 'is', 'are')} missing: {some_of(names)}; {gap.why}",
+        expected=counted(gap.n_files, "file"),
+        found=counted(family.n_present, "file"),
+        next_command=command_line("show", step.url),
+    )
+
+
+def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
+    largest = max(families, key=lambda family: family.n_files)
+    before = next((other for other in beside if largest.key in other.families), None)
+    n_files = counted(largest.n_files, "file")
+    if before is not None:
+        n_before = before.families[largest.key].n_files
+        why = (
+            f"{before.name} has {n_before:,}, and nothing in this step states how many ranks "
+            "wrote it: their number changed, or the files of the last ranks are missing"
+        )
+    else:
+        why = "nothing states how many ranks wrote them, and no other step confirms it"
+    return Finding(
+        "format.unlisted",
+        largest.example,
+        f"{n_files} {largest.key}: {why}. --saved-world-size N, a seal, or another step with the "
+        "same files proves that none is missing",
+        expected="a stated number of files",
+        found=n_files,
+        next_command="ckptctl explain format.unlisted",
+    )

@@ -1,0 +1,149 @@
+"""State that nothing shows the kind of is unknown, and a person can map it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from command_line import run_ckptctl
+
+import ckptctl
+from ckptctl.errors import UsageError
+
+
+def weights(prefix: str = "") -> dict[str, torch.Tensor]:
+    return {f"{prefix}layer.weight": torch.ones(8, 4), f"{prefix}layer.bias": torch.ones(8)}
+
+
+def adam() -> dict[str, object]:
+    state = {
+        n: {"exp_avg": w, "exp_avg_sq": w, "step": torch.tensor(1.0)}
+        for n, w in enumerate(weights().values())
+    }
+    return {"state": state, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}]}
+
+
+def save(root: Path, number: int, **more: object) -> None:
+    root.mkdir(exist_ok=True)
+    torch.save({"model": weights(), "step": number, **more}, root / f"step_{number}.pt")
+
+
+def test_an_unrecognized_entry_is_named_and_its_kind_is_unknown(tmp_path):
+    for number in (10, 20):
+        save(tmp_path / "run", number, opt=adam(), data_pos=number * 64)
+    chosen = ckptctl.pick(str(tmp_path / "run")).chosen
+    assert chosen is not None
+    assert chosen.number == 20
+    (entry,) = chosen.state.unrecognized
+    assert (entry.where, entry.key) == ("step_20.pt: data_pos", "data_pos")
+    assert "dataloader" in chosen.state.unknown
+    assert "dataloader" not in chosen.state.absent
+    assert {"scheduler", "rng"} <= {*chosen.state.absent}
+
+
+def test_a_required_kind_that_is_unknown_leads_to_show_and_the_mapping(tmp_path):
+    for number in (10, 20):
+        save(tmp_path / "run", number, opt=adam(), data_pos=number * 64)
+    root = str(tmp_path / "run")
+    found = ckptctl.pick(root, require=("dataloader",))
+    assert found.exit_code == 11
+    assert "--state dataloader=data_pos" in found.message
+    assert found.next_command == f"ckptctl show {root}/step_20.pt"
+    mapped = ckptctl.pick(root, require=("dataloader",), state_keys=["dataloader=data_pos"])
+    assert (mapped.exit_code, mapped.step) == (0, 20)
+    assert "dataloader" in mapped.required
+
+
+def test_a_required_kind_that_is_absent_leads_to_show(tmp_path):
+    save(tmp_path / "run", 10, opt=adam())
+    found = ckptctl.pick(str(tmp_path / "run"), require=("rng",))
+    assert found.exit_code == 11
+    assert "rng is required" in found.message
+    assert found.next_command == f"ckptctl show {tmp_path}/run/step_10.pt"
+
+
+def test_weights_alone_are_refused_whatever_else_is_not_recognized(tmp_path):
+    save(tmp_path / "run", 10, anything=adam(), data_pos=640)
+    save(tmp_path / "run", 20, data_pos=1280)
+    assert ckptctl.pick(str(tmp_path / "run")).step == 10
+
+
+def test_a_kind_that_only_the_older_step_holds_is_lost_although_both_have_more(tmp_path):
+    save(tmp_path / "run", 10, opt=adam(), data_pos=640, sampler={"epoch": 1, "offset": 5})
+    save(tmp_path / "run", 20, opt=adam(), data_pos=1280)
+    found = ckptctl.pick(str(tmp_path / "run"))
+    assert found.step == 10
+    assert "--state dataloader=data_pos" in found.passed_over[0].reason
+
+
+def test_the_file_of_a_dcp_step_that_nothing_names_is_read_and_mapped(tmp_path):
+    for number in (10, 20):
+        step = tmp_path / "run" / f"step_{number}"
+        dcp.save({"model": weights(), "optim": adam()}, checkpoint_id=step, no_dist=True)
+        torch.save({"cursor_of_mine": {"a": 1}}, step / "mine.pt")
+    root = str(tmp_path / "run")
+    chosen = ckptctl.pick(root).chosen
+    assert chosen is not None
+    assert [entry.where for entry in chosen.state.unrecognized] == ["mine.pt: cursor_of_mine"]
+    for key in ("cursor_of_mine", "mine.pt"):
+        mapped = ckptctl.pick(root, require=("dataloader",), state_keys=[f"dataloader={key}"])
+        assert mapped.step == 20
+        assert mapped.chosen is not None
+        assert mapped.chosen.state.unrecognized == ()
+
+
+def test_show_and_its_json_list_what_is_not_recognized(tmp_path):
+    save(tmp_path / "run", 10, opt=adam(), data_pos=640)
+    step = f"{tmp_path}/run/step_10.pt"
+    done = run_ckptctl("show", step)
+    assert "not recognized: step_10.pt: data_pos" in " ".join(done.stdout.split())
+    done = run_ckptctl("show", step, "--state", "dataloader=data_pos", "--json")
+    assert '"unrecognized": []' in done.stdout
+
+
+@pytest.mark.parametrize("pair", ["data_pos", "loader=data_pos", "dataloader="])
+def test_a_mapping_that_is_none_is_refused(pair):
+    with pytest.raises(UsageError, match="--state is KIND=KEY"):
+        ckptctl.Requirements(state_keys=[pair])
+
+
+def test_of_several_counts_the_one_in_the_name_is_the_train_step(tmp_path):
+    save(tmp_path / "run", 16, opt=adam(), iter_num=32)
+    assert ckptctl.show(f"{tmp_path}/run/step_16.pt").train_step == 16
+
+
+@pytest.mark.parametrize("how", ["dcp", "file", "safetensors"])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "other."])
+def test_tensors_with_other_names_than_before_are_noted(prefix, how, tmp_path):
+    root = tmp_path / "run"
+    for number, front in ((10, ""), (20, ""), (30, prefix)):
+        step = root / f"step_{number}"
+        step.mkdir(parents=True)
+        if how == "dcp":
+            dcp.save({"model": weights(front)}, checkpoint_id=step, no_dist=True)
+        elif how == "file":
+            torch.save({"model": weights(front)}, step / "model.pt")
+        else:
+            from safetensors.torch import save_file
+
+            save_file(weights(front), step / "model.safetensors")
+    renamed = [
+        [
+            one
+            for one in ckptctl.verify(f"{root}/step_{number}", level="structure").findings
+            if one.code == "state.renamed"
+        ]
+        for number in (20, 30)
+    ]
+    assert renamed[0] == []
+    (note,) = renamed[1]
+    assert note.message.startswith("2 tensors of 2 have other names than in step_20: ")
+    assert f"{prefix}layer.bias" in note.message
+
+
+def test_a_model_that_grew_is_not_renamed(tmp_path):
+    for number, more in ((10, {}), (20, {"head.weight": torch.ones(3, 3)})):
+        step = tmp_path / "run" / f"step_{number}"
+        dcp.save({"model": {**weights(), **more}}, checkpoint_id=step, no_dist=True)
+    report = ckptctl.verify(f"{tmp_path}/run/step_20", level="structure")
+    assert "state.renamed" not in {one.code for one in report.findings}
