@@ -14,6 +14,8 @@ from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ckptctl.checks.train_state import check_required
 from ckptctl.checks.world_size import (
     check_bound,
@@ -48,6 +50,7 @@ from ckptctl.findings import (
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import command_line, counted, inside
+from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes
@@ -59,7 +62,6 @@ from ckptctl.inspection.stages import (
     contradicted,
 )
 from ckptctl.inspection.step_claims import claims_of, nothing_proven
-from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -114,7 +116,7 @@ def inspect_step(
     asked = level or Level.LISTING
     if neighbours is not None:
         older, newer = cache(neighbours.older), cache(neighbours.newer)
-        neighbours = Neighbours(older, newer, neighbours.known_files)
+        neighbours = msgspec.structs.replace(neighbours, older=older, newer=newer)
     context = StageContext(
         requirements,
         asked,

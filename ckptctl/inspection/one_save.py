@@ -27,8 +27,8 @@ from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
+from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import SHARDED, FileInfo, Step
 
 LEAST_WINDOW_S = 120.0

@@ -9,7 +9,7 @@ compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -17,10 +17,9 @@ from ckptctl.checks.shape import own_number, wrong_step
 from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
 from ckptctl.checks.train_state import Shape, check_names
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
+from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
-from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
@@ -29,15 +28,15 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, leaves_of
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, inside
+from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.sidecars import tensors_in_header, value_in_archive
 from ckptctl.model import SHARDED, ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import read_headers
-from ckptctl.storage.contract import Span, Store, read_range
-from ckptctl.storage.opening import join_url
+from ckptctl.storage.contract import Span, read_range
 
 MAX_METADATA_BYTES = 32 << 20
 """Steps of larger metadata (some 190,000 chunks) are not compared: two would be in memory."""
@@ -52,24 +51,24 @@ the steps of the run."""
 MAX_TRIED = 2
 """So many older steps are tried until one can be read."""
 
-Older = Callable[[], Sequence[StepName]]
-"""The older steps under the same root, newest first; asked for where they are needed."""
 
-
-def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:
+def check_fewer_ranks(
+    opened: OpenStep, part: OpenPart, neighbours: Neighbours
+) -> Iterator[Finding]:
     """Yield `file.fewer` for rank files of which the step before has more; see `check_fewer`.
 
     Storage errors of the older step are passed over. Cost: two listings.
     """
     from ckptctl.checks.rank_files import check_fewer
 
-    for named in islice(older(), 1):
+    for named in islice(neighbours.older(), 1):
         with suppress(StorageError):
-            yield from check_fewer(opened.step, part.part, OpenStep(opened.store, named).step)
+            before = neighbours.open(opened.store, named)
+            yield from check_fewer(opened.step, part.part, before.step)
 
 
 def check_counts(
-    opened: OpenStep, contents: Mapping[str, object], older: Older
+    opened: OpenStep, contents: Mapping[str, object], neighbours: Neighbours
 ) -> Iterator[Finding]:
     """Yield `state.mixed` for each file of a rank-file step that is that of an older step.
 
@@ -86,9 +85,9 @@ def check_counts(
         count = next((held[key] for key in COUNTS if key in held), None)
         if type(count) is not int or count >= number:
             continue
-        for named in (one for one in older() if one.number == count):
-            before = OpenStep(opened.store, named)
+        for named in (one for one in neighbours.older() if one.number == count):
             with suppress(StorageError):
+                before = neighbours.open(opened.store, named)
                 then = _path_then(opened, before, path, count)
                 if _end(opened, path) == _end(before, then):
                     from ckptctl.checks.rank_files import file_of_another_step
@@ -115,37 +114,22 @@ def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:
     return size, end
 
 
-class OlderMetadata:
-    """The metadata of parts of older steps, each read once, however many checks need it."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._read: dict[str, Metadata | None] = {}
-
-    def of(self, folder: str) -> Metadata | None:
-        """That of a part's folder; None where it cannot be had. Cost: one read."""
-        if folder not in self._read:
-            self._read[folder] = _metadata(self._store, folder)
-        return self._read[folder]
-
-
-def check_renamed(
-    opened: OpenStep, part: OpenPart, older: Older, metadata: OlderMetadata
-) -> Iterator[Finding]:
+def check_renamed(opened: OpenStep, part: OpenPart, neighbours: Neighbours) -> Iterator[Finding]:
     """Yield a `state.renamed` where tensors have other names than in the step before.
 
     Storage errors of the older step are passed over. Cost: one metadata; of rank files and
     safetensors three short reads of one file, or its header.
     """
-    for named in islice(older(), 1):
+    for named in islice(neighbours.older(), 1):
         now, then = {}, {}
         with suppress(StorageError, MemoryError):
+            before = neighbours.open(opened.store, named)
             if part.part.format in SHARDED:
-                before = metadata.of(_folder(named, part)) if len(part.metadata) == 1 else None
+                held = _metadata(before, part) if len(part.metadata) == 1 else None
                 now = _shapes(leaf for one in part.metadata[:1] for _, leaf in entries_of(one))
-                then = _shapes(leaf for _, leaf in entries_of(before)) if before else {}
+                then = _shapes(leaf for _, leaf in entries_of(held)) if held else {}
             else:
-                now, then = _shapes_in_files(opened, part, named)
+                now, then = _shapes_in_files(opened, part, before)
         yield from check_names(now, then, named.name, opened.url)
 
 
@@ -155,16 +139,15 @@ def _shapes(leaves: Iterable[Leaf]) -> dict[str, Shape]:
 
 
 def _shapes_in_files(
-    opened: OpenStep, part: OpenPart, named: StepName
+    opened: OpenStep, part: OpenPart, before: OpenStep
 ) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """The tensors in one file of a part, and those in the file of the same name before."""
-    number = opened.step.number
-    if number is None:
+    number, number_before = opened.step.number, before.step.number
+    if number is None or number_before is None:
         return {}, {}
-    before = OpenStep(opened.store, named)
     for held in part.safetensors:
         for path, header in held.headers.items():
-            then = path_in_step(held.in_step(path), number, named.number)
+            then = path_in_step(held.in_step(path), number, number_before)
             files = [file for file in before.files if file.path == then]
             for _, other in read_headers(opened.store, before.folder, files):
                 states = (tensors_in_header(header), tensors_in_header(other))
@@ -173,7 +156,7 @@ def _shapes_in_files(
     for sidecar in opened.sidecars:
         now_held = _shapes(leaves_of(sidecar.content))
         if now_held:
-            then = _path_then(opened, before, sidecar.path, named.number)
+            then = _path_then(opened, before, sidecar.path, number_before)
             sizes = {before.in_store(file.path): file.size for file in before.files}
             path = then if opened.is_file else before.in_store(then)
             if path not in sizes:
@@ -183,7 +166,7 @@ def _shapes_in_files(
 
 
 def check_step_before(
-    opened: OpenStep, part: OpenPart, older: Older, metadata: OlderMetadata
+    opened: OpenStep, part: OpenPart, neighbours: Neighbours
 ) -> Iterator[Finding]:
     """Yield a `shard.stale` for each shard file that equals that of the step before.
 
@@ -196,20 +179,19 @@ def check_step_before(
     """
     if len(part.metadata) != 1 or part.metadata[0].n_bytes > MAX_METADATA_BYTES:
         return
-    store = opened.store
     check = StaleShardCheck(part.ranges, part.crcs)
     first = check.first()
     if not first:
         return
-    steps = iter(older())
-    before = _compared(store, steps, part, first, metadata)
+    steps = iter(neighbours.older())
+    before = _compared(neighbours, steps, part, first)
     if before is None:
         return
     suspects = check.suspects(before.crcs)
     if not suspects:
         return
     try:
-        before = before.with_more(store, part, check.closer(suspects, before.crcs))
+        before = before.with_more(part, check.closer(suspects, before.crcs))
     except (StorageError, MemoryError):
         return
     found = check.confirmed(suspects, before.crcs)
@@ -217,7 +199,7 @@ def check_step_before(
     still_before = None
     if unproven:
         numbers = [number for one in unproven for number in one.numbers]
-        still_before = _compared(store, steps, part, numbers, metadata)
+        still_before = _compared(neighbours, steps, part, numbers)
     moved = {part.ranges.files[n] for n, crc in before.crcs.items() if crc != part.crcs[n]}
     for one in found:
         proven = one.has_moments or (
@@ -226,79 +208,79 @@ def check_step_before(
             and has_moved(one, before.crcs, still_before.crcs)
         )
         if proven:
-            command = command_line("diff", join_url(store.url, before.name), opened.url, "--values")
-            yield stale(part.ranges, one, len(moved), part.path, before.name, command)
+            command = command_line("diff", before.opened.url, opened.url, "--values")
+            yield stale(part.ranges, one, len(moved), part.path, before.opened.name, command)
 
 
-def check_wrong_step(opened: OpenStep, number: int, older: Older) -> Iterator[Finding]:
+def check_wrong_step(opened: OpenStep, number: int, neighbours: Neighbours) -> Iterator[Finding]:
     """Yield `step.wrong-step` for what is step `number`, if one that is as far lies beside it.
 
     Cost: a listing of the root, and the metadata of `MAX_TRIED` steps at most.
     """
     part = next(part for part in opened.parts if part.own_number is not None)
-    beside = [named for named in older() if named.number >= number]
+    beside = [named for named in neighbours.older() if named.number >= number]
     for named in beside[:MAX_TRIED]:
-        metadata = _metadata(opened.store, _folder(named, part))
-        if metadata is not None and own_number(metadata) == named.number:
-            yield wrong_step(opened.step, number, named.name)
-            return
+        with suppress(StorageError, MemoryError):
+            metadata = _metadata(neighbours.open(opened.store, named), part)
+            if metadata is not None and own_number(metadata) == named.number:
+                yield wrong_step(opened.step, number, named.name)
+                return
 
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What was read of one older step: its folder's name, and checksums by our own ranges."""
+    """What was read of one older step: checksums by our own ranges."""
 
-    name: str
-    folder: str
+    opened: OpenStep
     metadata: Metadata
     crcs: dict[int, int]
 
-    def with_more(self, store: Store, part: OpenPart, numbers: Iterable[int]) -> _Before:
+    def with_more(self, part: OpenPart, numbers: Iterable[int]) -> _Before:
         """The same with the checksums of more records."""
-        more = _crcs(store, self.folder, self.metadata, part.ranges, numbers)
-        return _Before(self.name, self.folder, self.metadata, {**self.crcs, **more})
+        more = _crcs(_folder(self.opened, part), self.metadata, part, numbers)
+        return _Before(self.opened, self.metadata, {**self.crcs, **more})
 
 
 def _compared(
-    store: Store,
-    steps: Iterator[StepName],
-    part: OpenPart,
-    numbers: Sequence[int],
-    read: OlderMetadata,
+    neighbours: Neighbours, steps: Iterator[StepName], part: OpenPart, numbers: Sequence[int]
 ) -> _Before | None:
     """The checksums of records in the next of `steps` that can be read, None where none can."""
-    for _, named in zip(range(MAX_TRIED), steps, strict=False):
-        folder = _folder(named, part)
-        metadata = read.of(folder)
-        if metadata is None:
-            continue
+    for named in islice(steps, MAX_TRIED):
         with suppress(StorageError, MemoryError):
-            crcs = _crcs(store, folder, metadata, part.ranges, numbers)
-            if crcs:
-                return _Before(named.name, folder, metadata, crcs)
+            before = neighbours.open(part.store, named)
+            metadata = _metadata(before, part)
+            if metadata is not None:
+                crcs = _crcs(_folder(before, part), metadata, part, numbers)
+                if crcs:
+                    return _Before(before, metadata, crcs)
     return None
 
 
-def _folder(named: StepName, part: OpenPart) -> str:
-    return f"{named.name}/{part.path}" if part.path else named.name
+def _folder(before: OpenStep, part: OpenPart) -> str:
+    return before.in_store(part.path) if part.path else before.folder
 
 
-def _metadata(store: Store, folder: str) -> Metadata | None:
-    """The metadata of a part of an older step, None where it cannot be had."""
-    try:
-        return decode_metadata(store.read(f"{folder}/{METADATA}", limit=MAX_METADATA_BYTES))
-    except (StorageError, MetadataUnreadable, MetadataUnsafe, MemoryError):
+def _metadata(before: OpenStep, part: OpenPart) -> Metadata | None:
+    """The metadata of the same part of an older step; None for one without, or with much of it.
+
+    Raises `StorageError`, `MemoryError`. Cost: one read.
+    """
+    same = next((one for one in before.parts if one.path == part.path), None)
+    name = inside(part.path, METADATA)
+    n_bytes = sum(file.size for file in before.files if file.path == name)
+    if same is None or n_bytes > MAX_METADATA_BYTES or len(same.metadata) != 1:
         return None
+    return same.metadata[0]
 
 
 def _crcs(
-    store: Store, folder: str, metadata: Metadata, ranges: Ranges, numbers: Iterable[int]
+    folder: str, metadata: Metadata, part: OpenPart, numbers: Iterable[int]
 ) -> dict[int, int]:
     """What the records of the same chunks in the same files say of their elements."""
     found: dict[int, int] = {}
-    places = [(n, place) for n in numbers if (place := _same_chunk(metadata, ranges, n))]
+    places = [(n, place) for n in numbers if (place := _same_chunk(metadata, part.ranges, n))]
     spans = [_tail(folder, place) for _, place in places]
-    for (number, place), (_, tail) in zip(places, store.read_spans(spans), strict=True):
+    for (number, place), (_, tail) in zip(places, part.store.read_spans(spans), strict=True):
         crc = elements_crc(tail, place.length)
         if crc is not None:
             found[number] = crc

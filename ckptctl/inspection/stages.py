@@ -55,9 +55,9 @@ from ckptctl.records.reads import read_headers, read_indexes
 from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 
 if TYPE_CHECKING:
+    from ckptctl.inspection.beside import Neighbours
     from ckptctl.inspection.content import Asked, ContentInspection
-    from ckptctl.inspection.predecessor import Older
-    from ckptctl.inspection.whole import Neighbours, Wholeness
+    from ckptctl.inspection.whole import Wholeness
 
 
 class SealBytes(Enum):
@@ -96,11 +96,6 @@ class StageContext:
     wholeness: Wholeness | None = None
     one_save: Claim | None = None
     branch: Claim | None = None
-
-    @property
-    def older(self) -> Older | None:
-        """What lists the older steps under the same root."""
-        return None if self.neighbours is None else self.neighbours.older
 
     @property
     def is_deep(self) -> bool:
@@ -269,25 +264,23 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare names, and a few records of each shard file, with those of the step before."""
-    if context.older is None or not context.is_deep:
+    if context.neighbours is None or not context.is_deep:
         return
     from ckptctl.inspection.predecessor import (
-        OlderMetadata,
         check_fewer_ranks,
         check_renamed,
         check_step_before,
     )
 
-    metadata = OlderMetadata(opened.store)
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
-            yield from check_fewer_ranks(opened, part, context.older)
-            yield from check_renamed(opened, part, context.older, metadata)
+            yield from check_fewer_ranks(opened, part, context.neighbours)
+            yield from check_renamed(opened, part, context.neighbours)
             continue
         if part.path in context.readable:
-            yield from check_renamed(opened, part, context.older, metadata)
+            yield from check_renamed(opened, part, context.neighbours)
         if part.path in context.sound:
-            yield from check_step_before(opened, part, context.older, metadata)
+            yield from check_step_before(opened, part, context.neighbours)
 
 
 def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -328,10 +321,10 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         for part in opened.parts:
             if part.part.format is PartFormat.RANK_FILES:
                 yield from _check_stated_ranks(opened, part, contents, context)
-        if context.older is not None and contents:
+        if context.neighbours is not None and contents:
             from ckptctl.inspection.predecessor import check_counts
 
-            yield from check_counts(opened, contents, context.older)
+            yield from check_counts(opened, contents, context.neighbours)
     context.state = train_state(
         Sources(
             step.layout,
@@ -381,7 +374,7 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find a step that lies under another step's number, by its metadata and its train state."""
-    if context.older is None or not _claims_further(opened):
+    if context.neighbours is None or not _claims_further(opened):
         return
     # An acceptance covers this, and `step.foreign` already reports a seal of another step.
     if context.notes.accepted or context.places("step.foreign"):
@@ -391,7 +384,7 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     if number is not None:
         from ckptctl.inspection.predecessor import check_wrong_step
 
-        yield from check_wrong_step(opened, number, context.older)
+        yield from check_wrong_step(opened, number, context.neighbours)
 
 
 def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

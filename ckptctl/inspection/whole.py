@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 
@@ -25,51 +25,18 @@ from ckptctl.findings import Finding
 from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import rank_file
-from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.model import SHARDED, FileInfo, Step
-from ckptctl.storage.contract import Store
+from ckptctl.model import SHARDED, Step
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
 
-MAX_LISTED = 16
-"""The listings of so many steps are kept: more than are beside one that is inspected."""
-
-
 SIMILAR = 1.1
 """Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
 third larger than those of four."""
-
-
-class Neighbours(msgspec.Struct, frozen=True):
-    """The finished steps beside one under the same root, each nearest first; listed when asked."""
-
-    older: Callable[[], Sequence[StepName]]
-    """Those with lower numbers."""
-    newer: Callable[[], Sequence[StepName]]
-    """Those with higher numbers."""
-    known_files: Mapping[str, Sequence[FileInfo]]
-    """The files of each step, by its name, where a listing of the whole root holds them."""
-    listed: dict[str, Sequence[FileInfo]] = msgspec.field(default_factory=dict)
-    """The files of the `MAX_LISTED` steps that were listed last."""
-
-    def open(self, store: Store, named: StepName) -> OpenStep:
-        """One of them. Cost: its listing, unless its files are known; raises `StorageError`."""
-        files = self.known_files.get(named.name) or self.listed.get(named.name)
-        opened = OpenStep(store, named, files)
-        if files is None:
-            self.add(named.name, opened.files)
-        return opened
-
-    def add(self, name: str, files: Sequence[FileInfo]) -> None:
-        """Keep the files of a step, by its name."""
-        self.listed.pop(name, None)
-        for oldest in [*self.listed][: len(self.listed) - MAX_LISTED + 1]:
-            self.listed.pop(oldest, None)
-        self.listed[name] = files
 
 
 class Wholeness(msgspec.Struct, frozen=True):

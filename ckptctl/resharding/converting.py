@@ -147,7 +147,10 @@ def convert(
         formats = {part.format for part in inspected.step.parts}
         if can_be_read(inspected):
             return _from_step(asked, found, inspected, storage)
-        if any(part.safetensors for part in inspected.parts) and not formats & SHARDED:
+        is_safetensors = formats == {PartFormat.SAFETENSORS} or any(
+            part.safetensors for part in inspected.parts
+        )
+        if is_safetensors and not formats & SHARDED:
             return _from_folder(asked, found, inspected, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
             raise _names_no_file(asked, inspected)

@@ -16,6 +16,7 @@ from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
+from ckptctl.formats.families import families_of
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_step
@@ -331,7 +332,9 @@ class _Work:
         name, store = self.place.name, self.place.store
         n_ranks = self.plan.wanted.mesh.world_size
         in_stages = any(is_stage(part.source.path) for part in self.plan.parts)
-        saved = None if in_stages else n_ranks
+        # Files of the source's ranks are copied as they are, and are as many as before.
+        copied = families_of(one.file.path for one in self.plan.files)
+        saved = None if in_stages or copied else n_ranks
         shown = self._shown(store)
         sealed = seal_found(
             OpenTarget(shown, name, tuple(list_step(shown, name))),

@@ -270,7 +270,7 @@ def _unproven(path: str, why: str, into: Into) -> Finding:
 def _with_next(report: Report, into: Into) -> Report:
     """The report, with the next command for the findings that prevent the conversion."""
     copied = ["cp", "-rL", report.url, f"{report.url}-copy"]
-    helps = {"record.unverifiable": into.anyway, "path.escape": shlex.join(copied)}
+    helps = {"record.unverifiable": into.anyway, "step.linked": shlex.join(copied)}
     return replace(
         report,
         findings=tuple(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from ckptctl.claims import ClaimName
 from ckptctl.data_classes import dataclass, field, replace
@@ -24,6 +23,7 @@ from ckptctl.formats.frameworks.layouts import (
     counted_by,
     is_own,
 )
+from ckptctl.inspection.beside import Neighbours, RootSteps
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.one_save import times_of
 from ckptctl.inspection.open_step import OpenStep, list_step
@@ -49,9 +49,6 @@ from ckptctl.selection.write_order import Order, write_order, written_after_all
 from ckptctl.storage.contract import Store, StoreKind
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import join_url
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.whole import Neighbours
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
@@ -242,10 +239,9 @@ class RetentionPlan:
                 files = None  # the inspection reports what it is
             if files is not None and tuple(files) == known.step.files:
                 return known
-        return self._at_listing(
-            OpenStep(self._store, named, files),
-            neighbours_of(lambda: self._root.listing.steps, named.number, self._root.trees),
-        )
+        steps = RootSteps(self._root.trees)
+        beside = neighbours_of(lambda: self._root.listing.steps, named.number, steps)
+        return self._at_listing(OpenStep(self._store, named, files), beside)
 
     def _at_listing(self, step: OpenStep, neighbours: Neighbours | None = None) -> Inspection:
         """Inspect a step for what its listing excludes; a required seal is compared later."""

@@ -33,10 +33,10 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
+from ckptctl.inspection.beside import Neighbours, RootSteps
 from ckptctl.inspection.open_step import OpenStep, list_scattered
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
 from ckptctl.inspection.stages import count_of
-from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import FileInfo
 from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
@@ -276,21 +276,18 @@ def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
 def neighbours_of(
     list_steps: Callable[[], Sequence[StepName]],
     number: int,
-    trees: Mapping[str, Sequence[FileInfo]] | None = None,
-    listed: dict[str, Sequence[FileInfo]] | None = None,
+    of_root: RootSteps | None = None,
 ) -> Neighbours:
     """The finished steps beside step `number`, among those that `list_steps` lists, newest first.
 
-    `trees` are the files of each step, where a listing of the root holds them; `listed` those of
-    the steps that were listed last, which inspections of several steps share. Cost: one call of
-    `list_steps`, at the first use.
+    `of_root` are the steps that inspections of several steps share. Cost: one call of `list_steps`,
+    at the first use.
     """
     steps = cache(list_steps)
     return Neighbours(
         lambda: older_steps(steps(), number),
         lambda: _newer_steps(steps(), number),
-        trees or {},
-        {} if listed is None else listed,
+        RootSteps() if of_root is None else of_root,
     )
 
 

@@ -21,12 +21,13 @@ from ckptctl.formats.frameworks.layouts import (
     train_step_of,
 )
 from ckptctl.formatting import command_line, rfc3339, some_of, verb
+from ckptctl.inspection.beside import RootSteps
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.inspection.stages import SealBytes
-from ckptctl.model import FileInfo, Level
+from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import RecordedResume, left_behind, ruled_out
 from ckptctl.selection.choosing import (
@@ -217,35 +218,32 @@ class CachingInspector:
         self.confirm = True
         self.content: Asked | None = None
         self.inspected: dict[Candidate, Inspection] = {}
-        self._listed: list[dict[str, Sequence[FileInfo]]] = [{} for _ in opened_roots]
+        self._steps = [RootSteps(root.trees) for root in opened_roots]
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
         """The report on a candidate, at the requested level and at least at `at_least`."""
         known = self.inspected.get(candidate)
         if known is None or known.report.level.place < at_least.place:
-            trees = self._roots[candidate.root_index].trees
-            known = self._inspect(candidate, at_least, trees.get(candidate.named.name))
+            known = self._inspect(candidate, at_least)
             if known.report.verdict is Verdict.CHANGED:
                 # A save that replaced it may be whole by now: the change is no reason to skip it.
-                known = self._inspect(candidate, at_least, None)
+                known = self._inspect(candidate, at_least, anew=True)
             left = left_behind(known, self._resumes_beside(candidate))
             if left is not None and not self._has_copy(left.root, known.report):
                 known = ruled_out(known, left)
             self.inspected[candidate] = known
         return known.report
 
-    def _inspect(
-        self, candidate: Candidate, at_least: Level, files: Sequence[FileInfo] | None
-    ) -> Inspection:
-        root = self._roots[candidate.root_index]
-        beside = neighbours_of(
-            lambda: root.listing.steps,
-            candidate.named.number,
-            root.trees,
-            self._listed[candidate.root_index],
-        )
+    def _inspect(self, candidate: Candidate, at_least: Level, *, anew: bool = False) -> Inspection:
+        root, named = self._roots[candidate.root_index], candidate.named
+        steps = self._steps[candidate.root_index]
+        beside = neighbours_of(lambda: root.listing.steps, named.number, steps)
+        opened = steps.opened.get(named.name)
+        if opened is None or anew:
+            files = None if anew else steps.files(named.name)
+            opened = OpenStep(root.store, named, files)
         inspected = inspect_step(
-            OpenStep(root.store, candidate.named, files),
+            opened,
             self._requirements,
             level=self._level(at_least),
             content=self.content,
@@ -253,9 +251,20 @@ class CachingInspector:
             confirm=self.confirm,
             seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
         )
-        if inspected.report.verdict not in (Verdict.CHANGED, Verdict.UNKNOWN):
-            beside.add(candidate.named.name, inspected.step.files)
+        if inspected.report.verdict in (Verdict.CHANGED, Verdict.UNKNOWN):
+            steps.forget(named.name)
+        else:
+            steps.add(opened)
         return inspected
+
+    def times_of(self, candidate: Candidate) -> SaveTimes | None:
+        """When a candidate was written; None where that is unknown. Cost: its listing at most."""
+        root, name = self._roots[candidate.root_index], candidate.named.name
+        files = self._steps[candidate.root_index].files(name)
+        try:
+            return times_of(OpenStep(root.store, candidate.named, files).step)
+        except StorageError:
+            return None
 
     def claim(self, candidate: Candidate, claim: Claim) -> Report:
         """The report on a candidate, with a claim in the place of the one of that name."""
@@ -428,37 +437,31 @@ def branch_of(
         and one.named.number < chosen.named.number
         and counted_by(one.named.layout) == count
     }
-    own = times_of(inspector.inspected[chosen].step)
+    step = inspector.inspected[chosen].step
+    own = times_of(step)
+    is_local = root.store.kind is StoreKind.LOCAL
     names, n_silent = to_compare(
         [*older],
         root.listing.folder_times,
         own.weights_s if own is not None else 0.0,
         known=root.trees,
-        is_local=root.store.kind is StoreKind.LOCAL,
+        n_local_files=len(step.files) if is_local else None,
     )
     if own is None:
         return write_order(None, ())
     wanted = [older[name] for name in names]
-    if root.store.kind is StoreKind.LOCAL:
-        listed = [_times_of(root, one) for one in wanted]
+    if is_local:
+        listed = [inspector.times_of(one) for one in wanted]
     else:
         from ckptctl.storage.in_flight import in_flight
 
-        listed = [times for _, times in in_flight(partial(_times_of, root), wanted)]
+        listed = [times for _, times in in_flight(inspector.times_of, wanted)]
     times = [one for one in listed if one is not None]
     order = write_order(own, times, n_silent)
     left = {one.name for one in order.later if _is_left(inspector, older[one.name])}
     if left:
         order = write_order(own, [one for one in times if one.name not in left], n_silent)
     return order
-
-
-def _times_of(root: OpenRoot, candidate: Candidate) -> SaveTimes | None:
-    files = root.trees.get(candidate.named.name)
-    try:
-        return times_of(OpenStep(root.store, candidate.named, files).step)
-    except StorageError:
-        return None
 
 
 def _is_left(inspector: CachingInspector, candidate: Candidate) -> bool:

@@ -18,11 +18,11 @@ from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
 from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds
 from ckptctl.formatting import command_line, inside
+from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.inspection.stages import SealBytes
-from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
     ContentOptions,

@@ -131,7 +131,10 @@ MAX_NEAREST = 4
 """So many of the next older steps are compared where a listing is a round trip."""
 
 MAX_LOCAL = 50
-"""So many older steps are compared on a local disk."""
+"""So many older steps at most are compared on a file system."""
+
+MAX_LOCAL_FILES = 4000
+"""Listing the steps that are compared on a file system takes the attributes of so many files."""
 
 MAX_TOUCHED = 4
 """So many of the older steps whose folders changed last are compared."""
@@ -143,17 +146,20 @@ def to_compare(
     written_s: float,
     *,
     known: Collection[str] = (),
-    is_local: bool,
+    n_local_files: int | None = None,
 ) -> tuple[list[str], int]:
     """The older steps whose files are listed, of names nearest first; how many say nothing.
 
     `folder_times` are the times of the steps' folders, as far as the listing of the root shows
     them: a folder changes when a file is created in it, so one that did not change after
     `written_s` holds no step that was written later. `known` are steps that are listed already.
-    Without these times, steps far away are compared at distances of 8, 16, 32, …: a branch of many
-    steps is found.
+    `n_local_files` is how many files a step has on a file system; None in an object store, where
+    a listing is a round trip. Without these times, steps far away are compared at distances of
+    8, 16, 32, …: a branch of many steps is found.
     """
-    n_nearest = MAX_LOCAL if is_local else MAX_NEAREST
+    n_nearest = MAX_NEAREST
+    if n_local_files is not None:
+        n_nearest = max(MAX_NEAREST, min(MAX_LOCAL, MAX_LOCAL_FILES // max(1, n_local_files)))
     chosen = {*older[:n_nearest], *known} & {*older}
     changed = [name for name in older if folder_times.get(name, 0.0) > written_s]
     changed.sort(key=lambda name: -folder_times[name])

@@ -11,7 +11,7 @@ from ckptctl.cli.show import show
 from ckptctl.cli.values import parse_kinds, parse_steps, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
-from ckptctl.options import StorageOptions
+from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.results import TensorRow
 
 
@@ -75,7 +75,7 @@ def shown_next(capsys, monkeypatch, command="ckptctl pick s3://b/run", **given) 
         return 0
 
     common = {"as_json": False, "quiet": False, "report": None, "color": "never", "debug": False}
-    storage = {"storage_option": None, "endpoint_url": None, "timeout": 30.0}
+    storage = {"storage_option": None, "endpoint_url": None, "timeout": 30.0, "follow_links": None}
     assert with_common(scan, out).run(**common, **{**storage, **given}) == 0
     return capsys.readouterr().out.removeprefix("next: ").rstrip("\n")
 
@@ -116,7 +116,7 @@ def test_quiet_show_spells_out_what_a_terminal_would_obey(capsys, monkeypatch):
     monkeypatch.setattr(ckptctl, "show", lambda *args, **kwargs: hostile)
     out = Output("show")
     out.configure(quiet=True)
-    show("run@1", storage=StorageOptions(), out=out)
+    show("run@1", requirements=Requirements(), storage=StorageOptions(), out=out)
     assert capsys.readouterr().out == "w\\x1b[2J\\nnext: rm\n"
 
 

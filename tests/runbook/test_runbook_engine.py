@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import uuid
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import ckptctl
@@ -363,7 +363,8 @@ sys.exit(execute("ckptctl --version", {{}}, {{}}, print).exit_code)
 
 
 def test_a_block_calls_the_archive_that_runs_the_runbook(tmp_path):
-    path = [str(Path(ckptctl.__file__).parents[1]), sysconfig.get_path("purelib")]
+    libraries = (ckptctl, msgspec)
+    path = [str(Path(str(each.__file__)).parents[1]) for each in libraries]
     with zipfile.ZipFile(tmp_path / "a b.pyz", "w") as archive:
         archive.writestr("__main__.py", BLOCK_OF_AN_ARCHIVE.format(path=path))
     # This Python has no ckptctl of its own, and the archive is named from its folder.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
+from made_roots import make_templates, put_step
 from next_commands import run_and_follow as run_ckptctl
 from services.counting_proxy import Fault
 from services.processes import started, wait_until
@@ -29,14 +30,16 @@ from ckptctl.storage.opening import open_store
 
 
 @pytest.fixture(scope="module")
-def sealed(framework_roots: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_templates(tmp_path_factory.mktemp("templates"))
+
+
+@pytest.fixture(scope="module")
+def sealed(templates: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 100 to 500, all sealed; to be copied."""
-    source = framework_roots / "kempnerforge" / "checkpoints" / "step_30"
     root = tmp_path_factory.mktemp("sealed")
     for number in range(100, 600, 100):
-        shutil.copytree(source, root / f"step_{number}")
-        found = ckptctl.seal(str(root / f"step_{number}"))
-        assert found.path, found.message
+        put_step(templates, root, number)
     (root / "notes").mkdir()
     (root / "notes" / "why.txt").write_text("mine")
     return root
@@ -137,13 +140,12 @@ def test_a_damaged_step_is_left_to_a_person(root):
 
 
 def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_from(
-    checkpoints, tmp_path
+    templates, tmp_path
 ):
-    whole = checkpoints / "run_fsdp4" / "step_500"
-    weights = checkpoints / "dtypes_1" / "step_100"
     root = tmp_path / "ckpt"
-    shutil.copytree(whole, root / "step_100")
-    shutil.copytree(weights, root / "step_200")
+    root.mkdir()
+    put_step(templates, root, 100)
+    put_step(templates, root, 200, "weights")
     found = ckptctl.prune(str(root), 1, unsealed=True, apply=True)
     assert there(root) == {100, 200}
     assert "lacks optimizer" in found.decisions[0].reason
@@ -152,7 +154,7 @@ def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_
 @pytest.mark.parametrize("broken", list(itertools.combinations((100, 200, 300, 400, 500), 3)))
 def test_whatever_three_are_damaged_the_newest_good_one_is_left_and_picked(root, broken):
     for number in broken:
-        os.truncate(root / f"step_{number}" / "__1_0.distcp", 50)
+        os.truncate(root / f"step_{number}" / "__0_0.distcp", 50)
     ckptctl.prune(str(root), 1, apply=True)
     best = max({100, 200, 300, 400, 500} - set(broken))
     assert best in there(root)
@@ -306,7 +308,7 @@ def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_
     assert gone(done) == {100, 200}
     with open_store(url, storage_options=s3_moto.options) as store:
         names = {info.path for info in store.list_dir()}
-    assert names == {".ckptctl", "notes", "step_300", "step_400", "step_500"}
+    assert names == {"notes", "step_300", "step_400", "step_500"}
 
 
 # The command

@@ -324,7 +324,7 @@ def test_storage_without_times_proves_nothing():
 
 def test_few_of_many_older_steps_are_listed_where_that_takes_requests():
     older = [f"step_{n}" for n in range(200, 0, -1)]
-    names, n_silent = to_compare(older, {}, 0.0, is_local=False)
+    names, n_silent = to_compare(older, {}, 0.0, n_local_files=None)
     assert names == [older[n - 1] for n in (1, 2, 3, 4, 8, 16, 32, 64, 128)]
     assert n_silent == 191
 
@@ -332,7 +332,7 @@ def test_few_of_many_older_steps_are_listed_where_that_takes_requests():
 def test_folders_that_changed_last_are_listed_and_the_others_prove_that_nothing_was_written():
     older = [f"step_{n}" for n in range(200, 0, -1)]
     folders = dict.fromkeys(older, 100.0) | {"step_7": 900.0}
-    names, n_silent = to_compare(older, folders, 500.0, is_local=False)
+    names, n_silent = to_compare(older, folders, 500.0, n_local_files=None)
     assert names[-1] == "step_7"
     assert n_silent == 0
 

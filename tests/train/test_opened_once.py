@@ -82,7 +82,9 @@ def test_a_resume_decodes_each_metadata_once_and_opens_no_store_anew(root: Path,
     resumed = checkpointer(root, level)
     with counted() as counts:
         assert resumed.resume("auto").step == 2
-    assert counts.decoded == {digest(root / "step_2"): 1, digest(root / "step_1"): 1}
+    # The proof of content, in which all ranks take part, compares the step before once more.
+    n_before = 2 if level == "content" else 1
+    assert counts.decoded == {digest(root / "step_2"): 1, digest(root / "step_1"): n_before}
     assert not counts.opened
     resumed.close()
 
