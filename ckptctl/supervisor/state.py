@@ -174,8 +174,13 @@ class Revisions:
 
 @contextmanager
 def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
-    """The state of a run whose first root is `root`."""
+    """The state of a run whose first root is `root`.
+
+    A folder that was given for it is created where its parent exists; the root never is.
+    """
     with open_store(options.state or root, options.storage) as store:
+        if options.state and store.folders is not None:
+            store.folders.create_root()
         folders = ["" if options.state else STATE_FOLDER, options.output.phase]
         folder = "/".join(filter(None, folders))
         yield Revisions(store, folder, of_root=options.state is None)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
 
+import ckptctl.formats.pickles.shards  # noqa: F401 - likewise
 from ckptctl.checks.coverage import check_part_coverage
 from ckptctl.checks.presence import check_presence, check_sizes
 from ckptctl.data_classes import finish

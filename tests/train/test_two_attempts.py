@@ -60,6 +60,7 @@ class Root:
 )
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
     if request.param == "local":
+        (tmp_path / "run").mkdir()
         return Root(str(tmp_path / "run"), {})
     return in_bucket(request.getfixturevalue(request.param))
 

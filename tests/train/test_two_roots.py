@@ -56,6 +56,7 @@ def first(tmp_path: Path) -> str:
 )
 def second(request: pytest.FixtureRequest, first: str, tmp_path: Path) -> Second:
     """Another root, with step 9 of the same run."""
+    (tmp_path / "second").mkdir()
     found = Second(str(tmp_path / "second"), {})
     if request.param != "local":
         s3 = request.getfixturevalue(request.param)
