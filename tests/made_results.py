@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.selection.results import (
@@ -51,7 +52,16 @@ def report(step: int, *findings: Finding, n_ranks: int = 8, **changes: object) -
         digests=((".metadata", "ab" * 32),),
         ranks=(("", tuple(range(n_ranks))),),
     )
-    return replace(made, **changes)
+    made = replace(made, **changes)
+    unread = made.bytes_proven < made.bytes_in_records or made.level is not Level.CONTENT
+    return replace(made, claims=tuple(_claim(name, unread) for name in ClaimName))
+
+
+def _claim(name: ClaimName, unread: bool) -> Claim:
+    """Everything is proven, but of a step that was not read its bytes."""
+    if name is ClaimName.BYTES and unread:
+        return Claim(name, ClaimState.UNKNOWN, "checked: listing")
+    return Claim(name, ClaimState.PROVEN, "metadata")
 
 
 def short(rank: int) -> Finding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from ckptctl.claims import Claim, ClaimState
+from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.cli.rendering import Line, Style, StyledText, line
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
@@ -51,7 +51,7 @@ STEP_MARKS: Mapping[str, Symbol] = {
     Verdict.REJECTED.value: Symbol("⨯", "R", "bad", "rejected"),
     Verdict.SUPERSEDED.value: Symbol("»", "S", "warn", "superseded"),
     LACKING: Symbol("◒", "-", "warn", "lacks state"),
-    Verdict.COMPLETE.value: Symbol("◇", "=", "good", "complete, bytes not compared"),
+    Verdict.COMPLETE.value: Symbol("◇", "=", "good", "complete, not all proven"),
     VERIFIED: Symbol("✓", "+", "good", "complete, every byte verified"),
 }
 
@@ -102,14 +102,16 @@ def step_state(report: Report, *, passed_over: bool = False) -> str:
     held = report.state.held
     if passed_over or not report.usable or (held and "optimizer" not in held):
         return LACKING
-    return VERIFIED if every_byte_verified(report) else verdict
+    return verdict if not_proven(report, CLAIMED_BY_VERIFIED) else VERIFIED
 
 
-def every_byte_verified(report: Report) -> bool:
-    """Whether checksums or a seal prove every byte of a step that is complete."""
-    if report.level is not Level.CONTENT or report.verdict is not Verdict.COMPLETE:
-        return False
-    return report.seal is not None or report.bytes_proven == report.bytes_in_records
+CLAIMED_BY_VERIFIED = (ClaimName.WHOLE, ClaimName.BYTES, ClaimName.ONE_SAVE)
+"""What is claimed of a step that is called verified: all of it is there, as one save wrote it."""
+
+
+def not_proven(report: Report, names: Sequence[ClaimName]) -> str:
+    """Those of the claims `names` that are not proven, in words; empty where all are."""
+    return ", ".join(name.value for name in names if not report.claim(name).is_proven)
 
 
 def warnings_of(report: Report) -> str:
@@ -130,6 +132,19 @@ def claim_lines(claims: Sequence[Claim], *, unicode: bool) -> list[Line]:
         )
         for claim in claims
     ]
+
+
+def claim_glyphs(claims: Sequence[Claim], *, unicode: bool) -> str:
+    """A glyph for each claim, in the order of `ClaimName`."""
+    return "".join(glyph(CLAIM_MARKS[claim.state], unicode).text for claim in claims)
+
+
+def claims_legend(*, unicode: bool) -> str:
+    """The claims in the order of their glyphs, and what each glyph says."""
+    words = "  ".join(
+        f"{glyph(symbol, unicode).text} {symbol.word}" for symbol in CLAIM_MARKS.values()
+    )
+    return f"claims: {', '.join(name.value for name in ClaimName)}; {words}"
 
 
 def step_mark(state: str, *, unicode: bool) -> StyledText:

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import ckptctl
+from ckptctl.claims import ClaimName
 from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
     LACKING,
     STEP_MARKS,
-    every_byte_verified,
+    claim_glyphs,
+    claims_legend,
+    not_proven,
     step_mark,
     step_state,
     strip_of_steps,
@@ -124,7 +127,9 @@ class _Shown:
         out = self._out.out
         self._out.answer(
             document_of("scan", scan),
-            lambda: foot_lines(scan, out.picture_width, unicode=out.unicode),
+            lambda: foot_lines(
+                scan, out.picture_width, unicode=out.unicode, legend=is_wide(out.width)
+            ),
             bare=usable_urls(scan),
         )
 
@@ -142,13 +147,19 @@ class _Shown:
         self._above = report
 
 
-_WIDE = 108
-"""From so many cells on, the table has columns for the ranks and for the time in UTC."""
+_WIDE = 116
+"""From so many cells on, the table has columns for claims, ranks and the time in UTC."""
+
+
+def is_wide(width: int | None) -> bool:
+    """Whether the table has all columns; `width` is None off a terminal."""
+    return width is None or width >= _WIDE
 
 
 def chosen_lines(chosen: Report) -> list[Line]:
     """The first lines: the step that `pick` takes, and how sure that is."""
-    proven = "every byte verified" if every_byte_verified(chosen) else "its bytes were not compared"
+    left = not_proven(chosen, [name for name in ClaimName if name is not ClaimName.STATE])
+    proven = f"not proven: {left}" if left else "every claim proven"
     answer = f"resume from step {step_name(chosen)}"
     inspected = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
     return [
@@ -219,8 +230,8 @@ class StepTable:
         for number, root in enumerate(self.roots, start=1):
             yield line(f"  root {number}: ", StyledText(root, "name"), solid=True)
         cells = (
-            *("step", "root", "verdict", "checked", "size", "ranks", "age", "written (UTC)"),
-            "train state",
+            *("step", "root", "verdict", "claims", "checked", "size", "ranks", "age"),
+            *("written (UTC)", "train state"),
         )
         yield line(" ", *self._cells(cells, ""))
 
@@ -238,6 +249,7 @@ class StepTable:
             step_name(report),
             self._root_of(report),
             facts.verdict,
+            claim_glyphs(report.claims, unicode=self.unicode),
             facts.level,
             facts.size,
             facts.ranks,
@@ -272,12 +284,13 @@ class StepTable:
         return (StyledText("  "), StyledText("← pick" if self.unicode else "<- pick", "strong"))
 
     def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[StyledText]:
-        step, root, verdict, checked, n_bytes, ranks, written, written_utc, state = cells
-        wide = self.width is None or self.width >= _WIDE
+        step, root, verdict, claims, checked, n_bytes, ranks, written, written_utc, state = cells
+        wide = is_wide(self.width)
         columns = [
             padded(step, max(4, len(step_name(self.newest))), right=True),
             *([padded(root, 4, right=True)] if self.roots else []),
             padded(verdict, 12, verdict_style),
+            *([padded(claims, 6)] if wide else []),
             padded(checked, 9),
             padded(n_bytes, 9, right=True),
             *([padded(ranks, 5, right=True)] if wide else []),
@@ -290,10 +303,15 @@ class StepTable:
             yield column
 
 
-def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
-    """What follows the table: the strip, the findings about the root, the next command."""
+def foot_lines(scan: Scan, width: int, *, unicode: bool, legend: bool = False) -> list[Line]:
+    """What follows the table: the strip, the findings about the root, the next command.
+
+    `legend`: the table has a column of claims.
+    """
     lines: list[Line] = []
     over = dict(scan.refused)
+    if legend and scan.reports:
+        lines += [EMPTY, line(claims_legend(unicode=unicode), hang=2)]
     strip = strip_of_steps(scan.reports, scan.chosen, over, width, unicode=unicode)
     if strip:
         lines += [EMPTY, *strip]

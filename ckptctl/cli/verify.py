@@ -14,10 +14,12 @@ import ckptctl
 from ckptctl.cli.options import LevelOpt, MetricsOpt, StepArg
 from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
+    CLAIMED_BY_VERIFIED,
     LACKING,
     STEP_MARKS,
     claim_lines,
     map_of_ranks,
+    not_proven,
     step_mark,
     step_state,
     warnings_of,
@@ -114,6 +116,8 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     """The verdict, the facts, the findings, the map of ranks, what a resume restores."""
     state = step_state(report)
     word = STEP_MARKS[state].word
+    if state == Verdict.COMPLETE:
+        word = f"complete; not proven: {not_proven(report, CLAIMED_BY_VERIFIED)}"
     if state == LACKING:
         word = "complete, but without an optimizer"
         word = word if report.usable else "complete, but not usable as requested"

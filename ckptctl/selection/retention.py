@@ -329,9 +329,9 @@ class RetentionPlan:
                 return unproven
             n_to_read = report.n_bytes
         name = copy.named.name
-        how = "sealed" if has_seal(inspected) else "proven"
+        how = "and sealed" if has_seal(inspected) else "by its bytes"
         self._decisions[name] = replace(
-            self._decision(name, f"kept: complete and {how}"), counts=True
+            self._decision(name, f"kept: complete {how}{_unproven(report)}"), counts=True
         )
         self._result.n_to_read += n_to_read
         self._counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
@@ -513,6 +513,13 @@ def _doubt(report: Report) -> str | None:
         if claim.of_finding and not claim.is_proven:
             return f"{name.value} is in doubt ({claim.by.partition(': ')[0]})"
     return None
+
+
+def _unproven(report: Report) -> str:
+    """The claims that neither a finding doubts nor anything proves, as in a copy without a seal."""
+    names = [name for name in _DEMANDED if name is not ClaimName.BRANCH]
+    left = [] if report.seal else [n.value for n in names if not report.claim(n).is_proven]
+    return f"; not proven: {', '.join(left)}" if left else ""
 
 
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:

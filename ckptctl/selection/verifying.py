@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import PathNotFound, StepDamaged, UsageError
+from ckptctl.errors import PathNotFound, StepDamaged, StorageError, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
@@ -26,6 +27,7 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
     ContentOptions,
+    PickPolicy,
     Requirements,
     StepKeywords,
     StorageOptions,
@@ -33,10 +35,18 @@ from ckptctl.options import (
     known_level,
     options_from,
 )
+from ckptctl.selection.choosing import Candidate, in_order
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Contents, ShardRow, TensorRow
-from ckptctl.selection.roots import list_root, neighbours_of
-from ckptctl.selection.targets import check_is_step, check_no_lone_file, named_step, parse_target
+from ckptctl.selection.roots import RootListing, list_root, neighbours_of
+from ckptctl.selection.searching import CachingInspector, branch_of, candidates_of
+from ckptctl.selection.targets import (
+    OpenRoot,
+    check_is_step,
+    check_no_lone_file,
+    named_step,
+    parse_target,
+)
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
 
@@ -103,7 +113,24 @@ def verify(
         group.from_all(
             lambda: opened.append(stack.enter_context(open_target(step, requirements, storage)))
         )
-        return opened[0].inspect(requirements, level, reading).report
+        report = opened[0].inspect(requirements, level, reading)
+        return _with_branch(opened[0], report, requirements)
+
+
+def _with_branch(found: OpenTarget, inspection: Inspection, requirements: Requirements) -> Report:
+    """The report, with the claim that the step is on the branch of the run; see `branch_of`."""
+    report, named = inspection.report, found.named
+    if isinstance(named, str) or not report.usable:
+        return report
+    try:
+        roots = (OpenRoot(found.store, found.root_listing),)
+        candidate = Candidate(0, named)
+        inspector = CachingInspector(roots, requirements, Level.LISTING)
+        inspector.inspected[candidate] = inspection
+        candidates = in_order(candidates_of(roots), PickPolicy())
+        return report.with_claim(branch_of(candidate, candidates, roots, inspector).claim)
+    except StorageError:
+        return report
 
 
 def _check_no_content(step: str, content: ContentOptions) -> None:
@@ -174,7 +201,12 @@ class OpenTarget(OpenStep):
         """The steps beside it; None for a folder without a number. Cost: a listing for each use."""
         if isinstance(self.named, str):
             return None
-        return neighbours_of(lambda: list_root(self.store, self._pattern).steps, self.named.number)
+        return neighbours_of(lambda: self.root_listing.steps, self.named.number)
+
+    @cached_property
+    def root_listing(self) -> RootListing:
+        """The steps of its root. Cost: one listing."""
+        return list_root(self.store, self._pattern)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def test_scan_shows_the_chosen_step_first_then_every_step_newest_first(ckptctl, 
     lines = done.stdout.splitlines()
     assert done.returncode == 0
     assert lines[0] == (
-        "resume from step 10: complete (checked: structure; its bytes were not compared)"
+        "resume from step 10: complete (checked: structure; not proven: bytes, one save)"
     )
     assert lines[1] == f"  {broken_root}/step_10"
     rows = [each.split()[:3] for each in lines if each.startswith(("!", "◇"))]

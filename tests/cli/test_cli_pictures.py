@@ -38,7 +38,7 @@ def test_steps_go_from_the_oldest_to_the_newest_with_an_arrow_under_the_chosen_o
     assert title == "steps 100 to 700, oldest to newest"
     assert glyphs == "  ◇◇◇◇◇!!"
     assert arrow.index("↑") == glyphs.index("!") - 1
-    assert legend == "  ! 2 incomplete   ◇ 5 complete, bytes not compared"
+    assert legend == "  ! 2 incomplete   ◇ 5 complete, not all proven"
 
 
 def test_the_arrow_is_under_its_step_wherever_that_is():

@@ -34,7 +34,7 @@ def rows(width, *reports, chosen=None):
 
 def test_scan_begins_with_the_step_to_resume_from_and_ends_with_a_command():
     assert text(chosen_lines(report(1200)))[:2] == [
-        "resume from step 1200: complete (checked: listing; its bytes were not compared)",
+        "resume from step 1200: complete (checked: listing; not proven: bytes)",
         f"  {ROOT}/step_1200",
     ]
     assert text(foot_lines(scan(report(1200), chosen=1200), 80, unicode=True))[-1] == (
@@ -48,6 +48,7 @@ def test_a_row_names_step_verdict_size_ranks_age_and_train_state():
         *(
             "step",
             "verdict",
+            "claims",
             "checked",
             "size",
             "ranks",
