@@ -60,7 +60,7 @@ def test_a_row_names_step_verdict_size_ranks_age_and_train_state():
         )
     ]
     assert row.split() == [
-        *("◇", "1200", "complete", "listing", "1.2", "GiB", "8", "3", "h"),
+        *("◇", "1200", "complete", "✓○✓✓✓✓", "listing", "1.2", "GiB", "8", "3", "h"),
         *("2027-01-15", "05:00:00"),
         *("all", "←", "pick"),
     ]
