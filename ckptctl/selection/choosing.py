@@ -52,10 +52,9 @@ class Candidate:
 class Choice:
     """The result of choosing: the chosen report or none, and everything that was skipped.
 
-    `damaged` are the numbers of damaged steps that nobody has rejected. `stopped` is why the
-    search ended early: `unknown` for a step that could not be inspected, `suspect` for too
-    many damaged ones, `branch` where the run may have gone back from the step, by the times in
-    `order`, `not-shared` where every step lacks the files of the same ranks.
+    `stopped` is why the search ended early: `unknown` for a step that could not be inspected,
+    `suspect` for too many damaged ones, `branch` where the run may have gone back from the step,
+    by the times in `order`, `not-shared` where every step lacks the files of the same ranks.
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
@@ -65,7 +64,6 @@ class Choice:
     chosen: Report | None = None
     no_steps: list[Candidate] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
-    damaged: list[int | None] = field(default_factory=list)
     unknown: list[Report] = field(default_factory=list)
     stopped: str | None = None
     exit_code: int = EXIT_NONE_USABLE
@@ -73,15 +71,32 @@ class Choice:
     order: WriteOrder | None = None
     not_shared: NotShared | None = None
 
-    def pass_over(
-        self, report: Report, reason: str, word: NoStepReason = NoStepReason.DAMAGED
-    ) -> None:
-        """Record a step that is not chosen."""
-        self.passed_over.append(PassedOver(report, reason, word))
-        # A person has seen a rejected step. Copies of one step are adjacent.
-        is_new = self.damaged[-1:] != [report.number]
-        if report.damaged and not report.has_finding("step.rejected") and is_new:
-            self.damaged.append(report.number)
+    @property
+    def damaged(self) -> list[int | None]:
+        """The numbers of damaged steps that nobody has rejected; copies of one count once."""
+        reports = (one.report for one in self.passed_over)
+        return [
+            *dict.fromkeys(
+                report.number
+                for report in reports
+                if report.damaged and not report.has_finding("step.rejected")
+            )
+        ]
+
+    @property
+    def level(self) -> Level:
+        """How deep the next step is inspected at least: after a damaged one, in full."""
+        is_past_damage = any(one.report.damaged for one in self.passed_over)
+        return Level.STRUCTURE if is_past_damage else Level.LISTING
+
+    def add(self, step: Choice) -> bool:
+        """Add what was found of one step; whether it is chosen."""
+        self.no_steps += step.no_steps
+        self.passed_over += step.passed_over
+        self.unknown += step.unknown
+        if step.chosen is not None:
+            self.chosen, self.exit_code = step.chosen, 0
+        return self.chosen is not None
 
 
 Inspect = Callable[[Candidate, Level], Report]
@@ -109,7 +124,7 @@ def choose(candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
     """
     choice = Choice()
     for copies, older in by_number(candidates):
-        if take_one_of(copies, older, inspect, policy, choice):
+        if choice.add(choose_copy(copies, older, inspect, policy, choice)):
             return choice
         if choice.unknown:
             choice.stopped = "unknown"
@@ -118,20 +133,25 @@ def choose(candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
         if len(choice.damaged) > policy.max_fallback:
             choice.stopped = "suspect"
             number = copies[0].named.number
-            rest = [one for one in candidates if one.named.number < number]
-            _inspect_further(rest, inspect, policy, choice)
+            rest = [candidate for candidate in candidates if candidate.named.number < number]
+            choice.further = _search_further(rest, inspect, policy)
             return choice
     return choice
 
 
-def _inspect_further(
-    candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy, choice: Choice
-) -> None:
+def _search_further(
+    candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
+) -> Choice:
     """Find the newest sound step before too many damaged ones, without choosing it."""
-    choice.further = Choice(damaged=[*choice.damaged])
+
+    def inspect_in_full(candidate: Candidate, level: Level) -> Report:
+        return inspect(candidate, max(level, Level.STRUCTURE, key=lambda each: each.place))
+
+    further = Choice()
     for copies, older in islice(by_number(candidates), MAX_INSPECTED_FURTHER):
-        if take_one_of(copies, older, inspect, policy, choice.further):
-            return
+        if further.add(choose_copy(copies, older, inspect_in_full, policy, further)):
+            break
+    return further
 
 
 def by_number(
@@ -145,40 +165,36 @@ def by_number(
         yield copies, candidates[n_seen : n_seen + MAX_PREDECESSORS]
 
 
-def take_one_of(
+def choose_copy(
     copies: Sequence[Candidate],
     older: Sequence[Candidate],
     inspect: Inspect,
     policy: PickPolicy,
-    choice: Choice,
+    before: Choice,
     beside: Sequence[Candidate] = (),
-) -> bool:
-    """Whether one of the copies of a step may be resumed from; it becomes `choice.chosen`.
+) -> Choice:
+    """What is found of the copies of one step: the first that may be resumed from is chosen.
 
-    `older` are the steps that it is compared with, `beside` copies that cannot be chosen
-    but whose marks count. `choice` holds what was skipped before, and receives what is
-    skipped here. `pick` stops at the first step for which this is true; retention continues
-    until it has counted enough.
+    `older` are the steps that it is compared with, `before` is what was found of newer ones,
+    `beside` are copies that cannot be chosen but whose marks count. `pick` stops at the first
+    step that is chosen; retention continues until it has counted enough.
     """
-    # After a damaged step, the next one is inspected at the full level.
-    is_past_damage = choice.damaged or any(one.report.damaged for one in choice.passed_over)
-    level = Level.STRUCTURE if is_past_damage else Level.LISTING
+    found = Choice()
     for candidate in copies:
-        report = inspect(candidate, level)
+        report = inspect(candidate, before.level)
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
-            choice.no_steps.append(candidate)
+            found.no_steps.append(candidate)
             continue
-        others = [one for one in (*copies, *beside) if one.root_index != candidate.root_index]
-        reason = why_not(report, older, inspect, policy, others) or _behind(report, choice, policy)
-        if reason is None:
-            choice.chosen, choice.exit_code = report, 0
-            return True
-        is_sound = refusal(report, policy) is None
-        is_marked = is_sound and _marked_elsewhere(report, others, inspect) is not None
-        choice.pass_over(report, reason, _word_of(report, is_sound=is_sound, is_marked=is_marked))
+        others = [copy for copy in (*copies, *beside) if copy.root_index != candidate.root_index]
+        newer = [over.report for over in (*before.passed_over, *found.passed_over)]
+        over = why_not(report, older, inspect, policy, others, newer)
+        if over is None:
+            found.chosen, found.exit_code = report, 0
+            return found
+        found.passed_over.append(over)
         if report.verdict is Verdict.UNKNOWN and not candidate.optional:
-            choice.unknown.append(report)
-    return False
+            found.unknown.append(report)
+    return found
 
 
 def decide_branch(choice: Choice, order: WriteOrder) -> None:
@@ -190,7 +206,8 @@ def decide_branch(choice: Choice, order: WriteOrder) -> None:
     choice.order = order
     if choice.chosen is None or order.order is not Order.WENT_BACK:
         return
-    choice.pass_over(choice.chosen, order.why)
+    over = PassedOver(choice.chosen, order.why, NoStepReason.TWO_BRANCHES)
+    choice.passed_over.append(over)
     choice.chosen, choice.stopped, choice.exit_code = None, "branch", UsageError.exit_code
 
 
@@ -233,41 +250,44 @@ def _is_further(report: Report, chosen: Report) -> bool:
     return True
 
 
-def _marked_elsewhere(report: Report, others: Sequence[Candidate], inspect: Inspect) -> str | None:
-    """Why a step is refused for a mark on the copy of the same save in another root."""
-    for other in (inspect(one, Level.LISTING) for one in others):
-        same_save = bool(report.digests) and other.digests == report.digests
-        if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
-            return f"{other.verdict.value} in {other.url}, which holds the same save"
-    return None
-
-
 def why_not(
     report: Report,
     older: Sequence[Candidate],
     inspect: Inspect,
     policy: PickPolicy,
     others: Sequence[Candidate] = (),
-) -> str | None:
+    newer: Sequence[Report] = (),
+) -> PassedOver | None:
     """Why a step is not chosen, for its own content or because of other steps; None if it is.
 
-    `others` are its copies in other roots, `older` the steps that it is compared with.
+    `others` are its copies in other roots, `older` the steps that it is compared with, `newer`
+    those that were passed over before.
     """
     return (
         refusal(report, policy)
         or _marked_elsewhere(report, others, inspect)
         or _lacking(report, older, inspect, policy)
+        or _behind(report, newer, policy)
     )
 
 
-def refusal(report: Report, policy: PickPolicy) -> str | None:
-    """Why a step cannot be chosen because of its own content, in one line; None if it can."""
+def refusal(report: Report, policy: PickPolicy) -> PassedOver | None:
+    """Why a step cannot be chosen because of its own content; None if it can."""
     unsealed = any(one.code in ("seal.required", "seal.not-compared") for one in report.findings)
     # What was required is not given up by an option that accepts less.
     if report.verdict is Verdict.UNVERIFIABLE and policy.accept_unverifiable and not unsealed:
         return None
     if report.usable:
         return None
+    is_lacking = report.exit_code == EXIT_STATE_MISSING
+    word = _WORDS.get(report.verdict, NoStepReason.DAMAGED)
+    return PassedOver(
+        report, _reason_of(report), NoStepReason.STATE_MISSING if is_lacking else word
+    )
+
+
+def _reason_of(report: Report) -> str:
+    """Why a step is not usable, in one line."""
     faults = report.with_severity(Severity.FAULT)
     if faults:
         first = faults[0]
@@ -292,39 +312,42 @@ _WORDS = {
 }
 
 
-def _word_of(report: Report, *, is_sound: bool, is_marked: bool) -> NoStepReason:
-    """The word for a step that is not chosen.
+def _marked_elsewhere(
+    report: Report, others: Sequence[Candidate], inspect: Inspect
+) -> PassedOver | None:
+    """The refusal of a step for a mark on the copy of the same save in another root."""
+    for other in (inspect(candidate, Level.LISTING) for candidate in others):
+        same_save = bool(report.digests) and other.digests == report.digests
+        if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
+            reason = f"{other.verdict.value} in {other.url}, which holds the same save"
+            return PassedOver(report, reason, NoStepReason.REJECTED)
+    return None
 
-    `is_sound`: its own content is no reason; `is_marked`: a copy of it is rejected.
-    """
-    if is_marked:
-        return NoStepReason.REJECTED
-    if is_sound or report.exit_code == EXIT_STATE_MISSING:
-        return NoStepReason.STATE_MISSING
-    return _WORDS.get(report.verdict, NoStepReason.DAMAGED)
 
-
-def _behind(report: Report, choice: Choice, policy: PickPolicy) -> str | None:
-    """Why a step without an optimizer is no substitute for one that was passed over.
+def _behind(report: Report, newer: Sequence[Report], policy: PickPolicy) -> PassedOver | None:
+    """The refusal of a step without an optimizer as a substitute for one that was passed over.
 
     Older steps show what a step lacks; of a run whose older steps are weights alone, only the
     one that cannot be used does.
     """
     if policy.allow_missing_state or report.state.optimizer.found:
         return None
-    for newer in (one.report for one in choice.passed_over):
-        named = (kind_of_file(newer.layout, one.where) for one in newer.findings)
-        if newer.state.optimizer.found or any(k and "optimizer" in k.names for k in named):
-            return (
-                f"lacks the optimizer, which step {newer.number} has ({newer.verdict.value}): a "
-                "resume from here would reset it (--allow-missing-state accepts that)"
+    for other in newer:
+        kinds = (kind_of_file(other.layout, finding.where) for finding in other.findings)
+        if other.state.optimizer.found or any(k and "optimizer" in k.names for k in kinds):
+            return PassedOver(
+                report,
+                f"lacks the optimizer, which step {other.number} has ({other.verdict.value}): a "
+                "resume from here would reset it (--allow-missing-state accepts that)",
+                NoStepReason.STATE_MISSING,
             )
     return None
 
 
 def _lacking(
     report: Report, older: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
-) -> str | None:
+) -> PassedOver | None:
+    """The refusal of a step that lacks train state which an older one has."""
     missing = absent_kinds(report)
     if policy.allow_missing_state or not (missing or _may_lack_more(report)):
         return None
@@ -336,12 +359,15 @@ def _lacking(
             if not missing:
                 return None
             what = ", ".join(missing)
-            return f"lacks {what}, and step {earlier.number}, which may hold it, did not answer"
+            reason = f"lacks {what}, and step {earlier.number}, which may hold it, did not answer"
+            return PassedOver(report, reason, NoStepReason.STATE_MISSING)
         lost = [*_lost(report, earlier, missing)]
         if lost:
-            return (
+            return PassedOver(
+                report,
                 f"lacks {', '.join(lost)}, which step {earlier.number} holds: a resume from here "
-                f"would reset it (--allow-missing-state accepts that{_if_mapped(report, lost)})"
+                f"would reset it (--allow-missing-state accepts that{_if_mapped(report, lost)})",
+                NoStepReason.STATE_MISSING,
             )
     return None
 

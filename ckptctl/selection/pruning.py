@@ -223,13 +223,14 @@ def _proven(
 
     inspector.content = Asked(Limits(on_progress=on_bytes))
     report = inspector(candidate, Level.CONTENT)
-    reason = refusal(report, PickPolicy())
-    if reason is None:
-        try:
-            write_proof(store, inspector.inspected[candidate])
-        except PathNotFound:
-            return "removed meanwhile"
-    return reason
+    over = refusal(report, PickPolicy())
+    if over is not None:
+        return over.reason
+    try:
+        write_proof(store, inspector.inspected[candidate])
+    except PathNotFound:
+        return "removed meanwhile"
+    return None
 
 
 def _remove(store: Store, marks: MarksInFile | None, inspected: Inspection) -> bool:

@@ -35,9 +35,9 @@ from ckptctl.selection.choosing import (
     Candidate,
     Choice,
     by_number,
+    choose_copy,
     in_order,
     refusal,
-    take_one_of,
     why_not,
 )
 from ckptctl.selection.removing import PROOF, has_seal, is_proven
@@ -279,12 +279,12 @@ class RetentionPlan:
         report = inspected.report
         if not inspected.step.parts and report.verdict is not Verdict.UNKNOWN:
             return "not recognised as a checkpoint"
-        reason = refusal(report, self._rules.policy)
-        if reason is not None:
-            choice.pass_over(report, reason)
+        over = refusal(report, self._rules.policy)
+        if over is not None:
+            choice.passed_over.append(over)
             if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
                 return SEALED_UNVERIFIABLE
-            return report.verdict.value if report.verdict is not Verdict.COMPLETE else reason
+            return report.verdict.value if report.verdict is not Verdict.COMPLETE else over.reason
         doubt = _doubt(report)
         if doubt is not None:
             return doubt
@@ -309,9 +309,9 @@ class RetentionPlan:
             consulted.append(candidate)
             return self._inspector(candidate, at_least)
 
-        n_before = len(choice.passed_over)
-        if not take_one_of([copy], older, asked, self._rules.policy, choice, beside):
-            over = choice.passed_over[n_before:]
+        step = choose_copy([copy], older, asked, self._rules.policy, choice, beside)
+        if not choice.add(step):
+            over = step.passed_over
             # `pick` continues with the options that would accept the step.
             reason = over[0].reason.partition(": a resume from here")[0] if over else ""
             return reason or "not recognised as a checkpoint"

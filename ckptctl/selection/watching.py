@@ -249,9 +249,9 @@ class _Watcher:
             return _Finished(report.verdict.value)
         if report.verdict is Verdict.UNKNOWN:
             return _Finished(None, self._event(Event.NO_ANSWER, report))
-        reason = why_not(report, older, inspector, self._policy)
-        if reason is not None:
-            return self._refused(report, reason)
+        over = why_not(report, older, inspector, self._policy)
+        if over is not None:
+            return self._refused(report, over.reason)
         found = OpenTarget(root.store, candidate.named, None, self._pattern)
         outdated = any(finding.code == "seal.outdated" for finding in report.findings)
         if found.has_seal and not outdated:
@@ -273,7 +273,8 @@ class _Watcher:
             return _Finished(None)
         if report.verdict is Verdict.UNKNOWN:
             return _Finished(None, self._event(Event.NO_ANSWER, report))
-        return self._refused(report, refusal(report, self._policy) or report.verdict.value)
+        over = refusal(report, self._policy)
+        return self._refused(report, over.reason if over is not None else report.verdict.value)
 
     def _refused(self, report: Report, reason: str) -> _Finished:
         unproven = report.verdict is Verdict.UNVERIFIABLE

@@ -190,8 +190,8 @@ def prove_content(
     if report.verdict is Verdict.UNKNOWN:
         first = report.with_severity(Severity.FAULT)[0]
         raise StorageUnavailable(first.message, next_command=first.next_command)
-    reason = refusal(report, selection.policy)
-    return None if reason is None else LoadFailed(f"at level content: {reason}")
+    over = refusal(report, selection.policy)
+    return None if over is None else LoadFailed(f"at level content: {over.reason}")
 
 
 def resolve(
