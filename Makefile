@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The second step of CI leaves out `long`.
 SLOW := slow or long
 TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
-FAST := tests/checks tests/formats tests/guards/test_layers.py tests/guards/test_vocabulary.py \
+FAST := tests/inspection tests/formats tests/guards/test_layers.py tests/guards/test_vocabulary.py \
 	tests/guards/test_documented.py tests/records tests/failures tests/goodput
 
 help: ## List the targets

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from measuring import Row, Size, called, folder, in_turns, least
 
-from ckptctl.checks.coverage import check_coverage
-from ckptctl.checks.presence import check_presence
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.part_files import read_structure
+from ckptctl.inspection.presence import check_presence
 from ckptctl.model import Chunks, RangeColumns, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource

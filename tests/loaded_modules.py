@@ -14,7 +14,7 @@ from ckptctl.data_classes import finish
 
 def load_all_modules() -> None:
     """Import the modules of the packages that read checkpoints, and define their classes."""
-    for name in ("checks", "formats", "inspection", "records", "selection", "storage", "cli"):
+    for name in ("formats", "inspection", "records", "selection", "storage", "cli"):
         package = importlib.import_module(f"ckptctl.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             with suppress(ModuleNotFoundError):  # of an extra: no command can import it either

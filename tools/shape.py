@@ -318,7 +318,7 @@ def dynamic(show: bool) -> dict[str, object]:
     return found
 
 
-OPAQUE = tuple(f"ckptctl.{name}" for name in ("storage", "formats", "checks", "inspection"))
+OPAQUE = tuple(f"ckptctl.{name}" for name in ("storage", "formats", "inspection"))
 COUNTED = {
     "ckptctl.formats.dcp.metadata.decode_metadata": (
         "data",

@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-from ckptctl.checks.content import Choose, ContentCheck, RecordResults, unverifiable
-from ckptctl.checks.sealed_bytes import check_sealed_bytes, comparable, proven
 from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageUnavailable, UsageError
@@ -21,6 +19,8 @@ from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.record_content import Choose, ContentCheck, RecordResults, unverifiable
+from ckptctl.inspection.sealed_bytes import check_sealed_bytes, comparable, proven
 from ckptctl.model import FileInfo, Part
 from ckptctl.records.byte_pass import BlockDigests, Limits, RecordRun, Run, read_runs
 from ckptctl.records.content_runs import record_runs

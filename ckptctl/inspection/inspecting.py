@@ -16,14 +16,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.checks.train_state import check_required
-from ckptctl.checks.world_size import (
-    check_bound,
-    check_saved_world_size,
-    check_world_size,
-    ranks_in,
-    saved_world_size,
-)
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     AccessDenied,
@@ -62,6 +54,14 @@ from ckptctl.inspection.stages import (
     contradicted,
 )
 from ckptctl.inspection.step_claims import claims_of, nothing_proven
+from ckptctl.inspection.train_state import check_required
+from ckptctl.inspection.world_size import (
+    check_bound,
+    check_saved_world_size,
+    check_world_size,
+    ranks_in,
+    saved_world_size,
+)
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind

@@ -18,7 +18,6 @@ from itertools import islice, pairwise
 
 import msgspec
 
-from ckptctl.checks.shape import weights_in
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
@@ -29,6 +28,7 @@ from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.shape import weights_in
 from ckptctl.model import SHARDED, FileInfo, Step
 
 LEAST_WINDOW_S = 120.0

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
-from ckptctl.checks.shape import check_unchanged, own_number, sidecars_of
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -44,6 +43,7 @@ from ckptctl.inspection.part_files import (
     safetensors_in,
 )
 from ckptctl.inspection.seal_and_marks import ReadMarks, ReadSeal, read_marks, read_seal
+from ckptctl.inspection.shape import check_unchanged, own_number, sidecars_of
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars, value_in_archive
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges

@@ -3,8 +3,8 @@
 The metadata is `.metadata` or the rank-local files of a DCP folder. A part of rank files has no
 metadata: each file of `torch.save` is one archive, as a record of DCP is, so the listing serves as
 metadata with one entry for each file, which fills that file. The checks, the record engine and the
-seals then need nothing of their own for them. Whether the shards behind the metadata are whole is
-checked in `checks/`.
+seals then need nothing of their own for them. `presence` checks whether the shards behind the
+metadata are whole.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.presence import holds_safetensors
-from ckptctl.checks.structure import RecordValue, StructureCheck, readable_ranges
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound, RecordUnreadable
 from ckptctl.findings import Finding
@@ -32,7 +30,9 @@ from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_loca
 from ckptctl.formats.frameworks.parts import in_parts, is_archive
 from ckptctl.formats.frameworks.state_keys import optimizer_steps
 from ckptctl.formatting import command_line, counted, inside
+from ckptctl.inspection.presence import holds_safetensors
 from ckptctl.inspection.sidecars import scalar, steps_inside
+from ckptctl.inspection.structure import RecordValue, StructureCheck, readable_ranges
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
 from ckptctl.outside_numbers import MOST
 from ckptctl.records.opening import Need

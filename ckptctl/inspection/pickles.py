@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from ckptctl.checks.structure import readable_ranges
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
@@ -38,6 +37,7 @@ from ckptctl.formats.pickles.values import Decoded, TensorStub, check_bytes, dec
 from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.sidecars import unsafe_file
+from ckptctl.inspection.structure import readable_ranges
 from ckptctl.model import (
     SHARDED,
     ByteRange,

@@ -1,6 +1,6 @@
 """Compare a step with its predecessors.
 
-Finds them under the root, and reads what `checks.stale_shards` compares: the ends of a few
+Finds them under the root, and reads what `inspection.stale_shards` compares: the ends of a few
 records, where their checksums are; or the numbers of the steps that they were written as.
 Predecessors are not inspected: where one is damaged, gone or does not answer, nothing is
 compared.
@@ -13,9 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
-from ckptctl.checks.shape import own_number, wrong_step
-from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
-from ckptctl.checks.train_state import Shape, check_names
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
@@ -31,7 +28,10 @@ from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, leaves_of
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.shape import own_number, wrong_step
 from ckptctl.inspection.sidecars import tensors_in_header, value_in_archive
+from ckptctl.inspection.stale_shards import StaleShardCheck, has_moved, stale
+from ckptctl.inspection.train_state import Shape, check_names
 from ckptctl.model import SHARDED, ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc
 from ckptctl.records.ranges import Ranges
@@ -59,7 +59,7 @@ def check_fewer_ranks(
 
     Storage errors of the older step are passed over. Cost: two listings.
     """
-    from ckptctl.checks.rank_files import check_fewer
+    from ckptctl.inspection.rank_files import check_fewer
 
     for named in islice(neighbours.older(), 1):
         with suppress(StorageError):
@@ -90,7 +90,7 @@ def check_counts(
                 before = neighbours.open(opened.store, named)
                 then = _path_then(opened, before, path, count)
                 if _end(opened, path) == _end(before, then):
-                    from ckptctl.checks.rank_files import file_of_another_step
+                    from ckptctl.inspection.rank_files import file_of_another_step
 
                     yield file_of_another_step(opened.step, path, count, named.name)
 

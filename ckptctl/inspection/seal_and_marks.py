@@ -13,15 +13,6 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.seals import (
-    PROVES_NOTHING,
-    RootSeals,
-    Seen,
-    applies_to_step,
-    check_binding,
-    check_marks,
-    check_seal,
-)
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import (
     OwnFileUnreadable,
@@ -47,6 +38,15 @@ from ckptctl.formats.own.marks import (
 )
 from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
 from ckptctl.formatting import command_line
+from ckptctl.inspection.seals import (
+    PROVES_NOTHING,
+    RootSeals,
+    Seen,
+    applies_to_step,
+    check_binding,
+    check_marks,
+    check_seal,
+)
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Span, Store, TooLarge
@@ -286,7 +286,7 @@ def ask_store(
     metadata files, which every inspection reads and compares. Storage errors pass
     through. Cost: one HEAD for each sealed file, and no byte.
     """
-    from ckptctl.checks.sealed_bytes import check_stored, comparable, without_seal
+    from ckptctl.inspection.sealed_bytes import check_stored, comparable, without_seal
 
     step = opened.step
     if seal is None:

@@ -2,7 +2,7 @@
 
 Each seal names the run of its root, its place in the order of the root's seals, and the seals that
 it found there when it was made. So an older save in the place of a newer one contradicts a file
-that only the holder of the key can make. `checks.seals` compares them; this module reads.
+that only the holder of the key can make. `inspection.seals` compares them; this module reads.
 """
 
 from __future__ import annotations

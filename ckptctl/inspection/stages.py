@@ -13,22 +13,6 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.presence import (
-    check_holds_anything,
-    check_key_paths,
-    check_presence,
-    check_sizes,
-)
-from ckptctl.checks.shape import (
-    check_identity,
-    check_shape,
-    check_unchanged,
-    claims_further,
-    earlier_step,
-    sidecars_of,
-)
-from ckptctl.checks.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.claims import Claim
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
@@ -39,6 +23,7 @@ from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
+from ckptctl.inspection.coverage import check_part_coverage
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import (
     MAX_QUICK_READS,
@@ -47,8 +32,23 @@ from ckptctl.inspection.part_files import (
     steps_by_rank,
 )
 from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
+from ckptctl.inspection.presence import (
+    check_holds_anything,
+    check_key_paths,
+    check_presence,
+    check_sizes,
+)
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, read_notes
+from ckptctl.inspection.shape import (
+    check_identity,
+    check_shape,
+    check_unchanged,
+    claims_further,
+    earlier_step,
+    sidecars_of,
+)
 from ckptctl.inspection.sidecars import check_documents, tensors_in_header, value_in_archive
+from ckptctl.inspection.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
 from ckptctl.records.reads import read_headers, read_indexes
@@ -138,7 +138,7 @@ def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             context.readable.add(part.path)
         yield from findings
     if opened.beside is not None and not opened.beside.file.size:
-        from ckptctl.checks.rank_files import empty_file
+        from ckptctl.inspection.rank_files import empty_file
 
         yield empty_file(opened.step, opened.beside.file.path)
     sharded = [part.metadata for part in opened.parts if part.part.format in SHARDED]
@@ -172,7 +172,7 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part, held.headers)
     if part.part.format is PartFormat.RANK_FILES:
-        from ckptctl.checks.rank_files import check_named, check_rank_files
+        from ckptctl.inspection.rank_files import check_named, check_rank_files
 
         held_inside = partial(_held_inside, opened)
         archives = part.ranges.file_names
@@ -214,7 +214,7 @@ def inspect_safetensors(
     read for each file, unless the `headers` are given by path, and for each index; a second
     one for headers of more than 64 KiB.
     """
-    from ckptctl.checks.safetensors import check_safetensors
+    from ckptctl.inspection.safetensors import check_safetensors
 
     read = read_headers(store, folder, part.files)
     if headers is not None:
@@ -346,7 +346,7 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 def _check_stated_ranks(
     opened: OpenStep, part: OpenPart, contents: Mapping[str, object], context: StageContext
 ) -> Iterator[Finding]:
-    from ckptctl.checks.rank_files import check_stated_ranks
+    from ckptctl.inspection.rank_files import check_stated_ranks
 
     known = {one.where for one in context.findings}
     for file in part.part.files:

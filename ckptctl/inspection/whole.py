@@ -92,7 +92,7 @@ def open_families(step: Step) -> tuple[Family, ...]:
 
 
 _FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
-"""Layouts with files for each parameter, which `checks.rank_files` counts."""
+"""Layouts with files for each parameter, which `inspection.rank_files` counts."""
 
 _INDEX = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
 

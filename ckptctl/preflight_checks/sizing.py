@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.world_size import check_world_size
 from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
@@ -23,6 +22,7 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
 from ckptctl.formatting import command_line, counted, duration, percent, size, some_of
 from ckptctl.goodput.estimating import Cadence, cadence_of, daly_interval
 from ckptctl.goodput.measuring import Measured
+from ckptctl.inspection.world_size import check_world_size
 from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, CheckOutcome, Sized
 from ckptctl.resharding.advising import ReadAdvice, advice_for

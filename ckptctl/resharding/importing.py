@@ -6,7 +6,7 @@ files runs: `flat_files` reads those of `torch.save`.
 The files of a safetensors model hold whole tensors, or the slices that DCP's Hugging Face
 writer puts into each shard. Headers give the position of the elements; no checksum verifies
 them, so a file that is written to in the meantime is detected by its size and time. Whether
-the files are complete is checked in `checks.rank_files` and `checks.safetensors`.
+the files are complete is checked in `inspection.rank_files` and `inspection.safetensors`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ckptctl.checks.shape import check_unchanged
-from ckptctl.checks.train_state import NO_STATE
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
@@ -37,7 +35,9 @@ from ckptctl.formats.archive.safetensors import (
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.shape import check_unchanged
 from ckptctl.inspection.stages import inspect_safetensors
+from ckptctl.inspection.train_state import NO_STATE
 from ckptctl.model import (
     ByteRange,
     FileInfo,

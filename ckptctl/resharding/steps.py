@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.seals import is_unwritten
 from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
@@ -20,6 +19,7 @@ from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step
 from ckptctl.formatting import command_line
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.seals import is_unwritten
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from

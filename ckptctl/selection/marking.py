@@ -2,7 +2,7 @@
 
 A mark is added and never changed: under the step's own `.ckptctl/marks/`, under a unique
 name, or at the end of a file of marks if the root is read-only. Concurrent writers lose
-nothing. `checks.seals` decides what marks mean for a step.
+nothing. `inspection.seals` decides what marks mean for a step.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ckptctl import __version__
-from ckptctl.checks.seals import is_unwritten, written_ms
 from ckptctl.errors import (
     AccessDenied,
     OwnFileUnreadable,
@@ -54,6 +53,7 @@ from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
 from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import list_step
+from ckptctl.inspection.seals import is_unwritten, written_ms
 from ckptctl.model import FileInfo
 from ckptctl.selection.fencing import holder
 from ckptctl.storage.contract import NotSupported, Store, TooLarge, Upload

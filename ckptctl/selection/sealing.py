@@ -2,7 +2,7 @@
 
 The step is inspected first, at the deepest level: an incomplete step is not sealed. Then
 every byte is read and digested, the folder is listed again to detect changes, and the seal
-is written whole. Nothing else in the step changes. `checks.seals` defines what a seal
+is written whole. Nothing else in the step changes. `inspection.seals` defines what a seal
 proves.
 """
 
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
-from ckptctl.checks.sealed_bytes import as_kept, best_of
-from ckptctl.checks.seals import PROVES_NOTHING, written_ms
 from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
@@ -36,6 +34,8 @@ from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_chain import next_place, seals_beside
+from ckptctl.inspection.sealed_bytes import as_kept, best_of
+from ckptctl.inspection.seals import PROVES_NOTHING, written_ms
 from ckptctl.inspection.stages import contradicted
 from ckptctl.model import FileInfo, Level, WorldSize
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from

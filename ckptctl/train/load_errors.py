@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ckptctl.checks.presence import check_presence, check_sizes, escape_reason, holds_safetensors
-from ckptctl.checks.structure import SAYS
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StepDamaged
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.archive.directory import Member
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.presence import (
+    check_presence,
+    check_sizes,
+    escape_reason,
+    holds_safetensors,
+)
+from ckptctl.inspection.structure import SAYS
 from ckptctl.records.ranges import Ranges
 
 

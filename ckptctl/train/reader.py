@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptctl.checks.coverage import check_coverage
 from ckptctl.data_classes import replace
 from ckptctl.errors import CkptctlError, StepDamaged, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formatting import command_line
+from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import NO_FILE, Metadata
 from ckptctl.options import StorageKeywords, StorageOptions, options_from

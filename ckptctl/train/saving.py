@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptctl import __version__
-from ckptctl.checks.sealed_bytes import as_kept, best_of
-from ckptctl.checks.seals import written_ms
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
@@ -36,6 +34,8 @@ from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.formatting import command_line
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
+from ckptctl.inspection.sealed_bytes import as_kept, best_of
+from ckptctl.inspection.seals import written_ms
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits

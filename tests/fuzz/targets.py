@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
 
 import ckptctl.formats.pickles.shards  # noqa: F401 - likewise
-from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.presence import check_presence, check_sizes
 from ckptctl.data_classes import finish
 from ckptctl.errors import (
     MetadataUnreadable,
@@ -34,6 +32,8 @@ from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.own.marks import mark_bytes, parse_mark
 from ckptctl.formats.own.seals import parse_seal, seal_bytes
 from ckptctl.formats.pickles.values import decode_tensor_pickle, decode_value
+from ckptctl.inspection.coverage import check_part_coverage
+from ckptctl.inspection.presence import check_presence, check_sizes
 from ckptctl.inspection.sidecars import content_of, number_in
 from ckptctl.model import FileInfo
 from ckptctl.records.not_finite import FORMS

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ckptctl.checks.train_state import NO_STATE
 from ckptctl.findings import Finding, Report, Verdict, verdict_of
 from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.inspection.train_state import NO_STATE
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.options import PickPolicy
 from ckptctl.selection.choosing import (

@@ -3,7 +3,7 @@
 A seal, `.ckptctl/seal.json` in a step, records what the step was when it was proven
 whole: every file with its size and digests, and whose files they are: step
 number, metadata, save ids, world size, train state. It is read strictly;
-`checks.sealed_bytes` compares the step with it.
+`inspection.sealed_bytes` compares the step with it.
 
 With a key the digests are SHA-256 and the seal bears an HMAC-SHA-256 over all of
 it, so that nobody without the key can make one.

@@ -11,8 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.checks.coverage import check_coverage
-from ckptctl.checks.presence import escape_reason
 from ckptctl.data_classes import replace
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
@@ -27,6 +25,8 @@ from ckptctl.formats.archive.safetensors import (
     parse_index,
 )
 from ckptctl.formatting import at_most_few, counted, inside, some_of
+from ckptctl.inspection.coverage import check_coverage
+from ckptctl.inspection.presence import escape_reason
 from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
 
 _ONE_OF_SEVERAL = re.compile(

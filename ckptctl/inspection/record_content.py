@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.checks.structure import SAYS, readable_ranges
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, Proven
 from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
+from ckptctl.inspection.structure import SAYS, readable_ranges
 from ckptctl.model import FileInfo
 from ckptctl.records.not_finite import Values
 from ckptctl.records.opening import ZSTD

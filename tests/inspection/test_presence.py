@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_parts import listing, metadata, tensor
 
-from ckptctl.checks.presence import check_key_paths, check_presence, escape_reason
 from ckptctl.data_classes import replace
 from ckptctl.findings import Finding, Severity
+from ckptctl.inspection.presence import check_key_paths, check_presence, escape_reason
 from ckptctl.model import (
     ByteRange,
     BytesEntry,

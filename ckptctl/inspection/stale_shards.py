@@ -19,11 +19,11 @@ from functools import lru_cache
 from itertools import chain, zip_longest
 from math import prod
 
-from ckptctl.checks.structure import NO_CRC
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.state_keys import is_moment
 from ckptctl.formatting import counted, inside, some_of
+from ckptctl.inspection.structure import NO_CRC
 from ckptctl.model import DTYPE_SIZES, NO_FILE, TensorEntry
 from ckptctl.records.ranges import Ranges
 

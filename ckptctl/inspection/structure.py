@@ -11,13 +11,13 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ckptctl.checks.presence import escape_reason, holds_safetensors
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import at_most_few, counted, inside
+from ckptctl.inspection.presence import escape_reason, holds_safetensors
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.records.opening import (
     MAX_PICKLE_BYTES,

@@ -1,6 +1,6 @@
 """What a resume would restore, by keys and by files."""
 
-from ckptctl.checks.train_state import (
+from ckptctl.inspection.train_state import (
     NO_STATE,
     Sources,
     check_optimizer_steps,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.checks.sealed_bytes import check_stored
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.digests import Digests
 from ckptctl.formats.own.seals import SealedFile, Stored
+from ckptctl.inspection.sealed_bytes import check_stored
 from ckptctl.model import Checksum, Kept
 
 URL = "s3://runs/a/step_5"

@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.checks.safetensors import check_index, check_numbers
 from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layout_tables as tables
@@ -27,6 +26,7 @@ from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
+from ckptctl.inspection.safetensors import check_index, check_numbers
 from ckptctl.model import FileInfo, Grid, Part, Step
 
 

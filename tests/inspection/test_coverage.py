@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_parts import Box, metadata, tensor
 
-from ckptctl.checks.coverage import check_coverage, check_part_coverage
 from ckptctl.findings import Finding
+from ckptctl.inspection.coverage import check_coverage, check_part_coverage
 from ckptctl.model import Chunks, RangeColumns, TensorEntry
 
 patient = settings(deadline=None)  # a busy machine is no fault

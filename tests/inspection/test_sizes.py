@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from made_parts import listing, metadata, tensor
 
-from ckptctl.checks.presence import check_presence, check_sizes, holds_safetensors
 from ckptctl.findings import Finding, Verdict, verdict_of
+from ckptctl.inspection.presence import check_presence, check_sizes, holds_safetensors
 from ckptctl.model import ByteRange, BytesEntry, TensorEntry
 from ckptctl.records.ranges import Ranges
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.presence import check_presence, check_sizes
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.inspection.coverage import check_part_coverage
 from ckptctl.inspection.part_files import n_structure_reads, read_structure
+from ckptctl.inspection.presence import check_presence, check_sizes
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import Metadata, Part, PartFormat
 from ckptctl.records.ranges import Ranges

@@ -1,1 +1,0 @@
-"""From the model of a step to findings, without I/O: one topic a module."""
