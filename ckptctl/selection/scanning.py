@@ -18,8 +18,8 @@ from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Candidate, Choice
 from ckptctl.selection.empty_roots import check_unnumbered
-from ckptctl.selection.picking import after_beginning, found_message, none_usable
-from ckptctl.selection.results import NoStepReason, Scan
+from ckptctl.selection.picking import answer_of
+from ckptctl.selection.results import Scan
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import Search, search
 from ckptctl.selection.targets import roots_in
@@ -80,9 +80,8 @@ def scan(
         beyond = [c for c in older if choice.chosen and done.inspect.found(c) is choice.chosen]
         reports = _reports(done, [*shown, *beyond], on_report)
         n_older = len(older) - len(beyond)
-        return _answer(
-            done, reports, n_older, shown[-1].named.number if n_older and shown else None
-        )
+        more_before = shown[-1].named.number if n_older and shown else None
+        return _answer(done, requirements, reports, n_older, more_before)
 
 
 def _reports(
@@ -128,39 +127,34 @@ def reasons_of(choice: Choice) -> dict[str, str]:
 
 
 def _answer(
-    done: Search, reports: tuple[Report, ...], n_older: int, more_before: int | None
+    done: Search,
+    requirements: Requirements,
+    reports: tuple[Report, ...],
+    n_older: int,
+    more_before: int | None,
 ) -> Scan:
-    choice, begins = done.choice, done.beginning
+    choice = done.choice
     findings = [*done.findings]
     for root in done.opened_roots if done.n_steps else ():
         findings += check_unnumbered(root.store, root.listing)
-    reason, message, next_command = _formatted(done)
+    found = answer_of(done, requirements, "scan")
+    chosen = found.chosen
     return Scan(
         root=done.roots.first,
         roots=done.roots.urls,
         exists=any(one.listing.exists for one in done.opened_roots),
         reports=reports,
-        chosen=choice.chosen.url if choice.chosen else None,
+        chosen=chosen.url if chosen else None,
         findings=tuple(findings),
         n_steps=done.n_steps,
-        exit_code=begins.exit_code if begins else choice.exit_code,
-        next_command=next_command,
-        message=message,
+        exit_code=found.exit_code,
+        next_command=_deeper(chosen) if chosen else found.next_command,
+        message=found.message,
         refused=tuple(reasons_of(choice).items()),
         n_older=n_older,
         more_before=more_before,
-        reason=reason,
+        reason=found.reason,
     )
-
-
-def _formatted(done: Search) -> tuple[NoStepReason | None, str, str | None]:
-    """Why `pick` would choose no step, its message, and what to run next."""
-    chosen, begins = done.choice.chosen, done.beginning
-    if chosen is not None:
-        return None, found_message(done.choice, chosen), _deeper(chosen)
-    if begins is None:
-        return none_usable(done)
-    return begins.reason, begins.message, after_beginning(done, begins, "scan")
 
 
 def _deeper(chosen: Report) -> str | None:

@@ -121,7 +121,7 @@ def test_a_step_that_may_not_be_read_is_the_answer_of_scan(sound_root, capsys, m
     assert said.startswith("step 30 could not be inspected, so no older one is chosen: unknown: ")
     assert "none of the" not in said
     (row,) = [each for each in said.splitlines() if each.startswith("?")]
-    assert row.split()[1:4] == ["30", "unknown", "-"]
+    assert row.split()[1:5] == ["30", "unknown", "○" * 6, "-"]
     assert next_of(said) == f"ckptctl doctor storage {sound_root}"
 
 
