@@ -38,7 +38,7 @@ from ckptctl.inspection.open_step import OpenStep, list_scattered
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
 from ckptctl.inspection.stages import count_of
 from ckptctl.inspection.whole import Neighbours
-from ckptctl.model import FileInfo
+from ckptctl.model import FileInfo, Level
 from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.opening import base_name, join_url
@@ -195,7 +195,8 @@ def _with_ray(
         named = sorted(name for name in listing.folders if ray_train.is_named_by_time(name))
         for attempt, name in enumerate(named[-MAX_COUNTED:]):
             with suppress(PathNotFound):
-                number = count_of(OpenStep(store, name, (trees or {}).get(name)))
+                step = OpenStep(store, name, (trees or {}).get(name))
+                number = count_of(step, Level.STRUCTURE)
                 if number is not None and 0 <= number <= MAX_STEP:
                     steps.append(StepName(name, number, "dcp", attempt=attempt))
     names = {step.name for step in steps}

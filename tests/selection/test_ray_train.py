@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import fsspec
 import pytest
 from command_line import run_ckptctl
 from made_saves import optimizer, weights, write
@@ -83,6 +84,13 @@ def test_without_a_snapshot_the_counts_in_the_files_decide(root, content):
     found = ckptctl.pick(str(root))
     assert (found.step, found.path) == (24, f"{root}/{NAMES[24]}")
     assert ckptctl.verify(f"{root}@16").url == f"{root}/{NAMES[16]}"
+
+
+def test_the_counts_decide_on_an_object_store_too(root):
+    url = f"memory://ray-{root.parent.name}/exp"
+    files = fsspec.filesystem("memory")
+    files.put(str(root), url, recursive=True)
+    assert ckptctl.pick(url).step == 24
 
 
 def test_without_a_snapshot_and_counts_nothing_is_chosen(tmp_path):
