@@ -146,6 +146,7 @@ _NO_STATE_HEAD = (
     r"|last_improvement|integrations|parallelism|topology|criterion|criteria|patience"
 )
 """Heads of what belongs to none of the kinds: settings, versions, measurements, callbacks."""
+_SETTINGS_FILE = r"(?:.*[-_.])?(?:args|arguments|config|cfg|hparams|settings)\.[a-z]+"
 _RANK = r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})"
 
 _HEADS = (
@@ -679,9 +680,9 @@ def kinds_in_file(
         return [StateKind((as_mapped,), by_name.rank if by_name else None)] * len(leaves)
     if by_name is not None and by_name.names == by_name.always and len(by_name.names) == 1:
         return [by_name] * len(leaves)
-    kinds = kinds_of(leaves, (), mapped, beside)
     if by_name is None and file_holds_no_state(path):
-        return [_OTHER if kind.may_be else kind for kind in kinds]
+        return [_OTHER] * len(leaves)
+    kinds = kinds_of(leaves, (), mapped, beside)
     if by_name is None or len(by_name.names) > 1:
         return kinds
     is_open = all(kind.names == ("other",) for kind in kinds)
@@ -690,8 +691,8 @@ def kinds_in_file(
 
 
 def file_holds_no_state(path: str) -> bool:
-    """Whether the name of a file is that of settings or measurements: `training_args.bin`."""
-    return _is_no_state(path.rpartition("/")[2].partition(".")[0].lower())
+    """Whether the name of a file is that of settings: `training_args.bin`."""
+    return _matches(_SETTINGS_FILE, path.rpartition("/")[2].lower())
 
 
 def mapped_file(path: str, mapped: StateMap) -> str:
