@@ -399,9 +399,10 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
     yield from (_part(part) for part in earlier.parts if part not in report.parts)
     if report.world_size != earlier.world_size:
         return
-    # A smaller step without keys that the other has, and without others in their place.
+    # What is not recognized may be the optimizer, of which this step then holds nothing.
     keys, keys_before = report.state.tensor_keys, earlier.state.tensor_keys
-    if keys < keys_before and report.n_bytes < earlier.n_bytes:
+    is_smaller = report.n_bytes < earlier.n_bytes and not report.state.optimizer.found
+    if is_smaller and keys < keys_before:
         lost = sorted(keys_before - keys)
         yield f"{some_of(lost)} ({verb(len(lost), 'an entry', 'entries')} with tensors)"
     # Safetensors have no metadata that would miss the shard of a rank.

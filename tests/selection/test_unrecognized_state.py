@@ -183,6 +183,12 @@ def test_entries_that_were_renamed_are_not_lost(tmp_path):
     assert ckptctl.pick(str(tmp_path)).step == 30
 
 
+def test_a_step_with_its_optimizer_is_chosen_without_an_entry_that_comes_and_goes(tmp_path):
+    save(tmp_path, 10, opt=adam(), images=torch.ones(3, 32, 32))
+    save(tmp_path, 20, opt=adam())
+    assert ckptctl.pick(str(tmp_path)).step == 20
+
+
 @pytest.mark.parametrize("name", ["resume_state.bin", "resume.pt", "resume.pkl"])
 def test_a_file_of_any_name_beside_safetensors_is_read(name, tmp_path):
     for number in (8, 16, 24):
