@@ -507,14 +507,19 @@ class TrainState:
     """The number of tokens seen."""
     unrecognized: tuple[UnrecognizedEntry, ...] = ()
     """What may hold state and is not recognized; `--state KIND=KEY` maps it."""
+    tensor_keys: frozenset[str] = frozenset()
+    """The outermost keys of tensors and of what may hold some, with `#` for the numbers in them."""
 
     @classmethod
     def of(
-        cls, parts: Mapping[str, StatePart], unrecognized: tuple[UnrecognizedEntry, ...] = ()
+        cls,
+        parts: Mapping[str, StatePart],
+        unrecognized: tuple[UnrecognizedEntry, ...] = (),
+        tensor_keys: frozenset[str] = frozenset(),
     ) -> TrainState:
         """The state with these parts by kind; the kinds without one are not there."""
         no = StatePart(found=False)
-        nothing = cls(no, no, no, no, no, no, no, unrecognized)
+        nothing = cls(no, no, no, no, no, no, no, unrecognized, tensor_keys)
         by_name: dict[str, Any] = {**parts}
         return replace(nothing, **by_name)
 

@@ -237,7 +237,8 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
 }
 # Fields that documents leave out: rows of a log by the thousand.
 _WITHOUT: Mapping[str, frozenset[str]] = {
-    "LoggedResume": frozenset({"before", "overwritten", "after"})
+    "LoggedResume": frozenset({"before", "overwritten", "after"}),
+    "TrainState": frozenset({"tensor_keys"}),
 }
 OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
 """Fields that hold pairs, and are an object in JSON."""

@@ -29,7 +29,7 @@ from ckptctl.formats.archive.directory import (
 from ckptctl.formats.archive.safetensors import PREFIX, TORCH_NAMES, parse_header
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.parts import is_archive
+from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import Leaf, StateKind, kinds_of
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import command_line, inside
@@ -177,7 +177,7 @@ def _is_large(layout: str, file: FileInfo) -> bool:
         return False
     kind = kind_of_file(layout, file.path)
     is_first = kind is None or kind.rank in (None, "0")
-    return is_archive(file.path, layout) and is_first and (kind is None or len(kind.names) > 1)
+    return may_be_archive(file.path) and is_first and (kind is None or len(kind.names) > 1)
 
 
 class FileReads:

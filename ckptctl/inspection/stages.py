@@ -399,9 +399,12 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         yield from found
 
 
-def count_of(opened: OpenStep) -> int | None:
-    """The steps that the train state of another step counts. Cost: its listing and sidecars."""
-    context = StageContext(Requirements(), Level.LISTING)
+def count_of(opened: OpenStep, level: Level = Level.LISTING) -> int | None:
+    """The steps that the train state of another step counts. Cost: its listing and sidecars.
+
+    At `listing`, no file of an object store is read.
+    """
+    context = StageContext(Requirements(), level)
     context.findings += [*metadata(opened, context)]
     context.findings += [*state(opened, context)]
     return context.state.step.value

@@ -8,6 +8,7 @@ an older step leaves in the values.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -15,19 +16,22 @@ from typing import NamedTuple
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.parts import is_archive
+from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
     Leaf,
+    Shapes,
     StateKind,
     StateMap,
     entries_of,
     entry_kinds,
+    file_holds_no_state,
     is_count_of_one_rank,
     kinds_in_file,
     leaves_of,
     mapped_file,
     optimizer_is_hollow,
     outermost_key,
+    weights_of,
 )
 from ckptctl.formatting import command_line, counted, inside, listed, some_of, verb
 from ckptctl.model import (
@@ -77,13 +81,29 @@ class _Held(NamedTuple):
 def train_state(sources: Sources) -> TrainState:
     """Which kinds of train state are there, where, and for how many ranks.
 
-    Cost: that of `kinds_of`; nothing is read.
+    Cost: that of `kinds_of`, twice where no file alone shows an optimizer; nothing is read.
     """
+    state = _state_in(sources, ())
+    n_places = len(sources.metadata) + len(sources.contents)
+    if state.optimizer.found or n_places < 2:
+        return state
+    # Averages of gradients are known by the parameters, which may lie in another file.
+    parts = [
+        (part, weights_of(leaf for _, leaf in entries_of(one))) for part, one in sources.metadata
+    ]
+    files = [(path, weights_of(leaves_of(content))) for path, content in sources.contents.items()]
+    return _state_in(sources, (*parts, *files))
+
+
+def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainState:
+    """The train state, where `weights` are those of each metadata and each file, in order."""
     held: list[_Held] = []
     unrecognized: dict[str, set[str]] = defaultdict(set)
+    keys: set[str] = set()
+    beside = _others(weights, len(sources.metadata) + len(sources.contents))
     for part, metadata in sources.metadata:
         entries = [*entries_of(metadata)]
-        kinds = entry_kinds(metadata, part, sources.mapped)
+        kinds = entry_kinds(metadata, part, sources.mapped, next(beside))
         places = [
             _Held("", inside(part, fqn), None, sources.numbers.get((part, fqn)))
             for fqn, _ in entries
@@ -91,15 +111,18 @@ def train_state(sources: Sources) -> TrainState:
         leaves = [leaf for _, leaf in entries]
         held += _held_in(leaves, [kinds[fqn] for fqn, _ in entries], places)
         for fqn, leaf in entries:
+            keys.update(_tensor_key(leaf, kinds[fqn]))
             if kinds[fqn].may_be:
                 key = outermost_key(leaf)
                 unrecognized[inside(part, key)].update(kinds[fqn].may_be)
     read: dict[tuple[str, ...], frozenset[str]] = {}
     unread: list[str] = []
+    beside_files = {path: next(beside) for path in sources.contents}
     for file in sources.sidecars:
         by_name = kind_of_file(sources.layout, file.path)
         if file.path in sources.contents:
-            in_file = [*_held_by_file(sources, file.path, by_name, unrecognized)]
+            of_file = _OfFile(file.path, by_name, beside_files[file.path])
+            in_file = [*_held_by_file(sources, of_file, unrecognized, keys)]
             if by_name is not None and by_name.rank is not None:
                 read.setdefault(by_name.names, frozenset(one.kind for one in in_file))
             held += in_file
@@ -111,17 +134,22 @@ def train_state(sources: Sources) -> TrainState:
             mapped = mapped_file(file.path, sources.mapped)
             for kind in (mapped,) if mapped else kinds_by_name:
                 held.append(_Held(kind, file.path, by_name.rank if by_name else None))
-            if not (mapped or by_name) and is_archive(file.path, sources.layout):
-                unread.append(file.path)
-    # Of files whose names show nothing, one that was read stands for the others.
-    if unread and not any(kind_of_file(sources.layout, path) is None for path in sources.contents):
-        unrecognized[unread[0]].update(STATE_KINDS)
+            if not (mapped or by_name or file_holds_no_state(file.path)):
+                unread += [file.path] if may_be_archive(file.path) else []
+    # Of files whose names differ by numbers alone, one that was read stands for the others.
+    known = {_without_numbers(path) for path in sources.contents}
+    for path in unread:
+        if _without_numbers(path) not in known:
+            known.add(_without_numbers(path))
+            unrecognized[path].update(STATE_KINDS)
+            keys.add(_without_numbers(path))
     by_kind: dict[str, list[_Held]] = defaultdict(list)
     for one in held:
         by_kind[one.kind].append(one)
     state = TrainState.of(
         {kind: _state_part(kind, by_kind[kind]) for kind in STATE_KINDS if by_kind[kind]},
-        tuple(_each_key_once(unrecognized)),
+        tuple(_each_key_once(unrecognized, {one.kind for one in held})),
+        frozenset(keys),
     )
     value = _train_step(by_kind["step"], sources.number)
     state = replace(state, step=replace(state.step, value=value))
@@ -132,10 +160,38 @@ def train_state(sources: Sources) -> TrainState:
     return state
 
 
-def _each_key_once(unrecognized: Mapping[str, Collection[str]]) -> Iterator[UnrecognizedEntry]:
-    """The entries that are not recognized; of those that each rank has, the first."""
+def _others(weights: Sequence[tuple[str, Shapes]], n_places: int) -> Iterator[Shapes]:
+    """For each place the weights in the others, but for those whose names differ by numbers alone.
+
+    Nothing where no `weights` are given.
+    """
+    names = [_without_numbers(name) for name, _ in weights] or [""] * n_places
+    for name in names:
+        others = [held for other, (_, held) in zip(names, weights, strict=False) if other != name]
+        yield {path: shape for held in others for path, shape in held.items()}
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub("[0-9]+", "#", text)
+
+
+def _tensor_key(leaf: Leaf, kind: StateKind) -> Iterator[str]:
+    """The outermost key of a tensor, or of what may hold some."""
+    if (leaf.shape and kind.names != ("rng",)) or (leaf.content == "unread" and kind.may_be):
+        yield _without_numbers(outermost_key(leaf))
+
+
+def _each_key_once(
+    unrecognized: Mapping[str, Collection[str]], held: Collection[str]
+) -> Iterator[UnrecognizedEntry]:
+    """The entries that are not recognized; of those that each rank has, the first.
+
+    What can only be the optimizer is not listed where one of the kinds that are `held` is it.
+    """
     keys: set[str] = set()
     for where, may_be in sorted(unrecognized.items()):
+        if {*may_be} == {"optimizer"} and "optimizer" in held:
+            continue
         entry = UnrecognizedEntry(where, tuple(kind for kind in STATE_KINDS if kind in may_be))
         if entry.key not in keys:
             keys.add(entry.key)
@@ -177,12 +233,21 @@ def _is_optimizer(kind: StateKind) -> bool:
     return kind.names == ("optimizer",)
 
 
+class _OfFile(NamedTuple):
+    """A file that was read, with what its name states and the weights in the other files."""
+
+    path: str
+    by_name: StateKind | None
+    beside: Shapes
+
+
 def _held_by_file(
-    sources: Sources, path: str, by_name: StateKind | None, unrecognized: dict[str, set[str]]
+    sources: Sources, file: _OfFile, unrecognized: dict[str, set[str]], keys: set[str]
 ) -> Iterator[_Held]:
     """What a decoded file holds; what is not recognized goes to `unrecognized`."""
+    path, by_name, beside = file
     leaves = [*leaves_of(sources.contents[path])]
-    kinds = kinds_in_file(leaves, by_name, sources.mapped, path)
+    kinds = kinds_in_file(leaves, by_name, sources.mapped, path, beside)
     rank = by_name.rank if by_name else None
     names = by_name.names if by_name else ()
     is_named = len(names) == 1
@@ -193,6 +258,7 @@ def _held_by_file(
         key = outermost_key(leaf)
         where = path if is_named or not leaf.path else f"{path}: {key}"
         places.append(_Held("", where, rank, leaf.value if counts else None))
+        keys.update(_tensor_key(leaf, kind))
         if kind.may_be:
             unrecognized[where].update(kind.may_be)
     yield from _held_in(leaves, kinds, places)

@@ -21,7 +21,7 @@ from ckptctl.findings import (
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
-from ckptctl.formatting import and_more
+from ckptctl.formatting import and_more, some_of, verb
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy
 from ckptctl.selection.not_shared import NotShared
@@ -425,6 +425,12 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
     yield from (_part(part) for part in earlier.parts if part not in report.parts)
     if report.world_size != earlier.world_size:
         return
+    # What is not recognized may be the optimizer, of which this step then holds nothing.
+    keys, keys_before = report.state.tensor_keys, earlier.state.tensor_keys
+    is_smaller = report.n_bytes < earlier.n_bytes and not report.state.optimizer.found
+    if is_smaller and keys < keys_before:
+        lost = sorted(keys_before - keys)
+        yield f"{some_of(lost)} ({verb(len(lost), 'an entry', 'entries')} with tensors)"
     # Safetensors have no metadata that would miss the shard of a rank.
     there = {part: set(ranks) for part, ranks in report.ranks}
     for part, ranks in earlier.ranks:

@@ -32,7 +32,7 @@ from ckptctl.formats.own.documents import RootDocument
 from ckptctl.formats.own.files import as_stored, time_now
 from ckptctl.inspection.seal_and_marks import ROOT_FILE, ROOT_SCHEMA, read_sentinel, run_of
 from ckptctl.model import FileInfo
-from ckptctl.selection.roots import list_root
+from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Store, list_if_there, read_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url
@@ -199,6 +199,7 @@ def read_history(store: Store) -> History:
     if step is not None:
         return History(True, held=f"{ROOT_FILE} records that step {step} was usable")
     held, doubt = _read_ledgers(store)
+    doubt = doubt or _about_a_step(store)
     if fields is None:
         # The sentinel is written before anything else, so it existed and is gone.
         used = held is not None or doubt is not None or _is_used(store)
@@ -329,6 +330,18 @@ def _is_used(store: Store) -> bool:
             if store.list_dir(folder):
                 return True
     return False
+
+
+def _about_a_step(store: Store) -> str | None:
+    """What ckptctl keeps about a step that is gone: the marks of a file, a step moved aside."""
+    for folder in (f"{OWN_FOLDER}/steps", ASIDE_FOLDER):
+        with suppress(PathEscape):
+            kept = [base_name(entry.path) for entry in list_if_there(store, folder)]
+            there = {entry.path for entry in store.list_dir("")} if kept else ()
+            for name in kept:
+                if name not in there:
+                    return f"{folder}/{name} is of a step that is gone"
+    return None
 
 
 def _read_ledgers(store: Store) -> tuple[str | None, str | None]:

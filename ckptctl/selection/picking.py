@@ -18,7 +18,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import KINDS_THAT_COUNT, Choice, demanded
-from ckptctl.selection.results import Answer, NoStepReason, Pick
+from ckptctl.selection.results import Answer, NoStepReason, PassedOver, Pick
 from ckptctl.selection.searching import Search, candidates_of, search
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.selection.write_order import WriteOrder
@@ -251,6 +251,27 @@ _SENTENCES = {
 }
 
 
+def _sentence(reason: NoStepReason, over: Sequence[PassedOver], policy: PickPolicy) -> str:
+    """What is true of the steps that were inspected, where not all have the same reason."""
+    sentence = _SENTENCES[reason]
+    if reason is NoStepReason.ALL_DAMAGED and any(
+        one.word is NoStepReason.REJECTED for one in over
+    ):
+        sentence = "every step is damaged, unfinished or rejected"
+    limits = _limits(policy)
+    return sentence + (
+        f", of those that {' and '.join(limits)} {verb(len(limits), 'leaves', 'leave')}"
+        if limits
+        else ""
+    )
+
+
+def _limits(policy: PickPolicy) -> list[str]:
+    """The options that exclude steps."""
+    before = [] if policy.before is None else [f"--before {policy.before}"]
+    return [*before, *(["--skip"] if policy.skip else [])]
+
+
 def none_usable(done: Search) -> NoneUsable:
     """Why no step is chosen although there are some."""
     roots, choice = done.roots, done.choice
@@ -283,9 +304,11 @@ def none_usable(done: Search) -> NoneUsable:
     reason = NoStepReason.ALL_DAMAGED if word is NoStepReason.DAMAGED else word
     newest = next(one.report for one in over if one.word is word)
     message = (
-        f"no usable step ({len(over)} inspected): {_SENTENCES[reason]}; do not start fresh over "
-        f"them; {_newest_sound(choice)}"
+        f"no usable step ({len(over)} inspected): {_sentence(reason, over, done.policy)}; do not "
+        "start fresh over them"
     )
+    if not any(one.word in (NoStepReason.REJECTED, NoStepReason.UNVERIFIABLE) for one in over):
+        message += f"; {_newest_sound(choice)}"
     faults = [one.report.with_severity(Severity.FAULT) for one in over]
     if all(found and found[0].code == "format.unsupported" for found in faults):
         return NoneUsable(reason, message, "ckptctl explain format.unsupported")
@@ -342,8 +365,7 @@ def _none_left(done: Search) -> tuple[str, str]:
     policy, every = done.policy, candidates_of(done.opened_roots)
     oldest = min(every, key=lambda each: each.named.number)
     first, newest = oldest.named.number, max(each.named.number for each in every)
-    given = [] if policy.before is None else [f"--before {policy.before}"]
-    given += ["--skip"] if policy.skip else []
+    given = _limits(policy)
     excluded = (
         f"the only step, {first}"
         if first == newest
@@ -377,6 +399,9 @@ def _newest_sound(choice: Choice) -> str:
     over = (one.report for one in further.passed_over)
     unknown = [report.number for report in over if report.verdict is Verdict.UNKNOWN]
     uninspected = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
+    whole = [one for one in further.passed_over if one.report.verdict is Verdict.COMPLETE]
+    if further.chosen is None and whole:
+        return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
     if further.chosen is not None:
         found = further.chosen
         return (

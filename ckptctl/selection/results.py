@@ -77,7 +77,7 @@ class NoStepReason(StrEnum):
     DAMAGED = "damaged"
     """Of one step: it is damaged or unfinished."""
     ALL_DAMAGED = "all-damaged"
-    """Every step is damaged or unfinished."""
+    """Every step is damaged or unfinished, or was rejected beside such steps."""
     TOO_MANY_DAMAGED = "too-many-damaged"
     """More steps are damaged than `--max-fallback` allows; an older one may be sound."""
     STATE_MISSING = "state-missing"

@@ -14,8 +14,9 @@ from contextlib import suppress
 from functools import cache
 
 from ckptctl.data_classes import dataclass, field, replace
-from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
+from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
+from ckptctl.formats.frameworks import ray_train
 from ckptctl.formats.frameworks.layouts import (
     MAX_POINTER_BYTES,
     MAX_STEP,
@@ -37,10 +38,10 @@ from ckptctl.inspection.beside import Neighbours, RootSteps
 from ckptctl.inspection.open_step import OpenStep, list_scattered
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
 from ckptctl.inspection.stages import count_of
-from ckptctl.model import FileInfo
+from ckptctl.model import FileInfo, Level
 from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
-from ckptctl.storage.opening import base_name
+from ckptctl.storage.opening import base_name, join_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class RootListing:
     prefix without objects. `known` is true if ckptctl has written there before, and `is_step` if
     the folder is a step itself. `doubt` is about files among the unnumbered that may be steps.
     `pattern` is how the caller names steps. `folder_times` are when the folders changed, where
-    the storage shows it.
+    the storage shows it. `reported` are the steps that a snapshot of Ray Train names, whether
+    they are there or not.
     """
 
     steps: tuple[StepName, ...]
@@ -69,6 +71,7 @@ class RootListing:
     doubt: Doubt | None = None
     pattern: re.Pattern[str] | None = None
     folder_times: Mapping[str, float] = field(default_factory=dict)
+    reported: tuple[StepName, ...] = ()
 
 
 def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
@@ -83,7 +86,7 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
         if store.kind is StoreKind.OBJECT:
             raise
         return RootListing((), exists=False, pattern=pattern)
-    listing = _without_doubt(store, read_listing(entries, pattern))
+    listing = _with_ray(store, _without_doubt(store, read_listing(entries, pattern)), entries)
     is_decided = listing.doubt is None or not listing.doubt.why
     if pattern is None and is_decided and all(step.bare for step in listing.steps):
         scattered = list_scattered(store, entries)
@@ -143,6 +146,7 @@ def list_all(
     trees |= {named.name: list(files) for named, files in scattered_steps(top).items()}
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
     listing = _without_doubt(store, read_listing([*top, *folders], pattern))
+    listing = _with_ray(store, listing, top, trees)
     return replace(listing, exists=bool(trees)), trees
 
 
@@ -158,6 +162,54 @@ def _without_doubt(store: Store, listing: RootListing) -> RootListing:
         unnumbered=tuple(name for name in listing.unnumbered if name not in paths),
         doubt=None,
     )
+
+
+def _with_ray(
+    store: Store,
+    listing: RootListing,
+    files: Iterable[FileInfo],
+    trees: Mapping[str, Sequence[FileInfo]] | None = None,
+) -> RootListing:
+    """The listing of a Ray Train job, with the folders that its snapshot names as steps.
+
+    Without a snapshot that states an order, the steps are those that count one. Raises
+    `UsageError` for a pattern that takes digits of a time for the number. Cost: one read of the
+    snapshot; without one a listing and the train state of `MAX_COUNTED` folders at most.
+    """
+    by_time = [step.name for step in listing.steps if ray_train.is_named_by_time(step.name)]
+    if listing.pattern is not None and by_time:
+        raise UsageError(
+            f"--pattern takes digits of a time in {by_time[0]} for a step number; without it, "
+            f"{ray_train.SNAPSHOT} or the counts in the files decide",
+            next_command=command_line("scan", store.url),
+        )
+    if listing.steps or listing.pattern is not None or listing.doubt is not None:
+        return listing
+    has_snapshot = any(one.path == ray_train.SNAPSHOT and one.kind == "file" for one in files)
+    reported: tuple[StepName, ...] = ()
+    if has_snapshot:
+        data = store.read(ray_train.SNAPSHOT, limit=ray_train.MAX_SNAPSHOT_BYTES)
+        reported = ray_train.reported_steps(data)
+    steps = [step for step in reported if step.name in listing.folders]
+    if not reported:
+        named = sorted(name for name in listing.folders if ray_train.is_named_by_time(name))
+        for attempt, name in enumerate(named[-MAX_COUNTED:]):
+            with suppress(PathNotFound):
+                step = OpenStep(store, name, (trees or {}).get(name))
+                number = count_of(step, Level.STRUCTURE)
+                if number is not None and 0 <= number <= MAX_STEP:
+                    steps.append(StepName(name, number, "dcp", attempt=attempt))
+    names = {step.name for step in steps}
+    return replace(
+        listing,
+        steps=_newest_first(steps),
+        folders=tuple(name for name in listing.folders if name not in names),
+        reported=reported,
+    )
+
+
+MAX_COUNTED = 64
+"""Of so many folders that are named by a time the counts are read, the latest ones."""
 
 
 def _with_scattered(listing: RootListing, steps: Iterable[StepName]) -> RootListing:
@@ -354,8 +406,10 @@ MAX_FURTHER = 8
 """So many folders are listed to see whether they are checkpoints."""
 
 _COUNTED = re.compile(
-    r"(?:step|iter|iteration|checkpoint|ckpt)[-_.=]?0*(?P<step>[0-9]{1,15})(?![0-9])", re.IGNORECASE
+    r"(?:step|iter|iteration|checkpoint|ckpt)[-_.=]?0*(?P<step>[0-9]{1,15})(?![0-9]|-[0-9]{2}-)",
+    re.IGNORECASE,
 )
+"""A number that a word calls that of a step, and no date."""
 
 
 def check_further(store: Store, listing: RootListing, chosen: int) -> Iterator[Finding]:
@@ -387,6 +441,50 @@ def check_further(store: Store, listing: RootListing, chosen: int) -> Iterator[F
             else "ckptctl explain root.further",
         )
         return
+
+
+def check_reported(
+    store: Store, listing: RootListing, chosen: StepName | None
+) -> Iterator[Finding]:
+    """Yield what a snapshot of Ray Train and the folders beside it contradict each other in.
+
+    `root.further` for a folder that it names and that is missing, and for a checkpoint that was
+    begun after `chosen` and is no step; `pointer.differs` for one that is missing and not further
+    than `chosen`, or where no step is chosen. Cost: a listing of each such checkpoint.
+    """
+    there = {step.name for step in listing.steps}
+    missing = next((step for step in reversed(listing.reported) if step.name not in there), None)
+    if missing is not None:
+        is_further = chosen is not None and missing.number > chosen.number
+        yield Finding(
+            "root.further" if is_further else "pointer.differs",
+            ray_train.SNAPSHOT,
+            f"{ray_train.SNAPSHOT} names {missing.name} (step {missing.number}), which does not "
+            "exist: Ray refuses to resume from this folder",
+            expected=missing.name,
+            found=f"step {missing.number}",
+            next_command=command_line("scan", store.url),
+        )
+    if chosen is None or not ray_train.is_named_by_time(chosen.name):
+        return
+    later = [n for n in listing.folders if ray_train.is_named_by_time(n) and n > chosen.name]
+    for name in sorted(later, reverse=True)[:MAX_FURTHER]:
+        if _is_checkpoint(store, name):
+            why = (
+                f"{ray_train.SNAPSHOT} does not name it"
+                if listing.reported
+                else "it counts no step"
+            )
+            yield Finding(
+                "root.further",
+                name,
+                f"{name} was begun after step {chosen.number}, and {why}: its save may have been "
+                "interrupted, and pick does not choose it",
+                expected=f"step {chosen.number} as the last checkpoint",
+                found=name,
+                next_command=command_line("verify", join_url(store.url, name)),
+            )
+            return
 
 
 def check_counted_further(

@@ -46,6 +46,7 @@ from ckptctl.selection.roots import (
     check_counted_further,
     check_further,
     check_pointers,
+    check_reported,
     duplicates,
     list_root,
     neighbours_of,
@@ -378,6 +379,7 @@ def root_findings(
         findings += too_large_numbers(root.listing)
         named = pointer_numbers(root.store, root.listing)
         findings += check_pointers(named, root.listing, number)
+        findings += check_reported(root.store, root.listing, chosen.named if chosen else None)
         if number is not None:
             findings += check_further(root.store, root.listing, number)
         if chosen is not None and opened_roots[chosen.root_index] is root:

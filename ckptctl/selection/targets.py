@@ -29,6 +29,7 @@ from ckptctl.formats.frameworks.layouts import (
     step_name,
 )
 from ckptctl.formats.frameworks.parts import is_archive, parts_of
+from ckptctl.formats.frameworks.ray_train import is_named_by_time
 from ckptctl.formatting import command_line, path_word
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
@@ -280,11 +281,15 @@ def named_step(
     """The step that a target names under its root: a `StepName`, or the bare folder name.
 
     `auto` is not decided here. Raises `UsageError` where the root holds no such
-    step. Cost: one listing for a number or `latest`, nothing for a path; one more before
-    the error states that there is none.
+    step. Cost: one listing for a number, `latest`, and a folder that is named by a time, nothing
+    for another path; one more before the error states that there is none.
     """
     if target.name is not None:
-        return step_name(target.name, pattern) or target.name
+        named = step_name(target.name, pattern)
+        if named is None and is_named_by_time(target.name):
+            steps = list_root(store, pattern).steps
+            named = next((step for step in steps if step.name == target.name), None)
+        return named or target.name
     listing = list_root(store, pattern)
     check_root_there(store, listing)
     steps = listing.steps

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ckptctl.checks import seals as checks
+from ckptctl.inspection import seals as checks
 
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes

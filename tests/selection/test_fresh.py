@@ -334,6 +334,19 @@ def test_steps_that_were_usable_once_and_are_gone_are_never_a_fresh_run(root, st
     assert (scanned.exit_code, scanned.message) == (11, found.message)
 
 
+@pytest.mark.parametrize("has_sentinel", [False, True])
+def test_what_ckptctl_keeps_about_a_step_that_is_gone_is_no_fresh_run(root, has_sentinel):
+    if has_sentinel:
+        used(root)
+    name = "step_20.pt"
+    mark = root / ".ckptctl" / "steps" / name / "marks" / "20260101T000000Z-rejected-0.json"
+    mark.parent.mkdir(parents=True)
+    mark.write_text("{}")
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.exit_code, found.reason) == (11, NoStepReason.RECORD_DOUBT)
+    assert f".ckptctl/steps/{name} is of a step that is gone" in found.message
+
+
 def test_a_root_that_held_steps_when_it_was_first_used_is_no_fresh_run(root, step):
     shutil.copytree(step, root / "step-20")
     used(root)

@@ -99,6 +99,26 @@ def test_steps_that_a_person_rejected_are_named_as_rejected(root):
     assert found.next_command == f"ckptctl verify {root / 'step_500'}"
 
 
+def test_a_sentence_is_true_of_every_step(root):
+    damage(root, *ALL[1:])
+    ckptctl.mark(f"{root}@{ALL[0]}", "rejected", reason="bad data")
+    message = asked(root, max_fallback=10).message
+    assert "every step is damaged, unfinished or rejected" in message
+    assert "no step is sound" not in message
+    message = asked(root, max_fallback=10, before=ALL[0]).message
+    assert f"every step is damaged or unfinished, of those that --before {ALL[0]} leaves" in message
+
+
+def test_a_sound_step_that_lacks_state_behind_many_damaged_ones_is_not_called_unsound(
+    checkpoints, tmp_path
+):
+    root = Path(shutil.copytree(checkpoints / "run_bare4", tmp_path / "run"))
+    newest = ckptctl.pick(str(root)).step
+    damage(root, newest)
+    message = asked(root, require=["dataloader"], max_fallback=0).message
+    assert "is complete, but a resume from here does not restore" in message
+
+
 @pytest.mark.parametrize("n_rejected", [1, 3])
 def test_damaged_steps_that_a_person_rejected_do_not_count(root, n_rejected):
     damage(root, 500, 400, 300)

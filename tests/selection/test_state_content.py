@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -188,3 +189,57 @@ def test_averages_of_gradients_beside_parameters_are_an_optimizer(how, tmp_path)
     state = {"model": weights, "own": {"m": weights, "v": weights}}
     found, by_bytes = held(how, tmp_path, state)
     assert (found, by_bytes) == (("model", "optimizer"), {"model", "optimizer"})
+
+
+class Buffers(nn.Module):
+    """Buffers that are called as an optimizer calls what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("step", torch.tensor(5))
+        self.register_buffer("exp_avg", torch.zeros(4))
+        self.register_buffer("momentum_buffer", torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("how", WRITERS)
+@pytest.mark.parametrize("key", ["", "model", "app", "trainer.model"])
+def test_buffers_of_a_module_are_no_optimizer(key, how, tmp_path):
+    weights = Buffers().state_dict()
+    found, _ = held(how, tmp_path, nested(key, weights) if key else dict(weights))
+    assert "model" in found
+    assert "optimizer" not in found
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_a_module_called_mu_beside_one_called_nu_is_no_optimizer(how, tmp_path):
+    module = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+    state = {"encoder": module, "mu": module, "nu": module, "decoder": module, "head": module}
+    found, _ = held(how, tmp_path, {"model": state})
+    assert found == ("model",)
+
+
+@pytest.mark.parametrize("how", ["file", "ranks"])
+def test_settings_hold_no_train_state(how, tmp_path):
+    config = {"optimizer": {"lr": 0.1, "params": 9}, "scheduler": {"name": "cosine"}}
+    state = {"model": Net().state_dict(), "config": config, "hyper_parameters": config}
+    found, _ = held(how, tmp_path, state)
+    assert found == ("model",)
+
+
+@pytest.mark.parametrize("how", ["file", "ranks", "dcp"])
+@pytest.mark.parametrize(
+    "generator", [np.random.get_state(legacy=False), np.random.default_rng(1).bit_generator.state]
+)
+def test_generators_of_numpy_as_mappings_are_known(generator, how, tmp_path):
+    found, _ = held(how, tmp_path, {"model": Net().state_dict(), "zz": generator})
+    assert "rng" in found
+
+
+@pytest.mark.parametrize("how", ["file", "ranks"])
+def test_an_optimizer_that_keeps_nothing_is_known_by_its_groups(how, tmp_path):
+    model = Net()
+    state = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    both = {"model": model.state_dict(), "zz": [state["state"], state["param_groups"]]}
+    found, _ = held(how, tmp_path, both)
+    assert "optimizer" in found

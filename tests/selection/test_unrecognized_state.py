@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command_line import run_ckptctl
+from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.errors import UsageError
@@ -147,3 +148,67 @@ def test_a_model_that_grew_is_not_renamed(tmp_path):
         dcp.save({"model": {**weights(), **more}}, checkpoint_id=step, no_dist=True)
     report = ckptctl.verify(f"{tmp_path}/run/step_20", level="structure")
     assert "state.renamed" not in {one.code for one in report.findings}
+
+
+@pytest.mark.parametrize("how", ["file", "dcp"])
+@pytest.mark.parametrize("entry", ["tuple", "slots", "quantized"])
+def test_a_step_that_lost_an_entry_of_any_kind_is_not_chosen(how, entry, tmp_path):
+    values: dict[str, object] = {
+        "tuple": (adam(), {"a": 1}),
+        "slots": {"accumulated": weights()},
+        "quantized": {"codes": torch.ones(99, dtype=torch.uint8)},
+    }
+    for number in (10, 20, 30):
+        more = {} if number == 30 else {"solver": values[entry]}
+        if how == "file":
+            save(tmp_path, number, **more)
+        else:
+            state = {"model": weights(), "step": number, **more}
+            dcp.save(state, checkpoint_id=tmp_path / f"step-{number}", no_dist=True)
+    found = ckptctl.pick(str(tmp_path))
+    assert found.step == 20
+    (over,) = found.passed_over
+    assert "solver" in over.reason
+    state = found.chosen.state if found.chosen else None
+    assert state is not None
+    assert "optimizer" in (*state.held, *state.unknown)
+    mapped = ckptctl.pick(str(tmp_path), require=("optimizer",), state_keys=["optimizer=solver"])
+    assert mapped.step == 20
+
+
+def test_entries_that_were_renamed_are_not_lost(tmp_path):
+    for number in (10, 20):
+        save(tmp_path, number, opt=adam(), extra={"a": torch.ones(50)})
+    save(tmp_path, 30, opt=adam(), other={"a": torch.ones(8)})
+    assert ckptctl.pick(str(tmp_path)).step == 30
+
+
+def test_a_step_with_its_optimizer_is_chosen_without_an_entry_that_comes_and_goes(tmp_path):
+    save(tmp_path, 10, opt=adam(), images=torch.ones(3, 32, 32))
+    save(tmp_path, 20, opt=adam())
+    assert ckptctl.pick(str(tmp_path)).step == 20
+
+
+@pytest.mark.parametrize("name", ["resume_state.bin", "resume.pt", "resume.pkl"])
+def test_a_file_of_any_name_beside_safetensors_is_read(name, tmp_path):
+    for number in (8, 16, 24):
+        step = tmp_path / f"checkpoint-{number}"
+        step.mkdir()
+        save_file(weights(), step / "model.safetensors")
+        (step / "config.json").write_text("{}")
+        torch.save({"lr": 0.1}, step / "run_args.bin")
+        if number < 24:
+            torch.save({"x": adam()}, step / name)
+    found = ckptctl.pick(str(tmp_path), require=("optimizer",))
+    assert found.step == 16
+    assert ckptctl.pick(str(tmp_path)).step == 16
+    assert not ckptctl.show(f"{tmp_path}/checkpoint-16").state.unrecognized
+
+
+def test_an_optimizer_is_known_by_parameters_that_lie_in_another_file(tmp_path):
+    step = tmp_path / "step_10"
+    step.mkdir()
+    torch.save(weights(), step / "weights.pt")
+    slots = {name: {"a": w, "b": w, "step": 3} for name, w in weights().items()}
+    torch.save({"solver": slots}, step / "resume.pt")
+    assert "optimizer" in ckptctl.show(str(step)).state.held

@@ -141,6 +141,7 @@ COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {
     "nemo-samples": "samples",
     "by-kind-epochs": "epochs",
     "lone": "saves",
+    "ray-train": "reports",
 }
 """The layouts whose number is not the training step, and what it counts.
 

@@ -132,6 +132,11 @@ def is_archive(path: str, layout: str = "") -> bool:
     return bool(full_match(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
 
 
+def may_be_archive(path: str) -> bool:
+    """Whether a file may be one of `torch.save`, by the end of its name."""
+    return is_archive(path) or bool(full_match(tables.PERHAPS_ARCHIVE, path))
+
+
 def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...]:
     return tuple(
         file.at(f"{folder}/{file.path}" if folder else file.path)

@@ -26,6 +26,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from math import prod
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
@@ -35,6 +36,7 @@ from ckptctl.model import Metadata
 
 Path = Sequence[str | int]
 Words = tuple[str, ...]
+_NOTHING: Mapping[Words, tuple[int, ...] | None] = {}
 StateMap = Sequence[tuple[str, str]]
 """Pairs of a kind and a whole key path or file name: what `--state KIND=KEY` gives."""
 
@@ -75,6 +77,9 @@ _PAIRS = (("m", "v"), ("mu", "nu"), ("momentum", "variance"), ("first_moment", "
 _SETTINGS_THAT_KEEP_STATE = _names("betas amsgrad centered rho etas momentum_decay")
 """Settings of optimizers that keep state of every parameter from the first step on."""
 
+_OF_A_GROUP = frozenset({"lr", "params"})
+"""What every group of parameters has, whatever the list of groups is called."""
+
 _RNG_HEAD = (
     r"(?:rngs?|rng_tracker_states?|random_states?|(?:.*_)?rng_states?|.*_rng)"
     r"(?:_(?:dp_|global_)?rank)?_?[0-9]*"
@@ -82,6 +87,8 @@ _RNG_HEAD = (
 _GENERATORS = _names(
     "torch cuda cpu numpy python random xla xpu npu torch_cuda generator generators"
 )
+_OF_BIT_GENERATORS = frozenset({"has_gauss", "has_uint32"})
+"""Beside the name of the generator in numpy's `get_state(legacy=False)` and `state`."""
 CPU_RNG_BYTES = 5056
 """Size of torch's CPU generator state, a 1-d uint8 tensor (`torch.get_rng_state`)."""
 CUDA_RNG_BYTES = 16
@@ -124,7 +131,7 @@ _TOKEN_LEAVES = _names(
     "global_train_tokens_seen num_input_tokens_seen token samples_seen"
 )
 _MODEL_HEAD = (
-    r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|ema(?:_model)?|actor|critic"
+    r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|(?:.*_)?ema(?:_.*)?|actor|critic"
     r"|pytorch_model(?:_fsdp)?_[0-9]+"
 )
 _NO_STATE_HEAD = (
@@ -139,6 +146,7 @@ _NO_STATE_HEAD = (
     r"|last_improvement|integrations|parallelism|topology|criterion|criteria|patience"
 )
 """Heads of what belongs to none of the kinds: settings, versions, measurements, callbacks."""
+_SETTINGS_FILE = r"(?:.*[-_.])?(?:args|arguments|config|cfg|hparams|settings)\.[a-z]+"
 _RANK = r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})"
 
 _HEADS = (
@@ -173,6 +181,7 @@ class StateKind:
 
 
 _MODEL = StateKind(("model",))
+_COPY = StateKind(("model",), may_be=("optimizer",))
 _OPTIMIZER = StateKind(("optimizer",))
 _SCHEDULER = StateKind(("scheduler",))
 _OTHER = StateKind(("other",))
@@ -250,24 +259,39 @@ def entries_of(metadata: Metadata) -> Iterator[tuple[str, Leaf]]:
         yield fqn, Leaf(held.path or (fqn,), content="unread")
 
 
+Shapes = Mapping[Words, tuple[int, ...] | None]
+"""The shapes of weights by the words of their paths."""
+
+
 def kinds_of(
-    leaves: Sequence[Leaf], front: Words = (), mapped: StateMap = ()
+    leaves: Sequence[Leaf], front: Words = (), mapped: StateMap = (), beside: Shapes = _NOTHING
 ) -> Sequence[StateKind]:
     """The kind of each entry of one state, in order.
 
-    `front` are words that count as the first of each path: the name of a folder. Cost: a few
-    set look-ups for each; where nothing names an optimizer, a few more for each tensor.
+    `front` are words that count as the first of each path: the name of a folder. `beside` are the
+    weights in the other files of the step. Cost: a few set look-ups for each; where nothing names
+    an optimizer, a few more for each tensor.
     """
     words = [(*front, *_words(leaf.path)) for leaf in leaves]
-    content = _Content(leaves, words)
+    content = _Content(leaves, words, beside)
     return [
         _mapped(path, mapped) or content.kind(leaf, path)
         for leaf, path in zip(leaves, words, strict=True)
     ]
 
 
+_SEPARATORS = str.maketrans("/:|", "...")
+"""What stands between the words of a key, besides dots."""
+
+
 def _words(path: Path) -> Words:
-    return tuple(".".join(map(str, path)).lower().replace("/", ".").split("."))
+    text = ".".join(map(str, path)).lower().translate(_SEPARATORS)
+    return tuple(text.replace("..", ".").split("."))
+
+
+def weights_of(leaves: Iterable[Leaf]) -> Shapes:
+    """The weights among the entries of a state: what `kinds_of` takes as `beside`."""
+    return {_words(leaf.path): leaf.shape for leaf in leaves if leaf.is_weight}
 
 
 def _mapped(words: Words, mapped: StateMap) -> StateKind | None:
@@ -281,14 +305,22 @@ def _mapped(words: Words, mapped: StateMap) -> StateKind | None:
 class _Content:
     """What the entries of one state show together."""
 
-    def __init__(self, leaves: Sequence[Leaf], words: Sequence[Words]) -> None:
+    def __init__(self, leaves: Sequence[Leaf], words: Sequence[Words], beside: Shapes) -> None:
+        self._beside = beside
         self._children: dict[Words, dict[str, Leaf]] = defaultdict(dict)
         self._weights: dict[Words, tuple[int, ...] | None] = {}
+        self._nested: list[Words] = []
+        """Paths of weights that lie in a mapping, and not under a flat key."""
         self._with_weights: set[Words] = set()
+        self._above_modules: set[Words] = set()
+        """Paths with a weight two words or more below, as of a module that has modules."""
         for leaf, path in zip(leaves, words, strict=True):
             self._children[path[:-1]][path[-1]] = leaf
             if leaf.is_weight:
                 self._weights[path] = leaf.shape
+                self._above_modules.update(path[:n] for n in range(1, len(path) - 1))
+                if outermost_key(leaf) != ".".join(map(str, leaf.path)):
+                    self._nested.append(path)
         self._below: dict[Words, str] = {}
         """Paths below which all is of one kind."""
         self._of_owner: dict[Words, str | None] = {}
@@ -322,13 +354,13 @@ class _Content:
         if path[: len(path) - len(words) + 1] in self._named_optimizers:
             return _OPTIMIZER
         if _matches(_MODEL_HEAD, head) or leaf.is_weight or self._is_buffer(leaf, path):
-            return _MODEL
+            return _COPY if leaf.is_weight and head in self._copies else _MODEL
         return self._by_words(leaf, path, words)
 
     def _by_words(self, leaf: Leaf, path: Words, words: Words) -> StateKind:
         head, leaf_word = words[0], words[-1]
         for front, pattern, kind in _HEADS:
-            if any(_matches(pattern, word) for word in words[:front]):
+            if any(_matches(pattern, w) for w in words[: 1 if _is_no_state(head) else front]):
                 return StateKind((kind,), None if kind == "scheduler" else _rank_in(path))
         is_number = leaf.shape in (None, ()) and leaf.content not in ("plain", "settings", "rng")
         if is_number and len(words) <= _MAX_STEP_DEPTH:
@@ -349,13 +381,18 @@ class _Content:
         return StateKind(("other",), may_be=self._may_be(leaf))
 
     def _is_buffer(self, leaf: Leaf, path: Words) -> bool:
-        """Whether an entry is a tensor beside weights, as the counts of a normalization are."""
-        return leaf.shape is not None and path[:-1] in self._with_weights
+        """Whether an entry is a tensor beside weights, as the counts of a normalization are.
+
+        Of a flat state, a tensor of one element was read as a number.
+        """
+        is_flat = len(leaf.path) == 1 and len(path) > 1
+        is_tensor = leaf.shape is not None or (is_flat and leaf.content == "count")
+        return is_tensor and path[:-1] in self._with_weights
 
     def _may_be(self, leaf: Leaf) -> tuple[str, ...]:
         if leaf.content == "count" or leaf.shape == ():
             return _SCALARS_ONLY
-        return _ANYTHING if leaf.content == "unread" else _NO_TENSORS
+        return _ANYTHING if leaf.content == "unread" or leaf.shape else _NO_TENSORS
 
     def _kind_below(self, path: Words) -> str | None:
         """The kind of all that lies below one of the fronts of a path, the shortest first."""
@@ -384,6 +421,8 @@ class _Content:
                 self._below.setdefault(owner, "dataloader")
             elif names >= _SCALER_MARKS:
                 self._below[owner] = "other"
+            elif "bit_generator" in names and not _OF_BIT_GENERATORS.isdisjoint(names):
+                self._below[owner] = "rng"
 
         for path in words:
             if not _DATALOADER_MARKS.isdisjoint(path) and path not in self._weights:
@@ -392,6 +431,13 @@ class _Content:
 
     def _note_groups(self, words: Iterable[Words]) -> None:
         """Find optimizers by their groups of parameters, and what lies beside these."""
+        for owner, children in self._children.items():
+            is_group = owner and children.keys() >= _OF_A_GROUP
+            if is_group and (owner[-1].isdigit() or children["params"].content == "settings"):
+                n_words = max(
+                    (n for n, word in enumerate(owner, 1) if not word.isdigit()), default=0
+                )
+                self._add([owner[:n_words] or owner])
         for path in words:
             if "param_groups" not in path or path in self._weights:
                 continue
@@ -410,6 +456,8 @@ class _Content:
                 continue
             at = next(n for n in range(len(path) - 1, -1, -1) if path[n] in _MOMENTS)
             owner, rest = path[:at], path[at + 1 :]
+            if not rest and owner in self._above_modules:
+                continue  # buffers of a module
             names = {*self._children[owner]} if not rest else set()
             is_pair = "step" in names or len(_MOMENTS & names) > 1
             is_named = any(_matches(_OPTIMIZER_HEAD, word) for word in owner[:2])
@@ -434,15 +482,18 @@ class _Content:
 
     def _parameters(self, owner: Words) -> Iterator[Words]:
         """Paths of parameters with which a longer path ends, of another top level."""
-        for n in range(1, len(owner)):
+        for n in range(len(owner)):
             for param in self._by_tail.get(owner[n:], ()):
-                if _unwrapped(param)[0] != _unwrapped(owner)[0]:
+                if param in self._beside or (n and _unwrapped(param)[0] != _unwrapped(owner)[0]):
                     yield param
+
+    def _shape_of(self, param: Words) -> tuple[int, ...] | None:
+        return self._weights.get(param) or self._beside.get(param)
 
     @cached_property
     def _by_tail(self) -> Mapping[Words, Sequence[Words]]:
         tails = defaultdict(list)
-        for path in self._weights:
+        for path in (*self._weights, *self._beside):
             for n in range(min(len(path), _MAX_FRONT)):
                 tails[path[n:]].append(path)
         return tails
@@ -454,31 +505,76 @@ class _Content:
             for owner, children in self._children.items()
             if owner and len(children) > 1 and self._is_owner_of_slots(owner, children)
         )
-        for path in [path for path in self._weights if len(path) > 1]:
+        pairs: dict[tuple[Words, Words], list[Words]] = defaultdict(list)
+        for path in self._weights:
             for one, other in _PAIRS:
                 if one not in path[:-1]:
                     continue
                 at = path.index(one)
-                twin = (*path[:at], other, *path[at + 1 :])
-                same = self._weights.get(twin) == self._weights[path]
-                if same and any(
-                    self._weights[param] == self._weights[path]
-                    for param in self._by_tail.get(path[at + 1 :], ())
-                    if at == 0 or _unwrapped(param)[0] != _unwrapped(path)[0]
-                    if param not in (path, twin)
-                ):
-                    self._add([path[: at + 1], twin[: at + 1]])
+                fronts = path[: at + 1], (*path[:at], other)
+                twin = (*fronts[1], *path[at + 1 :])
+                if self._weights.get(twin) == self._weights[path] and self._is_twin(path, twin, at):
+                    pairs[fronts].append(path)
+        for fronts, found in pairs.items():
+            # Of a module that is called so, most weights of the model lie elsewhere.
+            n_others = len(self._weights) + len(self._beside) - 2 * len(found)
+            if 2 * len(found) >= n_others:
+                self._add(fronts)
+
+    def _is_twin(self, path: Words, twin: Words, at: int) -> bool:
+        """Whether a parameter elsewhere has the name that stands behind `path[at]`."""
+        name = path[at + 1 :]
+        return any(
+            self._shape_of(param) == self._weights[path]
+            for param in self._by_tail.get(name, ())
+            if param not in (path, twin)
+            and (at == 0 or _unwrapped(param)[0] != _unwrapped(path)[0])
+            and (len(name) > 1 or _is_of_model(param[:-1]))
+        )
+
+    @cached_property
+    def _copies(self) -> frozenset[str]:
+        """The heads of tensors that may be averages of gradients: as the parameters, or flat.
+
+        None where anything is known as an optimizer.
+        """
+        if self._named_optimizers or "optimizer" in self._below.values():
+            return frozenset()
+        shapes: dict[str, set[tuple[int, ...] | None]] = defaultdict(set)
+        for path in self._nested:
+            shapes[_unwrapped(path)[0]].add(self._weights[path])
+        models = [head for head in shapes if _matches(_MODEL_HEAD, head)]
+        if not (models or self._beside):
+            models = [*shapes][:1]
+        of_models = [
+            *self._beside.values(),
+            *(self._weights[path] for path in self._nested if _unwrapped(path)[0] in models),
+        ]
+        known = {*of_models}
+        n_few = sum(prod(shape or ()) for shape in of_models) // _MOST_PARTS
+        return frozenset(
+            head
+            for head, held in shapes.items()
+            if head not in models
+            and all(
+                shape in known or (shape is not None and len(shape) == 1 and shape[0] > n_few)
+                for shape in held
+            )
+        )
 
     def _is_owner_of_slots(self, owner: Words, children: Mapping[str, Leaf]) -> bool:
         """Whether a path is that of a parameter, and its children the state kept of it."""
         is_class = frozenset(children) in _SLOTS_OF_CLASSES
+        # Quantized averages are integers of the shape of the parameter.
+        shapes = [leaf.shape for leaf in children.values() if leaf.shape]
+        is_counted = "step" in children and bool(shapes)
         if owner[-1].isdigit():
             is_pair = any({one, other} <= children.keys() for one, other in _PAIRS)
-            return is_class or (is_pair and "step" in children)
-        shapes = [leaf.shape for leaf in children.values() if leaf.is_weight]
+            is_pair = is_pair or len({*shapes}) < len(shapes)
+            return is_class or (is_counted and (is_pair or "state" in owner))
         for param in self._parameters(owner):
-            n_slots = sum(shape == self._weights[param] for shape in shapes)
-            if n_slots > 1 or (is_class and (n_slots or "row_var" in children)):
+            n_slots = sum(shape == self._shape_of(param) for shape in shapes)
+            if is_counted or n_slots > 1 or (is_class and (n_slots or "row_var" in children)):
                 return True
         return False
 
@@ -495,6 +591,9 @@ class _Content:
         return heads
 
 
+_MOST_PARTS = 16
+"""One flat tensor of all parameters is cut into at most so many parts to be known as one."""
+
 _MAX_FRONT = 4
 """So many words may lie in front of the name of a parameter."""
 
@@ -508,6 +607,10 @@ def _is_generator_leaf(leaf: Leaf) -> bool:
 def _matches(pattern: str, word: str) -> bool:
     """Whether a whole word matches; the words of paths repeat."""
     return re.fullmatch(pattern, word) is not None
+
+
+def _is_of_model(words: Words) -> bool:
+    return all(word in _WRAPPERS or _matches(_MODEL_HEAD, word) for word in words)
 
 
 def _is_no_state(head: str) -> bool:
@@ -536,7 +639,10 @@ def _rank_in(words: Sequence[str]) -> str | None:
 
 
 def entry_kinds(
-    metadata: Metadata, part_path: str = "", mapped: StateMap = ()
+    metadata: Metadata,
+    part_path: str = "",
+    mapped: StateMap = (),
+    beside: Shapes = _NOTHING,
 ) -> Mapping[str, StateKind]:
     """The kind of every entry of a metadata, by FQN. Cost: as `kinds_of`.
 
@@ -548,9 +654,8 @@ def entry_kinds(
     front = (folder,) if is_optimizer or _matches(_MODEL_HEAD, folder) else ()
     entries = [*entries_of(metadata)]
     leaves = [leaf for _, leaf in entries]
-    kinds = {
-        fqn: kind for (fqn, _), kind in zip(entries, kinds_of(leaves, front, mapped), strict=True)
-    }
+    found = kinds_of(leaves, front, mapped, beside)
+    kinds = {fqn: kind for (fqn, _), kind in zip(entries, found, strict=True)}
     if is_optimizer:
         alone = kinds_of(leaves, (), mapped)
         guests = zip(metadata.bytes_entries, alone[len(metadata.tensors) :], strict=True)
@@ -559,7 +664,11 @@ def entry_kinds(
 
 
 def kinds_in_file(
-    leaves: Sequence[Leaf], by_name: StateKind | None, mapped: StateMap = (), path: str = ""
+    leaves: Sequence[Leaf],
+    by_name: StateKind | None,
+    mapped: StateMap = (),
+    path: str = "",
+    beside: Shapes = _NOTHING,
 ) -> Sequence[StateKind]:
     """The kind of each entry of the file at `path`, whose name states `by_name`.
 
@@ -571,12 +680,19 @@ def kinds_in_file(
         return [StateKind((as_mapped,), by_name.rank if by_name else None)] * len(leaves)
     if by_name is not None and by_name.names == by_name.always and len(by_name.names) == 1:
         return [by_name] * len(leaves)
-    kinds = kinds_of(leaves, (), mapped)
+    if by_name is None and file_holds_no_state(path):
+        return [_OTHER] * len(leaves)
+    kinds = kinds_of(leaves, (), mapped, beside)
     if by_name is None or len(by_name.names) > 1:
         return kinds
     is_open = all(kind.names == ("other",) for kind in kinds)
     weak = ("model",) if by_name.of_framework else ()
     return [by_name if kind.may_be or is_open or kind.names == weak else kind for kind in kinds]
+
+
+def file_holds_no_state(path: str) -> bool:
+    """Whether the name of a file is that of settings: `training_args.bin`."""
+    return _matches(_SETTINGS_FILE, path.rpartition("/")[2].lower())
 
 
 def mapped_file(path: str, mapped: StateMap) -> str:
