@@ -56,18 +56,6 @@ Older = Callable[[], Sequence[StepName]]
 """The older steps under the same root, newest first; asked for where they are needed."""
 
 
-def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:
-    """Yield `file.fewer` for rank files of which the step before has more; see `check_fewer`.
-
-    Storage errors of the older step are passed over. Cost: two listings.
-    """
-    from ckptctl.checks.rank_files import check_fewer
-
-    for named in islice(older(), 1):
-        with suppress(StorageError):
-            yield from check_fewer(opened.step, part.part, OpenStep(opened.store, named).step)
-
-
 def check_counts(
     opened: OpenStep, contents: Mapping[str, object], older: Older
 ) -> Iterator[Finding]:
