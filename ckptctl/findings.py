@@ -155,7 +155,7 @@ CODES: Mapping[str, Code] = {
     "index.size": _warning("an index states another size than its files have"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
     "file.missing": _fault(Verdict.INCOMPLETE, "a file that the layout requires is missing"),
-    "file.fewer": _warning("fewer ranks left files than in the step before"),
+    "file.fewer": _fault(Verdict.UNVERIFIABLE, "fewer ranks left files than in the step before"),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
     "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),

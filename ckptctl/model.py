@@ -450,7 +450,8 @@ class WorldSize:
     size: int
     """Number of ranks."""
     source: str
-    """The source of the number: `shard-files`, `train-state`, `seal`, or `asked` (the caller)."""
+    """The source of the number: `shard-files`, `train-state`, `seal`, `manifest`, or `asked` (the
+    caller)."""
     at_least: bool = False
     """The number is a lower bound."""
 

@@ -225,7 +225,7 @@ def rank_states(report: Report) -> dict[str, list[str]]:
     """For each part of the step the state of every rank's files: a key of `RANK_MARKS` each.
 
     A rank has the worst state that a finding gives one of its files. The state of the others is
-    how far the inspection came.
+    how far the inspection came. A part that no rank's file is in has no row.
     """
     reached = _reached(report)
     # A part without its metadata is read only where a seal lists its files.
@@ -255,6 +255,8 @@ def rank_states(report: Report) -> dict[str, list[str]]:
     for part, present in sorted(here.items()):
         named = {rank for in_part, rank in states if in_part == part}
         n_ranks = min(_MAX_RANKS, max(size, max(present | named, default=-1) + 1))
+        if n_ranks == 0:
+            continue  # the consolidated model beside the shards of the ranks
         there = "present" if part in not_read else reached
         rows[part] = [
             _worst_key(

@@ -252,6 +252,7 @@ _SOURCES = {
     "shard-files": "by its shard files",
     "train-state": "by its train state",
     "seal": "by its seal",
+    "manifest": "by its manifest",
     "asked": "as you stated",
 }
 

@@ -30,10 +30,10 @@ _NUMBER = re.compile(r"(?<![0-9])[0-9]{1,9}(?![0-9])")
 
 _COUNT = re.compile(
     r"(?:^|[^a-z])(?:of|out[-_]?of|world(?:[-_]?size)?|ws|n[-_]?ranks?|num[-_]?ranks?|nprocs?"
-    r"|n[-_]?shards?|num[-_]?shards?|total)[-_=]?$",
+    r"|n[-_]?shards?|num[-_]?shards?|total)[-_.=]?$|(?<=[0-9])w$",
     re.IGNORECASE,
 )
-"""The text in front of a number that counts the members of an axis: `-of-4`, `world_size_8`."""
+"""The text before a number that counts the members of an axis: `-of-4`, `world_size_8`, `r2w4`."""
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -80,11 +80,17 @@ class Family(msgspec.Struct, frozen=True):
         """The ranks that have their file, counted from 0; none where there are several axes."""
         return frozenset(n - self.base for (n,) in self.members) if self.is_line else frozenset()
 
-    def from_zero(self) -> Family:
-        """The same family where its numbers are known to count from 0."""
-        if self.base == 0 or self.stated:
+    @property
+    def has_zero(self) -> bool:
+        """One of its numbers is 0, from which they count."""
+        return any(held[:1] == (0,) for held in self.values)
+
+    def from_base(self, base: int) -> Family:
+        """The same family where its numbers are known to count from `base`, 0 or 1."""
+        if self.base == base or self.has_zero or self.stated:
             return self
-        return msgspec.structs.replace(self, base=0, lengths=tuple(n + 1 for n in self.lengths))
+        lengths = tuple(n + self.base - base for n in self.lengths)
+        return msgspec.structs.replace(self, base=base, lengths=lengths)
 
     def missing(self, n_files: int | None = None) -> tuple[str, ...]:
         """The paths of the first files that are missing; of one axis, of `n_files` in all."""
@@ -133,9 +139,9 @@ def families_of(
             alike[_NUMBER.sub("N", path), counts].append(_Named(path, numbers, tuple(is_count)))
     found = (_family(key, files, number, sizes or {}) for (key, _), files in sorted(alike.items()))
     families = [family for family in found if family is not None]
-    from_zero = {n for family in lines(families) if not family.base for (n,) in family.members}
+    from_zero = {n for family in lines(families) if family.has_zero for (n,) in family.members}
     return tuple(
-        family.from_zero()
+        family.from_base(0)
         if family.is_line and family.n_present > 1 and _numbers(family) < from_zero
         else family
         for family in families
@@ -175,12 +181,13 @@ def _family(
     columns = _axes(files, number) if first.numbers else []
     if not columns:
         return None
+    is_counted = not _has_other_first(columns, first, number)
     columns = [column for column in columns if column.count != 1] or columns[:1]
     if len(columns) > 1 and (line := _identifying(columns, len(files))) is not None:
         columns = [line]
     members = frozenset(zip(*(column.values for column in columns), strict=True))
     values = tuple(tuple(sorted(set(column.values))) for column in columns)
-    stated = all(column.count is not None for column in columns)
+    stated = is_counted and all(column.count is not None for column in columns)
     base = _base(columns, values)
     lengths = tuple(
         max(column.count or 0, held[-1] - base + 1)
@@ -223,7 +230,7 @@ def _axes(files: Sequence[_Named], number: int | None) -> list[_Column]:
     ends = [match.start() for match in _NUMBER.finditer(first.path)]
     for n, counts_others in enumerate(first.is_count):
         # `3-of-4` counts the number before it, `world_size_4_rank_3` the one behind it.
-        is_of = re.search("of[-_=]?$", first.path[: ends[n]], re.IGNORECASE)
+        is_of = re.search("(?:of[-_.=]?|[0-9]w)$", first.path[: ends[n]], re.IGNORECASE)
         counted = n - 1 if is_of else n + 1
         in_range = counts_others and 0 <= counted < len(columns) and columns[n][0] <= MAX_FILES
         if in_range and not first.is_count[counted]:
@@ -240,6 +247,18 @@ def _axes(files: Sequence[_Named], number: int | None) -> list[_Column]:
     if len(files) == 1:
         axes.update(_first_of_several(columns, first.is_count, counts, number))
     return list(axes.values())
+
+
+def _has_other_first(columns: Sequence[_Column], file: _Named, number: int | None) -> bool:
+    """Whether each name has the number of a first rank too: `shard-1-model-2-of-3`.
+
+    The files of all other ranks may be missing then, whatever the count beside it states.
+    """
+    known = {n for column in columns for n in column.places}
+    return any(
+        value in (0, 1) and value != number and n not in known and not file.is_count[n]
+        for n, value in enumerate(file.numbers)
+    )
 
 
 def _first_of_several(

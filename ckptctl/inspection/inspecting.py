@@ -249,7 +249,7 @@ def _report(
     seal = context.notes.seal
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {part.path: frozenset(part.ranges.file_names) for part in parts if part.metadata}
-    saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
+    saved = _recorded_world_size(seal, context, saved_world_size(step.parts, named, state))
     findings = [*findings]
     if is_known and step.parts:
         if _holds_metadata(parts):
@@ -336,12 +336,16 @@ def _saved_files(step: Step) -> list[FileInfo]:
     return [file for file in step.files if not is_own(file.path)]
 
 
-def _sealed_world_size(seal: Seal | None, found: WorldSize | None) -> WorldSize | None:
-    """The world size that is known best: a seal may know what files can only bound."""
-    known = seal.step.world_size if seal else None
-    if known is None or (found is not None and not found.at_least):
+def _recorded_world_size(
+    seal: Seal | None, context: StageContext, found: WorldSize | None
+) -> WorldSize | None:
+    """The world size that is known best: a seal or a manifest may state what files only bound."""
+    if found is not None and not found.at_least:
         return found
-    return WorldSize(known, "seal")
+    if seal is not None and seal.step.world_size is not None:
+        return WorldSize(seal.step.world_size, "seal")
+    stated = context.wholeness.n_ranks if context.wholeness else None
+    return found if stated is None else WorldSize(stated, "manifest")
 
 
 def _newest(files: Sequence[FileInfo]) -> float | None:

@@ -52,21 +52,6 @@ MAX_TRIED = 2
 """So many older steps are tried until one can be read."""
 
 
-def check_fewer_ranks(
-    opened: OpenStep, part: OpenPart, neighbours: Neighbours
-) -> Iterator[Finding]:
-    """Yield `file.fewer` for rank files of which the step before has more; see `check_fewer`.
-
-    Storage errors of the older step are passed over. Cost: two listings.
-    """
-    from ckptctl.inspection.rank_files import check_fewer
-
-    for named in islice(neighbours.older(), 1):
-        with suppress(StorageError):
-            before = neighbours.open(opened.store, named)
-            yield from check_fewer(opened.step, part.part, before.step)
-
-
 def check_counts(
     opened: OpenStep, contents: Mapping[str, object], neighbours: Neighbours
 ) -> Iterator[Finding]:

@@ -166,6 +166,14 @@ def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -
     `contents` are the decoded top levels of files, by path.
     """
     yield from at_most_few(check_parameters(step, part, contents))
+    stated = stated_ranks(step, contents)
+    if stated:
+        found = grids_of(part.files, step.layout, stated)
+        yield from at_most_few(_missing(step, one) for one in found if one.missing)
+
+
+def stated_ranks(step: Step, contents: Mapping[str, object]) -> Mapping[str, int]:
+    """The lengths of axes that the content of the files of a step states."""
     stated: dict[str, int] = {}
     for content in contents.values():
         for path, axis in STATED_INSIDE.items():
@@ -175,9 +183,7 @@ def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -
         if step.layout == "composer-ranks":
             states = _value_at(content, (COMPOSERS_RANKS,))
             stated["rank"] = max(len([*_listed(states)]), stated.get("rank", 0))
-    if stated:
-        found = grids_of(part.files, step.layout, stated)
-        yield from at_most_few(_missing(step, one) for one in found if one.missing)
+    return {axis: n for axis, n in stated.items() if n}
 
 
 def _value_at(content: object, path: Iterable[str]) -> object:
@@ -188,13 +194,17 @@ def _value_at(content: object, path: Iterable[str]) -> object:
     return content
 
 
-def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
-    """Yield `file.fewer` for a kind that more ranks wrote in the step `before` than in this one.
+def check_fewer(
+    step: Step, part: Part, before: Step, compared: Callable[[], Mapping[str, bool]]
+) -> Iterator[Finding]:
+    """Yield a finding for a kind that more ranks wrote in the step `before` than in this one.
 
     The names of some frameworks do not state how many ranks there were: the files of the
-    last ranks can be missing without a trace. The job may also have got fewer ranks. It has
-    not where all ranks wrote another kind as well, and it has as many files as before: then
-    the finding is `file.missing`.
+    last ranks can be missing without a trace. The job may also have got fewer ranks. `compared`
+    returns for each kind, by folder and name, whether its tensors are smaller than before; of a
+    kind without such tensors nothing. Yields `file.missing` where they are smaller, or where all
+    ranks wrote another kind as well, and it has as many files as before; `file.fewer` where
+    nothing decides.
     """
     was = {_kind(one): one for other in before.parts for one in other.grids}
     unchanged = {
@@ -202,17 +212,29 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
         for one in part.grids
         if one.n_ranks == one.n_present and _present(was, one) == one.n_present
     }
-    for one in part.grids:
+    fewer = [
+        one
+        for one in part.grids
+        if one.framework != FAMILY
+        and not (one.stated or one.missing)
+        and _present(was, one) > one.n_present
+    ]
+    is_smaller = compared() if fewer else {}
+    smaller_of = {f"{one.folder} {one.what}": one.n_present for one in fewer}
+    resized = {n for kind, n in smaller_of.items() if is_smaller.get(kind) is False}
+    for one in fewer:
+        smaller = is_smaller.get(f"{one.folder} {one.what}")
         n_before = _present(was, one)
-        if one.framework == FAMILY or one.stated or one.missing or n_before <= one.n_present:
-            continue
         files = f"{counted(one.n_present, 'file')} with the {one.what}"
-        if one.n_ranks == one.n_present and n_before in unchanged:
+        if smaller is False or (smaller is None and one.n_present in resized):
+            continue
+        if smaller or (one.n_ranks == one.n_present and n_before in unchanged):
             yield _missing_file(
                 step,
                 one.folder.rstrip("/"),
-                f"{files}, where {before.name} has {n_before:,}; other files show that as many "
-                "ranks wrote this step: those of the last ranks are missing",
+                f"{files}, where {before.name} has {n_before:,}; "
+                + ("its tensors are smaller" if smaller else "as many ranks wrote other files")
+                + ": those of the last ranks are missing",
                 counted(n_before, "file"),
                 counted(one.n_present, "file"),
             )
@@ -221,7 +243,7 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
             "file.fewer",
             one.folder.rstrip("/"),
             f"{files}, where {before.name} has {n_before:,}: the job ran on fewer ranks, or the "
-            "files of the last ranks are missing",
+            "files of the last ranks are missing; --saved-world-size N states which",
             expected=counted(n_before, "file"),
             found=counted(one.n_present, "file"),
             next_command=command_line("show", step.url),

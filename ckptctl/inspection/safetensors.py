@@ -67,7 +67,8 @@ def check_safetensors(
             findings += _check_length(file, len(header), parsed)
     if len(sound) == len(files):
         for headers_of_model in _by_model(sound):
-            findings += _check_tensors(headers_of_model)
+            if listed or not _are_of_ranks(headers_of_model):
+                findings += _check_tensors(headers_of_model)
     for index in listed:
         if index.size > MAX_HEADER:
             message = f"an index of {index.size:,} bytes is not read"
@@ -126,6 +127,13 @@ def _by_model(headers: Headers) -> Iterable[Headers]:
     for path, tensors in headers.items():
         models[_OF_SEVERAL.sub("", path)][path] = tensors
     return models.values()
+
+
+def _are_of_ranks(headers: Headers) -> bool:
+    """Whether each file holds the same tensors, and none states where in them its slices are."""
+    names = {frozenset(tensor.name for tensor in tensors) for tensors in headers.values()}
+    is_placed = any(any(tensor.offsets) for tensors in headers.values() for tensor in tensors)
+    return len(headers) > 1 and len(names) == 1 and not is_placed
 
 
 def _check_tensors(headers: Headers) -> Iterator[Finding]:
@@ -210,6 +218,7 @@ def check_numbers(paths: Iterable[str]) -> Iterator[Finding]:
             numbered = match["before"], int(match["total"]), match["suffix"]
             numbers[numbered].add(int(match["number"]))
     for (before, total, suffix), there in numbers.items():
-        for number in sorted(set(range(1, total + 1)) - there):
+        first = 0 if 0 in there else 1
+        for number in sorted(set(range(first, first + total)) - there):
             name = f"{before}-{number:05}-of-{total:05}{suffix}"
             yield Finding("shard.missing", name, f"{len(there):,} of {total:,} files exist")

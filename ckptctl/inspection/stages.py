@@ -267,14 +267,12 @@ def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     if context.neighbours is None or not context.is_deep:
         return
     from ckptctl.inspection.predecessor import (
-        check_fewer_ranks,
         check_renamed,
         check_step_before,
     )
 
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
-            yield from check_fewer_ranks(opened, part, context.neighbours)
             yield from check_renamed(opened, part, context.neighbours)
             continue
         if part.path in context.readable:
@@ -346,7 +344,8 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 def _check_stated_ranks(
     opened: OpenStep, part: OpenPart, contents: Mapping[str, object], context: StageContext
 ) -> Iterator[Finding]:
-    from ckptctl.inspection.rank_files import check_stated_ranks
+    from ckptctl.inspection.rank_files import check_stated_ranks, stated_ranks
+    from ckptctl.inspection.whole import check_fewer_ranks
 
     known = {one.where for one in context.findings}
     for file in part.part.files:
@@ -356,6 +355,9 @@ def _check_stated_ranks(
     for finding in check_stated_ranks(opened.step, part.part, contents):
         if finding.where not in known:
             yield finding
+    is_stated = context.requirements.saved_world_size or stated_ranks(opened.step, contents)
+    if context.neighbours is not None and not is_stated:
+        yield from check_fewer_ranks(opened, part, context.neighbours)
 
 
 def _claims_further(opened: OpenStep) -> bool:

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from math import prod
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,12 +27,16 @@ from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import rank_file
+from ckptctl.formats.frameworks.file_names import may_hold_state, rank_file
+from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import Neighbours
-from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import SHARDED, Step
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.stored_tensors import HeldTensor
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
@@ -46,6 +53,8 @@ class Wholeness(msgspec.Struct, frozen=True):
     """Files that are missing, and families of unknown size."""
     by: str = ""
     """What proves that all files are there; empty where nothing does."""
+    n_ranks: int | None = None
+    """How many ranks wrote the step, by its manifest."""
 
 
 class Gap(msgspec.Struct, frozen=True):
@@ -76,19 +85,51 @@ def open_families(step: Step) -> tuple[Family, ...]:
     Metadata states the shards of DCP, an index the files of a model, the names of frameworks
     those of their ranks, and the content of some layouts the files of each parameter.
     """
+    saved = _unlisted_files(step)
+    return families_of(saved, step.number, saved)
+
+
+def _unlisted_files(step: Step) -> Mapping[str, int]:
+    """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
     if step.layout in _FILES_OF_PARAMETERS:
-        return ()
+        return {}
     saved = {
         file.path: file.size
         for file in step.files
-        if file.kind in ("file", "link")
+        if (file.kind == "link" or (file.kind == "file" and file.size))
         and layouts.is_saved(file.path)
         and not layouts.belongs_to_shards(file.path)
         and rank_file(file.path, step.layout) is None
     }
     indexed = {(match["folder"], match["suffix"]) for path in saved if (match := _INDEX(path))}
-    paths = (path for path in saved if (path[: path.rfind("/") + 1], _suffix(path)) not in indexed)
-    return families_of(paths, step.number, saved)
+    return {
+        path: size
+        for path, size in saved.items()
+        if (path[: path.rfind("/") + 1], _suffix(path)) not in indexed
+    }
+
+
+def _named_files(
+    step: Step, families: Iterable[Family], as_in: Step
+) -> Mapping[str, Mapping[str, int]]:
+    """The sizes of the files that are in no numbered family, by shape of name and by path.
+
+    Letters, hosts or numbers with holes tell them apart: `shard_a.pt`, `node17/model.pt`. The
+    paths are those that they have in the step `as_in`.
+    """
+    numbered = {family.key for family in families if family.is_numbered}
+    named: dict[str, dict[str, int]] = defaultdict(dict)
+    for path, size in _unlisted_files(step).items():
+        is_state = may_hold_state(path) and not path.endswith(".json")
+        if is_state and key_of(path) not in numbered:
+            there = layouts.path_in_step(path, step.number or 0, as_in.number or 0)
+            named[_shape(path)][there] = size
+    return named
+
+
+def _shape(path: str) -> str:
+    """A path with every word as `W`."""
+    return re.sub("[A-Za-z0-9]+", "W", path.removesuffix(_suffix(path))) + _suffix(path)
 
 
 _FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
@@ -135,8 +176,23 @@ def check_families(
         listed = {path for item in manifest.items for path in item.files.values()}
         families = tuple(one for one in families if key_of(one.example) not in map(key_of, listed))
         if not families:
-            return Wholeness(by=MANIFEST)
-        saved_world_size, stated_by = manifest.world_size, MANIFEST
+            return Wholeness(by=MANIFEST, n_ranks=manifest.world_size)
+        checked = _check_unlisted(opened, families, neighbours, manifest.world_size, MANIFEST)
+        return msgspec.structs.replace(checked, n_ranks=manifest.world_size)
+    return _check_unlisted(opened, families, neighbours, saved_world_size, stated_by)
+
+
+def _check_unlisted(
+    opened: OpenStep,
+    families: Sequence[Family],
+    neighbours: Neighbours | None,
+    saved_world_size: int | None,
+    stated_by: str,
+) -> Wholeness:
+    """What is known of the files that no manifest lists."""
+    lost = _lost_names(opened, families, neighbours)
+    if lost is not None:
+        return Wholeness((lost,))
     if not families:
         return Wholeness(by="no name states a rank")
     mixed = _mixed(opened.step, families)
@@ -146,20 +202,17 @@ def check_families(
     gaps = [*_stated_gaps(numbered)]
     unstated = [family for family in numbered if _is_open(family)]
     if not unstated:
-        return _result(opened.step, gaps, "the counts in the names")
+        by = "the counts in the names" if numbered else "no name states a rank"
+        return _result(opened.step, gaps, by)
     beside = [*_beside(opened, neighbours, {family.key: family for family in unstated})]
     unstated = [family for family in unstated if not _is_lone(family, beside)]
     if not unstated:
         return _result(opened.step, gaps, "one file of each kind")
     confirmed = next((one for one in beside if _confirms(unstated, one)), None)
-    counted_from_0 = {
-        key for other in beside for key, family in other.families.items() if not family.base
-    }
-    unstated = [
-        family.from_zero() if family.key in counted_from_0 else family for family in unstated
-    ]
+    unstated = [_counted_as_beside(family, beside) for family in unstated]
     gaps += _holes(unstated, confirmed)
     if confirmed is not None:
+        gaps += _fewer_of_equal_parts(opened, unstated)
         return _result(opened.step, gaps, f"{confirmed.name}, which has the same files")
     if saved_world_size is not None:
         gaps += _fewer_than_ranks(unstated, saved_world_size)
@@ -173,6 +226,8 @@ def check_families(
     gaps += _fewer_than_others(unstated, unstated, beside)
     if gaps:
         return _result(opened.step, gaps, "")
+    if not beside and len({family.n_files for family in unstated if family.is_line}) > 1:
+        return Wholeness((_unlisted(unstated, beside),))
     return _by_content(opened, unstated, beside)
 
 
@@ -335,7 +390,116 @@ def _is_open(family: Family) -> bool:
 
 def _is_lone(family: Family, beside: Iterable[_Beside]) -> bool:
     """Whether a single file with a 1 in its name is no rank's: no other step has more of them."""
+    if layouts.hugging_face_rank(family.example.rpartition("/")[2]) is not None:
+        return False
     return family.n_present == 1 and family.base == 1 and not _had_more(family, beside)
+
+
+def _counted_as_beside(family: Family, beside: Iterable[_Beside]) -> Family:
+    """A family that counts from 0 or from 1 as the same one of another step shows."""
+    held = [other.families[family.key] for other in beside if family.key in other.families]
+    if any(other.has_zero for other in held):
+        return family.from_base(0)
+    return family.from_base(1) if any(other.base == 1 for other in held) else family
+
+
+def _lost_names(
+    opened: OpenStep, families: Sequence[Family], neighbours: Neighbours | None
+) -> Finding | None:
+    """The finding for a file without a rank's number that each step beside this one has.
+
+    It is an index of files that are there; or it has the size of one that is there, under a name
+    of the same shape, and the files that are there have the same names beside: letters or hosts
+    are those of ranks. Cost: none but for steps with a family or two files of one size; else the
+    listing of the nearest step, and of three others where that one has more of them.
+    """
+    now = _named_files(opened.step, families, opened.step)
+    if neighbours is None or not (families or any(map(_has_alike, now.values()))):
+        return None
+    lost: set[str] | None = None
+    for names in (neighbours.older, neighbours.newer):
+        for named in [*names()][:MAX_COMPARED]:
+            with suppress(StorageError):
+                other = neighbours.open(opened.store, named)
+                missing = _lost_of(opened, now, other)
+                lost = missing if lost is None else lost & missing
+                if not lost:
+                    return None
+    if not lost:
+        return None
+    return Finding(
+        "file.missing",
+        min(lost),
+        f"{counted(len(lost), 'file')} that the steps beside this one have "
+        f"{verb(len(lost), 'is', 'are')} missing: {some_of(sorted(lost))}",
+        next_command=command_line("show", opened.url),
+    )
+
+
+def _has_alike(sizes: Mapping[str, int]) -> bool:
+    ordered = sorted(sizes.values())
+    return any(large <= SIMILAR * small for small, large in pairwise(ordered))
+
+
+def _lost_of(opened: OpenStep, now: Mapping[str, Mapping[str, int]], other: OpenStep) -> set[str]:
+    """The files that another step has, and this one lacks beside others of the same size."""
+    lost: dict[str, set[str]] = {}
+    beside = _named_files(other.step, open_families(other.step), opened.step)
+    for shape, then in beside.items():
+        there = now.get(shape, {})
+        if there and there.keys() < then.keys():
+            sizes = [then[path] for path in there]
+            lost[shape] = {
+                path
+                for path in then.keys() - there.keys()
+                if any(_has_alike({"": then[path], "other": size}) for size in sizes)
+            }
+    lost = {shape: paths for shape, paths in lost.items() if paths}
+    here = {file.path for file in opened.files}
+    held = {(path[: path.rfind("/") + 1], _suffix(path)) for path in here}
+    lost_indexes = {
+        file.path
+        for file in other.files
+        if (match := _INDEX(file.path))
+        and file.path not in here
+        and (match["folder"], match["suffix"]) in held
+    }
+    if not lost:
+        return lost_indexes
+    before, after = (_tensor_sizes(step, lost, _shape) for step in (other, opened))
+    split = [name for name in after if name in before and _is_split(after[name], before[name])]
+    elastic = {shape for fqn, shape in split}
+    elastic -= {name[1] for name in split if after[name].n_elements < before[name].n_elements}
+    found = (path for shape, paths in lost.items() if shape not in elastic for path in paths)
+    return lost_indexes.union(found)
+
+
+def _fewer_of_equal_parts(opened: OpenStep, families: Sequence[Family]) -> Iterator[Gap]:
+    """Kinds of which fewer ranks have a file than of another that is split as they are.
+
+    A step beside this one may lack the same files. Cost: none where the number of files of each
+    kind divides that of each other, as it does in a mesh; else the pickle of each file.
+    """
+    for family in families:
+        others = [other for other in families if other.n_present > family.n_present]
+        grid = next(
+            (one for one in others if len(one.values) > 1 and one.values == family.values), None
+        )
+        if grid is not None:
+            yield Gap(family, grid.n_present, f"there are {grid.n_present:,} files {grid.key}")
+            continue
+        odd = [
+            other
+            for other in others
+            if family.is_line and other.is_line and other.n_files % family.n_files
+        ]
+        if odd:
+            shapes = _shapes_by_key(opened, [family, *odd])
+            for other in odd:
+                if shapes[family.key] and shapes[family.key] == shapes[other.key]:
+                    why = f"there are {other.n_files:,} files {other.key} of equal parts"
+                    yield Gap(family, other.n_files, why)
+                    break
 
 
 def _is_same_world(families: Iterable[Family], other: _Beside) -> bool:
@@ -364,15 +528,55 @@ def _fewer_than_before(
         _sizes(opened, fewer),
         _sizes(other.opened, [other.families[one.key] for one in fewer]),
     )
+    is_less: dict[str, bool] = {}
+    for name in _split(now, then):
+        key = name.rpartition(" in ")[2]
+        is_less[key] = is_less.get(key, False) or now[name].n_elements < then[name].n_elements
+    # A model of as many parts does not show that as many ranks wrote the optimizer.
+    resized = {family.n_present for family in fewer if is_less.get(family.key) is False}
     for family in fewer:
         held = other.families[family.key]
-        of_family = [name for name in _split(now, then) if name.endswith(f" in {family.key}")]
-        if not of_family or any(now[n].n_elements < then[n].n_elements for n in of_family):
+        if is_less.get(family.key, family.n_present not in resized):
             yield Gap(
                 family,
                 held.n_files,
                 f"{other.name} has {held.n_present:,}, and as many ranks wrote this step",
             )
+
+
+def check_fewer_ranks(
+    opened: OpenStep, part: OpenPart, neighbours: Neighbours
+) -> Iterator[Finding]:
+    """Yield the findings of `check_fewer` for rank files of which the step before has more.
+
+    Storage errors of that step are passed over. Cost: one listing; where a kind has fewer files,
+    the pickle of each file of two steps.
+    """
+    from ckptctl.inspection.rank_files import check_fewer
+
+    for named in [*neighbours.older()][:1]:
+        with suppress(StorageError):
+            other = neighbours.open(opened.store, named)
+            yield from check_fewer(
+                opened.step, part.part, other.step, partial(_smaller_kinds, opened, other)
+            )
+
+
+def _smaller_kinds(opened: OpenStep, other: OpenStep) -> Mapping[str, bool]:
+    """Of each kind of rank file with split tensors: whether these are smaller than in `other`."""
+    sizes = []
+    for step in (opened, other):
+        files = [file for part in step.step.parts for file in part.files]
+        kinds = files_by_kind(files, step.step.layout)
+        kind_in = {path: kind for kind, paths in kinds.items() for path in paths}
+        sizes.append(_tensor_sizes(step, kinds, defaultdict(str, kind_in).__getitem__))
+    now, then = sizes
+    smaller: dict[str, bool] = {}
+    for name, size in now.items():
+        if size.is_part or (name in then and _is_split(size, then[name])):
+            less = size.lacks_parts if size.is_part else size.n_elements < then[name].n_elements
+            smaller[name[1]] = less or smaller.get(name[1], False)
+    return smaller
 
 
 def _fewer_than_ranks(families: Sequence[Family], n_ranks: int) -> Iterator[Gap]:
@@ -392,7 +596,7 @@ def _fewer_than_others(
     for family in families if largest is not None else ():
         if not family.is_line or largest is None or family.n_files == largest.n_files:
             continue
-        if _is_as_before(family, beside):
+        if _is_as_before(family, beside) or _is_in_proportion(family, largest, beside):
             continue
         if family.ranks == {0} and largest.n_files > 2 and not _had_more(family, beside):
             continue  # rank 0 alone writes this kind
@@ -402,6 +606,20 @@ def _fewer_than_others(
 def _is_as_before(family: Family, beside: Iterable[_Beside]) -> bool:
     held = (other.families.get(family.key) for other in beside)
     return any(one is not None and one.members == family.members for one in held)
+
+
+def _is_in_proportion(family: Family, largest: Family, beside: Sequence[_Beside]) -> bool:
+    """Whether the same part of the ranks writes a kind as in another step, or may, without one."""
+    pairs = [
+        (other.families[family.key].n_files, other.families[largest.key].n_files)
+        for other in beside
+        if {family.key, largest.key} <= other.families.keys()
+        and other.families[largest.key].n_files > 1
+    ]
+    if not pairs:
+        may_be_one = family.n_files > 1 or not beside
+        return may_be_one and largest.n_files % family.n_files == 0
+    return any(few * largest.n_files == many * family.n_files for few, many in pairs)
 
 
 def _had_more(family: Family, beside: Iterable[_Beside]) -> bool:
@@ -442,13 +660,11 @@ def _split(now: Mapping[str, _Size], then: Mapping[str, _Size]) -> list[str]:
 
     A tensor that each rank holds whole shows nothing of how many there must be.
     """
-    return [
-        name
-        for name, size in now.items()
-        if name in then
-        and size.n_files != then[name].n_files
-        and size.largest != then[name].largest
-    ]
+    return [name for name, size in now.items() if name in then and _is_split(size, then[name])]
+
+
+def _is_split(now: _Size, then: _Size) -> bool:
+    return now.n_files != then.n_files and now.largest != then.largest
 
 
 class _Size(msgspec.Struct):
@@ -477,17 +693,34 @@ def _sizes(opened: OpenStep, families: Sequence[Family]) -> Mapping[str, _Size]:
     return {f"{fqn} in {key}": size for (fqn, key), size in sizes.items()}
 
 
-def _tensor_sizes(opened: OpenStep, keys: Collection[str]) -> Mapping[tuple[str, str], _Size]:
-    """The size of each tensor over the files of each key, by FQN and key."""
+def _shapes_by_key(
+    opened: OpenStep, families: Iterable[Family]
+) -> Mapping[str, set[tuple[int, ...]]]:
+    """The shapes of the tensors of several elements in the files of each family."""
+    shapes: dict[str, set[tuple[int, ...]]] = {family.key: set() for family in families}
+    for tensor in _tensors(opened):
+        if prod(tensor.shape) > 1 and key_of(tensor.file) in shapes:
+            shapes[key_of(tensor.file)].add(tensor.shape)
+    return shapes
+
+
+def _tensors(opened: OpenStep) -> Sequence[HeldTensor]:
+    """The tensors in the files that no metadata describes; of files that cannot be read, none."""
     from ckptctl.inspection.stored_tensors import held_tensors
 
-    sizes: dict[tuple[str, str], _Size] = defaultdict(_Size)
     with suppress(StorageError):
-        held, _ = held_tensors(part for part in opened.parts if part.part.format not in SHARDED)
-        for tensor in held:
-            key = key_of(tensor.file)
-            if key not in keys:
-                continue
+        return held_tensors(part for part in opened.parts if part.part.format not in SHARDED)[0]
+    return ()
+
+
+def _tensor_sizes(
+    opened: OpenStep, keys: Collection[str], key_in: Callable[[str], str] = key_of
+) -> Mapping[tuple[str, str], _Size]:
+    """The size of each tensor over the files of each key, by FQN and key."""
+    sizes: dict[tuple[str, str], _Size] = defaultdict(_Size)
+    for tensor in _tensors(opened):
+        key = key_in(tensor.file)
+        if key in keys:
             size = sizes[tensor.fqn, key]
             n_elements = prod(tensor.shape)
             size.n_files += 1

@@ -167,15 +167,24 @@ def check_world_size(
             found=counts,
             next_command=command_line("show", url),
         )
-    written, is_dcp = _count(saved), any(part.format in SHARDED for part in parts)
+    written = _count(saved)
     yield Finding(
         "world-size.differs",
         "",
-        f"written by {written}, to be loaded by {wanted} ranks: "
-        + ("DCP reshards while loading" if is_dcp else "no file holds a shard"),
+        f"written by {written}, to be loaded by {wanted} ranks: {_how_it_loads(parts, saved)}",
         expected=f"{wanted} ranks",
         found=written,
     )
+
+
+def _how_it_loads(parts: Sequence[Part], saved: WorldSize | None) -> str:
+    if any(part.format in SHARDED for part in parts):
+        return "DCP reshards while loading"
+    if saved is not None and saved.source == "manifest":
+        return "metadata.pkl states how its files are resharded"
+    if any(grid.sharded for part in parts for grid in part.grids):
+        return "there are as many files of each rank's own"
+    return "no file holds a shard"
 
 
 def check_bound(parts: Sequence[Part], url: str) -> Iterator[Finding]:

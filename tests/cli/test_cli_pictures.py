@@ -1,6 +1,8 @@
 """The strip of steps and the map of ranks."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_results import ROOT, VERDICTS, report, short, state
 
 from ckptctl.cli.pictures import (
@@ -14,7 +16,7 @@ from ckptctl.cli.pictures import (
     step_state,
     strip_of_steps,
 )
-from ckptctl.findings import Finding, Verdict
+from ckptctl.findings import CODES, Finding, Verdict
 from ckptctl.model import Level, WorldSize
 from ckptctl.runbook.pictures import timeline_of_steps
 
@@ -135,6 +137,36 @@ def test_each_part_of_a_step_has_a_row():
     made = report(1, lost, ranks=(("pp0", (0, 1)), ("pp1", (1,))), parts=("pp0", "pp1"))
     lines = [each.text for each in map_of_ranks(made, unicode=True)]
     assert lines[1:3] == ["  pp0  □□", "  pp1  ○□"]
+
+
+def test_a_part_that_no_rank_wrote_has_no_row():
+    made = report(1, ranks=(("", ()), ("sharded", (0, 1))), parts=("", "sharded"))
+    assert [each.text for each in map_of_ranks(made, unicode=True)][1:2] == ["  sharded  □□"]
+
+
+PARTS = st.sampled_from(["", "pp0", "model", "sharded"])
+PLACES = st.sampled_from(["", ".metadata", "__0_0.distcp", "pp1/__7_0.distcp", "model_2.pt", "x/y"])
+
+
+@given(
+    st.dictionaries(PARTS, st.sets(st.integers(0, 200), max_size=5)),
+    st.none() | st.integers(0, 300),
+    st.lists(st.tuples(st.sampled_from(sorted(CODES)), PLACES), max_size=4),
+    st.booleans(),
+)
+def test_the_pictures_of_any_step_can_be_drawn(ranks, size, found, unicode):
+    made = report(
+        1,
+        *(Finding(code, where, "a message") for code, where in found),
+        ranks=tuple((part, tuple(sorted(held))) for part, held in ranks.items()),
+        world_size=None if size is None else WorldSize(size, "x"),
+        parts=tuple(ranks),
+    )
+    assert all(states for states in rank_states(made).values())
+    assert all(each.width < 100 for each in map_of_ranks(made, unicode=unicode))
+    for n_steps in (0, 1, 2, 100):
+        drawn = strip_of_steps([made] * n_steps, made.url, (), 1, unicode=unicode)
+        assert bool(drawn) is (n_steps > 1)
 
 
 def test_a_step_of_one_rank_needs_no_map():

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ckptctl.inspection import seals as checks
 
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
+from ckptctl.inspection import seals as checks
 from ckptctl.inspection.content import SealComparison
 from ckptctl.inspection.seals import Seen, applies_to_step, check_seal, is_unwritten, written_ms
 from ckptctl.model import Step

@@ -51,6 +51,7 @@ def test_steps_with_and_without_a_manifest_are_whole(root):
     shutil.rmtree(root / "step-30")
     report = ckptctl.verify(str(root / "step-10"))
     assert (report.exit_code, report.claim(ClaimName.WHOLE).by) == (0, "metadata.pkl")
+    assert (report.world_size.size, report.world_size.source) == (2, "manifest")
 
 
 def test_each_file_that_is_lost_rules_its_step_out(root):

@@ -1,5 +1,6 @@
 """Whether all files of a step are there, under whatever names: families of files."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl.claims import ClaimName, ClaimState
 from ckptctl.findings import Severity
+from ckptctl.formats.families import families_of
 
 SCHEMES = [
     ("model_{r}.pt", "optimizer_{r}.pt"),
@@ -37,6 +39,10 @@ SCHEMES = [
     ("model_rank_{r}_of_{n}.pth", "optimizer_rank_{r}_of_{n}.pth"),
     ("fsdp.{r}.{n}.pt", "adamw.{r}.{n}.pt"),
     ("ckpt/part{r}.pth.tar", "ckpt/opt{r}.pth.tar"),
+    ("r{r}w{n}.pt", "r{r}w{n}_opt.pt"),
+    ("part.{r1}.of.{n}.pth", "opt.{r1}.of.{n}.pth"),
+    ("model-{r:05}-of-{n:05}.safetensors", "optim-{r:05}-of-{n:05}.pt"),
+    ("pytorch_model_fsdp_rank{r}.bin", "optimizer_rank{r}.bin"),
 ]
 """Names of the files that each rank writes: `r` is the rank, `n` their number, `t` and `p` its
 place in a mesh."""
@@ -117,13 +123,16 @@ def test_a_step_of_fewer_ranks_is_whole_where_its_files_show_it(tmp_path, scheme
 
 
 def stated(scheme: tuple[str, str]) -> bool:
-    return any(word in name for word in ("of-{n", "of_{n", "size_{n", "ws{n") for name in scheme)
+    words = ("of-{n", "of_{n", "of.{n", "size_{n", "ws{n", "w{n")
+    return any(word in name for word in words for name in scheme)
 
 
 def test_the_only_step_is_unverifiable_unless_its_names_or_the_caller_state_how_many(
     tmp_path, scheme
 ):
     save_step(tmp_path / "step-10", scheme, number=10)
+    if "fsdp" in scheme[0]:
+        return  # accelerate's names are those of ranks, and a single step shows no other
     report = ckptctl.verify(str(tmp_path / "step-10"))
     assert report.exit_code == (0 if stated(scheme) else 22), report.findings
     if "{t}" in scheme[0]:
@@ -171,3 +180,111 @@ def test_a_step_of_files_that_nobody_recognizes_is_unverifiable_and_no_interrupt
     report = ckptctl.verify(str(tmp_path / "step-20"))
     assert (report.exit_code, [*faults(report)]) == (22, ["format.unsupported"])
     assert ckptctl.pick(str(tmp_path)).exit_code == 11
+
+
+def chosen_without(root: Path, *lost: str) -> int:
+    """The step that is chosen where files are lost, which are put back."""
+    kept = {root / path: (root / path).read_bytes() for path in lost}
+    for path in kept:
+        path.unlink()
+    chosen = ckptctl.pick(str(root), grace_s=0)
+    for path, data in kept.items():
+        path.write_bytes(data)
+    return chosen.step
+
+
+@pytest.mark.parametrize("words", ["abcd", ("alpha", "bravo", "carol", "node17")])
+@pytest.mark.parametrize("names", [("{}.pt", "{}.optim.pt"), ("{}/w.pt", "{}/o.pt")])
+def test_a_lost_file_without_a_number_is_shown_by_the_steps_beside(tmp_path, words, names):
+    def save(number: int, ranks: int) -> None:
+        save_step(tmp_path / "numbered", ("{r}.pt", "{r}.optim.pt"), ranks, number)
+        for rank, word in enumerate(words[:ranks]):
+            for name, saved in zip(names, (f"{rank}.pt", f"{rank}.optim.pt"), strict=True):
+                path = tmp_path / "run" / f"step-{number}" / name.format(word)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / "numbered" / saved).rename(path)
+
+    for number in (10, 20, 30):
+        save(number, 4)
+    root = tmp_path / "run"
+    assert ckptctl.pick(str(root)).step == 30
+    for word in words:
+        assert chosen_without(root, f"step-30/{names[1].format(word)}") == 20
+    assert chosen_without(root, *(f"step-30/{name.format(words[3])}" for name in names)) == 20
+    save(40, 2)
+    assert ckptctl.pick(str(root)).step == 40
+
+
+def test_a_file_without_bytes_is_none_of_its_family(tmp_path):
+    for number in (10, 20):
+        save_step(tmp_path / f"step-{number}", ("model_{r}.pkl", "optim_{r}.pkl"), number=number)
+    (tmp_path / "step-20" / "optim_2.pkl").write_bytes(b"")
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 10
+
+
+def test_a_first_file_that_another_step_lost_does_not_shift_the_numbers(tmp_path):
+    for number in (10, 20, 30):
+        save_step(tmp_path / f"step-{number}", ("part{r1}.pt", "opt{r1}.pt"), number=number)
+    assert chosen_without(tmp_path, "step-20/part1.pt") == 30
+
+
+@pytest.mark.parametrize("name", ["optimizer_3.pt", "optimizer_2.pt", "model_3.pt"])
+def test_a_file_that_each_step_lost_is_shown_by_the_other_kind(tmp_path, name):
+    for number in (10, 20, 30):
+        save_step(tmp_path / f"step-{number}", SCHEMES[0], number=number)
+        (tmp_path / f"step-{number}" / name).unlink()
+    chosen = ckptctl.pick(str(tmp_path), grace_s=0)
+    assert (chosen.exit_code, chosen.chosen) == (11, None)
+
+
+@pytest.mark.parametrize("name", ["o.1.1.pt", "o.0.1.pt"])
+def test_a_place_of_a_mesh_that_each_step_lost_is_shown_by_the_other_kind(tmp_path, name):
+    for number in (10, 20):
+        save_step(tmp_path / f"step-{number}", ("w.{t}.{p}.pt", "o.{t}.{p}.pt"), number=number)
+        (tmp_path / f"step-{number}" / name).unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).exit_code == 11
+
+
+def save_stages(folder: Path, n_stages: int, ranks: int, number: int) -> None:
+    """A model in `n_stages` files, and optimizer and RNG states in one for each rank."""
+    save_step(folder, ("stage{r}.pt", "x{r}"), n_stages, number)
+    for rank in range(n_stages):
+        (folder / f"x{rank}").unlink()
+    save_step(folder, ("x{r}", "dp{r}.pt"), ranks, number)
+    for rank in range(ranks):
+        (folder / f"x{rank}").unlink()
+        torch.save({"rng": torch.zeros(4, dtype=torch.uint8)}, folder / f"seed{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 4), (1, 2)), ((2, 4), (2, 2)), ((1, 2), (2, 4))]
+)
+def test_kinds_of_which_fewer_ranks_write_are_whole_in_another_world_too(tmp_path, before, after):
+    save_stages(tmp_path / "step-10", *before, 10)
+    report = ckptctl.verify(str(tmp_path / "step-10"))
+    assert report.exit_code == 22, report.findings
+    save_stages(tmp_path / "step-20", *before, 20)
+    assert ckptctl.pick(str(tmp_path)).step == 20
+    save_stages(tmp_path / "step-30", *after, 30)
+    assert ckptctl.pick(str(tmp_path)).step == 30
+
+
+def test_a_count_beside_the_number_of_a_first_rank_states_nothing():
+    names = [f"shard-00001-model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)]
+    (family,) = families_of(names)
+    assert not family.stated
+    (family,) = families_of([name.removeprefix("shard-00001-") for name in names])
+    assert family.stated
+
+
+def test_an_index_that_the_steps_beside_have_is_missing(tmp_path):
+    for number in (10, 20):
+        folder = tmp_path / f"step-{number}" / "model"
+        for n in (1, 2):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({f"w{n}": torch.ones(4)}, folder / f"model-{n:05}-of-00002.safetensors")
+        named = {f"w{n}": f"model-{n:05}-of-00002.safetensors" for n in (1, 2)}
+        index = {"metadata": {}, "weight_map": named}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ckptctl.pick(str(tmp_path)).step == 20
+    assert chosen_without(tmp_path, "step-20/model/model.safetensors.index.json") == 10

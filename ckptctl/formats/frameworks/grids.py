@@ -130,13 +130,16 @@ def grids_of(
         for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
         for grid in _grids(framework, members, stated or {})
     )
-    several = [family for family in families_of(others) if family.n_present > 1]
+    families = families_of(others)
+    # A single file is one of several only beside others that are.
+    if all(family.n_present == 1 for family in families):
+        families = ()
     is_described = MANIFEST in others
     return (
         *of_frameworks,
         *(
             _family_grid(family, sharded=not is_described and _may_be_sharded(family, layout))
-            for family in several
+            for family in families
         ),
     )
 
@@ -144,14 +147,15 @@ def grids_of(
 def _may_be_sharded(family: Family, layout: str) -> bool:
     """Whether files of ranks may hold parts that only as many ranks can load."""
     kind = kind_of_file(layout, family.example)
-    return family.is_line and (kind is None or not {"model", "optimizer"}.isdisjoint(kind.names))
+    is_of_several = family.is_line and family.n_present > 1
+    return is_of_several and (kind is None or not {"model", "optimizer"}.isdisjoint(kind.names))
 
 
 def _family_grid(family: Family, *, sharded: bool) -> Grid:
     """A family of files as a grid. What it lacks is decided by `inspection.whole`."""
     start = family.spans[0][0][0]
     names_rank = re.search("rank[-_]?$", family.example[:start]) is not None and family.is_line
-    family = family.from_zero() if names_rank else family
+    family = family.from_base(0) if names_rank else family
     return Grid(
         FAMILY,
         f"state in {family.key}",
