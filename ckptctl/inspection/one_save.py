@@ -12,12 +12,13 @@ count batches instead of steps; the steps beside show how it relates to the numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 
 import msgspec
 
+from ckptctl.checks.seals import is_unwritten, written_again
 from ckptctl.checks.shape import weights_in
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import StorageError
@@ -26,13 +27,21 @@ from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.whole import Neighbours
 from ckptctl.model import SHARDED, FileInfo, Step
 
 LEAST_WINDOW_S = 120.0
-"""No window is shorter: clocks of nodes differ, and a slow rank ends late."""
+"""A step is not refused for less: clocks of nodes differ, and a slow rank ends late."""
+
+LAST_WINDOW_S = 30.0
+"""The same for a shard that was written after its metadata, where other steps show that the
+metadata is written last."""
+
+USUAL_S = 10.0
+"""Files that were written within less need no comparison with other steps."""
 
 TIMES_LONGEST = 3.0
 """The window is so many times as long as the longest save beside the step took."""
@@ -55,30 +64,34 @@ class SaveTimes(msgspec.Struct, frozen=True):
     first_s: float
     last_s: float
     late_s: float
-    """How long after the metadata the last shard was written; of other formats, `last_s` after
-    `first_s`."""
+    """How long after its metadata the last shard of a part was written; 0 if none was."""
     largest: int
     """Bytes of its largest file."""
     weights_s: float
     """When the last of its metadata and weights was written; other files may be added later."""
+    apart_s: float = 0.0
+    """How far apart its files were written, where a part with metadata counts as its metadata: a
+    shard that is slow is waited for."""
 
 
 def check_one_save(
-    opened: OpenStep, neighbours: Neighbours | None, *, is_sealed: bool
+    opened: OpenStep, neighbours: Neighbours | None, seal: Seal | None, *, is_proven: bool
 ) -> tuple[list[Finding], Claim]:
     """Compare the write times of a step's files with each other and with those of other steps.
 
-    `is_sealed`: every byte was compared with a seal, which proves the save whatever its times are.
+    `is_proven`: every byte was compared with the `seal`, which proves the save whatever its times
+    are. Without that, so does a seal after which no file was written.
     Yields `step.two-saves` where files were written by a later save than the others, and
-    `step.times` where they may have been, and nothing shows how long a save takes.
+    `step.times` where they may have been: they are further apart than the saves beside it took,
+    or no other step shows how long a save takes.
 
-    Cost: the listing of the nearest older step; where files were written more than
-    `LEAST_WINDOW_S` apart, of `MAX_COMPARED` steps on each side.
+    Cost: the listing of the nearest older step; where files were written further apart than in
+    that, of `MAX_COMPARED` steps on each side.
     """
     foreign = _part_of_another_step(opened)
     if foreign is not None:
         return [foreign], _unknown("the parts differ", opened)
-    if is_sealed:
+    if seal is not None and (is_proven or is_unwritten(seal, opened.step)):
         return [], _proven("seal")
     if layouts.is_of_one_attempt(opened.name):
         return [], _proven("its name, which one attempt uses once")
@@ -87,23 +100,76 @@ def check_one_save(
         return [], _unknown("the storage keeps no write times", opened)
     if len(files) <= 1:
         return [], _proven("one file")
-    own = _times(opened.step, files)
-    if own.late_s <= LEAST_WINDOW_S:
-        return [], _by_order(opened, own, neighbours)
-    others = [*_times_beside(opened, neighbours)]
-    if others:
-        known = {key for _, keys in others for key in keys}
-        alike = {path: at_s for path, at_s in files.items() if key_of(path) in known}
-        if len(alike) > 1:
-            files, own = alike, _times(opened.step, alike)
-    beside = [times for times, _ in others]
-    window_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * max(0.0, one.late_s) for one in beside)])
-    if own.late_s <= window_s:
-        return [], _unknown(f"files written {duration(own.late_s)} apart, as in others", opened)
-    finding = _two_saves(files, own, window_s)
-    if beside and is_of_training([*beside, own]):
+    again = written_again(seal, opened.step) & files.keys() if seal is not None else frozenset()
+    if again:
+        finding = _two_saves(files, again, "the seal", "files that nobody wrote since")
         return [finding], _unknown(finding.message, opened)
-    return [_doubt(finding)], _unknown(finding.message, opened)
+    own = _times(opened.step, files)
+    others: list[tuple[SaveTimes, frozenset[str]]] = []
+    for times, keys in _times_beside(opened, neighbours):
+        if _is_usual(own, [times for times, _ in others]):
+            break
+        others.append((times, keys))
+    known = {key for _, keys in others for key in keys}
+    alike = {path: at_s for path, at_s in files.items() if key_of(path) in known}
+    if len(alike) > 1:
+        files, own = alike, _times(opened.step, alike)
+    beside = [times for times, _ in others]
+    if _is_usual(own, beside):
+        return [], _by_order(opened, own, beside, neighbours)
+    is_trained = bool(beside) and is_of_training([*beside, own])
+    apart_s, window_s = _furthest(own, beside, is_trained=is_trained)
+    is_over = apart_s > window_s
+    if not is_over and not is_trained:
+        why = f"files written {duration(max(_span_s(own), 1.0))} apart"
+        return [], _unknown(f"{why}, and no other step shows how long a save takes", opened)
+    later = {path for path, at_s in files.items() if own.last_s - at_s <= apart_s / 2}
+    expected = f"files written within {duration(window_s)}"
+    finding = _two_saves(files, later, duration(apart_s), expected)
+    if not (is_over and is_trained):
+        finding = _doubt(finding)
+    return [finding], _unknown(finding.message, opened)
+
+
+def _is_between(other: SaveTimes, own: SaveTimes) -> bool:
+    """Whether an older step was written after some files of a step and before others."""
+    is_older = other.number < own.number
+    return is_older and own.first_s <= other.last_s < own.last_s and _span_s(own) > LEAST_WINDOW_S
+
+
+def _span_s(times: SaveTimes) -> float:
+    return times.last_s - times.first_s
+
+
+def _is_usual(own: SaveTimes, beside: Sequence[SaveTimes]) -> bool:
+    """Whether the files of a step were written as close together as those of steps beside it."""
+    late_s = max([SUCCESSION_S, *(TIMES_LONGEST * one.late_s for one in beside)])
+    apart_s = max([USUAL_S, *(TIMES_LONGEST * one.apart_s for one in beside)])
+    span_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * _span_s(one) for one in beside)])
+    return own.late_s <= late_s and own.apart_s <= apart_s and _span_s(own) <= span_s
+
+
+def _furthest(
+    own: SaveTimes, beside: Sequence[SaveTimes], *, is_trained: bool
+) -> tuple[float, float]:
+    """How far apart files of the step were written, and how far those of one save may be.
+
+    A run saves a step again only after it trained up to it, so where saves follow each other
+    faster than `LEAST_WINDOW_S`, the files of two are that close together.
+    """
+    in_order = sorted(one.first_s for one in beside)
+    intervals = (later_s - earlier_s for earlier_s, later_s in pairwise(in_order))
+    is_known = is_trained and len(beside) > 1
+    is_last = is_known and all(one.late_s <= SUCCESSION_S for one in beside)
+    least_s = max(USUAL_S, min(LEAST_WINDOW_S, *intervals)) if is_known else LEAST_WINDOW_S
+    late_s = max([least_s, *(TIMES_LONGEST * one.late_s for one in beside)])
+    apart_s = max([least_s, *(TIMES_LONGEST * one.apart_s for one in beside)])
+    found = [
+        *((_span_s(own), own.last_s - one.last_s) for one in beside if _is_between(one, own)),
+        (own.late_s, LAST_WINDOW_S if is_last else late_s),
+        (own.apart_s, apart_s),
+    ]
+    return max(found, key=lambda pair: pair[0] / pair[1])
 
 
 def _proven(by: str) -> Claim:
@@ -139,17 +205,22 @@ def times_of(step: Step) -> SaveTimes | None:
 
 def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
     first_s, last_s = min(files.values()), max(files.values())
-    late_s = last_s - first_s
-    (part, *more) = step.parts or [None]
-    metadata_s = None
-    if part is not None and not more and part.format in SHARDED:
+    late_s, single = 0.0, dict(files)
+    for part in step.parts:
         metadata_s = files.get(inside(part.path, METADATA))
-    if metadata_s is not None:
-        late_s = last_s - metadata_s
+        if part.format not in SHARDED or metadata_s is None:
+            continue
+        for file in part.files:
+            path = inside(part.path, file.path)
+            if layouts.belongs_to_shards(path) and path in single:
+                at_s = single.pop(path)
+                late_s = max(late_s, at_s - metadata_s)
+        single[inside(part.path, METADATA)] = metadata_s
+    apart_s = max(single.values()) - min(single.values())
     largest = max(file.size for file in step.files if file.path in files)
     weights_s = max((files[f.path] for f in weights_in(step) if f.path in files), default=last_s)
     number = step.number or 0
-    return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s)
+    return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s, apart_s)
 
 
 def _times_beside(
@@ -167,18 +238,24 @@ def _times_beside(
                     yield _times(other, files), frozenset(map(key_of, files))
 
 
-def _by_order(opened: OpenStep, own: SaveTimes, neighbours: Neighbours | None) -> Claim:
-    """Whether times within one window are those of a save, and not of a copy of it."""
-    taken = f"files written within {duration(max(own.last_s - own.first_s, 1.0))}"
-    older = next(iter(neighbours.older()), None) if neighbours is not None else None
-    if older is None or neighbours is None:
+def _by_order(
+    opened: OpenStep,
+    own: SaveTimes,
+    beside: Sequence[SaveTimes],
+    neighbours: Neighbours | None,
+) -> Claim:
+    """Whether times within the usual window are those of a save, and not of a copy of it."""
+    taken = f"files written within {duration(max(_span_s(own), 1.0))}"
+    if own.late_s > SUCCESSION_S:
+        return _unknown(f"{taken}, shards after the metadata: it may be a copy", opened)
+    older = [one for one in beside if one.number < own.number]
+    if not older:
+        older = [times for times, _ in islice(_times_beside(opened, neighbours), 1)]
+    if not older or older[0].number > own.number:
         return _unknown(f"{taken}, and no older step shows that it was no copy", opened)
-    with suppress(StorageError):
-        other = neighbours.open(opened.store, older).step
-        files = _timed(other)
-        if files and is_of_training([_times(other, files), own]):
-            return _proven(taken)
-    return _unknown(f"{taken}, and as soon after {older.name}: it may be a copy", opened)
+    if are_apart(older[0], own):
+        return _proven(taken)
+    return _unknown(f"{taken}, and as soon after {older[0].name}: it may be a copy", opened)
 
 
 def is_of_training(times: Sequence[SaveTimes], *, by_number: bool = True) -> bool:
@@ -199,17 +276,20 @@ def are_apart(older: SaveTimes, newer: SaveTimes) -> bool:
     return newer.first_s - older.weights_s > longest_s
 
 
-def _two_saves(files: Mapping[str, float], own: SaveTimes, window_s: float) -> Finding:
-    is_late = sorted(path for path, at_s in files.items() if own.last_s - at_s <= window_s / 2)
-    others = len(files) - len(is_late)
+def _two_saves(
+    files: Mapping[str, float], later: Collection[str], after: str, expected: str
+) -> Finding:
+    is_late = sorted(later)
+    n_others = len(files) - len(is_late)
+    verb_of_late = verb(len(is_late), "was", "were")
     return Finding(
         "step.two-saves",
         is_late[0],
-        f"{some_of(is_late)} {verb(len(is_late), 'was', 'were')} written "
-        f"{duration(own.late_s)} after {counted(others, 'other file')} of the step: a later save "
-        "over it was interrupted, and a load would mix the two",
-        expected=f"files written within {duration(window_s)}",
-        found=f"files written {duration(own.late_s)} apart",
+        f"{some_of(is_late)} {verb_of_late} written {after} after "
+        f"{counted(n_others, 'other file')} of the step: a later save over it was interrupted, and "
+        "a load would mix the two",
+        expected=expected,
+        found=f"files written {after} apart",
         next_command="ckptctl explain step.two-saves",
     )
 

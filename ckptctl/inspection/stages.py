@@ -418,15 +418,14 @@ def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the write times of the files, and the steps that the parts were written for."""
     from ckptctl.inspection.one_save import check_one_save
 
-    is_sealed = (
-        context.notes.seal is not None
-        and context.content is not None
-        and context.content.whole
-        and not context.places("seal.digest")
+    is_proven = (
+        context.content is not None and context.content.whole and not context.places("seal.digest")
     )
     if context.notes.accepted or any(one.code in NEVER_FINISHED for one in context.findings):
         return
-    found, context.one_save = check_one_save(opened, context.neighbours, is_sealed=is_sealed)
+    found, context.one_save = check_one_save(
+        opened, context.neighbours, context.notes.seal, is_proven=is_proven
+    )
     yield from found
 
 
