@@ -248,7 +248,8 @@ def written_again(seal: Seal, step: Step) -> frozenset[str]:
     unwritten = _unwritten(seal, step)
     there = {file.path for file in step.files}
     later = {f.path for f in seal.files if f.written_ms is not None and f.path in there}
-    return frozenset(later - unwritten) if unwritten else frozenset()
+    # Of metadata the digest decides.
+    return frozenset(later - unwritten - seal.step.metadata.keys()) if unwritten else frozenset()
 
 
 def _unwritten(seal: Seal, step: Step) -> frozenset[str]:

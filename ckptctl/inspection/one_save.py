@@ -68,14 +68,20 @@ class SaveTimes(msgspec.Struct, frozen=True):
     largest: int
     """Bytes of its largest file."""
     weights_s: float
-    """When the last of its metadata and weights was written; other files may be added later."""
+    """When the last of its metadata and weights was written, and what followed as closely; other
+    files may be added later."""
     apart_s: float = 0.0
     """How far apart its files were written, where a part with metadata counts as its metadata: a
     shard that is slow is waited for."""
 
 
 def check_one_save(
-    opened: OpenStep, neighbours: Neighbours | None, seal: Seal | None, *, is_proven: bool
+    opened: OpenStep,
+    counted_steps: int | None,
+    neighbours: Neighbours | None,
+    seal: Seal | None,
+    *,
+    is_proven: bool,
 ) -> tuple[list[Finding], Claim]:
     """Compare the write times of a step's files with each other and with those of other steps.
 
@@ -88,7 +94,7 @@ def check_one_save(
     Cost: the listing of the nearest older step; where files were written further apart than in
     that, of `MAX_COMPARED` steps on each side.
     """
-    foreign = _part_of_another_step(opened)
+    foreign = _part_of_another_step(opened, counted_steps, neighbours)
     if foreign is not None:
         return [foreign], _unknown("the parts differ", opened)
     if seal is not None and (is_proven or is_unwritten(seal, opened.step)):
@@ -219,6 +225,9 @@ def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
     apart_s = max(single.values()) - min(single.values())
     largest = max(file.size for file in step.files if file.path in files)
     weights_s = max((files[f.path] for f in weights_in(step) if f.path in files), default=last_s)
+    took_s = max(weights_s - first_s, SUCCESSION_S)
+    for at_s in sorted(at_s for at_s in files.values() if at_s > weights_s):
+        weights_s = at_s if at_s - weights_s <= took_s else weights_s
     number = step.number or 0
     return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s, apart_s)
 
@@ -307,27 +316,44 @@ def _doubt(finding: Finding) -> Finding:
     )
 
 
-def _part_of_another_step(opened: OpenStep) -> Finding | None:
-    """The finding for parts whose metadata name different steps."""
+def _part_of_another_step(
+    opened: OpenStep, counted_steps: int | None, neighbours: Neighbours | None
+) -> Finding | None:
+    """The finding for a part whose metadata names another step than the rest of the step does.
+
+    Where all parts name one other step, the train state and that step itself decide.
+    """
     named = {
         part.path: part.own_number
         for part in opened.parts
         if part.part.format in SHARDED and part.own_number is not None
     }
     number = opened.step.number
-    others = {path: own for path, own in named.items() if own != number}
-    if number is None or len(set(named.values())) < 2 or not others:
+    others = {path: own for path, own in named.items() if number and abs(own - number) > 1}
+    if number is None or not others:
         return None
     path, own = min(others.items())
+    if len(set(named.values())) < 2:
+        is_counted = counted_steps is not None and abs(counted_steps - number) <= 1
+        there = dict(_counts_beside(opened, neighbours, number_in_metadata, {own}))
+        if not is_counted or there.get(own) != own:
+            return None
+    rest = min(set(named.values()) - {own}, default=number)
     return Finding(
         "state.mixed",
-        path,
-        f"{path} was written for step {own}, and other parts of {opened.step.name} for step "
-        f"{min(set(named.values()) - {own})}: a part of another step lies in this one",
+        inside(path, METADATA),
+        f"{inside(path, METADATA)} was written for step {own}, and other parts of {opened.step.name} for "
+        f"step {rest}: a part of another step lies in this one",
         expected=f"parts of step {number}",
         found=f"a part of step {own}",
         next_command=command_line("show", opened.url),
     )
+
+
+def number_in_metadata(opened: OpenStep) -> int | None:
+    """The step that the metadata of all parts was written for; None where they name none."""
+    named = {part.own_number for part in opened.parts if part.part.format in SHARDED}
+    return next(iter(named)) if len(named) == 1 else None
 
 
 def check_identity(
@@ -340,31 +366,69 @@ def check_identity(
 
     `count_of` returns the steps that another step counts. A counter that differs from the name is
     compared with those of the steps beside: where they agree with their names, or differ by the
-    same amount or ratio, and this one does not, it is another step.
+    same amount or ratio, and this one does not, it is another step. Where the counts are those of
+    the names in another order, folders were swapped. Without a counter, the step that the metadata
+    was written for is compared instead.
 
     Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
     train state of `MAX_COMPARED` steps on each side at most.
     """
     number = opened.step.number
-    named = {part.own_number for part in opened.parts if part.part.format in SHARDED} - {None}
-    if number is None or not layouts.counts_training_steps(opened.step.layout):
-        return [], _of_name("its name counts no training steps", opened)
-    if counted_steps is None:
-        if named == {number}:
-            return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, "metadata")
-        return [], _of_name("no file states the step", opened)
-    if abs(counted_steps - number) <= 1:
-        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, f"step count {counted_steps:,}")
-    counts = [*_counts_beside(opened, neighbours, count_of)]
-    if _fits(number, counted_steps, counts):
-        by = f"step count {counted_steps:,}, as far from the name as in the steps beside"
+    counts_steps = layouts.counts_training_steps(opened.step.layout)
+    in_metadata = number_in_metadata(opened)
+    # What the writer called the folder states the number in its name, whatever that counts.
+    is_named = in_metadata is not None and (counted_steps is None or not counts_steps)
+    count = in_metadata if is_named else counted_steps
+    if number is None or count is None:
+        return [], _of_name("no file states the step, or its name does not", opened)
+    if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
+        by = "metadata" if is_named else f"step count {count:,}"
         return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
-    agreeing = [(n, count) for n, count in counts if abs(count - n) <= 1]
+    counter = number_in_metadata if is_named else count_of
+    counts = [*_counts_beside(opened, neighbours, counter)]
+    if _is_swapped(number, count, counts):
+        return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
+    if _fits(number, count, counts) or (counts_steps and abs(count - number) <= 1):
+        by = f"step count {count:,}, as far from the name as in the steps beside"
+        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
+    agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
     is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
-    if agreeing and is_regular and len(agreeing) == len(counts):
-        return [_wrong_step(opened, counted_steps, agreeing[0][0])], _of_name("", opened)
-    why = f"its train state counts {counted_steps:,} steps, and its name {number:,}"
-    return [], _of_name(why, opened)
+    if agreeing and is_regular and len(agreeing) == len(counts) and (is_named or counts_steps):
+        return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
+    return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
+
+
+def check_optimizer_count(
+    opened: OpenStep,
+    counts: tuple[int, int],
+    neighbours: Neighbours | None,
+    counters: tuple[Callable[[OpenStep], int | None], Callable[[OpenStep], int | None]],
+) -> list[Finding]:
+    """Compare the steps that the train state counts with those that the optimizer counts.
+
+    An optimizer may be younger than the run. `counters` return both counts of another step: where
+    they are equal in the steps beside, and differ here, the two are not of one save.
+
+    Yields `state.mixed`. Cost: none where the counts agree; else as `check_identity`.
+    """
+    of_state, of_optimizer = counts
+    if abs(of_state - of_optimizer) <= 1:
+        return []
+    states, optimizers = (dict(_counts_beside(opened, neighbours, one)) for one in counters)
+    both = states.keys() & optimizers.keys()
+    if not both or any(abs(states[n] - optimizers[n]) > 1 for n in both):
+        return []
+    return [
+        Finding(
+            "state.mixed",
+            "",
+            f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}; in "
+            f"step {max(both)} beside it they agree: a file of another step lies in this one",
+            expected=f"an optimizer of step {of_state:,}",
+            found=f"an optimizer of step {of_optimizer:,}",
+            next_command=command_line("show", opened.url),
+        )
+    ]
 
 
 _NAMED_BY_COUNT = frozenset({"transformers"})
@@ -376,12 +440,17 @@ def _of_name(why: str, opened: OpenStep) -> Claim:
 
 
 def _counts_beside(
-    opened: OpenStep, neighbours: Neighbours | None, count_of: Callable[[OpenStep], int | None]
+    opened: OpenStep,
+    neighbours: Neighbours | None,
+    count_of: Callable[[OpenStep], int | None],
+    numbers: Collection[int] | None = None,
 ) -> Iterator[tuple[int, int]]:
+    """What the steps beside count, by their numbers: of all that are compared, or of `numbers`."""
     if neighbours is None:
         return
     for names in (neighbours.older, neighbours.newer):
-        for named in islice(names(), MAX_COMPARED):
+        wanted = (one for one in names() if numbers is None or one.number in numbers)
+        for named in islice(wanted, MAX_COMPARED):
             with suppress(StorageError):
                 count = count_of(neighbours.open(opened.store, named))
                 if count is not None:
@@ -395,14 +464,31 @@ def _fits(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
     return 2 * max(by_offset, by_ratio) > len(beside)
 
 
-def _wrong_step(opened: OpenStep, counted_steps: int, beside: int) -> Finding:
+def _is_swapped(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
+    """Whether the counts are those of the names in another order, and this one is displaced.
+
+    The counts in order are the numbers in order, or of three steps and more a multiple of them.
+    """
+    numbers = sorted([number, *(n for n, _ in beside)])
+    counts = sorted([count, *(other for _, other in beside)])
+    in_order = dict(zip(numbers, counts, strict=True))
+    offsets = {other - n for n, other in in_order.items()}
+    ratio = sum(counts) / max(sum(numbers), 1)
+    is_multiple = len(counts) > 2 and all(abs(c - ratio * n) <= 1 for n, c in in_order.items())
+    is_equal = offsets in ({-1}, {0}, {1})
+    is_displaced = abs(count - in_order[number]) > (0 if is_equal else 1)
+    return counts[0] > 0 and (is_equal or is_multiple) and is_displaced
+
+
+def _wrong_step(opened: OpenStep, count: int, beside: tuple[int, int]) -> Finding:
     name = opened.step.name
+    number, other = beside
     return Finding(
         "step.wrong-step",
         name,
-        f"{name} holds step {counted_steps}: its train state counts as many steps, and that of "
-        f"step {beside} beside it counts those of its name. A resume from here would start at "
-        f"step {counted_steps}",
+        f"{name} holds another step: its train state or metadata counts {count:,} steps, and that "
+        f"of step {number} beside it {other:,}. A resume from here would start at step {count}",
         expected=f"step {opened.step.number}",
-        found=f"step {counted_steps}",
+        found=f"step {count}",
+        next_command=command_line("show", opened.url),
     )
