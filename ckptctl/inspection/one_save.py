@@ -149,7 +149,7 @@ def _span_s(times: SaveTimes) -> float:
 
 def _is_usual(own: SaveTimes, beside: Sequence[SaveTimes]) -> bool:
     """Whether the files of a step were written as close together as those of steps beside it."""
-    late_s = max([SUCCESSION_S, *(TIMES_LONGEST * one.late_s for one in beside)])
+    late_s = max([USUAL_S, *(TIMES_LONGEST * one.late_s for one in beside)])
     apart_s = max([USUAL_S, *(TIMES_LONGEST * one.apart_s for one in beside)])
     span_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * _span_s(one) for one in beside)])
     return own.late_s <= late_s and own.apart_s <= apart_s and _span_s(own) <= span_s
@@ -342,8 +342,8 @@ def _part_of_another_step(
     return Finding(
         "state.mixed",
         inside(path, METADATA),
-        f"{inside(path, METADATA)} was written for step {own}, and other parts of {opened.step.name} for "
-        f"step {rest}: a part of another step lies in this one",
+        f"{inside(path, METADATA)} was written for step {own}, and other parts of "
+        f"{opened.step.name} for step {rest}: a part of another step lies in this one",
         expected=f"parts of step {number}",
         found=f"a part of step {own}",
         next_command=command_line("show", opened.url),
