@@ -12,7 +12,7 @@ count batches instead of steps; the steps beside show how it relates to the numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 
@@ -25,14 +25,23 @@ from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.seals import is_unwritten, written_again
 from ckptctl.inspection.shape import weights_in
 from ckptctl.model import SHARDED, FileInfo, Step
 
 LEAST_WINDOW_S = 120.0
-"""No window is shorter: clocks of nodes differ, and a slow rank ends late."""
+"""A step is not refused for less: clocks of nodes differ, and a slow rank ends late."""
+
+LAST_WINDOW_S = 30.0
+"""The same for a shard that was written after its metadata, where other steps show that the
+metadata is written last."""
+
+USUAL_S = 10.0
+"""Files that were written within less need no comparison with other steps."""
 
 TIMES_LONGEST = 3.0
 """The window is so many times as long as the longest save beside the step took."""
@@ -55,30 +64,40 @@ class SaveTimes(msgspec.Struct, frozen=True):
     first_s: float
     last_s: float
     late_s: float
-    """How long after the metadata the last shard was written; of other formats, `last_s` after
-    `first_s`."""
+    """How long after its metadata the last shard of a part was written; 0 if none was."""
     largest: int
     """Bytes of its largest file."""
     weights_s: float
-    """When the last of its metadata and weights was written; other files may be added later."""
+    """When the last of its metadata and weights was written, and what followed as closely; other
+    files may be added later."""
+    apart_s: float = 0.0
+    """How far apart its files were written, where a part with metadata counts as its metadata: a
+    shard that is slow is waited for."""
 
 
 def check_one_save(
-    opened: OpenStep, neighbours: Neighbours | None, *, is_sealed: bool
+    opened: OpenStep,
+    counted_steps: int | None,
+    neighbours: Neighbours | None,
+    seal: Seal | None,
+    *,
+    is_proven: bool,
 ) -> tuple[list[Finding], Claim]:
     """Compare the write times of a step's files with each other and with those of other steps.
 
-    `is_sealed`: every byte was compared with a seal, which proves the save whatever its times are.
+    `is_proven`: every byte was compared with the `seal`, which proves the save whatever its times
+    are. Without that, so does a seal after which no file was written.
     Yields `step.two-saves` where files were written by a later save than the others, and
-    `step.times` where they may have been, and nothing shows how long a save takes.
+    `step.times` where they may have been: they are further apart than the saves beside it took,
+    or no other step shows how long a save takes.
 
-    Cost: the listing of the nearest older step; where files were written more than
-    `LEAST_WINDOW_S` apart, of `MAX_COMPARED` steps on each side.
+    Cost: the listing of the nearest older step; where files were written further apart than in
+    that, of `MAX_COMPARED` steps on each side.
     """
-    foreign = _part_of_another_step(opened)
+    foreign = _part_of_another_step(opened, counted_steps, neighbours)
     if foreign is not None:
         return [foreign], _unknown("the parts differ", opened)
-    if is_sealed:
+    if seal is not None and (is_proven or is_unwritten(seal, opened.step)):
         return [], _proven("seal")
     if layouts.is_of_one_attempt(opened.name):
         return [], _proven("its name, which one attempt uses once")
@@ -87,23 +106,76 @@ def check_one_save(
         return [], _unknown("the storage keeps no write times", opened)
     if len(files) <= 1:
         return [], _proven("one file")
-    own = _times(opened.step, files)
-    if own.late_s <= LEAST_WINDOW_S:
-        return [], _by_order(opened, own, neighbours)
-    others = [*_times_beside(opened, neighbours)]
-    if others:
-        known = {key for _, keys in others for key in keys}
-        alike = {path: at_s for path, at_s in files.items() if key_of(path) in known}
-        if len(alike) > 1:
-            files, own = alike, _times(opened.step, alike)
-    beside = [times for times, _ in others]
-    window_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * max(0.0, one.late_s) for one in beside)])
-    if own.late_s <= window_s:
-        return [], _unknown(f"files written {duration(own.late_s)} apart, as in others", opened)
-    finding = _two_saves(files, own, window_s)
-    if beside and is_of_training([*beside, own]):
+    again = written_again(seal, opened.step) & files.keys() if seal is not None else frozenset()
+    if again:
+        finding = _two_saves(files, again, "the seal", "files that nobody wrote since")
         return [finding], _unknown(finding.message, opened)
-    return [_doubt(finding)], _unknown(finding.message, opened)
+    own = _times(opened.step, files)
+    others: list[tuple[SaveTimes, frozenset[str]]] = []
+    for times, keys in _times_beside(opened, neighbours):
+        if _is_usual(own, [times for times, _ in others]):
+            break
+        others.append((times, keys))
+    known = {key for _, keys in others for key in keys}
+    alike = {path: at_s for path, at_s in files.items() if key_of(path) in known}
+    if len(alike) > 1:
+        files, own = alike, _times(opened.step, alike)
+    beside = [times for times, _ in others]
+    if _is_usual(own, beside):
+        return [], _by_order(opened, own, beside, neighbours)
+    is_trained = bool(beside) and is_of_training([*beside, own])
+    apart_s, window_s = _furthest(own, beside, is_trained=is_trained)
+    is_over = apart_s > window_s
+    if not is_over and not is_trained:
+        why = f"files written {duration(max(_span_s(own), 1.0))} apart"
+        return [], _unknown(f"{why}, and no other step shows how long a save takes", opened)
+    later = {path for path, at_s in files.items() if own.last_s - at_s <= apart_s / 2}
+    expected = f"files written within {duration(window_s)}"
+    finding = _two_saves(files, later, duration(apart_s), expected)
+    if not (is_over and is_trained):
+        finding = _doubt(finding)
+    return [finding], _unknown(finding.message, opened)
+
+
+def _is_between(other: SaveTimes, own: SaveTimes) -> bool:
+    """Whether an older step was written after some files of a step and before others."""
+    is_older = other.number < own.number
+    return is_older and own.first_s <= other.last_s < own.last_s and _span_s(own) > LEAST_WINDOW_S
+
+
+def _span_s(times: SaveTimes) -> float:
+    return times.last_s - times.first_s
+
+
+def _is_usual(own: SaveTimes, beside: Sequence[SaveTimes]) -> bool:
+    """Whether the files of a step were written as close together as those of steps beside it."""
+    late_s = max([USUAL_S, *(TIMES_LONGEST * one.late_s for one in beside)])
+    apart_s = max([USUAL_S, *(TIMES_LONGEST * one.apart_s for one in beside)])
+    span_s = max([LEAST_WINDOW_S, *(TIMES_LONGEST * _span_s(one) for one in beside)])
+    return own.late_s <= late_s and own.apart_s <= apart_s and _span_s(own) <= span_s
+
+
+def _furthest(
+    own: SaveTimes, beside: Sequence[SaveTimes], *, is_trained: bool
+) -> tuple[float, float]:
+    """How far apart files of the step were written, and how far those of one save may be.
+
+    A run saves a step again only after it trained up to it, so where saves follow each other
+    faster than `LEAST_WINDOW_S`, the files of two are that close together.
+    """
+    in_order = sorted(one.first_s for one in beside)
+    intervals = (later_s - earlier_s for earlier_s, later_s in pairwise(in_order))
+    is_known = is_trained and len(beside) > 1
+    is_last = is_known and all(one.late_s <= SUCCESSION_S for one in beside)
+    least_s = max(USUAL_S, min(LEAST_WINDOW_S, *intervals)) if is_known else LEAST_WINDOW_S
+    late_s = max([least_s, *(TIMES_LONGEST * one.late_s for one in beside)])
+    apart_s = max([least_s, *(TIMES_LONGEST * one.apart_s for one in beside)])
+    found = [
+        *((_span_s(own), own.last_s - one.last_s) for one in beside if _is_between(one, own)),
+        (own.late_s, LAST_WINDOW_S if is_last else late_s),
+        (own.apart_s, apart_s),
+    ]
+    return max(found, key=lambda pair: pair[0] / pair[1])
 
 
 def _proven(by: str) -> Claim:
@@ -139,17 +211,25 @@ def times_of(step: Step) -> SaveTimes | None:
 
 def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
     first_s, last_s = min(files.values()), max(files.values())
-    late_s = last_s - first_s
-    (part, *more) = step.parts or [None]
-    metadata_s = None
-    if part is not None and not more and part.format in SHARDED:
+    late_s, single = 0.0, dict(files)
+    for part in step.parts:
         metadata_s = files.get(inside(part.path, METADATA))
-    if metadata_s is not None:
-        late_s = last_s - metadata_s
+        if part.format not in SHARDED or metadata_s is None:
+            continue
+        for file in part.files:
+            path = inside(part.path, file.path)
+            if layouts.belongs_to_shards(path) and path in single:
+                at_s = single.pop(path)
+                late_s = max(late_s, at_s - metadata_s)
+        single[inside(part.path, METADATA)] = metadata_s
+    apart_s = max(single.values()) - min(single.values())
     largest = max(file.size for file in step.files if file.path in files)
     weights_s = max((files[f.path] for f in weights_in(step) if f.path in files), default=last_s)
+    took_s = max(weights_s - first_s, SUCCESSION_S)
+    for at_s in sorted(at_s for at_s in files.values() if at_s > weights_s):
+        weights_s = at_s if at_s - weights_s <= took_s else weights_s
     number = step.number or 0
-    return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s)
+    return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s, apart_s)
 
 
 def _times_beside(
@@ -167,18 +247,24 @@ def _times_beside(
                     yield _times(other, files), frozenset(map(key_of, files))
 
 
-def _by_order(opened: OpenStep, own: SaveTimes, neighbours: Neighbours | None) -> Claim:
-    """Whether times within one window are those of a save, and not of a copy of it."""
-    taken = f"files written within {duration(max(own.last_s - own.first_s, 1.0))}"
-    older = next(iter(neighbours.older()), None) if neighbours is not None else None
-    if older is None or neighbours is None:
+def _by_order(
+    opened: OpenStep,
+    own: SaveTimes,
+    beside: Sequence[SaveTimes],
+    neighbours: Neighbours | None,
+) -> Claim:
+    """Whether times within the usual window are those of a save, and not of a copy of it."""
+    taken = f"files written within {duration(max(_span_s(own), 1.0))}"
+    if own.late_s > SUCCESSION_S:
+        return _unknown(f"{taken}, shards after the metadata: it may be a copy", opened)
+    older = [one for one in beside if one.number < own.number]
+    if not older:
+        older = [times for times, _ in islice(_times_beside(opened, neighbours), 1)]
+    if not older or older[0].number > own.number:
         return _unknown(f"{taken}, and no older step shows that it was no copy", opened)
-    with suppress(StorageError):
-        other = neighbours.open(opened.store, older).step
-        files = _timed(other)
-        if files and is_of_training([_times(other, files), own]):
-            return _proven(taken)
-    return _unknown(f"{taken}, and as soon after {older.name}: it may be a copy", opened)
+    if are_apart(older[0], own):
+        return _proven(taken)
+    return _unknown(f"{taken}, and as soon after {older[0].name}: it may be a copy", opened)
 
 
 def is_of_training(times: Sequence[SaveTimes], *, by_number: bool = True) -> bool:
@@ -199,17 +285,20 @@ def are_apart(older: SaveTimes, newer: SaveTimes) -> bool:
     return newer.first_s - older.weights_s > longest_s
 
 
-def _two_saves(files: Mapping[str, float], own: SaveTimes, window_s: float) -> Finding:
-    is_late = sorted(path for path, at_s in files.items() if own.last_s - at_s <= window_s / 2)
-    others = len(files) - len(is_late)
+def _two_saves(
+    files: Mapping[str, float], later: Collection[str], after: str, expected: str
+) -> Finding:
+    is_late = sorted(later)
+    n_others = len(files) - len(is_late)
+    verb_of_late = verb(len(is_late), "was", "were")
     return Finding(
         "step.two-saves",
         is_late[0],
-        f"{some_of(is_late)} {verb(len(is_late), 'was', 'were')} written "
-        f"{duration(own.late_s)} after {counted(others, 'other file')} of the step: a later save "
-        "over it was interrupted, and a load would mix the two",
-        expected=f"files written within {duration(window_s)}",
-        found=f"files written {duration(own.late_s)} apart",
+        f"{some_of(is_late)} {verb_of_late} written {after} after "
+        f"{counted(n_others, 'other file')} of the step: a later save over it was interrupted, and "
+        "a load would mix the two",
+        expected=expected,
+        found=f"files written {after} apart",
         next_command="ckptctl explain step.two-saves",
     )
 
@@ -227,27 +316,44 @@ def _doubt(finding: Finding) -> Finding:
     )
 
 
-def _part_of_another_step(opened: OpenStep) -> Finding | None:
-    """The finding for parts whose metadata name different steps."""
+def _part_of_another_step(
+    opened: OpenStep, counted_steps: int | None, neighbours: Neighbours | None
+) -> Finding | None:
+    """The finding for a part whose metadata names another step than the rest of the step does.
+
+    Where all parts name one other step, the train state and that step itself decide.
+    """
     named = {
         part.path: part.own_number
         for part in opened.parts
         if part.part.format in SHARDED and part.own_number is not None
     }
     number = opened.step.number
-    others = {path: own for path, own in named.items() if own != number}
-    if number is None or len(set(named.values())) < 2 or not others:
+    others = {path: own for path, own in named.items() if number and abs(own - number) > 1}
+    if number is None or not others:
         return None
     path, own = min(others.items())
+    if len(set(named.values())) < 2:
+        is_counted = counted_steps is not None and abs(counted_steps - number) <= 1
+        there = dict(_counts_beside(opened, neighbours, number_in_metadata, {own}))
+        if not is_counted or there.get(own) != own:
+            return None
+    rest = min(set(named.values()) - {own}, default=number)
     return Finding(
         "state.mixed",
-        path,
-        f"{path} was written for step {own}, and other parts of {opened.step.name} for step "
-        f"{min(set(named.values()) - {own})}: a part of another step lies in this one",
+        inside(path, METADATA),
+        f"{inside(path, METADATA)} was written for step {own}, and other parts of "
+        f"{opened.step.name} for step {rest}: a part of another step lies in this one",
         expected=f"parts of step {number}",
         found=f"a part of step {own}",
         next_command=command_line("show", opened.url),
     )
+
+
+def number_in_metadata(opened: OpenStep) -> int | None:
+    """The step that the metadata of all parts was written for; None where they name none."""
+    named = {part.own_number for part in opened.parts if part.part.format in SHARDED}
+    return next(iter(named)) if len(named) == 1 else None
 
 
 def check_identity(
@@ -260,31 +366,69 @@ def check_identity(
 
     `count_of` returns the steps that another step counts. A counter that differs from the name is
     compared with those of the steps beside: where they agree with their names, or differ by the
-    same amount or ratio, and this one does not, it is another step.
+    same amount or ratio, and this one does not, it is another step. Where the counts are those of
+    the names in another order, folders were swapped. Without a counter, the step that the metadata
+    was written for is compared instead.
 
     Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
     train state of `MAX_COMPARED` steps on each side at most.
     """
     number = opened.step.number
-    named = {part.own_number for part in opened.parts if part.part.format in SHARDED} - {None}
-    if number is None or not layouts.counts_training_steps(opened.step.layout):
-        return [], _of_name("its name counts no training steps", opened)
-    if counted_steps is None:
-        if named == {number}:
-            return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, "metadata")
-        return [], _of_name("no file states the step", opened)
-    if abs(counted_steps - number) <= 1:
-        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, f"step count {counted_steps:,}")
-    counts = [*_counts_beside(opened, neighbours, count_of)]
-    if _fits(number, counted_steps, counts):
-        by = f"step count {counted_steps:,}, as far from the name as in the steps beside"
+    counts_steps = layouts.counts_training_steps(opened.step.layout)
+    in_metadata = number_in_metadata(opened)
+    # What the writer called the folder states the number in its name, whatever that counts.
+    is_named = in_metadata is not None and (counted_steps is None or not counts_steps)
+    count = in_metadata if is_named else counted_steps
+    if number is None or count is None:
+        return [], _of_name("no file states the step, or its name does not", opened)
+    if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
+        by = "metadata" if is_named else f"step count {count:,}"
         return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
-    agreeing = [(n, count) for n, count in counts if abs(count - n) <= 1]
+    counter = number_in_metadata if is_named else count_of
+    counts = [*_counts_beside(opened, neighbours, counter)]
+    if _is_swapped(number, count, counts):
+        return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
+    if _fits(number, count, counts) or (counts_steps and abs(count - number) <= 1):
+        by = f"step count {count:,}, as far from the name as in the steps beside"
+        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
+    agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
     is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
-    if agreeing and is_regular and len(agreeing) == len(counts):
-        return [_wrong_step(opened, counted_steps, agreeing[0][0])], _of_name("", opened)
-    why = f"its train state counts {counted_steps:,} steps, and its name {number:,}"
-    return [], _of_name(why, opened)
+    if agreeing and is_regular and len(agreeing) == len(counts) and (is_named or counts_steps):
+        return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
+    return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
+
+
+def check_optimizer_count(
+    opened: OpenStep,
+    counts: tuple[int, int],
+    neighbours: Neighbours | None,
+    counters: tuple[Callable[[OpenStep], int | None], Callable[[OpenStep], int | None]],
+) -> list[Finding]:
+    """Compare the steps that the train state counts with those that the optimizer counts.
+
+    An optimizer may be younger than the run. `counters` return both counts of another step: where
+    they are equal in the steps beside, and differ here, the two are not of one save.
+
+    Yields `state.mixed`. Cost: none where the counts agree; else as `check_identity`.
+    """
+    of_state, of_optimizer = counts
+    if abs(of_state - of_optimizer) <= 1:
+        return []
+    states, optimizers = (dict(_counts_beside(opened, neighbours, one)) for one in counters)
+    both = states.keys() & optimizers.keys()
+    if not both or any(abs(states[n] - optimizers[n]) > 1 for n in both):
+        return []
+    return [
+        Finding(
+            "state.mixed",
+            "",
+            f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}; in "
+            f"step {max(both)} beside it they agree: a file of another step lies in this one",
+            expected=f"an optimizer of step {of_state:,}",
+            found=f"an optimizer of step {of_optimizer:,}",
+            next_command=command_line("show", opened.url),
+        )
+    ]
 
 
 _NAMED_BY_COUNT = frozenset({"transformers"})
@@ -296,12 +440,17 @@ def _of_name(why: str, opened: OpenStep) -> Claim:
 
 
 def _counts_beside(
-    opened: OpenStep, neighbours: Neighbours | None, count_of: Callable[[OpenStep], int | None]
+    opened: OpenStep,
+    neighbours: Neighbours | None,
+    count_of: Callable[[OpenStep], int | None],
+    numbers: Collection[int] | None = None,
 ) -> Iterator[tuple[int, int]]:
+    """What the steps beside count, by their numbers: of all that are compared, or of `numbers`."""
     if neighbours is None:
         return
     for names in (neighbours.older, neighbours.newer):
-        for named in islice(names(), MAX_COMPARED):
+        wanted = (one for one in names() if numbers is None or one.number in numbers)
+        for named in islice(wanted, MAX_COMPARED):
             with suppress(StorageError):
                 count = count_of(neighbours.open(opened.store, named))
                 if count is not None:
@@ -315,14 +464,31 @@ def _fits(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
     return 2 * max(by_offset, by_ratio) > len(beside)
 
 
-def _wrong_step(opened: OpenStep, counted_steps: int, beside: int) -> Finding:
+def _is_swapped(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
+    """Whether the counts are those of the names in another order, and this one is displaced.
+
+    The counts in order are the numbers in order, or of three steps and more a multiple of them.
+    """
+    numbers = sorted([number, *(n for n, _ in beside)])
+    counts = sorted([count, *(other for _, other in beside)])
+    in_order = dict(zip(numbers, counts, strict=True))
+    offsets = {other - n for n, other in in_order.items()}
+    ratio = sum(counts) / max(sum(numbers), 1)
+    is_multiple = len(counts) > 2 and all(abs(c - ratio * n) <= 1 for n, c in in_order.items())
+    is_equal = offsets in ({-1}, {0}, {1})
+    is_displaced = abs(count - in_order[number]) > (0 if is_equal else 1)
+    return counts[0] > 0 and (is_equal or is_multiple) and is_displaced
+
+
+def _wrong_step(opened: OpenStep, count: int, beside: tuple[int, int]) -> Finding:
     name = opened.step.name
+    number, other = beside
     return Finding(
         "step.wrong-step",
         name,
-        f"{name} holds step {counted_steps}: its train state counts as many steps, and that of "
-        f"step {beside} beside it counts those of its name. A resume from here would start at "
-        f"step {counted_steps}",
+        f"{name} holds another step: its train state or metadata counts {count:,} steps, and that "
+        f"of step {number} beside it {other:,}. A resume from here would start at step {count}",
         expected=f"step {opened.step.number}",
-        found=f"step {counted_steps}",
+        found=f"step {count}",
+        next_command=command_line("show", opened.url),
     )

@@ -240,6 +240,18 @@ def is_unwritten(seal: Seal, step: Step) -> bool:
     return sealed <= seal.step.metadata.keys() | _unwritten(seal, step)
 
 
+def written_again(seal: Seal, step: Step) -> frozenset[str]:
+    """The paths of the sealed files that were written since, where others were not.
+
+    A copy has a new write time for each file, or for none.
+    """
+    unwritten = _unwritten(seal, step)
+    there = {file.path for file in step.files}
+    later = {f.path for f in seal.files if f.written_ms is not None and f.path in there}
+    # Of metadata the digest decides.
+    return frozenset(later - unwritten - seal.step.metadata.keys()) if unwritten else frozenset()
+
+
 def _unwritten(seal: Seal, step: Step) -> frozenset[str]:
     """The paths of the sealed files that nobody has written since they were sealed.
 

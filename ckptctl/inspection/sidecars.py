@@ -238,6 +238,11 @@ def steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
     return tuple(sorted(_numbers_inside(store, path, size, _is_of_steps).values()))
 
 
+def optimizer_steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
+    """The steps that the optimizers in a file of `torch.save` count. Cost: as `steps_inside`."""
+    return tuple(_numbers_inside(store, path, size, _is_of_parameter).values())
+
+
 def counts_inside(store: Store, path: str, size: int) -> Mapping[str, int | float]:
     """The steps, epochs and updates that a file of `torch.save` counts, by key.
 
@@ -264,9 +269,13 @@ def _numbers_inside(
         return {}
 
 
+def _is_of_parameter(path: tuple[str, ...]) -> bool:
+    return path[-1] == "step" and "state" in path[:-1]
+
+
 def _is_of_steps(path: tuple[str, ...]) -> bool:
     """Whether a number counts steps: at the top, and in the state of an optimizer."""
-    of_parameter = path[-1] == "step" and "state" in path[:-1]
+    of_parameter = _is_of_parameter(path)
     (kind,) = kinds_of([Leaf(path, content="count")]) if len(path) == 1 else (None,)
     return of_parameter or (kind is not None and kind.names == ("step",))
 

@@ -21,6 +21,7 @@ from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.coverage import check_part_coverage
@@ -47,7 +48,12 @@ from ckptctl.inspection.shape import (
     earlier_step,
     sidecars_of,
 )
-from ckptctl.inspection.sidecars import check_documents, tensors_in_header, value_in_archive
+from ckptctl.inspection.sidecars import (
+    check_documents,
+    optimizer_steps_inside,
+    tensors_in_header,
+    value_in_archive,
+)
 from ckptctl.inspection.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
@@ -390,11 +396,24 @@ def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Compare the steps that the train state counts with the number in the name."""
-    from ckptctl.inspection.one_save import check_identity
+    """Compare the steps that the train state counts with the number in the name.
 
-    count = context.state.step.value
-    found, context.identity = check_identity(opened, count, context.neighbours, count_of)
+    Where the train state has no counter, or several of which one may be that of batches, the
+    optimizer's is compared.
+    """
+    from ckptctl.inspection.one_save import check_identity, check_optimizer_count
+
+    step = context.state.step
+    found, context.identity = check_identity(opened, step.value, context.neighbours, count_of)
+    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
+    by_optimizer = optimizer_count(opened) if is_cheap else None
+    if by_optimizer is not None and not found and (step.value is None or len(step.where) > 1):
+        found, claim = check_identity(opened, by_optimizer, context.neighbours, optimizer_count)
+        context.identity = claim if step.value is None or found else context.identity
+    if by_optimizer is not None and step.value is not None and not found:
+        found = check_optimizer_count(
+            opened, (step.value, by_optimizer), context.neighbours, (count_of, optimizer_count)
+        )
     # A file that another step left here explains the count.
     is_explained = any(map(context.places, ("step.wrong-step", "step.foreign", "state.mixed")))
     if not (is_explained or context.notes.accepted):
@@ -412,20 +431,53 @@ def count_of(opened: OpenStep, level: Level = Level.LISTING) -> int | None:
     return context.state.step.value
 
 
+MAX_OPTIMIZERS = 3
+"""So many files are opened to find the one that holds an optimizer."""
+
+
+def optimizer_count(opened: OpenStep) -> int | None:
+    """The steps that an optimizer in a file of `torch.save` counts; None if none does.
+
+    Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
+    """
+    layout = opened.step.layout
+    files = [file for file in opened.files if file.size and may_be_optimizer(file.path, layout)]
+    files.sort(key=lambda file: kind_of_file(layout, file.path) is None)
+    for file in files[:MAX_OPTIMIZERS]:
+        path = opened.name if opened.is_file else opened.in_store(file.path)
+        counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
+        if counts:
+            return int(max(counts))
+    return None
+
+
+def may_be_optimizer(path: str, layout: str) -> bool:
+    """Whether a file of `torch.save` may hold an optimizer, by its name."""
+    if not (layouts.is_saved(path) and is_archive(path, layout)):
+        return False
+    kind = kind_of_file(layout, path)
+    return kind is None or "optimizer" in kind.names
+
+
 def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the write times of the files, and the steps that the parts were written for."""
     from ckptctl.inspection.one_save import check_one_save
 
-    is_sealed = (
-        context.notes.seal is not None
-        and context.content is not None
-        and context.content.whole
-        and not context.places("seal.digest")
+    is_proven = (
+        context.content is not None and context.content.whole and not context.places("seal.digest")
     )
     if context.notes.accepted or any(one.code in NEVER_FINISHED for one in context.findings):
         return
-    found, context.one_save = check_one_save(opened, context.neighbours, is_sealed=is_sealed)
-    yield from found
+    found, context.one_save = check_one_save(
+        opened,
+        context.state.step.value,
+        context.neighbours,
+        # A digest that differs already tells what was written again.
+        None if context.places("seal.digest") else context.notes.seal,
+        is_proven=is_proven,
+    )
+    is_explained = context.places("seal.digest")
+    yield from (one for one in found if not (is_explained and one.code == "state.mixed"))
 
 
 def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import pairwise
 
 import msgspec
 
@@ -95,8 +96,16 @@ def _order_of(own: SaveTimes, lower: Sequence[SaveTimes], later: Sequence[SaveTi
         earlier = [one for one in lower if one.first_s <= own.weights_s]
         if not is_of_training([*earlier, own], by_number=False):
             return Order.DOUBTFUL
+    if _n_turns([*lower, own]) > max(1, len(lower) // 4):
+        return Order.DOUBTFUL  # a copy in any order; a run seldom goes back so often
     is_soon = later[-1].first_s - own.weights_s <= LEAST_WINDOW_S
     return Order.DOUBTFUL if is_soon else Order.WENT_BACK
+
+
+def _n_turns(times: Sequence[SaveTimes]) -> int:
+    """How often a step with a lower number was written after one with a higher number."""
+    numbers = [one.number for one in sorted(times, key=_written)]
+    return sum(later < earlier for earlier, later in pairwise(numbers))
 
 
 def _written(times: SaveTimes) -> tuple[float, float]:

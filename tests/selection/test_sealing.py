@@ -291,7 +291,7 @@ def test_a_save_over_the_step_that_was_cut_off_is_seen(weights):
     ckptctl.seal(f"{weights}@20")
     # The new save got so far: one shard of its own, and the old metadata.
     shutil.copyfile(weights / "step_10" / "__0_0.distcp", weights / "step_20" / "__0_0.distcp")
-    assert ckptctl.verify(f"{weights}@20", level=Level.STRUCTURE).exit_code == 0
+    assert ckptctl.verify(f"{weights}@20", level=Level.STRUCTURE).exit_code == 20
     report = every_byte(weights / "step_20")
     assert faults(report) == [("seal.digest", "__0_0.distcp")]
     assert report.exit_code == 21
@@ -444,7 +444,7 @@ def test_a_step_in_an_object_store_is_sealed_and_proven(request, weights, server
         assert (proven.exit_code, proven.seal) == (0, "sha256 with a key")
         other = (weights / "step_10" / "__0_1.distcp").read_bytes()
         store.put("step_20/__0_1.distcp", other, replace=True)
-        assert ckptctl.verify(f"{url}@20", level=Level.STRUCTURE, **how).exit_code == 0
+        assert ckptctl.verify(f"{url}@20", level=Level.STRUCTURE, **how).exit_code == 20
         report = ckptctl.verify(f"{url}@20", level=Level.CONTENT, **how)
     assert faults(report) == [("seal.digest", "__0_1.distcp")]
 
