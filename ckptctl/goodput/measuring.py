@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ckptctl.data_classes import dataclass
-from ckptctl.formats.frameworks.layouts import compile_pattern
+from ckptctl.formats.frameworks.layouts import compile_pattern, is_own
+from ckptctl.inspection.open_step import list_step
 from ckptctl.options import StorageOptions
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.roots import list_root
@@ -94,7 +95,7 @@ def measured_in(store: Store, pattern: str | None = None) -> Measured:
 def _saved(store: Store, pattern: str | None) -> Iterator[_Saved]:
     for step in list_root(store, compile_pattern(pattern)).steps[:MOST_STEPS]:
         # Files that ckptctl writes into a step later are not part of the save.
-        files = [one for one in store.list_tree(step.name) if "/.ckptctl/" not in one.path]
+        files = [file for file in list_step(store, step.name) if not is_own(file.path)]
         times = [one.mtime_s for one in files if one.mtime_s is not None]
         if times:
             yield _Saved(step.number, min(times), max(times), sum(one.size for one in files))

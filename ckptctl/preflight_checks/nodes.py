@@ -24,6 +24,7 @@ from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.formatting import command_line, counted, some_of
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, CheckOutcome, NodeFacts
 from ckptctl.storage.contract import Store, list_if_there, read_range
@@ -76,8 +77,9 @@ def _names(store: Store) -> list[str]:
 
 def _read(store: Store, name: str, rank: int) -> tuple[str, int, float]:
     digests = hashlib.sha256()
-    files = [one for one in store.list_tree(name) if one.kind == "file"]
-    for path in sorted(one.path for one in files if one.path.endswith(METADATA)):
+    step = OpenStep(store, name)
+    files = [file.at(step.in_store(file.path)) for file in step.files if file.kind == "file"]
+    for path in sorted(file.path for file in files if file.path.endswith(METADATA)):
         digests.update(store.read(path, limit=_MAX_METADATA))
     shards = [one for one in files if one.size]
     if not shards:
