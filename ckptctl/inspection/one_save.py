@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
+from math import gcd
 
 import msgspec
 
@@ -393,7 +394,8 @@ def check_identity(
         return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
     agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
     is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
-    if agreeing and is_regular and len(agreeing) == len(counts) and (is_named or counts_steps):
+    is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
+    if agreeing and is_regular and len(agreeing) == len(counts) and is_other:
         return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
 
@@ -464,6 +466,15 @@ def _fits(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
     return 2 * max(by_offset, by_ratio) > len(beside)
 
 
+def _is_a_step(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
+    """Whether a counter may be that of another step: the steps are saved at multiples of a number.
+
+    A counter within an epoch passes them by.
+    """
+    apart = gcd(number, *(n for n, _ in beside))
+    return any((count + off) % apart == 0 for off in (-1, 0, 1))
+
+
 def _is_swapped(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
     """Whether the counts are those of the names in another order, and this one is displaced.
 
@@ -474,7 +485,10 @@ def _is_swapped(number: int, count: int, beside: Sequence[tuple[int, int]]) -> b
     in_order = dict(zip(numbers, counts, strict=True))
     offsets = {other - n for n, other in in_order.items()}
     ratio = sum(counts) / max(sum(numbers), 1)
-    is_multiple = len(counts) > 2 and all(abs(c - ratio * n) <= 1 for n, c in in_order.items())
+    # Several that count their own names show that the ratio is a coincidence.
+    by_name = sum(abs(other - n) <= 1 for n, other in beside)
+    is_multiple = len(counts) > 2 and by_name < 2
+    is_multiple &= all(abs(c - ratio * n) <= 1 for n, c in in_order.items())
     is_equal = offsets in ({-1}, {0}, {1})
     is_displaced = abs(count - in_order[number]) > (0 if is_equal else 1)
     return counts[0] > 0 and (is_equal or is_multiple) and is_displaced

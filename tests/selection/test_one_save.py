@@ -218,6 +218,16 @@ def test_a_counter_that_begins_again_contradicts_no_name(tmp_path):
 # Files of another step
 
 
+def test_a_counter_within_an_epoch_contradicts_no_name(tmp_path):
+    for number in STEPS:
+        state = {"model": weights(1.0), "optimizer": optimizer(1), "step": number % 25}
+        write(tmp_path / f"step_{number}" / "state.pt", state)
+    report = ckptctl.verify(f"{tmp_path}@30")
+    assert report.exit_code == 0, report.findings
+    assert not report.claim(ClaimName.IDENTITY).is_proven
+    assert ckptctl.pick(str(tmp_path)).step == 40
+
+
 def test_an_optimizer_of_another_step_is_seen_by_its_count(tmp_path):
     train(tmp_path, of_ranks, interval_s=1)
     for rank in range(3):
