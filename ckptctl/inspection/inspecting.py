@@ -39,6 +39,7 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
+from ckptctl.formats.frameworks.grids import FAMILY
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import command_line, counted, inside
@@ -55,6 +56,7 @@ from ckptctl.inspection.stages import (
 )
 from ckptctl.inspection.step_claims import claims_of, nothing_proven
 from ckptctl.inspection.train_state import check_required
+from ckptctl.inspection.whole import open_families
 from ckptctl.inspection.world_size import (
     check_bound,
     check_saved_world_size,
@@ -313,6 +315,9 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         yield from sorted({re.sub(number, "N", file.path) for file in part.files})
     # RNG states are compared as a kind of train state: a job of one rank may write one file.
     grids = [grid for grid in part.grids if grid.what != "RNG states"]
+    grids = [grid for grid in grids if grid.framework != FAMILY]
+    if part.format is PartFormat.RANK_FILES and not part.path:
+        yield from (family.key for family in open_families(step))  # of however many ranks
     if not grids:
         yield part.path
     for grid in grids:

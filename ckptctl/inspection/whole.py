@@ -28,7 +28,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state, rank_file
-from ckptctl.formats.frameworks.grids import files_by_kind
+from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import Neighbours
@@ -194,7 +194,9 @@ def _check_unlisted(
     if lost is not None:
         return Wholeness((lost,))
     if not families:
-        return Wholeness(by="no name states a rank")
+        has_ranks = any(part.grids for part in opened.step.parts)
+        layout = opened.step.layout
+        return Wholeness(by=f"files as {layout} names them" if has_ranks else "no name of a rank")
     mixed = _mixed(opened.step, families)
     if mixed is not None:
         return Wholeness((mixed,))
@@ -549,8 +551,9 @@ def check_fewer_ranks(
 ) -> Iterator[Finding]:
     """Yield the findings of `check_fewer` for rank files of which the step before has more.
 
-    Storage errors of that step are passed over. Cost: one listing; where a kind has fewer files,
-    the pickle of each file of two steps.
+    In the only step of a root, files of which nothing states how many there are, are
+    `format.unlisted`. Storage errors of other steps are passed over. Cost: one listing; where a
+    kind has fewer files, or in an only step, the pickle of each file of the steps.
     """
     from ckptctl.inspection.rank_files import check_fewer
 
@@ -560,6 +563,41 @@ def check_fewer_ranks(
             yield from check_fewer(
                 opened.step, part.part, other.step, partial(_smaller_kinds, opened, other)
             )
+            return
+    grids = [
+        grid
+        for grid in part.part.grids
+        if grid.sharded
+        and grid.framework != FAMILY
+        and grid.n_present > 1
+        and not (grid.stated or grid.missing)
+    ]
+    if not grids or neighbours.newer():
+        return
+    lacks_parts = _smaller_kinds(opened, opened)
+    for grid in grids:
+        lacking = lacks_parts.get(f"{grid.folder} {grid.what}")
+        if lacking is not False:
+            yield _uncounted(grid.folder.rstrip("/"), grid.n_present, grid.what, lacking=lacking)
+            return
+
+
+def _uncounted(where: str, n_files: int, what: str, *, lacking: bool | None) -> Finding:
+    """The finding for files of ranks in an only step; `lacking`: so do parts of their tensors."""
+    files = counted(n_files, "file")
+    code = "file.missing" if lacking else "format.unlisted"
+    why = (
+        "they hold less than the whole of the tensors that they are parts of: those of the last "
+        "ranks are missing"
+        if lacking
+        else "nothing states how many ranks wrote them, and no other step confirms it. "
+        "--saved-world-size N, a seal, or another step with the same files proves that none is "
+        "missing"
+    )
+    expected = "files of all ranks" if lacking else "a stated number of files"
+    return Finding(
+        code, where, f"{files} with the {what}: {why}", expected, files, f"ckptctl explain {code}"
+    )
 
 
 def _smaller_kinds(opened: OpenStep, other: OpenStep) -> Mapping[str, bool]:

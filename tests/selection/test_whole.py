@@ -122,6 +122,30 @@ def test_a_step_of_fewer_ranks_is_whole_where_its_files_show_it(tmp_path, scheme
     assert ckptctl.pick(str(tmp_path)).step == 40
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
+def test_one_kind_of_file_is_whole_on_one_rank_too(tmp_path, before, after):
+    for number, ranks in ((10, before), (20, after)):
+        (tmp_path / f"step-{number}").mkdir()
+        for rank in range(ranks):
+            rows = torch.full((8 // ranks, 2), float(rank))
+            moments = {"state": {0: {"exp_avg": rows}}, "param_groups": [{"params": [0]}]}
+            state = {"model": {"w": rows}, "optimizer": moments, "step": number}
+            torch.save(state, tmp_path / f"step-{number}" / f"state_{rank}.pt")
+    assert ckptctl.pick(str(tmp_path)).step == 20
+
+
+def test_a_kind_of_file_that_no_rank_wrote_is_missed(tmp_path):
+    for number in (10, 20):
+        save_step(tmp_path / f"step-{number}", SCHEMES[0], number=number)
+        for rank in range(4):
+            path = tmp_path / f"step-{number}" / f"extra_{rank}.pt"
+            torch.save({"anything": torch.ones(2)}, path)
+    for path in (tmp_path / "step-20").glob("extra_*"):
+        path.unlink()
+    (over,) = ckptctl.pick(str(tmp_path)).passed_over
+    assert "extra_N.pt" in over.reason
+
+
 def stated(scheme: tuple[str, str]) -> bool:
     words = ("of-{n", "of_{n", "of.{n", "size_{n", "ws{n", "w{n")
     return any(word in name for word in words for name in scheme)
@@ -131,8 +155,6 @@ def test_the_only_step_is_unverifiable_unless_its_names_or_the_caller_state_how_
     tmp_path, scheme
 ):
     save_step(tmp_path / "step-10", scheme, number=10)
-    if "fsdp" in scheme[0]:
-        return  # accelerate's names are those of ranks, and a single step shows no other
     report = ckptctl.verify(str(tmp_path / "step-10"))
     assert report.exit_code == (0 if stated(scheme) else 22), report.findings
     if "{t}" in scheme[0]:
