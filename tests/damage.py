@@ -1,6 +1,7 @@
 """Damage the files of a step."""
 
 import os
+import pickle
 from pathlib import Path
 
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -24,3 +25,13 @@ def flip_tensor(step: Path, mask: int = 0xFF) -> None:
     ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
     largest = max((one for one in ranges if one is not None), key=lambda one: one.length)
     flip(step / largest.file, largest.offset + largest.length // 2, mask)
+
+
+def name_step(step: Path) -> None:
+    """Let the metadata of a copied step name the folder that it lies in now. Needs torch."""
+    path = step / ".metadata"
+    about = path.stat()
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_meta.checkpoint_id = str(step)
+    path.write_bytes(pickle.dumps(metadata))
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))

@@ -186,7 +186,8 @@ def test_a_train_state_of_another_step_is_found_by_its_count_and_by_the_seal(ckp
         assert done.returncode == 21
         found = validated(done.stdout)["report"]["findings"]
         faults[level] = {(f["code"], f["where"]) for f in found if f["severity"] == "fault"}
-    assert faults["structure"] == {("state.mixed", "train_state.pt")}
-    assert faults["content"] == faults["structure"] | {("seal.digest", "train_state.pt")}
+    where = "train_state.pt"
+    assert faults["structure"] == {("state.mixed", where), ("step.two-saves", where)}
+    assert faults["content"] == {("state.mixed", where), ("seal.digest", where)}
     part = ckptctl("verify", f"{sound_root}@30", "--level", "content", "--subset", "1/2", "--json")
     assert validated(part.stdout)["report"]["level"] == "structure"

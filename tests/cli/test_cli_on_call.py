@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import clean_environment, validated
+from damage import name_step
 from next_commands import follow
 from storage.faulty import FaultyStore
 
@@ -177,6 +178,7 @@ def torch_root(sound_root: Path, checkpoints: Path) -> Path:
     """Steps 10, 20 and 30, of which 20 holds the weights of a model and nothing else."""
     shutil.rmtree(sound_root / "step_20")
     shutil.copytree(checkpoints / "dtypes_1" / "step_100", sound_root / "step_20")
+    name_step(sound_root / "step_20")
     age(sound_root / "step_20")
     return sound_root
 

@@ -16,8 +16,6 @@ A block of another language, or of none, is no code.
 from __future__ import annotations
 
 import ast
-import os
-import pickle
 import re
 import shlex
 import shutil
@@ -29,6 +27,7 @@ from pathlib import Path
 
 import pytest
 from command_line import clean_environment, forked_python, torch_server
+from damage import name_step
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PAGES = [
@@ -80,15 +79,10 @@ def blocks(page: Path) -> list[Block]:
 @pytest.fixture
 def folder(framework_roots: Path, tmp_path: Path) -> Path:
     """A folder with the root `ckpt` and a `ckptctl` on the path."""
-    pytest.importorskip("torch")  # metadata is a pickle of its classes
     saved = framework_roots / "kempnerforge" / "checkpoints"
     for number, source in enumerate(("step_10", "step_10", "step_20", "step_20", "step_30"), 1):
         step = Path(shutil.copytree(saved / source, tmp_path / "ckpt" / f"step_{number}00"))
-        metadata = pickle.loads((step / ".metadata").read_bytes())
-        metadata.storage_meta.checkpoint_id = str(step)
-        written = (step / ".metadata").stat()
-        (step / ".metadata").write_bytes(pickle.dumps(metadata))
-        os.utime(step / ".metadata", ns=(written.st_atime_ns, written.st_mtime_ns))
+        name_step(step)
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "ckptctl"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(forked_python())} -m ckptctl "$@"\n')

@@ -143,6 +143,13 @@ def safetensors_index(root: Path, data: bytes) -> None:
         parse_index(data)
 
 
+def snapshot_of_ray(_root: Path, data: bytes) -> None:
+    from ckptctl.formats.frameworks.ray_train import reported_steps
+
+    result = b'{"checkpoint_results": [{"checkpoint_dir_name": "a", "metrics": {"step": '
+    assert reported_steps(data) == reported_steps(result + data + b"}}]}") == ()
+
+
 def sidecar(root: Path, data: bytes) -> None:
     put(root / "step_20" / "trainer_state.json", data)
     answers("verify", root / "step_20", "--level", "structure", codes=(0, 20, 21))
@@ -308,6 +315,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     ),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),
+    "formats/frameworks/ray_train.py": (snapshot_of_ray,),
     "inspection/sidecars.py": (sidecar,),
     "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
     "resharding/writing.py": (journal,),

@@ -489,7 +489,7 @@ def test_shards_of_another_step_are_seen_at_level_content(root):
     job = Job(root, level="content")
     start = job.resume()
     assert start.step == 9
-    assert "step_12 holds step 9" in start.rejected[0].reason
+    assert "counts 9 steps" in start.rejected[0].reason
     job.die()
 
 
