@@ -96,7 +96,7 @@ class Choice:
         self.unknown += step.unknown
         if step.chosen is not None:
             self.chosen, self.exit_code = step.chosen, 0
-        return self.chosen is not None
+        return step.chosen is not None
 
 
 Inspect = Callable[[Candidate, Level], Report]
