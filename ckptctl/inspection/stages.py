@@ -463,20 +463,22 @@ def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the write times of the files, and the steps that the parts were written for."""
     from ckptctl.inspection.one_save import check_one_save
 
-    is_proven = (
-        context.content is not None and context.content.whole and not context.places("seal.digest")
+    by_store = context.by_store
+    is_proven = not context.places("seal.digest") and (
+        (context.content is not None and context.content.whole)
+        or (by_store is not None and by_store.n_same == by_store.n_files)
     )
     if context.notes.accepted or any(one.code in NEVER_FINISHED for one in context.findings):
         return
+    is_explained = context.places("seal.digest") | context.places("store.rewritten")
     found, context.one_save = check_one_save(
         opened,
         context.state.step.value,
         context.neighbours,
-        # A digest that differs already tells what was written again.
-        None if context.places("seal.digest") else context.notes.seal,
+        # A checksum that differs already shows what was written again.
+        None if is_explained else context.notes.seal,
         is_proven=is_proven,
     )
-    is_explained = context.places("seal.digest")
     yield from (one for one in found if not (is_explained and one.code == "state.mixed"))
 
 
@@ -627,8 +629,8 @@ STAGES: tuple[Stage, ...] = (
     identity,
     lost_weights,
     content,
-    one_save,
     store_checksums,
+    one_save,
     seal_compared,
     archived,
     unchanged,

@@ -33,6 +33,9 @@ def sealed(root: Path) -> Path:
     (root / "step_500" / "config.json").write_text('{"layers": 2}')
     torch.save({"step": 500}, root / "step_500" / "train_state.pt")
     (root / "step_500" / "notes.bin").write_bytes(b"anything" * 100)
+    written_s = (root / "step_500" / ".metadata").stat().st_mtime
+    for name in ("config.json", "train_state.pt", "notes.bin"):
+        os.utime(root / "step_500" / name, (written_s, written_s))
     ckptctl.seal(f"{root}@500", key=KEY)
     return root
 

@@ -136,7 +136,7 @@ def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(put, roo
 
 def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(put, root):
     for step in put(100, 200):
-        for file in step.glob("*.distcp"):
+        for file in step.rglob("*"):
             os.utime(file)
     plan = ckptctl.prune(str(root), 1)
     assert plan.n_bytes_to_prove > 0

@@ -244,7 +244,7 @@ def test_a_file_that_a_tool_of_the_user_added_is_part_of_the_next_seal(run):
 def test_a_link_that_was_added_is_refused(run):
     (run / "step_500" / "extra.bin").symlink_to("__0_0.distcp")
     required = found(run, 500, require_seal=True)
-    assert (required.exit_code, codes(required)) == (2, {"step.linked"})
+    assert (required.exit_code, codes(required, Severity.FAULT)) == (2, {"step.linked"})
 
 
 # Adopting a step

@@ -53,7 +53,8 @@ def test_a_step_that_cannot_be_listed_keeps_no_newer_one_from_its_seal(root):
 
 def test_a_step_that_changed_between_two_listings_waits_for_a_third(root):
     inspected(root)
-    os.utime(root / "step_30" / ".metadata", (1, 1))
+    written_s = (root / "step_30" / ".metadata").stat().st_mtime
+    os.utime(root / "step_30" / ".metadata", (written_s, written_s + 1))
     assert inspected(root) == SEALED[1:]
     assert inspected(root) == SEALED[:1]
 

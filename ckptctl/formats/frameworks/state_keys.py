@@ -128,7 +128,7 @@ _STEP_LEAVES = _names(
 _TOKEN_LEAVES = _names(
     "tokens tokens_seen ntokens_seen n_tokens_seen num_tokens total_tokens "
     "total_tokens_seen consumed_tokens consumed_tokens_total consumed_train_samples "
-    "global_train_tokens_seen num_input_tokens_seen token samples_seen"
+    "global_train_tokens_seen num_input_tokens_seen token samples_seen samples"
 )
 _MODEL_HEAD = (
     r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|(?:.*_)?ema(?:_.*)?|actor|critic"
