@@ -33,7 +33,7 @@ from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.seal_chain import next_place, seals_beside
+from ckptctl.inspection.seal_and_marks import next_place, seals_beside
 from ckptctl.inspection.sealed_bytes import as_kept, best_of
 from ckptctl.inspection.seals import PROVES_NOTHING, written_ms
 from ckptctl.inspection.stages import contradicted

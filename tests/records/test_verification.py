@@ -20,7 +20,7 @@ from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.archive.writing import fold_of, tensor_frame
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.digests import BLOCK_BYTES
-from ckptctl.inspection.record_content import ContentCheck
+from ckptctl.inspection.content import ContentCheck
 from ckptctl.model import ByteRange, BytesEntry, Metadata
 from ckptctl.records import byte_pass
 from ckptctl.records.byte_pass import Limits, Piece, Stop, read_runs

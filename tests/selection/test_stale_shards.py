@@ -20,7 +20,7 @@ from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.stale_shards import FEW
+from ckptctl.inspection.predecessor import FEW
 from ckptctl.model import ByteRange, Chunk, Chunks, TensorEntry
 from ckptctl.options import Requirements
 from ckptctl.selection.roots import neighbours_of

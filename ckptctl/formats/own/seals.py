@@ -195,7 +195,7 @@ class Seal:
 
     `hmac` is there where it was made with a key. `origin` states which attempt saved the
     step, where one of `ckptctl.train` did. `run`, `sequence` and `earlier` bind it to its root,
-    see `inspection.seal_chain`; `adopted` is there where a person bound it to another one.
+    see `inspection.seal_and_marks`; `adopted` is there where a person bound it to another one.
     """
 
     algorithm: Algorithm
