@@ -384,6 +384,9 @@ def check_identity(
         return [], _of_name("no file states the step, or its name does not", opened)
     if opened.step.layout in _NUMBERED_BY_RECORD:
         return [], _of_name("a record of the run gives its number", opened)
+    further = _further_than(opened, in_metadata, counted_steps, neighbours)
+    if further is not None:
+        return [_wrong_step(opened, count, (further, further))], _of_name("", opened)
     if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
         by = "metadata" if is_named else f"step count {count:,}"
         return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
@@ -400,6 +403,24 @@ def check_identity(
     if agreeing and is_regular and len(agreeing) == len(counts) and is_other:
         return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
+
+
+def _further_than(
+    opened: OpenStep, named: int | None, counted: int | None, neighbours: Neighbours | None
+) -> int | None:
+    """A step beside that is at least as far as what metadata and train state both call this one.
+
+    None where they do not agree, or the folder claims to be an earlier step: as the beginning of
+    another run it is named so on purpose.
+    """
+    number = opened.step.number
+    if named is None or counted is None or number is None or abs(counted - named) > 1:
+        return None
+    if neighbours is None or number <= max(counted, named) + 1:
+        return None
+    wanted = [one.number for one in neighbours.older() if one.number >= named][:MAX_COMPARED]
+    beside = _counts_beside(opened, neighbours, number_in_metadata, wanted)
+    return next((n for n, own in beside if n == own and n in wanted), None)
 
 
 def check_optimizer_count(

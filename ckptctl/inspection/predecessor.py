@@ -35,7 +35,6 @@ from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, l
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.shape import own_number, wrong_step
 from ckptctl.inspection.sidecars import tensors_in_header, value_in_archive
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.inspection.train_state import Shape, check_names
@@ -400,21 +399,6 @@ def check_step_before(
         if proven:
             command = command_line("diff", before.opened.url, opened.url, "--values")
             yield stale(part.ranges, one, len(moved), part.path, before.opened.name, command)
-
-
-def check_wrong_step(opened: OpenStep, number: int, neighbours: Neighbours) -> Iterator[Finding]:
-    """Yield `step.wrong-step` for what is step `number`, if one that is as far lies beside it.
-
-    Cost: a listing of the root, and the metadata of `MAX_TRIED` steps at most.
-    """
-    part = next(part for part in opened.parts if part.own_number is not None)
-    beside = [named for named in neighbours.older() if named.number >= number]
-    for named in beside[:MAX_TRIED]:
-        with suppress(StorageError, MemoryError):
-            metadata = _metadata(neighbours.open(opened.store, named), part)
-            if metadata is not None and own_number(metadata) == named.number:
-                yield wrong_step(opened.step, number, named.name)
-                return
 
 
 @dataclass(frozen=True, slots=True)

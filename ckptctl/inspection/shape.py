@@ -13,7 +13,7 @@ belong together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
@@ -268,30 +268,3 @@ def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Findi
 def claims_further(step: Step, number: int | None) -> bool:
     """Whether the folder is named after a step further than `number`, as the writer called it."""
     return step.number is not None and number is not None and step.number > number + _NEAR
-
-
-def earlier_step(step: Step, own_numbers: Collection[int], counted: int | None) -> int | None:
-    """The earlier step that metadata and train state agree on; None where they do not.
-
-    `own_numbers` are those of `own_number`, of all parts; `counted` is the count of steps
-    in the train state, None where it has none. A folder that claims to be an earlier step
-    is no matter: as the beginning of another run it is named so on purpose.
-    """
-    if counted is None or len(own_numbers) != 1:
-        return None
-    (number,) = own_numbers
-    agree = abs(counted - number) <= _NEAR
-    return number if agree and claims_further(step, max(number, counted)) else None
-
-
-def wrong_step(step: Step, number: int, further: str) -> Finding:
-    """The finding `step.wrong-step` for what is step `number`; `further` lies beside it."""
-    return Finding(
-        "step.wrong-step",
-        step.name,
-        f"{step.name} holds step {number}: its metadata was written for that step, and its "
-        f"train state counts as many steps; {further} exists and is at least as far. A resume "
-        f"from here would start at step {number}",
-        expected=f"step {step.number}",
-        found=f"step {number}",
-    )

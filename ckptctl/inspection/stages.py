@@ -45,7 +45,6 @@ from ckptctl.inspection.shape import (
     check_shape,
     check_unchanged,
     claims_further,
-    earlier_step,
     sidecars_of,
 )
 from ckptctl.inspection.sidecars import (
@@ -380,21 +379,6 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         yield from context.notes.findings
 
 
-def wrong_step(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Find a step that lies under another step's number, by its metadata and its train state."""
-    if context.neighbours is None or not _claims_further(opened):
-        return
-    # An acceptance covers this, and `step.foreign` already reports a seal of another step.
-    if context.notes.accepted or context.places("step.foreign"):
-        return
-    own = {number for part in opened.parts if (number := part.own_number) is not None}
-    number = earlier_step(opened.step, own, context.state.step.value)
-    if number is not None:
-        from ckptctl.inspection.predecessor import check_wrong_step
-
-        yield from check_wrong_step(opened, number, context.neighbours)
-
-
 def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the steps that the train state counts with the number in the name.
 
@@ -625,7 +609,6 @@ STAGES: tuple[Stage, ...] = (
     pickles,
     state,
     notes,
-    wrong_step,
     identity,
     lost_weights,
     content,

@@ -31,8 +31,8 @@ def test_a_copy_under_a_further_number_is_passed_over(root):
     assert (report.verdict, report.exit_code) == (Verdict.CORRUPT, 21)
     assert told(report) == ["step.wrong-step"]
     (finding,) = report.with_severity(Severity.FAULT)
-    assert "step_700 holds step 300" in finding.message
-    assert "step_500 exists and is at least as far" in finding.message
+    assert "step_700 holds another step" in finding.message
+    assert "that of step 500 beside it 500" in finding.message
     chosen = ckptctl.pick(str(root))
     assert (chosen.step, [over.report.number for over in chosen.passed_over]) == (500, [700])
 
