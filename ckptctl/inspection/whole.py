@@ -596,7 +596,12 @@ def _uncounted(where: str, n_files: int, what: str, *, lacking: bool | None) -> 
     )
     expected = "files of all ranks" if lacking else "a stated number of files"
     return Finding(
-        code, where, f"{files} with the {what}: {why}", expected, files, f"ckptctl explain {code}"
+        code,
+        where,
+        f"{files} with the {what}: {why}",
+        expected,
+        files,
+        command_line("explain", code),
     )
 
 
