@@ -419,6 +419,8 @@ class Part:
     format: PartFormat
     files: tuple[FileInfo, ...]
     grids: tuple[Grid, ...] = ()
+    archives: frozenset[str] = frozenset()
+    """The files of `torch.save` that their first bytes show, and not their names."""
 
 
 @dataclass(frozen=True, slots=True)

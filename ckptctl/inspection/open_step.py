@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 
-from ckptctl.errors import PathNotFound
+from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import Finding
+from ckptctl.formats.archive.directory import ZIP_MAGIC
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, StepName, step_name
-from ckptctl.formats.frameworks.parts import parts_of
+from ckptctl.formats.frameworks.parts import parts_of, unnamed_archives, with_archives
 from ckptctl.formats.frameworks.scattered import (
     is_scattered,
     may_hold_scattered,
@@ -48,8 +50,11 @@ from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars, va
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
-from ckptctl.storage.contract import Store, list_if_there
+from ckptctl.storage.contract import ShortRead, Store, list_if_there, read_range
 from ckptctl.storage.opening import join_url
+
+MAX_KINDS = 16
+"""So many kinds of files are opened to see whether they are of `torch.save`."""
 
 
 class OpenStep:
@@ -133,7 +138,8 @@ class OpenStep:
     def step(self) -> Step:
         """The step by its names: layout, parts and files.
 
-        Cost: one listing; of NVRx, those of the folders of its ranks.
+        Cost: one listing; of NVRx, those of the folders of its ranks; of files whose names do not
+        show whether they are of `torch.save`, a short read of one of each kind.
         """
         files = self.files
         number, layout, stated = None, "dcp", None
@@ -142,14 +148,27 @@ class OpenStep:
         if number is not None and layout == "nvrx":
             beside = _files_below(self.store, self.store.list_dir(""))
             stated = {"rank": ranks_beside(beside, number)}
-        parts = parts_of(files, layout, stated=stated)
+        parts = tuple(
+            with_archives(part, self._archives_in(part, layout), layout, stated)
+            for part in parts_of(files, layout, stated=stated)
+        )
         return Step(self.url, self.name, number, layout, parts, files)
+
+    def _archives_in(self, part: Part, layout: str) -> Iterator[str]:
+        """Files of `torch.save` whose names do not show it. Cost: a short read of each kind."""
+        for paths in [*unnamed_archives(part, layout).values()][:MAX_KINDS]:
+            path = self.in_store(inside(part.path, paths[0]))
+            # One that is shorter is none.
+            with suppress(ShortRead, PathNotFound):
+                if read_range(self.store, path, 0, len(ZIP_MAGIC)) == ZIP_MAGIC:
+                    yield from paths
 
     @property
     def listed(self) -> Step:
         """The step as far as it is known without reading: with files if it was listed."""
         if "files" in self.__dict__:
-            return self.step
+            with suppress(StorageError):
+                return self.step
         number = None if isinstance(self.named, str) else self.named.number
         return Step(self.url, self.name, number, "dcp", (), ())
 

@@ -27,7 +27,7 @@ from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
-from ckptctl.formats.frameworks.parts import in_parts, is_archive
+from ckptctl.formats.frameworks.parts import archives_in, in_parts
 from ckptctl.formats.frameworks.state_keys import optimizer_steps
 from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.presence import holds_safetensors
@@ -307,7 +307,7 @@ def steps_by_rank(part: OpenPart) -> Mapping[str, Sequence[tuple[str, float]]]:
 
 def listed_archives(part: Part, layout: str) -> Metadata:
     """The files of `torch.save` in a part, each as one entry; those without a byte are left out."""
-    found = [file for file in part.files if file.size and is_archive(file.path, layout)]
+    found = archives_in(part, layout)
     entries = {
         file.path: BytesEntry(file.path, ByteRange(file.path, 0, file.size)) for file in found
     }

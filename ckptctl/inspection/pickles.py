@@ -31,7 +31,7 @@ from ckptctl.formats.archive.directory import (
 from ckptctl.formats.archive.foreign import NotRead, is_tar, pickles_in_tar, pickles_in_zip
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.parts import is_archive
+from ckptctl.formats.frameworks.parts import archives_in
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formats.pickles.values import Decoded, TensorStub, check_bytes, decode_all
 from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of
@@ -107,8 +107,7 @@ def inspect_pickles(
         part.in_step(file.path)
         for part in opened.parts
         if part.part.format is PartFormat.RANK_FILES
-        for file in part.part.files
-        if is_archive(file.path, opened.step.layout)
+        for file in archives_in(part.part, opened.step.layout)
     }
     archives = [file for file in files if file.path in in_ranks]
     others = [file for file in files if file.path not in in_ranks]

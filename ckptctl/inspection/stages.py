@@ -425,7 +425,7 @@ def optimizer_count(opened: OpenStep) -> int | None:
     Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
     layout = opened.step.layout
-    files = [file for file in opened.files if file.size and may_be_optimizer(file.path, layout)]
+    files = [file for file in opened.files if file.size and may_be_optimizer(opened, file.path)]
     files.sort(key=lambda file: kind_of_file(layout, file.path) is None)
     for file in files[:MAX_OPTIMIZERS]:
         path = opened.name if opened.is_file else opened.in_store(file.path)
@@ -435,9 +435,11 @@ def optimizer_count(opened: OpenStep) -> int | None:
     return None
 
 
-def may_be_optimizer(path: str, layout: str) -> bool:
+def may_be_optimizer(opened: OpenStep, path: str) -> bool:
     """Whether a file of `torch.save` may hold an optimizer, by its name."""
-    if not (layouts.is_saved(path) and is_archive(path, layout)):
+    layout = opened.step.layout
+    is_known = is_archive(path, layout) or any(path in part.archives for part in opened.step.parts)
+    if not (layouts.is_saved(path) and is_known):
         return False
     kind = kind_of_file(layout, path)
     return kind is None or "optimizer" in kind.names

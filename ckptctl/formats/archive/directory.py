@@ -25,6 +25,9 @@ from typing import NamedTuple, Protocol
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
 
+ZIP_MAGIC = b"PK\x03\x04"
+"""The first bytes of an archive, and of a file of `torch.save` since torch 1.6."""
+
 TAIL = 1024
 """Bytes from the end on that hold the whole directory of a tensor's record."""
 

@@ -6,8 +6,10 @@ opened.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.grids import grids_of
@@ -130,6 +132,41 @@ def is_archive(path: str, layout: str = "") -> bool:
     if full_match(tables.ARCHIVE, path):
         return True
     return bool(full_match(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
+
+
+def archives_in(part: Part, layout: str) -> list[FileInfo]:
+    """The files of `torch.save` in a part, by name or first bytes; without empty ones."""
+    return [
+        file
+        for file in part.files
+        if file.size and (file.path in part.archives or is_archive(file.path, layout))
+    ]
+
+
+def unnamed_archives(part: Part, layout: str) -> Mapping[str, list[str]]:
+    """Files that may be of `torch.save` although no name shows it, by their names without numbers.
+
+    The first bytes of one of each kind show whether they are.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    if part.format in (PartFormat.RANK_FILES, PartFormat.UNKNOWN):
+        for file in part.files:
+            is_perhaps = (
+                file.kind == "file" and file.size and full_match(tables.PERHAPS_ARCHIVE, file.path)
+            )
+            if is_perhaps and not is_archive(file.path, layout):
+                found[key_of(file.path)].append(file.path)
+    return found
+
+
+def with_archives(
+    part: Part, archives: Iterable[str], layout: str, stated: Mapping[str, int] | None = None
+) -> Part:
+    """The part with files that their first bytes show to be of `torch.save`."""
+    held = frozenset(archives)
+    grids = part.grids if part.grids or not held else grids_of(part.files, layout, stated)
+    kind = PartFormat.RANK_FILES if held else part.format
+    return Part(part.path, kind, part.files, grids, held)
 
 
 def may_be_archive(path: str) -> bool:
