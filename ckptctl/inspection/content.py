@@ -346,7 +346,8 @@ def inspect_content(
     sealed = None
     if seal is not None and asked.choose is None:
         sealed = SealComparison(opened.folder, seal, opened.files, passed_over)
-    parts = [part for part in (*opened.parts, opened.beside) if part and part.metadata]
+    others = (opened.beside, opened.archives_beside)
+    parts = [part for part in (*opened.parts, *others) if part and part.metadata]
     checks = [
         ContentCheck(part.ranges, part.part.files, part.path, choose=_own_share(asked))
         for part in parts

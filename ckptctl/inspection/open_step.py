@@ -24,7 +24,12 @@ from ckptctl.formats.archive.directory import ZIP_MAGIC
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, StepName, step_name
-from ckptctl.formats.frameworks.parts import parts_of, unnamed_archives, with_archives
+from ckptctl.formats.frameworks.parts import (
+    may_be_archive,
+    parts_of,
+    unnamed_archives,
+    with_archives,
+)
 from ckptctl.formats.frameworks.scattered import (
     is_scattered,
     may_hold_scattered,
@@ -157,11 +162,14 @@ class OpenStep:
     def _archives_in(self, part: Part, layout: str) -> Iterator[str]:
         """Files of `torch.save` whose names do not show it. Cost: a short read of each kind."""
         for paths in [*unnamed_archives(part, layout).values()][:MAX_KINDS]:
-            path = self.in_store(inside(part.path, paths[0]))
-            # One that is shorter is none.
-            with suppress(ShortRead, PathNotFound):
-                if read_range(self.store, path, 0, len(ZIP_MAGIC)) == ZIP_MAGIC:
-                    yield from paths
+            if self._is_archive(inside(part.path, paths[0])):
+                yield from paths
+
+    def _is_archive(self, path: str) -> bool:
+        """Whether a file begins as one of `torch.save`; one that is shorter does not."""
+        with suppress(ShortRead, PathNotFound):
+            return read_range(self.store, self.in_store(path), 0, len(ZIP_MAGIC)) == ZIP_MAGIC
+        return False
 
     @property
     def listed(self) -> Step:
@@ -198,6 +206,26 @@ class OpenStep:
             if layouts.number_beside(content, newest) == self.named.number:
                 return BesidePart(self, file, content)
         return None
+
+    @cached_property
+    def archives_beside(self) -> OpenPart | None:
+        """The files of `torch.save` beside shards or safetensors, as a part of their own.
+
+        None where there are none. Cost: a short read of each file that may be one.
+        """
+        step = self.step
+        if any(part.format is PartFormat.RANK_FILES for part in step.parts):
+            return None  # it has them all
+        files = tuple(
+            file
+            for file in sidecars_of(step)
+            if file.kind == "file" and layouts.is_saved(file.path) and may_be_archive(file.path)
+        )
+        held = frozenset(file.path for file in files if file.size and self._is_archive(file.path))
+        if not held:
+            return None
+        listed = tuple(file for file in files if file.path in held)
+        return OpenPart(self, Part("", PartFormat.RANK_FILES, listed, archives=held))
 
     @property
     def n_structure_reads(self) -> int:

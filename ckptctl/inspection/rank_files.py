@@ -23,6 +23,7 @@ from ckptctl.formats.frameworks.grids import (
     grids_of,
 )
 from ckptctl.formats.frameworks.parts import is_archive
+from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
@@ -60,7 +61,11 @@ def check_rank_files(
     is_one_file = [file.path for file in part.files] == [step.name]
     if "model" in names or is_one_file:
         return
-    unknown = [path for path in archives if kind_of_file(step.layout, path) is None]
+    unknown = [
+        path
+        for path in archives
+        if kind_of_file(step.layout, path) is None and not file_holds_no_state(path)
+    ]
     if not unknown:
         yield _no_weights(step, names)
     elif "model" not in held():

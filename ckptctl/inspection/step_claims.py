@@ -10,7 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.findings import Finding, Severity
-from ckptctl.formatting import command_line
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import may_hold_state
+from ckptctl.formats.frameworks.state_keys import file_holds_no_state
+from ckptctl.formatting import command_line, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import StageContext
 from ckptctl.model import SHARDED, PartFormat
@@ -154,12 +157,32 @@ def _bytes(opened: OpenStep, context: StageContext) -> Claim:
     deeper = command_line("verify", opened.url, "--level", "content")
     if context.content is None or not context.content.whole:
         return _unknown(ClaimName.BYTES, f"checked: {context.level.value}", deeper)
-    proven = context.content.proven
+    proven, seal = context.content.proven, command_line("seal", opened.url)
     if context.notes.seal is not None:
         return _proven(ClaimName.BYTES, _SEAL)
-    if proven.n_asked and proven.n_bytes == proven.n_asked:
-        return _proven(ClaimName.BYTES, f"checksums of {proven.n_bytes:,} bytes")
-    return _unknown(ClaimName.BYTES, "no checksums", command_line("seal", opened.url))
+    if not proven.n_asked or proven.n_bytes != proven.n_asked:
+        return _unknown(ClaimName.BYTES, "no checksums", seal)
+    unread = _without_checksum(opened)
+    if unread:
+        return _unknown(ClaimName.BYTES, f"{some_of(unread)} has no checksum that was read", seal)
+    return _proven(ClaimName.BYTES, f"checksums of {proven.n_bytes:,} bytes")
+
+
+def _without_checksum(opened: OpenStep) -> list[str]:
+    """The files that may hold state and lie in no record, metadata or sidecar that was compared."""
+    parts = [*opened.parts, *([opened.archives_beside] if opened.archives_beside else [])]
+    read = {part.in_step(name) for part in parts for name in part.ranges.file_names}
+    read |= {part.metadata_path(one.rank) for part in opened.parts for one in part.metadata}
+    read |= {sidecar.path for sidecar in opened.sidecars if sidecar.content is not None}
+    return [
+        file.path
+        for file in opened.files
+        if file.size
+        and layouts.is_saved(file.path)
+        and may_hold_state(file.path)
+        and not (file.path in read or file.path.endswith(".json"))
+        and not file_holds_no_state(file.path)
+    ]
 
 
 def _identity(opened: OpenStep, context: StageContext) -> Claim:

@@ -118,7 +118,8 @@ def test_an_object_that_was_replaced_has_another_checksum(step):
     step.put(SHARD, step.get(SHARD))
     assert step.verify().exit_code == 0  # written again, with the same bytes
     step.put(SHARD, flipped(step.get(SHARD)))
-    assert ckptctl.verify(step.url, storage_options=step.server.options).exit_code == 20
+    without = ckptctl.verify(step.url, storage_options=step.server.options)
+    assert without.exit_code in (0, 20)  # its write time shows it, unless in the same second
     report = step.verify()
     assert (report.exit_code, faults(report)) == (21, [("seal.digest", SHARD)])
     assert report.by_store is not None
