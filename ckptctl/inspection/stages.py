@@ -101,6 +101,7 @@ class StageContext:
     wholeness: Wholeness | None = None
     one_save: Claim | None = None
     branch: Claim | None = None
+    ranks_counted: bool = True
 
     @property
     def is_deep(self) -> bool:
@@ -321,13 +322,13 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         needed = layouts.documents_parsed(step.layout, step.parts, step.files)
         others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
         yield from check_documents(opened.store, opened.folder, needed, others)
-        for part in opened.parts:
-            if part.part.format is PartFormat.RANK_FILES:
-                yield from _check_stated_ranks(opened, part, contents, context)
-        if context.neighbours is not None and contents:
-            from ckptctl.inspection.predecessor import check_counts
+    for part in opened.parts:
+        if part.part.format is PartFormat.RANK_FILES:
+            yield from _check_stated_ranks(opened, part, contents, context, is_cheap=is_cheap)
+    if is_cheap and context.neighbours is not None and contents:
+        from ckptctl.inspection.predecessor import check_counts
 
-            yield from check_counts(opened, contents, context.neighbours)
+        yield from check_counts(opened, contents, context.neighbours)
     context.state = train_state(
         Sources(
             step.layout,
@@ -347,13 +348,23 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def _check_stated_ranks(
-    opened: OpenStep, part: OpenPart, contents: Mapping[str, object], context: StageContext
+    opened: OpenStep,
+    part: OpenPart,
+    contents: Mapping[str, object],
+    context: StageContext,
+    *,
+    is_cheap: bool,
 ) -> Iterator[Finding]:
+    """Compare the ranks that have files with those that a file states, or that wrote before.
+
+    Unless it `is_cheap`, no file is read for it but of a step with fewer files than the one before.
+    """
     from ckptctl.inspection.rank_files import check_stated_ranks, stated_ranks
     from ckptctl.inspection.whole import check_fewer_ranks
 
+    context.ranks_counted = is_cheap
     known = {one.where for one in context.findings}
-    for file in part.part.files:
+    for file in part.part.files if is_cheap else ():
         if full_match(tables.STATES_RANKS, file.path) and file.kind == "file":
             value = value_in_archive(opened.store, part.in_store(file.path), file.size)
             contents = {**contents, file.path: value}
@@ -362,7 +373,7 @@ def _check_stated_ranks(
             yield finding
     is_stated = context.requirements.saved_world_size or stated_ranks(opened.step, contents)
     if context.neighbours is not None and not is_stated:
-        yield from check_fewer_ranks(opened, part, context.neighbours)
+        yield from check_fewer_ranks(opened, part, context.neighbours, reads_only_step=is_cheap)
 
 
 def _claims_further(opened: OpenStep) -> bool:

@@ -16,7 +16,7 @@ from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import StageContext
-from ckptctl.model import SHARDED, PartFormat
+from ckptctl.model import SHARDED, Level, PartFormat
 
 CONTRADICTS: Mapping[str, ClaimName] = {
     "metadata.missing": ClaimName.WHOLE,
@@ -144,6 +144,11 @@ def _whole(opened: OpenStep, context: StageContext) -> Claim:
     formats = {part.part.format for part in opened.parts}
     if formats & SHARDED and formats <= SHARDED | {PartFormat.SAFETENSORS}:
         return _proven(ClaimName.WHOLE, "metadata")
+    grids = [grid for part in opened.step.parts for grid in part.grids if grid.sharded]
+    if not context.ranks_counted and not all(grid.stated for grid in grids):
+        deeper = command_line("verify", opened.url, "--level", Level.STRUCTURE.value)
+        why = "how many ranks wrote it was compared with no file of it"
+        return _unknown(ClaimName.WHOLE, why, deeper)
     if context.wholeness is not None and context.wholeness.by:
         return _proven(ClaimName.WHOLE, context.wholeness.by)
     return _unknown(

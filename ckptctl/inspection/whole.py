@@ -547,13 +547,13 @@ def _fewer_than_before(
 
 
 def check_fewer_ranks(
-    opened: OpenStep, part: OpenPart, neighbours: Neighbours
+    opened: OpenStep, part: OpenPart, neighbours: Neighbours, *, reads_only_step: bool
 ) -> Iterator[Finding]:
     """Yield the findings of `check_fewer` for rank files of which the step before has more.
 
-    In the only step of a root, files of which nothing states how many there are, are
-    `format.unlisted`. Storage errors of other steps are passed over. Cost: one listing; where a
-    kind has fewer files, or in an only step, the pickle of each file of the steps.
+    With `reads_only_step`, files of the only step of a root, of which nothing states how many
+    there are, are `format.unlisted`. Storage errors of other steps are passed over. Cost: one
+    listing; where a kind has fewer files, or in an only step, the pickle of each file of the steps.
     """
     from ckptctl.inspection.rank_files import check_fewer
 
@@ -573,7 +573,8 @@ def check_fewer_ranks(
         and not (grid.stated or grid.missing)
     ]
     # The folders of the ranks state how many there are.
-    if not grids or neighbours.newer() or opened.step.layout == "nvrx":
+    is_only = reads_only_step and not neighbours.newer()
+    if not grids or not is_only or opened.step.layout == "nvrx":
         return
     lacks_parts = _smaller_kinds(opened, opened)
     for grid in grids:
