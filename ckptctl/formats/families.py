@@ -287,11 +287,6 @@ def _identifying(columns: Sequence[_Column], n_files: int) -> _Column | None:
     return min(alone, key=lambda column: max(column.values), default=None)
 
 
-def by_key(families: Iterable[Family]) -> Mapping[str, Family]:
-    """The families by their keys."""
-    return {family.key: family for family in families}
-
-
 def lines(families: Iterable[Family]) -> Iterator[Family]:
     """The families with one axis, whose numbers are those of ranks or shards."""
     return (family for family in families if family.is_line)

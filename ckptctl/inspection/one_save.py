@@ -362,6 +362,8 @@ def check_identity(
     counted_steps: int | None,
     neighbours: Neighbours | None,
     count_of: Callable[[OpenStep], int | None],
+    *,
+    may_begin_later: bool = False,
 ) -> tuple[list[Finding], Claim]:
     """Compare the steps that the train state counts with the number in the step's name.
 
@@ -369,7 +371,8 @@ def check_identity(
     compared with those of the steps beside: where they agree with their names, or differ by the
     same amount or ratio, and this one does not, it is another step. Where the counts are those of
     the names in another order, folders were swapped. Without a counter, the step that the metadata
-    was written for is compared instead.
+    was written for is compared instead. A counter that `may_begin_later` than the run, as that of
+    an optimizer, contradicts a name only where folders were swapped.
 
     Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
     train state of `MAX_COMPARED` steps on each side at most.
@@ -400,6 +403,7 @@ def check_identity(
     agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
     is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
     is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
+    is_other = is_other and not may_begin_later
     if agreeing and is_regular and len(agreeing) == len(counts) and is_other:
         return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
@@ -487,6 +491,8 @@ def _counts_beside(
 
 def _fits(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
     """Whether a counter relates to its name as those of most steps beside do."""
+    if all(other == count for _, other in beside):
+        return False  # it counts nothing
     by_offset = sum(abs((other - n) - (count - number)) <= 1 for n, other in beside)
     by_ratio = sum(abs(other * number - count * n) <= max(n, number) for n, other in beside)
     return 2 * max(by_offset, by_ratio) > len(beside)

@@ -58,7 +58,7 @@ from ckptctl.records.reads import RecordSource, read_headers
 from ckptctl.storage.contract import ShortRead, Store, list_if_there, read_range
 from ckptctl.storage.opening import join_url
 
-MAX_KINDS = 16
+MAX_KINDS = 64
 """So many kinds of files are opened to see whether they are of `torch.save`."""
 
 
@@ -162,7 +162,9 @@ class OpenStep:
     def _archives_in(self, part: Part, layout: str) -> Iterator[str]:
         """Files of `torch.save` whose names do not show it. Cost: a short read of each kind."""
         for paths in [*unnamed_archives(part, layout).values()][:MAX_KINDS]:
-            if self._is_archive(inside(part.path, paths[0])):
+            # One may be the damaged one.
+            ends = dict.fromkeys((paths[0], paths[-1]))
+            if any(self._is_archive(inside(part.path, path)) for path in ends):
                 yield from paths
 
     def _is_archive(self, path: str) -> bool:

@@ -403,7 +403,9 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
     by_optimizer = optimizer_count(opened) if is_cheap else None
     if by_optimizer is not None and not found and (step.value is None or len(step.where) > 1):
-        found, claim = check_identity(opened, by_optimizer, context.neighbours, optimizer_count)
+        found, claim = check_identity(
+            opened, by_optimizer, context.neighbours, optimizer_count, may_begin_later=True
+        )
         context.identity = claim if step.value is None or found else context.identity
     if by_optimizer is not None and step.value is not None and not found:
         found = check_optimizer_count(

@@ -29,10 +29,12 @@ from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state, rank_file
 from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
+from ckptctl.formats.frameworks.parts import is_empty_archive
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.rank_files import check_fewer, empty_file
 from ckptctl.model import SHARDED, Step
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ def _unlisted_files(step: Step) -> Mapping[str, int]:
     saved = {
         file.path: file.size
         for file in step.files
-        if (file.kind == "link" or (file.kind == "file" and file.size))
+        if (file.kind == "link" or (file.kind == "file" and not is_empty_archive(file)))
         and layouts.is_saved(file.path)
         and not layouts.belongs_to_shards(file.path)
         and rank_file(file.path, step.layout) is None
@@ -190,22 +192,25 @@ def _check_unlisted(
     stated_by: str,
 ) -> Wholeness:
     """What is known of the files that no manifest lists."""
-    lost = _lost_names(opened, families, neighbours)
+    lost = _emptied(opened, families, neighbours) or _lost_names(opened, families, neighbours)
     if lost is not None:
         return Wholeness((lost,))
     if not families:
         has_ranks = any(part.grids for part in opened.step.parts)
         layout = opened.step.layout
-        return Wholeness(by=f"files as {layout} names them" if has_ranks else "no name of a rank")
+        is_known = has_ranks and layout != "dcp"
+        return Wholeness(by=f"files as {layout} names them" if is_known else "no name of a rank")
     mixed = _mixed(opened.step, families)
     if mixed is not None:
         return Wholeness((mixed,))
     numbered = [family for family in families if family.is_numbered]
-    gaps = [*_stated_gaps(numbered)]
+    sparse = [family for family in families if not family.is_numbered]
+    gaps = [*_stated_gaps(numbered), *_left_of_numbered(opened, sparse, neighbours)]
     unstated = [family for family in numbered if _is_open(family)]
     if not unstated:
-        by = "the counts in the names" if numbered else "no name states a rank"
-        return _result(opened.step, gaps, by)
+        # Numbers with more holes than files prove nothing.
+        by = "the counts in the names" if numbered else ""
+        return _result(opened.step, gaps, by if not sparse else "")
     beside = [*_beside(opened, neighbours, {family.key: family for family in unstated})]
     unstated = [family for family in unstated if not _is_lone(family, beside)]
     if not unstated:
@@ -213,12 +218,14 @@ def _check_unlisted(
     confirmed = next((one for one in beside if _confirms(unstated, one)), None)
     unstated = [_counted_as_beside(family, beside) for family in unstated]
     gaps += _holes(unstated, confirmed)
+    # What is stated counts more than another step, which may lack the same files.
+    if saved_world_size is not None:
+        gaps += _fewer_than_ranks(unstated, saved_world_size)
+        if gaps or confirmed is None:
+            return _result(opened.step, gaps, stated_by)
     if confirmed is not None:
         gaps += _fewer_of_equal_parts(opened, unstated)
         return _result(opened.step, gaps, f"{confirmed.name}, which has the same files")
-    if saved_world_size is not None:
-        gaps += _fewer_than_ranks(unstated, saved_world_size)
-        return _result(opened.step, gaps, stated_by)
     same_world = next((other for other in beside if _is_same_world(unstated, other)), None)
     if same_world is not None:
         added = [family for family in unstated if family.key not in same_world.families]
@@ -326,6 +333,41 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
     )
 
 
+def _emptied(
+    opened: OpenStep, families: Sequence[Family], neighbours: Neighbours | None
+) -> Finding | None:
+    """The finding for a file without a byte that has some in the nearest step; None without one.
+
+    Cost: none without an empty file in a family; else the listing of the nearest step.
+    """
+    keys = {family.key for family in families}
+    files = [file for file in opened.files if file.kind == "file" and not file.size]
+    empty = [file.path for file in files if key_of(file.path) in keys]
+    if not empty:
+        return None
+    if neighbours is None:
+        return empty_file(opened.step, empty[0])
+    for named in [*neighbours.older(), *neighbours.newer()][:1]:
+        with suppress(StorageError):
+            held = {file.path for file in neighbours.open(opened.store, named).files if file.size}
+            number = opened.step.number or 0
+            then = {path: layouts.path_in_step(path, number, named.number) for path in empty}
+            empty = [path for path in empty if then[path] in held]
+    return empty_file(opened.step, empty[0]) if empty else None
+
+
+def _left_of_numbered(
+    opened: OpenStep, sparse: Sequence[Family], neighbours: Neighbours | None
+) -> Iterator[Gap]:
+    """Families with more holes than files of which a step beside has all numbers."""
+    for family in sparse:
+        for other in _beside(opened, neighbours, {family.key: family}):
+            held = other.families.get(family.key)
+            if held is not None and held.is_numbered and family.members < held.members:
+                yield Gap(family, held.n_files, f"{other.name} has {held.n_present:,}")
+                break
+
+
 def _stated_gaps(families: Iterable[Family]) -> Iterator[Gap]:
     for family in families:
         if family.stated and family.n_present < family.n_files:
@@ -336,8 +378,18 @@ def _holes(families: Iterable[Family], confirmed: _Beside | None) -> Iterator[Ga
     """Numbers that are missing; a grid need not be full if that of another step is not either."""
     for family in families:
         full = family.n_files if family.is_line else prod(map(len, family.values))
-        if family.n_present < full and (family.is_line or confirmed is None):
+        held = confirmed.families.get(family.key) if confirmed is not None else None
+        is_as_before = held is not None and held.members == family.members
+        if confirmed is not None and (not family.is_line or (is_as_before and _is_spaced(family))):
+            continue
+        if family.n_present < full:
             yield Gap(family, full, "their numbers have a hole")
+
+
+def _is_spaced(family: Family) -> bool:
+    """Whether the numbers of a line are equally far apart: one rank of each node writes it."""
+    numbers = [number for (number,) in sorted(family.members)]
+    return len({later - number for number, later in pairwise(numbers)}) == 1
 
 
 def _beside(
@@ -510,6 +562,7 @@ def _is_same_world(families: Iterable[Family], other: _Beside) -> bool:
         family.n_present > 1
         and (held := other.families.get(family.key)) is not None
         and held.members == family.members
+        and _is_about(family, held)
         for family in families
     )
 
@@ -528,7 +581,7 @@ def _fewer_than_before(
         return
     now, then = (
         _sizes(opened, fewer),
-        _sizes(other.opened, [other.families[one.key] for one in fewer]),
+        _sizes_beside(other, [other.families[one.key] for one in fewer]),
     )
     is_less: dict[str, bool] = {}
     for name in _split(now, then):
@@ -555,8 +608,6 @@ def check_fewer_ranks(
     there are, are `format.unlisted`. Storage errors of other steps are passed over. Cost: one
     listing; where a kind has fewer files, or in an only step, the pickle of each file of the steps.
     """
-    from ckptctl.inspection.rank_files import check_fewer
-
     for named in [*neighbours.older()][:1]:
         with suppress(StorageError):
             other = neighbours.open(opened.store, named)
@@ -685,7 +736,7 @@ def _by_content(
     if any(size.is_part for size in now.values()):
         return Wholeness(by="the shapes of the whole tensors, which the files state")
     for other in beside:
-        then = _sizes(other.opened, [*other.families.values()])
+        then = _sizes_beside(other, [*other.families.values()])
         split = _split(now, then)
         if split and all(now[name].n_elements == then[name].n_elements for name in split):
             n_ranks = counted(largest.n_files, "rank")
@@ -738,6 +789,13 @@ def _sizes(opened: OpenStep, families: Sequence[Family]) -> Mapping[str, _Size]:
     return {f"{fqn} in {key}": size for (fqn, key), size in sizes.items()}
 
 
+def _sizes_beside(other: _Beside, families: Sequence[Family]) -> Mapping[str, _Size]:
+    """Those of a step beside; of one that cannot be read, none."""
+    with suppress(StorageError):
+        return _sizes(other.opened, families)
+    return {}
+
+
 def _shapes_by_key(
     opened: OpenStep, families: Iterable[Family]
 ) -> Mapping[str, set[tuple[int, ...]]]:
@@ -750,12 +808,15 @@ def _shapes_by_key(
 
 
 def _tensors(opened: OpenStep) -> Sequence[HeldTensor]:
-    """The tensors in the files that no metadata describes; of files that cannot be read, none."""
+    """The tensors in the files that no metadata describes; none where one cannot be decoded.
+
+    Raises `StorageError`.
+    """
     from ckptctl.inspection.stored_tensors import held_tensors
 
-    with suppress(StorageError):
-        return held_tensors(part for part in opened.parts if part.part.format not in SHARDED)[0]
-    return ()
+    tensors, unlisted = held_tensors(p for p in opened.parts if p.part.format not in SHARDED)
+    # What is not known of every file is known of none: it would look smaller than it is.
+    return () if unlisted else tensors
 
 
 def _tensor_sizes(
@@ -794,9 +855,10 @@ def _missing(step: Step, gap: Gap) -> Finding:
 def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
     largest = max(families, key=lambda family: family.n_files)
     before = next((other for other in beside if largest.key in other.families), None)
-    n_files = counted(largest.n_files, "file")
+    n_files, code = counted(largest.n_files, "file"), "format.unlisted"
     if before is not None:
         n_before = before.families[largest.key].n_files
+        code = "file.fewer" if n_before > largest.n_files else code
         why = (
             f"{before.name} has {n_before:,}, and nothing in this step states how many ranks "
             "wrote it: their number changed, or the files of the last ranks are missing"
@@ -804,11 +866,11 @@ def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
     else:
         why = "nothing states how many ranks wrote them, and no other step confirms it"
     return Finding(
-        "format.unlisted",
+        code,
         largest.example,
         f"{n_files} {largest.key}: {why}. --saved-world-size N, a seal, or another step with the "
         "same files proves that none is missing",
         expected="a stated number of files",
         found=n_files,
-        next_command="ckptctl explain format.unlisted",
+        next_command=command_line("explain", code),
     )

@@ -459,6 +459,7 @@ def branch_of(
 
         listed = [times for _, times in in_flight(inspector.times_of, wanted)]
     times = [one for one in listed if one is not None]
+    n_silent += len(listed) - len(times)  # what could not be listed was not compared
     order = write_order(own, times, n_silent)
     left = {one.name for one in order.later if _is_left(inspector, older[one.name])}
     if left:

@@ -134,6 +134,11 @@ def is_archive(path: str, layout: str = "") -> bool:
     return bool(full_match(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
 
 
+def is_empty_archive(file: FileInfo) -> bool:
+    """Whether a file without a byte is named as one of `torch.save`, which never writes such."""
+    return not file.size and is_archive(file.path)
+
+
 def archives_in(part: Part, layout: str) -> list[FileInfo]:
     """The files of `torch.save` in a part, by name or first bytes; without empty ones."""
     return [
