@@ -27,8 +27,8 @@ _PIECE_BYTES = 16 << 20
 
 _N_THREADS = 4
 
-_PIECE_ELEMENTS = 4 << 20
-"""Elements that a device digests at once: 64 MiB of its memory."""
+_PIECE_ELEMENTS = 2 << 20
+"""Elements that a device digests at once: some 64 MiB of its memory."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
