@@ -82,10 +82,12 @@ class HeldOnce:
     def __init__(
         self, state: dict[str, Any], copied: Collection[str], per_rank: Sequence[str], rank: int
     ) -> None:
-        _, paths = flatten_state_dict(state)
+        flat, paths = flatten_state_dict(state)
         units = {unit for path in paths.values() if (unit := unit_of(path)) is not None}
         own = {unit for unit in units if any(matches(unit, one) for one in per_rank)}
-        name_by_rank(state, own, rank)
+        # Each rank saves its shards anyway, under the name that they have together.
+        self._divided = {name for name, value in flat.items() if _is_divided(value)}
+        name_by_rank(state, own - {unit_of(paths[name]) for name in self._divided}, rank)
         self._state, self._rank = state, rank
         flat, self._paths = flatten_state_dict(state)
         self._entries = [*_entries(flat, copied)]
@@ -139,8 +141,8 @@ class HeldOnce:
     def _exact(self, entry: _Entry) -> _Exact:
         path = self._paths[entry.name]
         unit = unit_of(path)
-        if path[0] == "dataloader":
-            unit = None  # its generators determine which samples a rank takes
+        if path[0] == "dataloader" or entry.name in self._divided:
+            unit = None  # the generators of a loader determine which samples a rank takes
         both = [
             number_of(_text(entry.value, generators=each)) if entry.compared else 0
             for each in (True, False)
@@ -171,6 +173,13 @@ def _entries(flat: dict[str, Any], copied: Collection[str]) -> Iterator[_Entry]:
         (shard,) = local_tensors(find_state_dict_object(flat, item.index))
         place = f"{name} at {tuple(about.chunk.offsets)}"
         yield _Entry(name, number_of(place), str(tuple(about.chunk.sizes)), shard)
+
+
+def _is_divided(value: Any) -> bool:
+    """Whether a rank has a part of a tensor only."""
+    if hasattr(value, "to_local"):
+        return tuple(value.to_local().shape) != tuple(value.shape)
+    return hasattr(value, "local_shards")
 
 
 def _packed(numbers: Iterator[int] | Sequence[int]) -> bytes:

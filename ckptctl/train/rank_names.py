@@ -1,5 +1,6 @@
 """Names of state of which each rank has its own: `model.experts.0.weight@rank_3`.
 
+A part that is one value has one more level: `scheduler.@rank_3`, which is still a scheduler.
 What is named so is written by its rank, and loaded by the rank of that number. A job needs no
 option to load it: the names are in the step.
 """
@@ -17,7 +18,7 @@ from ckptctl.model import BytesEntry, Metadata, TensorEntry
 Path = tuple[str | int, ...]
 _Entry = TypeVar("_Entry", TensorEntry, BytesEntry)
 
-_OF_RANK = re.compile(r"@rank_(\d+)(?=\.|$)")
+_OF_RANK = re.compile(r"\.?@rank_(\d+)(?=\.|$)")
 _KINDS = {
     "model": 1,
     "extra": 1,
@@ -70,7 +71,11 @@ def name_by_rank(state: dict[str, Any], units: Collection[Path], rank: int) -> N
         container: Any = state
         for key in unit[:-1]:
             container = container[key]
-        container[f"{unit[-1]}@rank_{rank}"] = container.pop(unit[-1])
+        value = container.pop(unit[-1])
+        if len(unit) == 1:
+            container[unit[0]] = {f"@rank_{rank}": value}
+        else:
+            container[f"{unit[-1]}@rank_{rank}"] = value
 
 
 def seen_by(saved: Metadata, rank: int) -> tuple[Metadata, Mapping[str, str]]:
@@ -94,5 +99,6 @@ def seen_by(saved: Metadata, rank: int) -> tuple[Metadata, Mapping[str, str]]:
 
 
 def _plain(entry: _Entry) -> _Entry:
-    path = tuple(plain_name(key) if isinstance(key, str) else key for key in entry.path)
+    keys = (plain_name(key) if isinstance(key, str) else key for key in entry.path)
+    path = tuple(key for key in keys if key != "")
     return replace(entry, fqn=plain_name(entry.fqn), path=path)

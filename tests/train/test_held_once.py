@@ -126,6 +126,7 @@ attempt("sound-quantized", model=model_of(torch.quantize_per_tensor(square, 0.1,
 shards = DTensor.from_local(torch.full((4,), 1.0 * rank), mesh, [Shard(0)])
 whole = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
 attempt("shards", model=model, extra={"both": Held([shards, whole])})
+attempt("declared-shards", model=model, extra={"both": Held([shards, whole])}, per_rank=["both"])
 attempt("own-names", model=model, extra={f"meter_{rank}": Held(rank)})
 attempt("loaders", model=model, dataloader=loader)
 attempt("declared", model=linear(rank), per_rank=["weight", "bias"])
@@ -163,7 +164,17 @@ REFUSALS = {
     "quantized": "the state of model.held differs",
     "pattern": "per_rank has 'expert.*', which matches no state of this job",
 }
-SAVED = ("nan", "empty", "conjugated", "strides", "view", "sound-quantized", "shards", "own-names")
+SAVED = (
+    "nan",
+    "empty",
+    "conjugated",
+    "strides",
+    "view",
+    "sound-quantized",
+    "shards",
+    "own-names",
+    "declared-shards",
+)
 
 
 def outputs(code: str, tmp_path: Path, n_ranks: int = 2) -> list[list[str]]:
