@@ -332,7 +332,7 @@ class Checkpointer:
             # At every save, because any step may introduce a value that cannot be loaded.
             check_readable(state)
             copied = copied_buffers(parts.model, state)
-            compared.append(HeldOnce(state, copied, per_rank, group.rank))
+            compared.append(HeldOnce(state, copied, per_rank, group))
             taken.append(StateToSave(state, buffers=copied))
             return why_lost(parts.model, loss), compared[0].outline
 

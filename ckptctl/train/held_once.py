@@ -80,17 +80,22 @@ class HeldOnce:
     """
 
     def __init__(
-        self, state: dict[str, Any], copied: Collection[str], per_rank: Sequence[str], rank: int
+        self,
+        state: dict[str, Any],
+        copied: Collection[str],
+        per_rank: Sequence[str],
+        group: ProcessGroup,
     ) -> None:
         flat, paths = flatten_state_dict(state)
-        units = {unit for path in paths.values() if (unit := unit_of(path)) is not None}
-        own = {unit for unit in units if any(matches(unit, one) for one in per_rank)}
+        units = {unit_of(path) for path in paths.values()} - {None} if per_rank else set()
+        own = {unit for unit in units if unit and any(matches(unit, one) for one in per_rank)}
         # Each rank saves its shards anyway, under the name that they have together.
         self._divided = {name for name, value in flat.items() if _is_divided(value)}
-        name_by_rank(state, own - {unit_of(paths[name]) for name in self._divided}, rank)
-        self._state, self._rank = state, rank
-        flat, self._paths = flatten_state_dict(state)
-        self._entries = [*_entries(flat, copied)]
+        if own:
+            name_by_rank(state, own - {unit_of(paths[name]) for name in self._divided}, group.rank)
+            flat, paths = flatten_state_dict(state)
+        self._state, self._rank, self._paths = state, group.rank, paths
+        self._entries = [*_entries(flat, copied)] if group.size > 1 else []
         unused = {one for one in per_rank if not any(matches(unit, one) for unit in own)}
         self.outline = Outline(
             _packed(one.key for one in self._entries),
