@@ -8,6 +8,9 @@ that writes the same bytes from tensor memory in pieces of 1 MiB, with CRC-32, x
 flush; that of a resume builds the state, without a step of the optimizer, and calls `dcp.load`
 with `measuring.bare_reader`.
 
+What `save` compares over the ranks, before it writes a model that each of them holds, is measured
+beside the rest of the same save. Its limit is one sum over the same memory, on all ranks at once.
+
 The stages of a resume are measured by the profiler, on rank 0 and in processor time.
 """
 
@@ -40,11 +43,12 @@ from measuring import (
 )
 from reader import in_processes
 
-WIDTH, STATE_MIB, KEPT_MIB = 2048, 768, 96
+WIDTH, STATE_MIB, KEPT_MIB, REPLICATED_MIB = 2048, 768, 96, 192
 MEASURES: tuple[tuple[Measure, str], ...] = (("clock_s", "by the clock"), ("cpu_s", "processor"))
 
 
 RANKS = (1, 2)
+REPLICAS = (2, 4)
 
 
 class Script:
@@ -125,6 +129,28 @@ def rows(size: Size) -> Iterator[Row]:
             found = json.loads(answers.read_text())
         yield from _resume_rows(f"{shown}, {n_ranks} process{'es' * (n_ranks > 1)}", found)
     yield _retention(size)
+
+
+def comparisons(size: Size) -> Iterator[Row]:
+    """What a save of a model that every rank holds takes to compare the ranks."""
+    warnings.simplefilter("ignore")
+    n_layers = max(1, size.of(REPLICATED_MIB) * MIB // (4 * WIDTH * WIDTH))
+    for n_ranks in REPLICAS:
+        with folder() as name:
+            answers = Path(name, "answers")
+            in_processes(n_ranks, _compared, name, n_layers, size.rounds, str(answers))
+            found = json.loads(answers.read_text())
+        for measure, how in MEASURES:
+            yield Row(
+                f"comparing {n_ranks} ranks with a replicated model of "
+                f"{n_layers * 4 * WIDTH * WIDTH / MIB:.0f} MiB, {how}",
+                1000 * found[measure]["comparison"],
+                "ms",
+                1000 * found[measure]["save"],
+                "the save",
+                1000 * found[measure]["bare sum"],
+                0.05,
+            )
 
 
 def _resume_rows(shown: str, found: Mapping[str, Any]) -> Iterator[Row]:
@@ -209,6 +235,56 @@ def memories(state: object) -> Iterator[memoryview]:
 
 
 # In the processes of a job
+
+
+def _compared(name: str, n_layers: int, rounds: int, answers: str) -> None:
+    """Save a model that all ranks hold, several times; rank 0 writes the least figures."""
+    import torch
+    import torch.distributed as dist
+
+    from ckptctl.train import held_once
+
+    torch.set_num_threads(1)
+    compare = held_once.HeldOnce.agree
+    taken: dict[str, list[Spent]] = {}
+
+    def measured(what: str, act: Callable[[], object]) -> None:
+        dist.barrier()
+        spent = called(act)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (spent.cpu_s, spent.clock_s))
+        cpu_s, clock_s = zip(*everyone, strict=True)
+        taken.setdefault(what, []).append(Spent(sum(cpu_s), max(clock_s)))
+
+    def agree(*arguments: Any) -> None:
+        measured("comparison", lambda: compare(*arguments))
+
+    held_once.HeldOnce.agree = agree  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(n_layers)))
+
+    from ckptctl.train import Checkpointer
+
+    def bare_sum() -> None:
+        for parameter in model.parameters():
+            parameter.detach().view(torch.int32).view(-1)[: parameter.numel() // 2 * 2].view(
+                torch.int64
+            ).sum()
+
+    with Checkpointer(str(Path(name, "run")), model=model, tell=lambda _: None) as ckpt:
+        ckpt.resume()
+        for turn in range(2 * rounds):
+            os.sync()
+            measured("save", lambda turn=turn: ckpt.save(turn + 1))
+            measured("bare sum", bare_sum)
+            if dist.get_rank() == 0:
+                shutil.rmtree(Path(name, "run", f"step_{turn + 1}"))
+    if dist.get_rank() == 0:
+        least_of = {
+            measure: {what: least(taken, what, measure) for what in taken}
+            for measure, _ in MEASURES
+        }
+        Path(answers).write_text(json.dumps(least_of))
 
 
 def _resumed(name: str, n_layers: int, rounds: int, answers: str) -> None:

@@ -52,6 +52,7 @@ AREAS: dict[str, Area] = {
     "loading": reader.rows,
     "logs": loss_reading.rows,
     "saving": checkpointer.rows,
+    "replicas": checkpointer.comparisons,
     "resharding": reshard.rows,
     "devices": devices.rows,
 }

@@ -345,6 +345,7 @@ class TrainOptions:
     default among all. `rng` at another number of ranks: `reseed` (from seed, step and rank)
     or `refuse`. `accept_repetition` continues although samples would be repeated or skipped.
     `accept_lost` are kinds of state that the step or the job alone may have, wholly or in part.
+    `per_rank` are names of state, or patterns (`experts.*`), of which each rank saves its own.
     `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
     it waits for the slowest rank.
     """
@@ -357,11 +358,14 @@ class TrainOptions:
     rng: str = "reseed"
     accept_repetition: bool = False
     accept_lost: Collection[str] = ()
+    per_rank: Collection[str] = ()
     settle_s: float = SETTLE_S
     patience_s: float = JOB_TIMEOUT_S
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept_lost", tuple(self.accept_lost))
+        per_rank = (self.per_rank,) if isinstance(self.per_rank, str) else self.per_rank
+        object.__setattr__(self, "per_rank", tuple(per_rank))
         if self.rng not in RNG_POLICIES:
             raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
         unknown = [kind for kind in self.accept_lost if kind not in KINDS_LOST]
@@ -382,6 +386,7 @@ class TrainKeywords(PickKeywords, total=False):
     rng: str
     accept_repetition: bool
     accept_lost: Collection[str]
+    per_rank: Collection[str]
     settle_s: float
     patience_s: float
 

@@ -34,7 +34,7 @@ from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
-from ckptctl.train.held_once import buffers_of, check_equal, digests_of_values
+from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
 from ckptctl.train.loss_guard import why_lost
@@ -68,11 +68,11 @@ class Checkpointer:
     the first that is not optional; `keep` and seals concern that root only.
     `optional_roots` may be absent.
 
-    `optimizer` belongs to `model`; several of one model are given as a list. `dataloader` is a
-    `GlobalLoader`, a torchdata `StatefulDataLoader`, or any object with `state_dict`. `extra`
-    are other objects with `state_dict` and `load_state_dict`, by name. `keep` is how many
-    complete and sealed steps stay, of those that `resume` would use; older ones are removed in
-    the background. None removes nothing. `tell` prints a message.
+    `optimizer` belongs to `model`; several of one model are given as a list, and so are several
+    schedulers. `dataloader` is a `GlobalLoader`, a torchdata `StatefulDataLoader`, or any object
+    with `state_dict` and `load_state_dict`. `extra` are other such objects, by name. `keep` is
+    how many complete and sealed steps stay, of those that `resume` would use; older ones are
+    removed in the background. None removes nothing. `tell` prints a message.
 
     `options` states how steps are named and sealed, how long ranks wait, and which state
     may be lost; see `docs/train.md`. `policy`, `requirements` and `storage` are those of
@@ -87,7 +87,7 @@ class Checkpointer:
         optional_roots: Collection[str] = (),
         model: Any = None,
         optimizer: Any = None,
-        scheduler: Stateful | None = None,
+        scheduler: Any = None,
         dataloader: Any = None,
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
@@ -114,6 +114,8 @@ class Checkpointer:
             )
         # An earlier attempt can no longer publish, so an unfinished save is not in progress.
         requirements = replace(requirements, grace_s=0.0)
+        parts = Parts(model, optimizer, scheduler, dataloader, grad_scaler, extra or {})
+        parts.check()
         if not options.accept_repetition:
             check_order(dataloader)
         group = make_group(options.patience_s)
@@ -131,7 +133,7 @@ class Checkpointer:
                 group.rank if options.dp_rank is None else options.dp_rank,
                 group.size if options.dp_size is None else options.dp_size,
             ),
-            Parts(model, optimizer, scheduler, dataloader, grad_scaler, extra or {}),
+            parts,
             options,
             selection,
             tell,
@@ -286,11 +288,7 @@ class Checkpointer:
 
     def _next_save(self, step: int, group: ProcessGroup) -> StepSave:
         attempt = self._begun()
-        if step <= attempt.saved:
-            raise UsageError(
-                f"step {step} cannot be saved: the run is already at step {attempt.saved}"
-            )
-        if self._job.group.is_first:
+        if self._job.group.is_first and step > attempt.saved:
             attempt.record(SavingLine(step=step))
         target = SaveTarget(
             self._save_store,
@@ -309,9 +307,9 @@ class Checkpointer:
         tokens: int | None,
         samples: int | None,
         loss: float | None,
-        staged: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        staged: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> StateToSave:
-        """What is saved as `step`, its state as `staged` returns it.
+        """What is saved as `step`, compared over the ranks, and its state as `staged` returns it.
 
         An error of one rank is one of all, and so are lost weights.
         """
@@ -320,20 +318,32 @@ class Checkpointer:
         progress = {"step": step, "seed": self._job.options.seed}
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
-        loss = self._begun().loss if loss is None else loss
+        attempt = self._begun()
+        loss, saved = attempt.loss if loss is None else loss, attempt.saved
         parts = self._job.parts
+        group, per_rank = self._job.group, tuple(self._job.options.per_rank)
         taken: list[StateToSave] = []
+        compared: list[HeldOnce] = []
 
-        def collected() -> tuple[str, Mapping[str, str]]:
+        def collected() -> tuple[str, Outline]:
+            if step <= saved:
+                raise UsageError(f"step {step} cannot be saved: the run is already at step {saved}")
             state = collect(parts, self._job.position, progress)
             # At every save, because any step may introduce a value that cannot be loaded.
             check_readable(state)
-            taken.append(StateToSave(staged(state), buffers=buffers_of(parts.model, state)))
-            return why_lost(parts.model, loss), digests_of_values(state)
+            copied = copied_buffers(parts.model, state)
+            compared.append(HeldOnce(state, copied, per_rank, group))
+            taken.append(StateToSave(state, buffers=copied))
+            return why_lost(parts.model, loss), compared[0].outline
 
-        found = self._job.group.from_all(collected)
-        check_equal([digests for _, digests in found])
-        return replace(taken[0], lost=next((why for why, _ in found if why), ""))
+        found = group.from_all(collected)
+        compared[0].agree([outline for _, outline in found], group)
+        lost = next((why for why, _ in found if why), "")
+        if staged is None:
+            return replace(taken[0], lost=lost)
+        copies: list[dict[str, Any]] = []
+        group.from_all(lambda: copies.append(staged(taken[0].state)))
+        return replace(taken[0], state=copies[0], lost=lost)
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""

@@ -17,6 +17,7 @@ from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
 from ckptctl.train.optimizers import is_of_torch
+from ckptctl.train.rank_names import plain_name, rank_in
 from ckptctl.train.state import part_of
 
 
@@ -78,6 +79,8 @@ class _Comparison:
         missing = sorted({name for rank in self.ranks for name in rank.missing})
         given = {part for rank in self.ranks for part in rank.parts}
         both = given & self._whole_parts(given)
+        for part in sorted(both - {"model", "optimizer"}):
+            self._own_entries(part, names, unused)
         keeps = (True, True)
         for part in sorted(both):
             if part == "model":
@@ -101,6 +104,18 @@ class _Comparison:
         ]
         return saved
 
+    def _own_entries(self, part: str, names: Sequence[str], unused: Sequence[str]) -> None:
+        """The entries of a part of which each rank saved its own, for ranks that differ now."""
+        whole, tensors = part.replace(" ", ".", 1), f"extra_tensors.{part.partition(' ')[2]}."
+        ranks = {rank_in(name) for name in names if plain_name(name) == whole}
+        lacking = [rank for rank, one in enumerate(self.ranks) if part in one.parts]
+        lacking = [rank for rank in lacking if ranks and not ranks & {None, rank}]
+        if lacking:
+            self.lost.append(f"{part} (the step has that of each rank, and none of {lacking[0]})")
+        beyond = [name for name in unused if rank_in(name) is not None]
+        beyond = [name for name in beyond if part_of(name) == part or name.startswith(tensors)]
+        self._entries(part, beyond, [])
+
     def _entries(self, part: str, unused: Sequence[str], missing: Sequence[str]) -> None:
         if unused:
             self.lost.append(
@@ -115,7 +130,7 @@ class _Comparison:
 
     def _value(self, part: str, names: Sequence[str]) -> None:
         """A part whose state is one value here, which another program may have divided."""
-        if part.replace(" ", ".", 1) not in self.saved.bytes_entries:
+        if part.replace(" ", ".", 1) not in map(plain_name, self.saved.bytes_entries):
             held = [name for name in names if part_of(name) == part]
             self.lost.append(f"{part} (the step holds {some_of(held)}, and not one value)")
 

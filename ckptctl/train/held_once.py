@@ -1,84 +1,344 @@
-"""State that a step holds once, though each rank has it: check that all ranks have the same.
+"""State that a step holds once, though several ranks have it: check that they have the same.
 
 DCP saves an entry that several ranks have from one of them, whichever writes the least. Values
-that differ between ranks would be lost without an error; of buffers, as those of BatchNorm, the
-ones of the lowest rank are meant, which DDP gives to the others in each forward pass.
+that differ between ranks would be lost without an error. So all that the ranks would write under
+one name is compared before anything is written: first its form, then a quick digest of what more
+than one rank has, and where one differs a digest that depends on the values alone. If nothing but
+states of random generators differs, each rank saves its own; anything else is refused.
+
+Buffers that DDP gives from its lowest rank to the others in each forward pass may differ; those
+of the lowest rank are saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.nn.parallel import DistributedDataParallel
 
+from ckptctl.data_classes import dataclass
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
-from ckptctl.train.state import PLAIN, local_tensors
-
-OPTIONS = "optimizer options"
-
-
-def digests_of_values(state: Mapping[str, Any]) -> dict[str, str]:
-    """The digest of each value of this rank that the step holds once, by the name of its part."""
-    values = {name: state[name] for name in PLAIN if name in state}
-    values |= {f"extra {name}": one for name, one in state.get("extra", {}).items()}
-    if "optimizer" in state:
-        values[OPTIONS] = state["optimizer"]["param_groups"]
-    return {name: hashlib.sha256(_text(one).encode()).hexdigest() for name, one in values.items()}
+from ckptctl.train.rank_names import Path, matches, name_by_rank, short_name, unit_of
+from ckptctl.train.state import local_tensors
+from ckptctl.train.tensor_digests import exact_digest, number_of, quick_digests
 
 
-def _text(value: Any) -> str:
-    """A text that is equal for equal values."""
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a rank would write under one name: a value, a tensor, or a shard of one.
+
+    `key` is equal for what DCP takes for the same. Without `compared` only the form has to agree.
+    """
+
+    name: str
+    key: int
+    form: str
+    value: Any = None
+    compared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Exact:
+    """An entry as every rank can compare it; `rest` leaves the states of generators out."""
+
+    name: str
+    unit: Path | None
+    value: tuple[str, int]
+    rest: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a rank would write, for the other ranks: the keys and the forms of its entries.
+
+    `unused` are the patterns of `per_rank` that match nothing on this rank.
+    """
+
+    keys: bytes
+    forms: bytes
+    unused: frozenset[str]
+
+
+class HeldOnce:
+    """The entries of a rank's state, to compare with those of other ranks.
+
+    What matches a pattern of `per_rank` gets the number of the rank in its name at once. Of the
+    names in `copied`, DCP is asked for those of the lowest rank, whatever the others have.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        copied: Collection[str],
+        per_rank: Sequence[str],
+        group: ProcessGroup,
+    ) -> None:
+        flat, paths = flatten_state_dict(state)
+        units = {unit_of(path) for path in paths.values()} - {None} if per_rank else set()
+        own = {unit for unit in units if unit and any(matches(unit, one) for one in per_rank)}
+        # Each rank saves its shards anyway, under the name that they have together.
+        self._divided = {name for name, value in flat.items() if _is_divided(value)}
+        if own:
+            name_by_rank(state, own - {unit_of(paths[name]) for name in self._divided}, group.rank)
+            flat, paths = flatten_state_dict(state)
+        self._state, self._rank, self._paths = state, group.rank, paths
+        self._entries = [*_entries(flat, copied)] if group.size > 1 else []
+        unused = {one for one in per_rank if not any(matches(unit, one) for unit in own)}
+        self.outline = Outline(
+            _packed(one.key for one in self._entries),
+            _packed(number_of(one.form) for one in self._entries),
+            frozenset(unused),
+        )
+
+    def agree(self, outlines: Sequence[Outline], group: ProcessGroup) -> None:
+        """Compare the entries over the ranks; every rank calls it, with the outlines of all.
+
+        Raises `UsageError`, the same on every rank, if a value differs that a step holds once.
+        Where only states of generators differ, it gives their entries the number of the rank.
+        """
+        unused = frozenset.intersection(*(one.unused for one in outlines))
+        if unused:
+            raise UsageError(
+                f"per_rank has {min(unused)!r}, which matches no state of this job: it takes names "
+                "of parameters and buffers, of extra states, and patterns of them"
+            )
+        if group.size == 1:
+            return
+        keys = _Keys([one.keys for one in outlines], self._rank)
+        different = keys.different([one.forms for one in outlines])
+        digests = group.from_all(lambda: self._digests(keys.shared))
+        different |= keys.different(digests)
+        if not different:
+            return
+        wrong = [entry for entry in self._entries if entry.key in different]
+        ranks = group.from_all(lambda: {one.key: self._exact(one) for one in wrong})
+        self._name_generators(_check(ranks))
+
+    def _digests(self, shared: Sequence[bool]) -> bytes:
+        """The quick digest of each entry that other ranks have, too; 0 of the others."""
+        numbers = [0] * len(self._entries)
+        tensors = []
+        for place, (entry, is_shared) in enumerate(zip(self._entries, shared, strict=True)):
+            if not is_shared or not entry.compared:
+                continue
+            if isinstance(entry.value, torch.Tensor):
+                tensors.append((place, entry.value))
+            else:
+                numbers[place] = number_of(_text(entry.value))
+        found = quick_digests([tensor for _, tensor in tensors])
+        for (place, _), number in zip(tensors, found, strict=True):
+            numbers[place] = number
+        return _packed(numbers)
+
+    def _exact(self, entry: _Entry) -> _Exact:
+        path = self._paths[entry.name]
+        unit = unit_of(path)
+        if path[0] == "dataloader" or entry.name in self._divided:
+            unit = None  # the generators of a loader determine which samples a rank takes
+        both = [
+            number_of(_text(entry.value, generators=each)) if entry.compared else 0
+            for each in (True, False)
+        ]
+        return _Exact(entry.name, unit, (entry.form, both[0]), (entry.form, both[1]))
+
+    def _name_generators(self, units: Collection[Path]) -> None:
+        held = {unit_of(path) for path in self._paths.values()}
+        name_by_rank(self._state, [unit for unit in units if unit in held], self._rank)
+
+
+def _entries(flat: dict[str, Any], copied: Collection[str]) -> Iterator[_Entry]:
+    """What DCP would write of a flattened state; of a sharded tensor also its global form."""
+    sharded = set()
+    for item in create_default_local_save_plan(flat, is_coordinator=True).items:
+        name, about = item.index.fqn, item.tensor_data
+        value = flat[name]
+        if about is None:
+            yield _Entry(name, number_of(name), "a value", value)
+            continue
+        form = f"{about.properties.dtype} {tuple(about.size)}"
+        if not hasattr(value, "to_local") and not hasattr(value, "local_shards"):
+            yield _Entry(name, number_of(name), form, value, name not in copied)
+            continue
+        if name not in sharded:
+            sharded.add(name)
+            yield _Entry(name, number_of(name), f"shards of {form}", compared=False)
+        (shard,) = local_tensors(find_state_dict_object(flat, item.index))
+        place = f"{name} at {tuple(about.chunk.offsets)}"
+        yield _Entry(name, number_of(place), str(tuple(about.chunk.sizes)), shard)
+
+
+def _is_divided(value: Any) -> bool:
+    """Whether a rank has a part of a tensor only."""
+    if hasattr(value, "to_local"):
+        return tuple(value.to_local().shape) != tuple(value.shape)
+    return hasattr(value, "local_shards")
+
+
+def _packed(numbers: Iterator[int] | Sequence[int]) -> bytes:
+    return array("q", numbers).tobytes()
+
+
+class _Keys:
+    """The keys of all ranks. `shared` tells of each key of this rank whether others have it."""
+
+    def __init__(self, keys: Sequence[bytes], rank: int) -> None:
+        self._keys = _joined(keys)
+        _, self._groups, counts = torch.unique(self._keys, return_inverse=True, return_counts=True)
+        self._n_groups = len(counts)
+        at = sum(len(one) for one in keys[:rank]) // 8
+        own = self._groups[at : at + len(keys[rank]) // 8]
+        self.shared: list[bool] = (counts[own] > 1).tolist()
+
+    def different(self, numbers: Sequence[bytes]) -> set[int]:
+        """The keys under which the ranks have several numbers."""
+        each = _joined(numbers)
+        one_of = torch.zeros(self._n_groups, dtype=torch.int64)
+        one_of[self._groups] = each
+        return set(self._keys[each != one_of[self._groups]].tolist())
+
+
+def _joined(numbers: Sequence[bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(numbers)), dtype=torch.int64)
+
+
+def _text(value: Any, *, generators: bool = True) -> str:
+    """A text that is equal for equal values, with or without the states of generators."""
+    if not generators and _is_generator(value):
+        return "the state of a generator"
     if isinstance(value, Mapping):
-        pairs = sorted((repr(key), _text(one)) for key, one in value.items())
+        pairs = sorted((repr(key), _text(one, generators=generators)) for key, one in value.items())
         return f"{{{pairs}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(_text(one, generators=generators) for one in value)}]"
     if isinstance(value, set | frozenset):
         return f"<{sorted(map(_text, value))}>"
-    if hasattr(value, "to_local") or not hasattr(value, "tolist"):
-        return repr(value)
-    return f"{value.dtype} {value.tolist()!r}"
+    if isinstance(value, torch.Tensor):
+        digests = [exact_digest(one) for one in local_tensors(value)]
+        return f"{value.dtype} {tuple(value.shape)} {digests}"
+    return f"{value.dtype} {value.tolist()!r}" if hasattr(value, "tolist") else repr(value)
 
 
-def check_equal(digests: Sequence[Mapping[str, str]]) -> None:
-    """Raise `UsageError` if a value differs between the ranks that have it."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, own in enumerate(digests):
-        for name, digest in own.items():
-            other, there = first.setdefault(name, (rank, digest))
-            if digest == there:
-                continue
-            ranks = f"ranks {other} and {rank}"
-            if name == OPTIONS:
-                raise UsageError(
-                    f"the options of the optimizer differ between {ranks}, as those of pipeline "
-                    "stages do, and a step holds them once: save with `Writer` what "
-                    "get_optimizer_state_dict returns with flatten_optimizer_state_dict=True"
-                )
-            own_name = f"{name.removeprefix('extra ')}_{rank}"
-            raise UsageError(
-                f"the state of {name} differs between {ranks}, and a step holds it once: make it "
-                f"equal{'' if name in PLAIN else f', or name it by rank, such as {own_name!r}'}"
-            )
+def _is_generator(value: Any) -> bool:
+    """Whether a value is the state of a generator of NumPy, of Python, or of torch."""
+    if isinstance(value, Mapping):
+        return {"bit_generator", "state"} <= value.keys()
+    if isinstance(value, list | tuple):
+        kinds = [one for one in value if isinstance(one, int | str)][:1]
+        lengths = [len(one) for one in value if isinstance(one, list | tuple | torch.Tensor)]
+        return (kinds, lengths) in (([3], [625]), (["MT19937"], [624]))
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
+        return False
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return any(_is_state_of(torch.Generator(device), value) for device in devices)
 
 
-def buffers_of(model: Any, state: Mapping[str, Any]) -> frozenset[str]:
-    """The names in a step of the model's buffers that are no shards."""
+def _is_state_of(generator: torch.Generator, value: torch.Tensor) -> bool:
+    if value.numel() != generator.get_state().numel():
+        return False
+    try:
+        generator.set_state(value.cpu())
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check(ranks: Sequence[Mapping[int, _Exact]]) -> set[Path]:
+    """The units of which only generators differ; raises `UsageError` if anything else does."""
+    held: dict[int, dict[int, _Exact]] = {}
+    for rank, own in enumerate(ranks):
+        for key, exact in own.items():
+            held.setdefault(key, {})[rank] = exact
+    generators: set[Path] = set()
+    refused: dict[str, dict[int, _Exact]] = {}
+    for by_rank in held.values():
+        (first, *others) = by_rank.values()
+        if all(one.value == first.value for one in others):
+            continue  # equal, on other devices or in another order of memory
+        if first.unit is not None and all(one.rest == first.rest for one in others):
+            generators.add(first.unit)
+        else:
+            refused.setdefault(first.name, by_rank)
+    if refused:
+        raise UsageError(_refusal(refused))
+    return generators
+
+
+def _refusal(refused: Mapping[str, Mapping[int, _Exact]]) -> str:
+    """What differs, between which ranks, and what to do about it."""
+    name, by_rank = min(refused.items(), key=lambda one: _order(one[0]))
+    others = sorted(one for one in refused if one != name)
+    ranks: dict[object, list[str]] = {}
+    for rank, one in by_rank.items():
+        ranks.setdefault(one.value, []).append(str(rank))
+    between = " and ".join(_some(each) for each in list(ranks.values())[:2])
+    more = f"; so do {len(others)} more, such as {others[0]}" if others else ""
+    unit = next(iter(by_rank.values())).unit
+    kind, _, rest = name.partition(".")
+    if name.startswith("optimizer.param_groups"):
+        return (
+            f"the options of the optimizer differ between ranks {between}, as those of pipeline "
+            "stages do, and a step holds them once: save with `Writer` what "
+            "get_optimizer_state_dict returns with flatten_optimizer_state_dict=True"
+        )
+    if kind == "train_state":
+        what, then = rest, "give save() the same on all ranks"
+    elif kind == "dataloader":
+        what = f"the state of the dataloader ({rest})"
+        then = (
+            "give all ranks the same data set, seed and global batch"
+            if rest == "global"
+            else "ranks that share a dp_rank must take the same samples"
+        )
+    else:
+        what = (
+            f"the state of {name.replace('extra_tensors.', 'extra ').replace('extra.', 'extra ')}"
+        )
+        then = "make it equal on all ranks"
+        then += "" if unit is None else f", or pass per_rank=[{short_name(unit)!r}]"
+    return f"{what} differs between ranks {between}, and a step holds it once: {then}{more}"
+
+
+def _order(name: str) -> tuple[bool, bool, str]:
+    """Causes before what follows from them."""
+    return not name.startswith("train_state"), not name.startswith("model"), name
+
+
+def _some(ranks: Sequence[str]) -> str:
+    return ", ".join(ranks[:3]) + (f" ({len(ranks) - 3} more)" if len(ranks) > 3 else "")
+
+
+def copied_buffers(model: Any, state: Mapping[str, Any]) -> frozenset[str]:
+    """The names in a step of the buffers that DDP copies to all ranks before each forward pass."""
     if model is None:
         return frozenset()
-    parameters = {local.data_ptr() for one in model.parameters() for local in local_tensors(one)}
+    copied = {
+        buffer.data_ptr()
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+        for buffer in module.modules_buffers
+        if buffer.numel()
+    }
     return frozenset(
         f"model.{name}"
         for name, one in state["model"].items()
-        if hasattr(one, "data_ptr")
+        if copied
+        and isinstance(one, torch.Tensor)
         and not hasattr(one, "to_local")
         and not hasattr(one, "local_shards")
-        and one.data_ptr() not in parameters
+        and one.data_ptr() in copied
     )
 
 

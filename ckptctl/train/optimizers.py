@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptctl.formatting import counted
 from ckptctl.model import Metadata
+from ckptctl.train.rank_names import plain_name
 
 
 def allocate_state(optimizer: Any) -> bool:
@@ -186,7 +187,7 @@ def fit_state(optimizer: Mapping[str, Any], saved: Metadata, *, formless: bool) 
     if formless and same and not any(held.values()):
         held.update((fqn, dict.fromkeys(names)) for fqn, names in there.items())
     if held.keys() & there.keys() or (same and not there):
-        for fqn in held.keys() - there.keys():
+        for fqn in held.keys() - {plain_name(str(fqn)) for fqn in there}:
             held[fqn] = {}
     for fqn, names in there.items() if same else ():
         state = held.get(fqn, {})

@@ -195,7 +195,7 @@ class _Restore:
             part = getattr(self._parts, name)
             if part is not None and name in self._loaded:
                 with _accepting(name):
-                    self._restore_value(name, part, *self._loaded[name])
+                    self._restore_values_of(name, part, *self._loaded[name])
         held, tensors = self._loaded.get("extra", {}), self._loaded.get("extra_tensors", {})
         for name, part in self._parts.extra.items():
             if name in held:
@@ -203,6 +203,19 @@ class _Restore:
                     (values,) = held[name]
                     part.load_state_dict(joined(values, tensors[name]))
                 self._note(f"extra {name}", restored=True)
+
+    def _restore_values_of(self, name: str, part: Any, saved: Any) -> None:
+        """Restore a scheduler, a list of them or a scaler; a list of one is that one."""
+        parts = list(part) if isinstance(part, list | tuple) else [part]
+        states = saved if isinstance(saved, list) else [saved]
+        if len(parts) != len(states):
+            self._inventory.lost.append(
+                f"{name} (the step has {len(states)}, and this job {len(parts)})"
+            )
+            return
+        for number, pair in enumerate(zip(parts, states, strict=True)):
+            label = name if len(parts) == 1 else f"{name} {number}"
+            self._restore_value(label, *pair)
 
     def _restore_value(self, name: str, part: Any, saved: dict[str, Any]) -> None:
         """Restore a scheduler or scaler, unless its state is that of another class."""
@@ -234,7 +247,7 @@ class _Restore:
             (own,) = held.get(position.data_key, (None,))
         workers = (_n_workers(own), getattr(parts.dataloader, "num_workers", None))
         same_workers = None in workers or workers[0] == workers[1]
-        takes = parts.keeps_data and not parts.has_global_loader and position.data_key in held
+        takes = not parts.has_global_loader and position.data_key in held
         if takes and same and same_workers:
             with _accepting("dataloader"):
                 parts.dataloader.load_state_dict(own)
@@ -251,9 +264,6 @@ class _Restore:
                 f"was saved by {saver} GlobalLoader, and this job has a {_class(parts.dataloader)}"
             )
             instead = "Resume with the same kind of loader"
-        elif not parts.keeps_data:
-            why = f"was saved, and this job's {_class(parts.dataloader)} cannot restore one"
-            instead = "Use a loader with load_state_dict"
         elif same:
             why = (
                 f"was saved by {counted(workers[0] or 0, 'worker')} of the loader, and there are "

@@ -39,7 +39,7 @@ from ckptctl.train.agreement import (
     wanted_step,
 )
 from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
-from ckptctl.train.differences import RankEntries, compare, refuse_lost
+from ckptctl.train.differences import RankEntries, compare, names_in, refuse_lost
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
@@ -50,6 +50,7 @@ from ckptctl.train.ledger import (
     resume_lines,
 )
 from ckptctl.train.optimizers import allocate_state
+from ckptctl.train.rank_names import seen_by
 from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
@@ -62,6 +63,9 @@ from ckptctl.train.restoring import (
 )
 from ckptctl.train.state import template
 from ckptctl.train.wanted import Wanted, kinds_in
+
+_SAME_ON_ALL = ("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "per_rank")
+"""The options that every rank of a job acts upon."""
 
 
 class Resume:
@@ -78,6 +82,7 @@ class Resume:
     def run(self) -> tuple[RankAttempt, Start]:
         """Load, restore, take the root over, and record it; see `Checkpointer.resume`."""
         job, first = self._job, self._job.group.from_first
+        self._check_same(None)
         first(self._check_before)
         history = first(lambda: read_failures(job.store))
         restored = self._load_and_restore()
@@ -101,6 +106,7 @@ class Resume:
         Raises `NothingToResume` if there is none, else as `run` does.
         """
         job, self._replays = self._job, True
+        self._check_same(n_steps)
         if str(self._resume_from if self._resume_from is not None else "").strip() in ("none", ""):
             raise UsageError("a replay starts from a step; resume_from must be 'auto' or a step")
         if str(self._resume_from).strip() == "auto":
@@ -109,6 +115,22 @@ class Resume:
         restored = self._load_and_restore()
         report = job.group.from_first(lambda: self._report_replay(restored, n_steps))
         return replace(_start(restored, report, None), last=restored.saved.step + n_steps)
+
+    def _check_same(self, replay: int | None) -> None:
+        """Raise `UsageError` if the ranks were told different things: rank 0 decides for all."""
+        options = self._job.options
+        own = {"resume_from": str(self._resume_from), "replay": replay} | {
+            name: getattr(options, name) for name in _SAME_ON_ALL
+        }
+        own |= {name: sorted(one) for name, one in own.items() if isinstance(one, tuple)}
+        ranks = self._job.group.gather(own)
+        for rank, other in enumerate(ranks):
+            for name, value in other.items():
+                if value != ranks[0][name]:
+                    raise UsageError(
+                        f"{name} is {ranks[0][name]} on rank 0 and {value} on rank {rank}: it must "
+                        "be the same on every rank"
+                    )
 
     def _take_over(self, restored: Restored) -> Token:
         """Take the root over; the missing root of a fresh run is created. On rank 0 only."""
@@ -170,14 +192,15 @@ class Resume:
         job = self._job
         undo = ExitStack()
         wanted: Wanted
-        saved: Metadata
+        whole: Metadata
 
         def prepare() -> RankEntries:
-            nonlocal wanted, saved
+            nonlocal wanted, whole
             try:
-                saved = saved_metadata(decision, opened)
+                whole = saved_metadata(decision, opened)
             except PathNotFound as error:  # removed since rank 0 inspected it
                 raise LoadFailed(error.message) from error
+            saved, own = seen_by(whole, job.group.rank)
             kinds = kinds_in(saved)
             formless = False
             for name, optimizer in job.parts.named_optimizers():
@@ -186,13 +209,13 @@ class Resume:
                         undo.callback(optimizer.state.clear)
                     formless |= not allocate_state(optimizer) and name == "optimizer"
             held = template(job.parts, job.position, saved, kinds, formless=formless)
-            wanted = Wanted(held, saved)
-            return wanted.entries(job.parts)
+            wanted = Wanted(held, saved, own)
+            return wanted.entries(job.parts, names_in(whole))
 
         try:
             with undo:
                 # A different model must fail on every rank before any tensor is written to.
-                differences = compare(job.group.from_all(prepare), saved)
+                differences = compare(job.group.from_all(prepare), whole)
                 refuse_lost(differences.lost, decision.step or 0, decision.path, job.options)
                 if not differences.keeps_optimizer:
                     del wanted.state["optimizer"]

@@ -237,7 +237,7 @@ def check_order(loader: Any) -> None:
     from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
     drawn = [one.__iter__ for one in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)]
-    for sampler in _samplers(loader) if hasattr(loader, "state_dict") else ():
+    for sampler in _samplers(loader):
         if type(sampler).__iter__ in drawn and not hasattr(sampler, "state_dict"):
             raise UsageError(
                 f"the {type(loader).__name__} takes its samples from a {type(sampler).__name__} of "

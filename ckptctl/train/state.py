@@ -14,6 +14,7 @@ each, so that not even an empty dict is lost; what exists once per rank has its 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from ckptctl.errors import UsageError
 from ckptctl.model import Metadata
 from ckptctl.train.optimizers import fit_state, without_a_step
 from ckptctl.train.random_states import rng_state
+from ckptctl.train.rank_names import plain_name, rank_in
 from ckptctl.train.samples import GlobalLoader
 
 
@@ -37,6 +39,9 @@ class Stateful(Protocol):
         ...
 
 
+STATEFUL = ("state_dict", "load_state_dict")
+"""The methods of a `Stateful`."""
+
 PARTS = ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
 """The kinds of state of which a script has one part each; those of `extra` have names."""
 
@@ -49,10 +54,16 @@ def part_of(name: str) -> str | None:
 
     None for what belongs to each rank or to the run, and for the tensors of an `extra`.
     """
-    kind, _, rest = name.partition(".")
+    kind, _, rest = plain_name(name).partition(".")
     if kind in ("train_state", "rng", "extra_tensors"):
         return None
     return kind if kind in PARTS else f"extra {rest if kind == 'extra' else kind}"
+
+
+def _listed(part: Any) -> tuple[Any, ...]:
+    if part is None:
+        return ()
+    return tuple(part) if isinstance(part, list | tuple) else (part,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Parts:
 
     model: Any = None
     optimizer: Any = None
-    scheduler: Stateful | None = None
+    scheduler: Any = None
     dataloader: Any = None
     grad_scaler: Stateful | None = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
@@ -69,8 +80,40 @@ class Parts:
     @property
     def optimizers(self) -> tuple[Any, ...]:
         """The optimizers; torch takes several of one model as a list."""
-        held = () if self.optimizer is None else self.optimizer
-        return tuple(held) if isinstance(held, list | tuple) else (held,)
+        return _listed(self.optimizer)
+
+    @property
+    def schedulers(self) -> tuple[Stateful, ...]:
+        """The schedulers, of which there may be a list as there is of optimizers."""
+        return _listed(self.scheduler)
+
+    def check(self) -> None:
+        """Raise `UsageError` for an object whose state cannot be saved and restored."""
+        # torch warns about the module, so it is not imported where the script did not.
+        module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        sharing: Any = getattr(module, "ZeroRedundancyOptimizer", ())
+        for name, optimizer in self.named_optimizers():
+            if isinstance(optimizer, sharing):
+                raise UsageError(
+                    f"{name.replace('.', ' ')} is a {type(optimizer).__name__}, of which each rank "
+                    "holds the state of some parameters only, and does not say of which: use the "
+                    "optimizer that it wraps, and fully_shard() on the model to divide its state"
+                )
+        for name, instead in (
+            ("dataloader", "use ckptctl.train.GlobalLoader or torchdata's StatefulDataLoader"),
+            *((f"extra {name}", "give it both methods") for name in self.extra),
+            ("scheduler", "give it both methods"),
+            ("grad_scaler", "give it both methods"),
+        ):
+            kind, _, own = name.partition(" ")
+            part = self.extra[own] if own else getattr(self, kind)
+            for one in _listed(part) if kind == "scheduler" else (part,):
+                if one is None or all(hasattr(one, method) for method in STATEFUL):
+                    continue
+                raise UsageError(
+                    f"{name} is a {type(one).__name__}, which does not have state_dict and "
+                    f"load_state_dict, so its state would be lost: {instead}"
+                )
 
     def named_optimizers(self) -> Iterator[tuple[str, Any]]:
         """Each optimizer, also of `extra`, with the name of its state in a step."""
@@ -91,11 +134,6 @@ class Parts:
     def has_global_loader(self) -> bool:
         """Whether the data position is valid for any number of ranks."""
         return isinstance(self.dataloader, GlobalLoader)
-
-    @property
-    def keeps_data(self) -> bool:
-        """Whether the dataloader can report its position."""
-        return hasattr(self.dataloader, "state_dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +165,7 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
     for name in PLAIN:
         part = getattr(parts, name)
         if part is not None:
-            state[name] = _kept(part.state_dict())
+            state[name] = _kept(state_of(part))
     own: dict[str, Any] = {"state": rng_state()}
     generator = loader_generator(parts)
     if generator is not None:
@@ -135,7 +173,7 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
     state["rng"] = {position.rng_key: _kept(own)}
     if parts.has_global_loader:
         state["dataloader"] = {GLOBAL_DATA: _kept(parts.dataloader.state_dict())}
-    elif parts.keeps_data:
+    elif parts.dataloader is not None:
         state["dataloader"] = {position.data_key: _kept(parts.dataloader.state_dict())}
     for name, one in parts.extra.items():
         values, tensors = split(one.state_dict())
@@ -187,6 +225,13 @@ def give_generator(parts: Parts, position: RankPosition, seed: int) -> None:
 
     loader.generator = torch.Generator()
     loader.generator.manual_seed((seed * 1_000_003 + position.dp_rank) % 2**63)
+
+
+def state_of(part: Any) -> Any:
+    """The state of a part; of a list of several, that of each."""
+    if isinstance(part, list | tuple):
+        return [one.state_dict() for one in part]
+    return part.state_dict()
 
 
 def _kept(value: Any) -> tuple[Any]:
@@ -400,6 +445,8 @@ def _extra_tensors(name: str, part: Stateful, saved: Metadata) -> dict[str, Any]
         if entry.path[:2] != ("extra_tensors", name) or not entry.path[2:]:
             continue
         key, dtype = str(entry.path[2]), getattr(torch, entry.dtype)
+        if rank_in(key) is not None:
+            continue  # that of another rank
         own = tensors.get(key)
         if own is None or (tuple(own.shape), own.dtype) != (entry.shape, dtype):
             tensors[key] = torch.empty(entry.shape, dtype=dtype)

@@ -94,7 +94,7 @@ def elements_of(tensor: torch.Tensor, strides: Sequence[int]) -> Iterator[memory
     bits = tensor.view(_BITS[tensor.itemsize])
     n_most = min(bits.numel(), _STAGING_BYTES // bits.itemsize)
     staged = torch.empty(n_most, dtype=bits.dtype, pin_memory=bits.device.type == "cuda")
-    for part in _parts(bits, n_most):
+    for part in parts_of(bits, n_most):
         copied = staged[: part.numel()]
         copied.view(part.shape).copy_(part)
         memory = memory_of(copied)
@@ -107,7 +107,7 @@ def _pieces(memory: memoryview) -> Iterator[memoryview]:
         yield memory[at : at + _PIECE_BYTES]
 
 
-def _parts(tensor: torch.Tensor, n_most: int) -> Iterator[torch.Tensor]:
+def parts_of(tensor: torch.Tensor, n_most: int) -> Iterator[torch.Tensor]:
     """Parts of at most `n_most` elements that follow one another in row-major order."""
     if tensor.numel() <= n_most:
         yield tensor
@@ -115,7 +115,7 @@ def _parts(tensor: torch.Tensor, n_most: int) -> Iterator[torch.Tensor]:
     n_rows = max(1, n_most * len(tensor) // tensor.numel())
     for at in range(0, len(tensor), n_rows):
         rows = tensor[at : at + n_rows]
-        yield from _parts(rows if rows.numel() <= n_most else rows[0], n_most)
+        yield from parts_of(rows if rows.numel() <= n_most else rows[0], n_most)
 
 
 class TensorSink:

@@ -7,7 +7,7 @@ weights, are read apart and compared: one of their values would be lost otherwis
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptctl.errors import ModelDiffers, UsageError
@@ -18,25 +18,32 @@ from ckptctl.train.state import Parts, check_has_memory, local_tensors
 
 
 class Wanted:
-    """The state that a load fills on this rank, by the names of the entries of the step."""
+    """The state that a load fills on this rank, by the names of the entries of the step.
 
-    def __init__(self, state: dict[str, Any], saved: Metadata) -> None:
+    `saved` is the step as this rank sees it, and `own` are the names of its own entries there.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], saved: Metadata, own: Mapping[str, str] | None = None
+    ) -> None:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         self.state = state
         self._saved = saved
+        self._own = own or {}
         self._flat, self._paths = flatten_state_dict(state)
         self._tied = dict(self._ties())
 
-    def entries(self, parts: Parts) -> RankEntries:
-        """What this rank loads.
+    def entries(self, parts: Parts, names: Iterable[str]) -> RankEntries:
+        """What this rank loads of the step, whose entries have these names.
 
         Raises `ModelDiffers` if the step was saved by another model or optimizer, and
         `UsageError` for a tensor that nothing can be loaded into: no older step avoids that.
         """
         self._check_fits(parts)
         tensors = self._saved.tensors
-        digits = "".join("01"[name in self._flat] for name in names_in(self._saved))
+        loaded = {self._own.get(name, name) for name in self._flat}
+        digits = "".join("01"[name in loaded] for name in names)
         casts = {
             (name.partition(".")[0], tensors[name].dtype, str(tensor.dtype).removeprefix("torch."))
             for name, tensor in self._tensors()
@@ -64,7 +71,7 @@ class Wanted:
                 continue
             if name in self._tied:
                 value = value.detach().clone()
-            kind, _, rest = name.partition(".")
+            kind, _, rest = self._own.get(name, name).partition(".")
             if rest:
                 request.setdefault(kind, {})[rest] = value
             else:
@@ -77,9 +84,11 @@ class Wanted:
         Returns what is lost: the tensors that are one in this job, and differ in the step.
         """
         lost = []
+        plain = {name: one for one, name in self._own.items()}
         for kind, values in loaded.items():
             for rest, value in values.items() if isinstance(values, dict) else (("", values),):
                 name = f"{kind}.{rest}" if rest else kind
+                name = plain.get(name, name)
                 first = self._tied.get(name)
                 if first is not None:
                     if not _same_bits(value, self._flat[first]):

@@ -22,7 +22,6 @@ from oldest_torch import not_with_oldest  # noqa: E402
 from one_process import N_STEPS, Job, run  # noqa: E402
 from running import codes_of, run_job  # noqa: E402
 from small_job import Lines, train_one  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
 
 import ckptctl  # noqa: E402
 from ckptctl.cli.schemas import schema  # noqa: E402
@@ -218,17 +217,6 @@ def test_a_model_without_memory_is_refused_when_it_is_saved(tmp_path):
             ckpt.save(1)
 
 
-def test_a_loader_that_says_nothing_of_its_place_is_told_before_it_does_harm(tmp_path):
-    job = Job(tmp_path / "run")
-    job.resume()
-    job.train(1, 3)
-    job.die()
-    plain = Job(tmp_path / "run", dataloader=DataLoader(Lines(), batch_size=8))
-    with pytest.raises(StateRefused, match="data"):
-        plain.resume()
-    plain.die()
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
 @pytest.mark.parametrize("n_workers", [0, 2])
 def test_a_stateful_loader_goes_on_where_it_was_also_over_the_end_of_an_epoch(tmp_path, n_workers):
@@ -298,7 +286,6 @@ def test_a_stateful_loader_whose_order_cannot_be_saved_is_refused(tmp_path):
     sound = [
         loaders.StatefulDataLoader(Lines(), shuffle=True),
         loaders.StatefulDataLoader(Lines(), sampler=samplers.RandomSampler(Lines())),
-        DataLoader(Lines(), shuffle=True),
     ]
     for loader in sound:
         Job(tmp_path / "run", dataloader=loader).die()

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import (  # noqa: E402
     SequentialLR,
     StepLR,
 )
-from torch.utils.data import DataLoader  # noqa: E402
 
 from ckptctl.errors import ModelDiffers, StateRefused, UsageError  # noqa: E402
 from ckptctl.train import Checkpointer, GlobalLoader  # noqa: E402
@@ -548,7 +547,6 @@ def stateful(_: Path) -> Any:
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "GlobalLoader": lambda _: GlobalLoader(Lines(), 8, seed=1),
     "StatefulDataLoader": stateful,
-    "DataLoader": lambda _: DataLoader(Lines(), batch_size=8),
 }
 
 
@@ -557,9 +555,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     ("first", "then", "why"),
     [
         ("GlobalLoader", "StatefulDataLoader", "by a GlobalLoader, and this job has a Stateful"),
-        ("GlobalLoader", "DataLoader", "by a GlobalLoader, and this job has a DataLoader"),
         ("StatefulDataLoader", "GlobalLoader", "by another loader than GlobalLoader, and this"),
-        ("StatefulDataLoader", "DataLoader", "and this job's DataLoader cannot restore one"),
     ],
 )
 def test_the_position_of_a_loader_of_another_kind_is_refused_unless_repetition_is_accepted(
