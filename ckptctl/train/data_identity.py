@@ -53,7 +53,7 @@ def _settings(sampler: Any) -> Iterator[tuple[str, Any]]:
     varying: set[str] = {"epoch"} if hasattr(sampler, "set_epoch") else set()
     if hasattr(sampler, "state_dict"):
         varying |= set(sampler.state_dict())
-    for name, value in vars(sampler).items():
+    for name, value in getattr(sampler, "__dict__", {}).items():
         if not name.startswith("_") and name not in varying and type(value) in _PLAIN:
             yield f"{name} of {type(sampler).__name__}", value
 

@@ -240,13 +240,12 @@ def follow_all(
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     classes = (GlobalLoader, *(() if torchdata is None else (torchdata.StatefulDataLoader,)))
     loaders = [one for one in (main, *extra.values()) if isinstance(one, classes)]
-    own = [
-        (dp_rank if one is main and not isinstance(one, GlobalLoader) else None, describe(one))
-        for one in loaders
+    places = [
+        None if one is not main or isinstance(one, GlobalLoader) else dp_rank for one in loaders
     ]
-    ranks = group.gather(own)
+    ranks = group.from_all(lambda: list(zip(places, map(describe, loaders), strict=True)))
     for number, loader in enumerate(loaders):
-        place, data = own[number]
+        place, data = ranks[group.rank][number]
         others = [rank[number] for rank in ranks if number < len(rank)]
         same = [other for where, other in others if where == place]
         data = {

@@ -42,7 +42,7 @@ from ckptctl.train.optimizers import (
 )
 from ckptctl.train.passes import passes_of, record_in
 from ckptctl.train.random_states import reseed, restore_rng
-from ckptctl.train.samples import note_on_order
+from ckptctl.train.samples import GlobalLoader, note_on_order
 from ckptctl.train.state import (
     GLOBAL_DATA,
     PLAIN,
@@ -207,7 +207,7 @@ class _Restore:
                 with _accepting(f"extra {name}"):
                     (values,) = held[name]
                     state = joined(values, tensors[name])
-                    self._check_stateful(part, state)
+                    self._check_loader(part, state)
                     part.load_state_dict(state)
                 self._note(f"extra {name}", restored=True)
 
@@ -244,7 +244,7 @@ class _Restore:
         takes = parts.keeps_data and not parts.has_global_loader and position.data_key in held
         if takes and same and same_workers:
             with _accepting("dataloader"):
-                self._check_stateful(parts.dataloader, own)
+                self._check_loader(parts.dataloader, own)
                 parts.dataloader.load_state_dict(own)
             self._note("dataloader", restored=True)
             note = note_on_order(parts.dataloader)
@@ -285,12 +285,17 @@ class _Restore:
             raise StateRefused(f"{why}. {instead}, or pass accept_repetition=True")
         self._inventory.notes.append(why)
 
-    def _check_stateful(self, loader: Any, state: Any) -> None:
-        """Compare the data of a loader of torchdata with that of the step."""
-        passes = passes_of(loader)
-        if passes is None:
-            return
-        self._check_data(loader, record_in(state).get("data", {}), passes.data)
+    def _check_loader(self, loader: Any, state: Mapping[str, Any]) -> None:
+        """Compare the data of a loader with that of the step, if both are described."""
+        if isinstance(loader, GlobalLoader):
+            names = {"n_samples": "length", "fingerprint": "fingerprint"}
+            saved, now = (
+                {names[key]: one[key] for key in names} | dict(one.get("data", {}))
+                for one in (state, loader.state_dict())
+            )
+            self._check_data(loader, saved, now)
+        elif (passes := passes_of(loader)) is not None:
+            self._check_data(loader, record_in(state).get("data", {}), passes.data)
 
     def _check_data(self, loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Raise `StateRefused` if the data differs from that of the step, unless it is accepted."""
@@ -313,9 +318,7 @@ class _Restore:
     def _restore_position(self, state: Mapping[str, Any]) -> None:
         loader, notes = self._parts.dataloader, self._inventory.notes
         now = loader.state_dict()
-        before = {"length": state["n_samples"], "fingerprint": state["fingerprint"]}
-        data = {"length": now["n_samples"], "fingerprint": now["fingerprint"]} | now["data"]
-        self._check_data(loader, before | state.get("data", {}), data)
+        self._check_loader(loader, state)
         for name in ("global_batch", "num_workers", "seed"):
             if state[name] != now[name]:
                 kept = "; the saved one is used" if name == "seed" else ""

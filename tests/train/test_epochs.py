@@ -299,3 +299,13 @@ def test_a_step_that_does_not_describe_its_data_resumes_with_a_note(tmp_path, mo
     with begin(tmp_path / "run", loader, lines):
         assert len(list(loader)) == 3
     assert any("the step does not describe its data" in line for line in lines)
+
+
+@pytest.mark.parametrize("make", [stateful, lambda data: GlobalLoader(data, 2, seed=1)])
+def test_the_data_of_a_second_loader_is_compared_as_well(make, tmp_path):
+    second = make(Lines())
+    with begin(tmp_path / "run", stateful(), extra={"second": second}) as ckpt:
+        take(ckpt, second, 1)
+    with pytest.raises(StateRefused, match="the first and last sample was"):
+        begin(tmp_path / "run", stateful(), extra={"second": make(Lines(seed=1))})
+    begin(tmp_path / "run", stateful(), extra={"second": make(Lines())}).close()
