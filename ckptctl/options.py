@@ -331,6 +331,7 @@ JOB_TIMEOUT_S = 1800.0
 """How long a rank of a job waits for the slowest one, which may still be loading."""
 
 RNG_POLICIES = ("reseed", "refuse")
+EPOCH_ENDS = ("next", "rest")
 KINDS_LOST = ("model", "optimizer", "scheduler", "rng", "dataloader", "grad_scaler", "extra")
 """The kinds of state that `accept_lost` may name."""
 
@@ -344,6 +345,9 @@ class TrainOptions:
     ranks. `dp_rank` and `dp_size` are this rank's position among the data-parallel ranks, by
     default among all. `rng` at another number of ranks: `reseed` (from seed, step and rank)
     or `refuse`. `accept_repetition` continues although samples would be repeated or skipped.
+    `epoch_end` states what a script begins with after a step that was saved at the last batch of a
+    pass over its data: the `next` pass, or the `rest` of that one, which is empty; by default it
+    follows from the epochs that the script sets.
     `accept_lost` are kinds of state that the step or the job alone may have, wholly or in part.
     `per_rank` are names of state, or patterns (`experts.*`), of which each rank saves its own.
     `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
@@ -357,6 +361,7 @@ class TrainOptions:
     dp_size: int | None = None
     rng: str = "reseed"
     accept_repetition: bool = False
+    epoch_end: str | None = None
     accept_lost: Collection[str] = ()
     per_rank: Collection[str] = ()
     settle_s: float = SETTLE_S
@@ -368,6 +373,8 @@ class TrainOptions:
         object.__setattr__(self, "per_rank", tuple(per_rank))
         if self.rng not in RNG_POLICIES:
             raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
+        if self.epoch_end not in (None, *EPOCH_ENDS):
+            raise UsageError(f"{self.epoch_end!r} is no value of epoch_end; expected next or rest")
         unknown = [kind for kind in self.accept_lost if kind not in KINDS_LOST]
         if unknown:
             raise UsageError(
@@ -385,6 +392,7 @@ class TrainKeywords(PickKeywords, total=False):
     dp_size: int | None
     rng: str
     accept_repetition: bool
+    epoch_end: str | None
     accept_lost: Collection[str]
     per_rank: Collection[str]
     settle_s: float

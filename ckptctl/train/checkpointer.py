@@ -38,6 +38,7 @@ from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
 from ckptctl.train.loss_guard import why_lost
+from ckptctl.train.passes import follow_all
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.samples import check_order
@@ -153,6 +154,8 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
         give_generator(self._job.parts, self._job.position, options.seed)
+        extra, dp_rank = self._job.parts.extra, self._job.position.dp_rank
+        follow_all(dataloader, extra, group, dp_rank, options, tell)
 
     # Resuming
 

@@ -32,6 +32,7 @@ from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
 from ckptctl.train.agreement import ResumeDecision, check_one_metadata
+from ckptctl.train.data_identity import differences
 from ckptctl.train.differences import Differences, refuse_lost
 from ckptctl.train.optimizers import (
     forget_unsaved,
@@ -39,8 +40,9 @@ from ckptctl.train.optimizers import (
     same_groups,
     without_a_step,
 )
+from ckptctl.train.passes import passes_of, record_in
 from ckptctl.train.random_states import reseed, restore_rng
-from ckptctl.train.samples import note_on_order
+from ckptctl.train.samples import GlobalLoader, note_on_order
 from ckptctl.train.state import (
     GLOBAL_DATA,
     PLAIN,
@@ -148,6 +150,9 @@ class _Restore:
             self._restore_sharded()
             self._restore_values()
         self._restore_data()
+        for part in (self._parts.dataloader, *self._parts.extra.values()):
+            if (passes := passes_of(part)) is not None:
+                passes.read_numbers()
         self._restore_rng()  # last: the objects above may draw random numbers as they load
         held = self._loaded.get("train_state", {})
         self._inventory.restored += [one for one in ("step", "tokens", "samples") if one in held]
@@ -201,7 +206,9 @@ class _Restore:
             if name in held:
                 with _accepting(f"extra {name}"):
                     (values,) = held[name]
-                    part.load_state_dict(joined(values, tensors[name]))
+                    state = joined(values, tensors[name])
+                    self._check_loader(part, state)
+                    part.load_state_dict(state)
                 self._note(f"extra {name}", restored=True)
 
     def _restore_values_of(self, name: str, part: Any, saved: Any) -> None:
@@ -250,6 +257,7 @@ class _Restore:
         takes = not parts.has_global_loader and position.data_key in held
         if takes and same and same_workers:
             with _accepting("dataloader"):
+                self._check_loader(parts.dataloader, own)
                 parts.dataloader.load_state_dict(own)
             self._note("dataloader", restored=True)
             note = note_on_order(parts.dataloader)
@@ -287,17 +295,40 @@ class _Restore:
             raise StateRefused(f"{why}. {instead}, or pass accept_repetition=True")
         self._inventory.notes.append(why)
 
-    def _restore_position(self, state: Mapping[str, Any]) -> None:
-        loader, notes = self._parts.dataloader, self._inventory.notes
-        now = loader.state_dict()
-        if (state["n_samples"], state["fingerprint"]) != (now["n_samples"], now["fingerprint"]):
+    def _check_loader(self, loader: Any, state: Mapping[str, Any]) -> None:
+        """Compare the data of a loader with that of the step, if both are described."""
+        if isinstance(loader, GlobalLoader):
+            names = {"n_samples": "length", "fingerprint": "fingerprint"}
+            saved, now = (
+                {names[key]: one[key] for key in names} | dict(one.get("data", {}))
+                for one in (state, loader.state_dict())
+            )
+            self._check_data(loader, saved, now)
+        elif (passes := passes_of(loader)) is not None:
+            self._check_data(loader, record_in(state).get("data", {}), passes.data)
+
+    def _check_data(self, loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Raise `StateRefused` if the data differs from that of the step, unless it is accepted."""
+        notes = self._inventory.notes
+        if not saved:
+            notes.append(
+                "the step does not describe its data, so it is not known whether the data set or "
+                "the batch size has changed"
+            )
+        found = differences(saved, loader, now)
+        if found:
             why = (
-                f"the data set differs from that of the step: {state['fingerprint']} there, "
-                f"{now['fingerprint']} here, so the same positions are other samples"
+                f"the data set differs from that of the step: {', '.join(found[:3])}; so the same "
+                "positions are other samples"
             )
             if not self._options.accept_repetition:
                 raise StateRefused(f"{why}. accept_repetition=True continues at the same position")
             notes.append(why)
+
+    def _restore_position(self, state: Mapping[str, Any]) -> None:
+        loader, notes = self._parts.dataloader, self._inventory.notes
+        now = loader.state_dict()
+        self._check_loader(loader, state)
         for name in ("global_batch", "num_workers", "seed"):
             if state[name] != now[name]:
                 kept = "; the saved one is used" if name == "seed" else ""

@@ -11,7 +11,7 @@ depend on the number of ranks either.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import UsageError
@@ -162,11 +162,13 @@ class GlobalLoader:
         self.dataset: Any = dataset
         self.global_batch = global_batch
         self.order = Order(len(dataset), seed, shuffle=shuffle)
+        self.stated_fingerprint = fingerprint
         self.fingerprint = fingerprint or f"{type(dataset).__qualname__}, {len(dataset):,} samples"
+        self.data: Mapping[str, Any] = {}  # what a Checkpointer describes of the data set
         self.position = 0
         self.digest = SamplesDigest()
         self._end = None if n_epochs is None else n_epochs * len(dataset)
-        self._options = options
+        self.options = options
 
     @property
     def epoch(self) -> int:
@@ -190,7 +192,7 @@ class GlobalLoader:
 
         batches: Any = _Batches(self)
         loader: DataLoader[Any] = DataLoader(
-            self.dataset, batch_sampler=batches, generator=self._generator(), **self._options
+            self.dataset, batch_sampler=batches, generator=self._generator(), **self.options
         )
         for batch in loader:
             size = self.batch_at(self.position)
@@ -217,7 +219,8 @@ class GlobalLoader:
             "n_samples": self.order.n_samples,
             "global_batch": self.global_batch,
             "fingerprint": self.fingerprint,
-            "num_workers": int(self._options.get("num_workers", 0)),
+            "num_workers": int(self.options.get("num_workers", 0)),
+            "data": dict(self.data),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -265,12 +268,26 @@ def _of_torch(value: Any) -> bool:
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
-    """The samplers of a loader, also those within another."""
     for name in ("batch_sampler", "sampler"):
         sampler = getattr(loader, name, None)
         if sampler is not None:
             yield sampler
             yield from _samplers(sampler)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The samplers of a loader, also those within another."""
+    return list(_samplers(loader))
+
+
+def owner_of_epoch(loader: Any) -> Any:
+    """The sampler of a loader, or its data set, that has `set_epoch`; None without one."""
+    for one in (*_samplers(loader), getattr(loader, "dataset", None)):
+        if callable(getattr(one, "set_epoch", None)) and isinstance(
+            getattr(one, "epoch", None), int
+        ):
+            return one
+    return None
 
 
 def _place(rank: int | None, n_ranks: int | None) -> tuple[int, int]:

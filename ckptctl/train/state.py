@@ -166,11 +166,6 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
         part = getattr(parts, name)
         if part is not None:
             state[name] = _kept(state_of(part))
-    own: dict[str, Any] = {"state": rng_state()}
-    generator = loader_generator(parts)
-    if generator is not None:
-        own["dataloader"] = generator.get_state()
-    state["rng"] = {position.rng_key: _kept(own)}
     if parts.has_global_loader:
         state["dataloader"] = {GLOBAL_DATA: _kept(parts.dataloader.state_dict())}
     elif parts.dataloader is not None:
@@ -180,6 +175,12 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
         state.setdefault("extra", {})[name] = _kept(values)
         if tensors:
             state.setdefault("extra_tensors", {})[name] = tensors
+    # Last: a loader whose first pass has not begun draws random numbers as its state is taken.
+    own: dict[str, Any] = {"state": rng_state()}
+    generator = loader_generator(parts)
+    if generator is not None:
+        own["dataloader"] = generator.get_state()
+    state["rng"] = {position.rng_key: _kept(own)}
     state["train_state"] = {
         **progress,
         "world_size": position.world_size,
