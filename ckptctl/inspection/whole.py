@@ -733,9 +733,10 @@ def _by_content(
     if lacking:
         why = f"{some_of(lacking)} lack parts of the tensor that they are parts of"
         return _result(opened.step, [Gap(largest, largest.n_files + 1, why)], "")
-    if any(size.is_part for size in now.values()):
+    parts = {name for name, size in now.items() if size.is_part}
+    if parts and not any(_has_more_copies(now, other, parts) for other in beside):
         return Wholeness(by="the shapes of the whole tensors, which the files state")
-    for other in beside:
+    for other in beside if not parts else ():
         then = _sizes_beside(other, [*other.families.values()])
         split = _split(now, then)
         if split and all(now[name].n_elements == then[name].n_elements for name in split):
@@ -749,6 +750,12 @@ def _by_content(
             n_files = held.n_files if held is not None else largest.n_files + 1
             return _result(opened.step, [Gap(largest, n_files, why)], "")
     return Wholeness((_unlisted(families, beside),))
+
+
+def _has_more_copies(now: Mapping[str, _Size], other: _Beside, names: Iterable[str]) -> bool:
+    """Whether the parts of a tensor in another step are more elements: copies of it are gone."""
+    then = _sizes_beside(other, [*other.families.values()])
+    return any(name in then and then[name].n_elements > now[name].n_elements for name in names)
 
 
 def _split(now: Mapping[str, _Size], then: Mapping[str, _Size]) -> list[str]:
@@ -841,11 +848,14 @@ def _missing(step: Step, gap: Gap) -> Finding:
     family = gap.family
     names = family.missing(gap.n_files)
     n_missing = max(gap.n_files - family.n_present, len(names))
+    what = f"files {family.key} of ranks are missing"
+    if names:
+        of_all = f"{n_missing:,} of {counted(gap.n_files, 'file')} {family.key}"
+        what = f"{of_all} {verb(n_missing, 'is', 'are')} missing: {some_of(names)}"
     return Finding(
         "file.missing",
         names[0] if names else family.example,
-        f"{n_missing:,} of {counted(gap.n_files, 'file')} {family.key} "
-        f"{verb(n_missing, 'is', 'are')} missing: {some_of(names)}; {gap.why}",
+        f"{what}; {gap.why}",
         expected=counted(gap.n_files, "file"),
         found=counted(family.n_present, "file"),
         next_command=command_line("show", step.url),
