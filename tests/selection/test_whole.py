@@ -1,6 +1,8 @@
 """Whether all files of a step are there, under whatever names: families of files."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -310,3 +312,30 @@ def test_an_index_that_the_steps_beside_have_is_missing(tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert ckptctl.pick(str(tmp_path)).step == 20
     assert chosen_without(tmp_path, "step-20/model/model.safetensors.index.json") == 10
+
+
+HALVES_TWICE = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+for number in (10, 20):
+    folder = Path(sys.argv[1]) / f"step-{number}"
+    folder.mkdir()
+    for rank in range(4):
+        half = torch.full((4, 2), float(rank // 2 + number))
+        whole = DTensor.from_local(half, mesh, [Shard(0), Replicate()], run_check=False)
+        torch.save({"model": {"w": whole}, "step": number}, folder / f"state_{rank}.pt")
+"""
+
+
+def test_two_copies_of_one_half_of_a_tensor_are_not_its_whole(tmp_path):
+    subprocess.run([sys.executable, "-c", HALVES_TWICE, str(tmp_path)], check=True)
+    assert ckptctl.pick(str(tmp_path)).step == 20
+    for rank in (2, 3):
+        (tmp_path / "step-20" / f"state_{rank}.pt").unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 10
