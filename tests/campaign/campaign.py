@@ -32,7 +32,7 @@ for folder in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "f
 from made_checkpoints import checkpoints  # noqa: E402
 from outcome_table import published, summary  # noqa: E402
 
-CATEGORIES = ("A", "B", "C", "D", "F", "G", "I", "J", "K", "L", "M", "N", "O", "P", "Q", "R")
+CATEGORIES = ("A", "B", "C", "D", "F", "G", "I", "J", "K", "L", "M", "N", "O", "P", "Q", "R", "S")
 
 
 def planned(category: str, seed: int, share: float) -> list[int]:

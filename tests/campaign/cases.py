@@ -27,6 +27,8 @@ from interrupted import Save, interrupted, saves
 from loaded_modules import load_all_modules
 from made_checkpoints import checkpoints, unpacked
 from made_roots import make_templates
+from made_runs import N_CASES as N_RUNS
+from made_runs import made_run
 from oracle import Case, Outcome, Watch, judge
 from peers import load, outcome_of_load
 from rank_file_steps import N_CASES as N_RANK_FILES
@@ -57,6 +59,7 @@ N_CASES = {
     "P": N_RETAINED,
     "Q": N_RECORDS,
     "R": N_RANK_FILES,
+    "S": N_RUNS,
 }
 """How many cases of each category a whole campaign has."""
 
@@ -102,7 +105,7 @@ class Bench:
                 self._sound(number, chance, outcome)
             elif category == "Q":
                 self._found_record(number, chance, outcome)
-            elif category in "GIPR":
+            elif category in "GIPRS":
                 self._in_processes(category, number, chance, subject, outcome)
             else:
                 self._watched(category, number, chance, subject, outcome)
@@ -183,6 +186,10 @@ class Bench:
                 return
             if category == "R":
                 rank_file_step(chance, unpacked("rank-files"), self._root, outcome)
+                return
+            if category == "S":
+                self._root.mkdir(parents=True)
+                made_run(chance, self._root, outcome)
                 return
             if category == "G":
                 self._starved = self._starved or Starved(self._folder / "starved")

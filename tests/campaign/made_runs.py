@@ -41,15 +41,16 @@ def made_run(chance: Random, root: Path, outcome: Outcome) -> None:
     if event is None:  # the event makes no difference in such a run
         how, harmed, event = _untouched, False, _untouched(run)
     outcome.step, outcome.about = f"step_{newest}", f"{event}; {run.names('KIND', 1, run.n_ranks)}"
-    outcome.harm = "files" if harmed else "none"
+    outcome.harm = "values" if harmed else "none"
     found = ckptctl.pick(str(root), grace_s=0, max_fallback=5)
     chosen = found.chosen.number if found.chosen is not None else None
     outcome.verdict = f"{chosen}" if chosen is not None else found.message
     outcome.said = found.message
     if harmed:
         is_told = any(one.code == "root.two-branches" for one in found.findings)
-        if chosen in run.spoiled and not is_told:
-            outcome.problem = "missed"
+        is_missed = chosen in run.spoiled and not is_told
+        outcome.problem = "missed" if is_missed else None
+        outcome.caught = None if is_missed else "listing"
     elif chosen != run.newest:
         outcome.problem = "false alarm"
     if outcome.problem is None:

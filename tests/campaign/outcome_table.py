@@ -26,6 +26,7 @@ ABOUT = {
     "P": "retention of random roots",
     "Q": "records of a runbook found under a root",
     "R": "rank-file steps of frameworks",
+    "S": "runs in unknown file names: lost, mixed, renamed, abandoned, whole",
 }
 HEAD = (
     "| category | cases | harmed | listing | structure | content | a seal alone | "

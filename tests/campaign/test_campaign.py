@@ -25,7 +25,7 @@ PARTS = (
     ("A", "B"),
     ("C", "L", "O"),
     ("D", "G", "J"),
-    ("F", "K", "M", "N", "P", "Q", "R"),
+    ("F", "K", "M", "N", "P", "Q", "R", "S"),
     pytest.param(("I",), marks=pytest.mark.server),
 )
 
