@@ -396,7 +396,11 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     Where the train state has no counter, or several of which one may be that of batches, the
     optimizer's is compared.
     """
-    from ckptctl.inspection.one_save import check_identity, check_optimizer_count
+    from ckptctl.inspection.one_save import (
+        check_identity,
+        check_optimizer_count,
+        number_in_metadata,
+    )
 
     step = context.state.step
     found, context.identity = check_identity(opened, step.value, context.neighbours, count_of)
@@ -411,8 +415,11 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         found = check_optimizer_count(
             opened, (step.value, by_optimizer), context.neighbours, (count_of, optimizer_count)
         )
-    # A file that another step left here explains the count.
-    is_explained = any(map(context.places, ("step.wrong-step", "step.foreign", "state.mixed")))
+    # A file that another step left here explains the count, but for one of that whole step.
+    named = number_in_metadata(opened)
+    is_whole = named is not None and step.value is not None and abs(named - step.value) <= 1
+    codes = ("step.foreign",) if is_whole else ("step.foreign", "state.mixed")
+    is_explained = any(map(context.places, codes))
     if not (is_explained or context.notes.accepted):
         yield from found
 
