@@ -562,7 +562,8 @@ def _is_same_world(families: Iterable[Family], other: _Beside) -> bool:
         family.n_present > 1
         and (held := other.families.get(family.key)) is not None
         and held.members == family.members
-        and _is_about(family, held)
+        # Smaller files are those of more ranks; larger ones, as where the other step is damaged.
+        and family.n_bytes * SIMILAR >= held.n_bytes
         for family in families
     )
 
@@ -701,7 +702,12 @@ def _fewer_than_others(
 
 def _is_as_before(family: Family, beside: Iterable[_Beside]) -> bool:
     held = (other.families.get(family.key) for other in beside)
-    return any(one is not None and one.members == family.members for one in held)
+    return any(
+        one is not None
+        and one.members == family.members
+        and family.n_bytes * SIMILAR >= one.n_bytes
+        for one in held
+    )
 
 
 def _is_in_proportion(family: Family, largest: Family, beside: Sequence[_Beside]) -> bool:

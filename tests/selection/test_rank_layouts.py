@@ -216,7 +216,7 @@ def test_a_kind_of_file_has_as_many_ranks_as_the_others(tmp_path):
     for rank in (2, 3):
         (step / f"optimizer-rank-{rank}.bin").unlink()
     report = ckptctl.verify(str(step), grace_s=0)
-    assert (report.exit_code, faults(report)) == (22, {"format.unlisted"})
+    assert (report.exit_code, faults(report)) == (22, {"file.fewer"})
 
 
 def by_axes(root: Path, step: int, names: Sequence[str], ranks: int = 4) -> Path:
@@ -240,7 +240,7 @@ def test_a_kind_with_fewer_files_than_before_is_damage_where_another_kind_has_as
     assert (report.exit_code, faults(report)) == (20, {"file.missing"})
     (step / model.format(3)).unlink()
     report = ckptctl.verify(str(step), grace_s=0)
-    assert (report.exit_code, faults(report)) == (22, {"format.unlisted"})
+    assert (report.exit_code, faults(report)) == (22, {"file.fewer"})
 
 
 @pytest.mark.parametrize("rows", [4, 8])
@@ -304,7 +304,7 @@ def test_numbers_that_do_not_count_every_rank_are_no_grid(tmp_path, beside):
 def test_files_of_one_rank_alone_are_no_grid(tmp_path):
     step = by_rank(tmp_path, 20, NAMED_BY_RANK[0], ranks=1)
     report = ckptctl.verify(str(step))
-    assert (report.exit_code, faults(report)) == (22, {"format.unlisted"})
+    assert (report.exit_code, faults(report)) == (22, {"file.fewer"})
     by_rank(tmp_path, 30, NAMED_BY_RANK[0], ranks=1)
     assert ckptctl.verify(str(step)).exit_code == 0
 
