@@ -161,6 +161,8 @@ def _look(case: Case, outcome: Outcome, step: Path) -> None:
         told = {f.code for f in report.findings} & case.suspicions
         outcome.suspected = sorted({*outcome.suspected, *told})
         outcome.said = next((f.message[:300] for f in report.findings if f.verdict), "")
+        if case.may_refuse and "step.linked" in outcome.codes:
+            return  # a link is not followed: nothing is known of the step
         if report.exit_code not in EXIT_CODES:
             outcome.problem = f"exit code {report.exit_code} is not documented"
         if report.verdict in SEEN:
@@ -175,6 +177,10 @@ def _choose(case: Case, outcome: Outcome, harm: Harm, step: Path, older: Path | 
     """`pick` chooses a step without faults, unless an older one holds more state."""
     chosen = ckptctl.pick(str(step.parent), level=Level.CONTENT)
     path = None if chosen.chosen is None else Path(chosen.chosen.url).name
+    if "step.linked" in outcome.codes:
+        if (path, chosen.exit_code) != (None, 2):
+            outcome.problem = f"pick takes {path} with {chosen.exit_code}, beside a linked step"
+        return
     expected = step.name if outcome.caught is None else older.name if older else None
     if outcome.caught is None and harm is Harm.VALUES and older and path == older.name:
         outcome.caught, outcome.codes, expected = "listing", ["state.missing"], older.name
