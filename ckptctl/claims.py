@@ -48,6 +48,16 @@ class Claim(msgspec.Struct, frozen=True):
     would_prove: str | None = None
     """What would prove an unknown claim; null for any other."""
 
+    @classmethod
+    def proven(cls, name: ClaimName, by: str) -> Claim:
+        """A claim that holds."""
+        return cls(name, ClaimState.PROVEN, by)
+
+    @classmethod
+    def unknown(cls, name: ClaimName, why: str, would_prove: str | None = None) -> Claim:
+        """A claim of which nothing is known yet."""
+        return cls(name, ClaimState.UNKNOWN, why, would_prove)
+
     @property
     def of_finding(self) -> bool:
         """Whether `by` is a finding: its code, a colon and its message."""

@@ -426,7 +426,7 @@ class Report:
     def claim(self, name: ClaimName) -> Claim:
         """The claim of a name; unknown in a report without claims."""
         of_name = (claim for claim in self.claims if claim.name is name)
-        return next(of_name, Claim(name, ClaimState.UNKNOWN, "not inspected"))
+        return next(of_name, Claim.unknown(name, "not inspected"))
 
     def with_claim(self, claim: Claim) -> Report:
         """The report with another claim of that name, unless its own is contradicted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
+from ckptctl.claims import Claim, ClaimName
 from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.selection.results import (
@@ -60,8 +60,8 @@ def report(step: int, *findings: Finding, n_ranks: int = 8, **changes: object) -
 def _claim(name: ClaimName, unread: bool) -> Claim:
     """Everything is proven, but of a step that was not read its bytes."""
     if name is ClaimName.BYTES and unread:
-        return Claim(name, ClaimState.UNKNOWN, "checked: listing")
-    return Claim(name, ClaimState.PROVEN, "metadata")
+        return Claim.unknown(name, "checked: listing")
+    return Claim.proven(name, "metadata")
 
 
 def short(rank: int) -> Finding:

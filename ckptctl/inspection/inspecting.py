@@ -11,10 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
@@ -116,9 +113,6 @@ def inspect_step(
     """
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
-    if neighbours is not None:
-        older, newer = cache(neighbours.older), cache(neighbours.newer)
-        neighbours = msgspec.structs.replace(neighbours, older=older, newer=newer)
     context = StageContext(
         requirements,
         asked,

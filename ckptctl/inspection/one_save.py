@@ -19,7 +19,7 @@ from math import gcd
 
 import msgspec
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
+from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.families import key_of
@@ -180,11 +180,11 @@ def _furthest(
 
 
 def _proven(by: str) -> Claim:
-    return Claim(ClaimName.ONE_SAVE, ClaimState.PROVEN, by)
+    return Claim.proven(ClaimName.ONE_SAVE, by)
 
 
 def _unknown(why: str, opened: OpenStep) -> Claim:
-    return Claim(ClaimName.ONE_SAVE, ClaimState.UNKNOWN, why, command_line("seal", opened.url))
+    return Claim.unknown(ClaimName.ONE_SAVE, why, command_line("seal", opened.url))
 
 
 def _timed(step: Step) -> Mapping[str, float] | None:
@@ -392,14 +392,14 @@ def check_identity(
         return [_wrong_step(opened, count, (further, further))], _of_name("", opened)
     if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
         by = "metadata" if is_named else f"step count {count:,}"
-        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
+        return [], Claim.proven(ClaimName.IDENTITY, by)
     counter = number_in_metadata if is_named else count_of
     counts = [*_counts_beside(opened, neighbours, counter)]
     if _is_swapped(number, count, counts):
         return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     if _fits(number, count, counts) or (counts_steps and abs(count - number) <= 1):
         by = f"step count {count:,}, as far from the name as in the steps beside"
-        return [], Claim(ClaimName.IDENTITY, ClaimState.PROVEN, by)
+        return [], Claim.proven(ClaimName.IDENTITY, by)
     agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
     is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
     is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
@@ -468,7 +468,7 @@ _NAMED_BY_COUNT = frozenset({"transformers"})
 
 
 def _of_name(why: str, opened: OpenStep) -> Claim:
-    return Claim(ClaimName.IDENTITY, ClaimState.UNKNOWN, why, command_line("seal", opened.url))
+    return Claim.unknown(ClaimName.IDENTITY, why, command_line("seal", opened.url))
 
 
 def _counts_beside(

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import Finding
@@ -57,6 +58,9 @@ from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
 from ckptctl.storage.contract import ShortRead, Store, list_if_there, read_range
 from ckptctl.storage.opening import join_url
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.stored_tensors import HeldTensor
 
 MAX_KINDS = 64
 """So many kinds of files are opened to see whether they are of `torch.save`."""
@@ -228,6 +232,16 @@ class OpenStep:
             return None
         listed = tuple(file for file in files if file.path in held)
         return OpenPart(self, Part("", PartFormat.RANK_FILES, listed, archives=held))
+
+    @cached_property
+    def tensors_in_files(self) -> tuple[Sequence[HeldTensor], Sequence[str]]:
+        """The tensors in files that no metadata describes, and the files not listed.
+
+        Cost: see `held_tensors`.
+        """
+        from ckptctl.inspection.stored_tensors import held_tensors  # few inspections need it
+
+        return held_tensors(part for part in self.parts if part.part.format not in SHARDED)
 
     @property
     def n_structure_reads(self) -> int:

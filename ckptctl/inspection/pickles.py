@@ -21,6 +21,7 @@ from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
+    ZIP_MAGIC,
     Member,
     RecordDirectory,
     View,
@@ -243,7 +244,7 @@ class _Reader:
             if isinstance(legacy, Need):
                 return legacy
             return Decoded(legacy.value, legacy.unknown)
-        if view.head[:4] == b"PK\x03\x04":
+        if view.head[:4] == ZIP_MAGIC:
             return _in_archive(view)
         if is_tar(view.head):
             return self._in_tar(view, path)
@@ -276,7 +277,7 @@ class _Reader:
     ) -> None:
         """Keep where the elements of small tensors of bytes are, in an archive."""
         stubs = [stub for stub in _stubs_in(value) if _may_hold_pickle(stub)]
-        if not stubs or view.head[:4] != b"PK\x03\x04":
+        if not stubs or view.head[:4] != ZIP_MAGIC:
             return
         ranges = source.ranges
         file = inside(source.folder, ranges.file_names[ranges.files[number]])

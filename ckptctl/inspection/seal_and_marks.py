@@ -8,13 +8,15 @@ appended. What is damaged becomes a finding, and the step is inspected without i
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Collection, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import (
+    AccessDenied,
     OwnFileUnreadable,
     OwnFileUnsupported,
     PathEscape,
@@ -23,7 +25,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import ByStore, Finding
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, step_name
 from ckptctl.formats.own.files import read_back
 from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
@@ -36,8 +38,17 @@ from ckptctl.formats.own.marks import (
     named_word,
     parse_mark,
 )
-from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
-from ckptctl.formatting import command_line
+from ckptctl.formats.own.seals import (
+    MAX_SEAL_BYTES,
+    MAX_SEQUENCE,
+    SEAL,
+    EarlierSeal,
+    Seal,
+    is_authentic,
+    parse_seal,
+    seal_digest,
+)
+from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.seals import (
     PROVES_NOTHING,
     RootSeals,
@@ -49,36 +60,15 @@ from ckptctl.inspection.seals import (
 )
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Span, Store, TooLarge
+from ckptctl.storage.contract import Span, Store, TooLarge, list_if_there, read_if_there
 from ckptctl.storage.files import append_line
-from ckptctl.storage.opening import absolute_url
+from ckptctl.storage.opening import absolute_url, base_name
 from ckptctl.storage.shared_places import open_named
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.documents import RootDocument
     from ckptctl.inspection.open_step import OpenStep
 
-
-import re
-from collections.abc import Iterable
-from functools import partial
-from typing import TYPE_CHECKING
-
-from ckptctl.errors import AccessDenied
-from ckptctl.formats.frameworks.layouts import step_name
-from ckptctl.formats.own.seals import (
-    MAX_SEQUENCE,
-    EarlierSeal,
-    is_authentic,
-    seal_digest,
-)
-from ckptctl.formatting import inside
-from ckptctl.storage.contract import list_if_there, read_if_there
-from ckptctl.storage.in_flight import in_flight
-from ckptctl.storage.opening import base_name
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.open_step import OpenStep
 
 MAX_NEIGHBOURS = 8
 """Seals that are read below a step, above it, and at the end of the root. Each names all that
@@ -120,6 +110,8 @@ def seals_beside(
     number = None if isinstance(opened.named, str) else opened.named.number
     paths = _paths_beside(opened, store)
     chosen = paths[:MAX_SEALS] if every else _nearest(paths, number)
+    from ckptctl.storage.in_flight import in_flight  # few steps have seals beside them
+
     found: list[SealedStep] = []
     for _, data in in_flight(partial(_read, store), (path for _, path in chosen)):
         try:
@@ -276,8 +268,6 @@ def read_notes(
 
 
 def _root_seals(opened: OpenStep, seal: Seal, requirements: Requirements) -> RootSeals:
-    from ckptctl.inspection.seal_and_marks import seals_beside
-
     run = requirements.seal_run or run_of(opened.store)
     at_least = requirements.seal_sequence
     beside = seals_beside(opened, seal.run, requirements.key, every=at_least is not None)

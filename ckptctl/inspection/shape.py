@@ -248,7 +248,7 @@ def own_number(metadata: Metadata) -> int | None:
     return numbers[-1] if numbers else None
 
 
-def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Finding]:
+def check_own_number(step: Step, part: Part, metadata: Metadata) -> Iterator[Finding]:
     """Yield `metadata.foreign` where the writer called the folder another step."""
     number = own_number(metadata)
     if number is None or step.number in (None, number):

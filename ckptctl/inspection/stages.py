@@ -41,7 +41,7 @@ from ckptctl.inspection.presence import (
 )
 from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, read_notes
 from ckptctl.inspection.shape import (
-    check_identity,
+    check_own_number,
     check_shape,
     check_unchanged,
     claims_further,
@@ -186,7 +186,7 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
-        yield from check_identity(opened.step, part.part, part.metadata[0])
+        yield from check_own_number(opened.step, part.part, part.metadata[0])
         yield from check_presence(part.ranges, part.part.files, part.path)
         yield from check_sizes(part.ranges, part.path)
         yield from check_part_coverage(part.metadata, part.path)

@@ -98,7 +98,7 @@ def claims_of(
             claims.append(Claim(name, ClaimState.CONTRADICTED, by))
         elif name in doubts and proofs[name].by != _SEAL:
             doubt = doubts[name]
-            claims.append(_unknown(name, f"{doubt.code}: {doubt.message}", doubt.next_command))
+            claims.append(Claim.unknown(name, f"{doubt.code}: {doubt.message}", doubt.next_command))
         else:
             claims.append(proofs[name])
     return tuple(claims)
@@ -106,7 +106,7 @@ def claims_of(
 
 def nothing_proven(failed: Finding) -> tuple[Claim, ...]:
     """The claims of a step whose inspection failed, for the reason in `failed`."""
-    return tuple(_unknown(name, failed.message, failed.next_command) for name in ClaimName)
+    return tuple(Claim.unknown(name, failed.message, failed.next_command) for name in ClaimName)
 
 
 def _first(findings: Sequence[Finding], table: Mapping[str, ClaimName]) -> Iterable[Finding]:
@@ -116,42 +116,34 @@ def _first(findings: Sequence[Finding], table: Mapping[str, ClaimName]) -> Itera
     return reversed(faults or listed)
 
 
-def _unknown(name: ClaimName, why: str, would_prove: str | None) -> Claim:
-    return Claim(name, ClaimState.UNKNOWN, why, would_prove)
-
-
-def _proven(name: ClaimName, by: str) -> Claim:
-    return Claim(name, ClaimState.PROVEN, by)
-
-
 def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
     """What proves each claim, as if no finding spoke against it."""
     yield _whole(opened, context)
     yield _bytes(opened, context)
-    yield context.one_save or _unknown(
+    yield context.one_save or Claim.unknown(
         ClaimName.ONE_SAVE, "the parts were not compared", command_line("seal", opened.url)
     )
     yield _identity(opened, context)
     yield _state(context)
-    yield context.branch or _unknown(
+    yield context.branch or Claim.unknown(
         ClaimName.BRANCH, "the other steps of the root were not compared", None
     )
 
 
 def _whole(opened: OpenStep, context: StageContext) -> Claim:
     if context.notes.seal is not None:
-        return _proven(ClaimName.WHOLE, _SEAL)
+        return Claim.proven(ClaimName.WHOLE, _SEAL)
     formats = {part.part.format for part in opened.parts}
     if formats & SHARDED and formats <= SHARDED | {PartFormat.SAFETENSORS}:
-        return _proven(ClaimName.WHOLE, "metadata")
+        return Claim.proven(ClaimName.WHOLE, "metadata")
     grids = [grid for part in opened.step.parts for grid in part.grids if grid.sharded]
     if not context.ranks_counted and not all(grid.stated for grid in grids):
         deeper = command_line("verify", opened.url, "--level", Level.STRUCTURE.value)
         why = "how many ranks wrote it was compared with no file of it"
-        return _unknown(ClaimName.WHOLE, why, deeper)
+        return Claim.unknown(ClaimName.WHOLE, why, deeper)
     if context.wholeness is not None and context.wholeness.by:
-        return _proven(ClaimName.WHOLE, context.wholeness.by)
-    return _unknown(
+        return Claim.proven(ClaimName.WHOLE, context.wholeness.by)
+    return Claim.unknown(
         ClaimName.WHOLE,
         "nothing states which files belong to the step",
         "--saved-world-size N, or a seal",
@@ -161,16 +153,18 @@ def _whole(opened: OpenStep, context: StageContext) -> Claim:
 def _bytes(opened: OpenStep, context: StageContext) -> Claim:
     deeper = command_line("verify", opened.url, "--level", "content")
     if context.content is None or not context.content.whole:
-        return _unknown(ClaimName.BYTES, f"checked: {context.level.value}", deeper)
+        return Claim.unknown(ClaimName.BYTES, f"checked: {context.level.value}", deeper)
     proven, seal = context.content.proven, command_line("seal", opened.url)
     if context.notes.seal is not None:
-        return _proven(ClaimName.BYTES, _SEAL)
+        return Claim.proven(ClaimName.BYTES, _SEAL)
     if not proven.n_asked or proven.n_bytes != proven.n_asked:
-        return _unknown(ClaimName.BYTES, "no checksums", seal)
+        return Claim.unknown(ClaimName.BYTES, "no checksums", seal)
     unread = _without_checksum(opened)
     if unread:
-        return _unknown(ClaimName.BYTES, f"{some_of(unread)} has no checksum that was read", seal)
-    return _proven(ClaimName.BYTES, f"checksums of {proven.n_bytes:,} bytes")
+        return Claim.unknown(
+            ClaimName.BYTES, f"{some_of(unread)} has no checksum that was read", seal
+        )
+    return Claim.proven(ClaimName.BYTES, f"checksums of {proven.n_bytes:,} bytes")
 
 
 def _without_checksum(opened: OpenStep) -> list[str]:
@@ -192,14 +186,14 @@ def _without_checksum(opened: OpenStep) -> list[str]:
 
 def _identity(opened: OpenStep, context: StageContext) -> Claim:
     if opened.step.number is None:
-        return _unknown(ClaimName.IDENTITY, "its name states no step", None)
+        return Claim.unknown(ClaimName.IDENTITY, "its name states no step")
     if context.notes.seal is not None:
-        return _proven(ClaimName.IDENTITY, _SEAL)
-    return context.identity or _unknown(ClaimName.IDENTITY, "no count was compared", None)
+        return Claim.proven(ClaimName.IDENTITY, _SEAL)
+    return context.identity or Claim.unknown(ClaimName.IDENTITY, "no count was compared", None)
 
 
 def _state(context: StageContext) -> Claim:
     held = context.state.held
     if not held:
-        return _unknown(ClaimName.STATE, "no train state is recognized", "--state KIND=KEY")
-    return _proven(ClaimName.STATE, ", ".join(held))
+        return Claim.unknown(ClaimName.STATE, "no train state is recognized", "--state KIND=KEY")
+    return Claim.proven(ClaimName.STATE, ", ".join(held))

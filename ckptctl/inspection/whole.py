@@ -35,7 +35,7 @@ from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.rank_files import check_fewer, empty_file
-from ckptctl.model import SHARDED, Step
+from ckptctl.model import Step
 
 if TYPE_CHECKING:
     from ckptctl.inspection.stored_tensors import HeldTensor
@@ -176,7 +176,8 @@ def check_families(
         if findings:
             return Wholeness(tuple(findings))
         listed = {path for item in manifest.items for path in item.files.values()}
-        families = tuple(one for one in families if key_of(one.example) not in map(key_of, listed))
+        keys = {key_of(path) for path in listed}
+        families = tuple(family for family in families if key_of(family.example) not in keys)
         if not families:
             return Wholeness(by=MANIFEST, n_ranks=manifest.world_size)
         checked = _check_unlisted(opened, families, neighbours, manifest.world_size, MANIFEST)
@@ -585,9 +586,9 @@ def _fewer_than_before(
         _sizes_beside(other, [other.families[one.key] for one in fewer]),
     )
     is_less: dict[str, bool] = {}
-    for name in _split(now, then):
-        key = name.rpartition(" in ")[2]
-        is_less[key] = is_less.get(key, False) or now[name].n_elements < then[name].n_elements
+    for fqn, key in _split(now, then):
+        is_smaller = now[fqn, key].n_elements < then[fqn, key].n_elements
+        is_less[key] = is_less.get(key, False) or is_smaller
     # A model of as many parts does not show that as many ranks wrote the optimizer.
     resized = {family.n_present for family in fewer if is_less.get(family.key) is False}
     for family in fewer:
@@ -737,7 +738,7 @@ def _by_content(
     lacking = [name for name, size in now.items() if size.lacks_parts]
     largest = max(families, key=lambda family: family.n_files)
     if lacking:
-        why = f"{some_of(lacking)} lack parts of the tensor that they are parts of"
+        why = f"{_listed(lacking)} lack parts of the tensor that they are parts of"
         return _result(opened.step, [Gap(largest, largest.n_files + 1, why)], "")
     parts = {name for name, size in now.items() if size.is_part}
     if parts and not any(_has_more_copies(now, other, parts) for other in beside):
@@ -751,20 +752,24 @@ def _by_content(
             return Wholeness(by=by)
         smaller = [n for n in split if now[n].n_elements < then[n].n_elements]
         if smaller:
-            why = f"{some_of(smaller)} are smaller than in {other.name}"
+            why = f"{_listed(smaller)} are smaller than in {other.name}"
             held = other.families.get(largest.key)
             n_files = held.n_files if held is not None else largest.n_files + 1
             return _result(opened.step, [Gap(largest, n_files, why)], "")
     return Wholeness((_unlisted(families, beside),))
 
 
-def _has_more_copies(now: Mapping[str, _Size], other: _Beside, names: Iterable[str]) -> bool:
+def _listed(names: Iterable[tuple[str, str]]) -> str:
+    return some_of([f"{fqn} in {key}" for fqn, key in names])
+
+
+def _has_more_copies(now: _Sizes, other: _Beside, names: Iterable[tuple[str, str]]) -> bool:
     """Whether the parts of a tensor in another step are more elements: copies of it are gone."""
     then = _sizes_beside(other, [*other.families.values()])
     return any(name in then and then[name].n_elements > now[name].n_elements for name in names)
 
 
-def _split(now: Mapping[str, _Size], then: Mapping[str, _Size]) -> list[str]:
+def _split(now: _Sizes, then: _Sizes) -> list[tuple[str, str]]:
     """The tensors that are split over the ranks: of more ranks each has less of them.
 
     A tensor that each rank holds whole shows nothing of how many there must be.
@@ -796,13 +801,16 @@ class _Size(msgspec.Struct):
         return self.n_whole is not None and self.n_elements < self.n_whole
 
 
-def _sizes(opened: OpenStep, families: Sequence[Family]) -> Mapping[str, _Size]:
+_Sizes = Mapping[tuple[str, str], _Size]
+"""The sizes of tensors over the files of one kind, by FQN and kind."""
+
+
+def _sizes(opened: OpenStep, families: Sequence[Family]) -> _Sizes:
     """The size of each tensor over the files of each family; of files that cannot be read, none."""
-    sizes = _tensor_sizes(opened, frozenset(family.key for family in families))
-    return {f"{fqn} in {key}": size for (fqn, key), size in sizes.items()}
+    return _tensor_sizes(opened, frozenset(family.key for family in families))
 
 
-def _sizes_beside(other: _Beside, families: Sequence[Family]) -> Mapping[str, _Size]:
+def _sizes_beside(other: _Beside, families: Sequence[Family]) -> _Sizes:
     """Those of a step beside; of one that cannot be read, none."""
     with suppress(StorageError):
         return _sizes(other.opened, families)
@@ -825,16 +833,14 @@ def _tensors(opened: OpenStep) -> Sequence[HeldTensor]:
 
     Raises `StorageError`.
     """
-    from ckptctl.inspection.stored_tensors import held_tensors
-
-    tensors, unlisted = held_tensors(p for p in opened.parts if p.part.format not in SHARDED)
+    tensors, unlisted = opened.tensors_in_files
     # What is not known of every file is known of none: it would look smaller than it is.
     return () if unlisted else tensors
 
 
 def _tensor_sizes(
     opened: OpenStep, keys: Collection[str], key_in: Callable[[str], str] = key_of
-) -> Mapping[tuple[str, str], _Size]:
+) -> _Sizes:
     """The size of each tensor over the files of each key, by FQN and key."""
     sizes: dict[tuple[str, str], _Size] = defaultdict(_Size)
     for tensor in _tensors(opened):

@@ -15,6 +15,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
+    LEGACY_MAGIC,
     Member,
     RecordDirectory,
     check_headers,
@@ -53,7 +54,6 @@ from ckptctl.storage.contract import Span, Store, read_range
 MAX_PICKLE_BYTES = 64 << 20
 """The longest pickle of a state that is read; a million entries take about as much."""
 
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _STORAGES = "data/"
 
 
@@ -137,7 +137,7 @@ class _Read(dict[tuple[int, int], bytes]):
 def _sound(store: Store, whole: ByteRange) -> tuple[RecordDirectory, _Read]:
     """The directory, and all members but the storages; headers agree with the directory."""
     path, length = whole.file, whole.length
-    if read_range(store, path, 0, min(len(_LEGACY), length)) == _LEGACY:
+    if read_range(store, path, 0, min(len(LEGACY_MAGIC), length)) == LEGACY_MAGIC:
         raise UsageError(
             f"{store.url}/{path} has the format from before torch 1.6, which has no checksums; "
             "torch.load and torch.save rewrite it"

@@ -337,8 +337,8 @@ def neighbours_of(
     """
     steps = cache(list_steps)
     return Neighbours(
-        lambda: older_steps(steps(), number),
-        lambda: _newer_steps(steps(), number),
+        cache(lambda: older_steps(steps(), number)),
+        cache(lambda: _newer_steps(steps(), number)),
         RootSteps() if of_root is None else of_root,
     )
 

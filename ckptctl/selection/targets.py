@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
+from ckptctl.formats.archive.directory import LEGACY_MAGIC, ZIP_MAGIC
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     WEIGHTS_ALONE,
@@ -325,13 +326,9 @@ def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> No
         raise _lone_file(store, found)
 
 
-_LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
-"""How a file of `torch.save` from before torch 1.6 begins; a later one is a zip archive."""
-
-
 def _lone_file(store: Store, file: FileInfo) -> UsageError:
     url, name = join_url(store.url, file.path), file.path
-    head = read_range(store, name, 0, min(len(_LEGACY_TORCH), file.size))
+    head = read_range(store, name, 0, min(len(LEGACY_MAGIC), file.size))
     what = f"{url} is a file, not a step"
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(url)
@@ -340,7 +337,7 @@ def _lone_file(store: Store, file: FileInfo) -> UsageError:
         )
     stem = name.rpartition(".")[0] or name
     convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
-    if head.startswith(b"PK\x03\x04") or head[2:] == _LEGACY_TORCH[2:]:
+    if head.startswith(ZIP_MAGIC) or head[2:14] == LEGACY_MAGIC[2:14]:
         return UsageError(
             f"{what}: if it is a file of torch.save, `ckptctl convert` can turn it into a step",
             next_command=command_line(*convert),

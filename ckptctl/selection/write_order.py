@@ -124,11 +124,11 @@ def _in_order(own: SaveTimes, lower: Sequence[SaveTimes], n_not_compared: int) -
 
 
 def _proven(by: str) -> Claim:
-    return Claim(ClaimName.BRANCH, ClaimState.PROVEN, by)
+    return Claim.proven(ClaimName.BRANCH, by)
 
 
 def _unknown(why: str) -> Claim:
-    return Claim(ClaimName.BRANCH, ClaimState.UNKNOWN, why, "the times of the next save")
+    return Claim.unknown(ClaimName.BRANCH, why, "the times of the next save")
 
 
 def accepted() -> WriteOrder:

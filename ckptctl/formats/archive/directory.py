@@ -28,6 +28,9 @@ from ckptctl.errors import RecordUnreadable
 ZIP_MAGIC = b"PK\x03\x04"
 """The first bytes of an archive, and of a file of `torch.save` since torch 1.6."""
 
+LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How a file of `torch.save` from before torch 1.6 begins: the pickle of a number."""
+
 TAIL = 1024
 """Bytes from the end on that hold the whole directory of a tensor's record."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
+from ckptctl.formats.archive.directory import ZIP_MAGIC
 from ckptctl.formats.archive.foreign import is_tar, pickles_in_archive
 from ckptctl.formats.pickles import policy
 from ckptctl.formats.pickles.policy import Named, Opaque, Standing
@@ -170,7 +171,7 @@ def check_bytes(data: bytes) -> tuple[str, ...]:
 
 
 def _nested_unknown(data: bytes, grammar: Grammar, depth: int) -> Iterable[str]:
-    if not data.startswith(b"PK\x03\x04") and not is_tar(data):
+    if not data.startswith(ZIP_MAGIC) and not is_tar(data):
         return _unknown_in_bytes(data, grammar, depth)
     unknown: set[str] = set()
     for inner in pickles_in_archive(data):
