@@ -91,6 +91,15 @@ def open_families(step: Step) -> tuple[Family, ...]:
     return families_of(saved, step.number, saved)
 
 
+def numbered_kinds(step: Step) -> tuple[str, ...]:
+    """The kinds of files with numbers in their names that nothing lists, whatever the numbers.
+
+    That of a single file is no rank, but may be an epoch: `model-epoch1.pt`, `model-epoch2.pt`.
+    """
+    keys = {path: key_of(path) for path in _unlisted_files(step) if may_hold_state(path)}
+    return tuple(sorted({key for path, key in keys.items() if key != path}))
+
+
 def _unlisted_files(step: Step) -> Mapping[str, int]:
     """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
     if step.layout in _FILES_OF_PARAMETERS:

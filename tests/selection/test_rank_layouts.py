@@ -584,3 +584,12 @@ def test_a_folder_of_litgpt_or_olmo_is_a_step_and_a_lost_rank_is_named(tmp_path,
     assert {finding.where for finding in report.findings if finding.code == "file.missing"} == (
         {lost} if lost else set()
     )
+
+
+@pytest.mark.parametrize("names", [("epoch={}-step={}.ckpt",), ("step_{1}/model-epoch{0}.pt",)])
+def test_an_epoch_in_a_name_counts_no_ranks(tmp_path, names):
+    """The first epochs have the numbers of first ranks; no later one lacks a kind of file."""
+    for epoch, step in enumerate((12, 24, 36, 48)):
+        for name in names:
+            save(tmp_path / name.format(epoch, step), state(step))
+    assert ckptctl.pick(str(tmp_path)).step == 48
