@@ -201,9 +201,8 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     try:
         job.await_(f"{_REFERENCE_SAVES} saves by the job", saved)
     except TrialFailed as failed:
-        raise UsageError(
-            f"{failed}; see {job.log}", instead="--patience 2h waits longer"
-        ) from failed
+        waiting = None if job.refused else "--patience 2h waits longer"
+        raise UsageError(f"{failed}; see {job.log}", instead=waiting) from failed
     exit_code = next((one["exit_code"] for one in job.attempts() if one["exit_code"]), None)
     if exit_code is not None and saves.n < SAVES_BEFORE:
         raise UsageError(

@@ -22,6 +22,7 @@ from ckptctl.data_classes import dataclass, field
 from ckptctl.distributed.process_table import Process, is_alive
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
+from ckptctl.findings import Verdict
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.formatting import command_line
 from ckptctl.loss.following import FileTail
@@ -50,6 +51,8 @@ ROOT_WORD, STEP_WORD = "{root}", "{step}"
 _POLL_S = 0.2
 _REST = 4.0
 """How many times as long as a poll took the next one is waited for."""
+_MOST_REFUSED = 3
+"""So many steps in a row that are saved and not usable are no fault that a drill injected."""
 _FOUND = TypeVar("_FOUND")
 
 
@@ -164,6 +167,8 @@ class DrillJob:
     names: dict[str, int] = field(default_factory=dict)
     """The steps up to the newest that was usable, by the paths of their folders."""
     saving: bool = False
+    refused: tuple[str, ...] = ()
+    """Why the saved steps behind the newest usable one are not usable, newest first."""
     logged: LoggedSteps = field(init=False)
     """The steps in the output of the first attempt."""
     _run: subprocess.Popen[bytes] | None = None
@@ -237,9 +242,15 @@ class DrillJob:
     def newest(self) -> int | None:
         """The number of the newest usable step of the copy; notes all steps up to it.
 
-        Sets `saving` where a newer step is there, which is not usable yet.
+        Sets `saving` where a newer step is there, which is not usable yet, and `refused`.
         """
-        found = pick(str(self.root), allow_fresh=True, grace_s=0.0).chosen
+        answer = pick(str(self.root), allow_fresh=True, grace_s=0.0)
+        self.refused = tuple(
+            f"step {one.report.number}: {one.reason}"
+            for one in answer.passed_over
+            if one.report.verdict is not Verdict.IN_PROGRESS
+        )
+        found = answer.chosen
         if found is None or found.number is None:
             return None
         with open_store(str(self.root)) as store:
@@ -291,12 +302,14 @@ class DrillJob:
 
         The time between two calls grows with that of a call, which may list a large root.
         """
-        asked_s = time.monotonic()
-        until_s = asked_s + self.options.patience_s
+        began_s = asked_s = time.monotonic()
+        until_s = began_s + self.options.patience_s
         while (one := found()) is None:
             now_s = time.monotonic()
-            if now_s > until_s:
-                raise TrialFailed(f"no {what} within {self.options.patience_s:.0f} s")
+            if now_s > until_s or len(self.refused) >= _MOST_REFUSED:
+                waited = f"no {what} within {min(now_s, until_s) - began_s:.0f} s"
+                reasons = f", as saved steps are refused: {self.refused[0]}" if self.refused else ""
+                raise TrialFailed(waited + reasons)
             time.sleep(max(_POLL_S, _REST * (now_s - asked_s)))
             asked_s = time.monotonic()
         return one

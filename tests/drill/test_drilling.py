@@ -259,6 +259,33 @@ def test_a_signal_ends_all_that_was_started_and_leaves_a_report(
     assert fingerprint(str(root), StorageOptions()) == before
 
 
+# Jobs that cannot be drilled
+
+
+COPIES = """
+import json, shutil, sys, time
+from pathlib import Path
+root, source = map(Path, sys.argv[1:])
+for step in range(31, 10_000):
+    print(json.dumps({"step": step, "loss": 2.0 + step % 7}), flush=True)
+    shutil.copytree(source, root / f"tmp-{step}")
+    (root / f"tmp-{step}").rename(root / f"step_{step}")
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_steps_are_all_refused_is_not_waited_for(root: Path, tmp_path: Path):
+    (tmp_path / "job.py").write_text(COPIES)
+    words = ("--root", root, "--work", tmp_path / "drill", "--fault", "rank-killed")
+    job = (sys.executable, tmp_path / "job.py", "{root}", "{step}")
+    done = run_ckptctl("drill", *words, "--", *job)
+    assert done.returncode == 2, done.stderr
+    assert "as saved steps are refused: step " in done.stderr
+    assert "--patience" not in done.stderr
+    assert processes_with(str(tmp_path)) == []
+
+
 # Real jobs
 
 
