@@ -156,6 +156,7 @@ CODES: Mapping[str, Code] = {
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
     "file.missing": _fault(Verdict.INCOMPLETE, "a file that the layout requires is missing"),
     "file.fewer": _fault(Verdict.UNVERIFIABLE, "fewer ranks left files than in the step before"),
+    "file.dropped": _warning("a kind of file is missing that the steps before hold"),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
     "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),

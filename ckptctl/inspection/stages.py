@@ -268,6 +268,14 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             yield finding
 
 
+def dropped(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the kinds of files with those of the steps before; a seal names those of its step."""
+    from ckptctl.inspection.whole import check_dropped
+
+    if context.notes.seal is None and not _has_fault(context.findings):
+        yield from check_dropped(opened, context.neighbours)
+
+
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare names, and a few records of each shard file, with those of the step before."""
     if context.neighbours is None or not context.is_deep:
@@ -631,6 +639,7 @@ STAGES: tuple[Stage, ...] = (
     pickles,
     state,
     notes,
+    dropped,
     identity,
     lost_weights,
     content,

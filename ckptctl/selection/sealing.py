@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
+from ckptctl.claims import ClaimName
 from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
@@ -296,8 +297,9 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
 
 
 def _with_doubts(report: Report) -> Report:
-    """The report, unverifiable if its files may be of two saves: a seal would call them one."""
-    if report.verdict is Verdict.COMPLETE and report.has_finding("step.times"):
+    """The report, unverifiable where a finding leaves open what a seal would call proven."""
+    codes = {report.claim(name).finding for name in (ClaimName.WHOLE, ClaimName.ONE_SAVE)}
+    if report.verdict is Verdict.COMPLETE and codes - {None, "seal.outdated"}:
         verdict = Verdict.UNVERIFIABLE
         return replace(report, verdict=verdict, exit_code=verdict.exit_code)
     return report
