@@ -528,6 +528,20 @@ def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         )
 
 
+def optimizer_state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """See whether the state of the optimizer is real, where that was asked for."""
+    asked, read = context.asked, context.content
+    if asked is None or not asked.state_check or asked.is_helper or read is None:
+        return
+    from ckptctl.inspection.optimizer_state import check_optimizer_state
+
+    step = context.state.step.value
+    train_step = opened.step.number if step is None else step
+    for finding in check_optimizer_state(opened, read.values, train_step, context.neighbours):
+        if finding.code != "optimizer.unseen" or context.state.optimizer.found:
+            yield finding
+
+
 def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the checksums that the store keeps with those in the seal."""
     if context.requirements.remote_checksums:
@@ -643,6 +657,7 @@ STAGES: tuple[Stage, ...] = (
     identity,
     lost_weights,
     content,
+    optimizer_state,
     store_checksums,
     one_save,
     seal_compared,

@@ -95,7 +95,8 @@ def _kinds_of_files(step: Step) -> Mapping[str, bool]:
     """The kinds of files of state that nothing lists or knows, each number in a name as `N`.
 
     The number of a single file is no rank, but may be an epoch: `model-epoch1.pt`. True for those
-    that have the size of another kind under a name of the same shape: `_lost_names` compares them.
+    without a number that have the size of another kind under a name of the same shape:
+    `_lost_names` compares them.
     """
     kinds: dict[str, bool] = {}
     for sizes in _named_files(step, (), step).values():
@@ -105,7 +106,8 @@ def _kinds_of_files(step: Step) -> Mapping[str, bool]:
                 largest[key_of(path)] = max(size, largest.get(key_of(path), 0))
         for key, size in largest.items():
             others = (other for kind, other in largest.items() if kind != key)
-            kinds[key] = any(_has_alike({key: size, "": other}) for other in others)
+            is_named = key in sizes  # without a number
+            kinds[key] = is_named and any(_has_alike({key: size, "": one}) for one in others)
     return kinds
 
 

@@ -112,14 +112,16 @@ def seal_found(
     adopt: str | None = None,
     accept_unverifiable: bool = False,
     root: Store | None = None,
+    state_check: bool = False,
 ) -> Sealed:
     """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes.
 
-    `root` is where the step will be, if it is not published yet.
+    `root` is where the step will be, if it is not published yet. With `state_check` the report
+    says whether the state of the optimizer is real.
     """
     had_one = _check_place(found, replace=replace or adopt is not None)
     first, second = _halves(limits)
-    inspected = found.inspect(requirements, LEVEL, Asked(first))
+    inspected = found.inspect(requirements, LEVEL, Asked(first, state_check=state_check))
     # What is not published yet was written by ckptctl, however long that took.
     report = _with_doubts(inspected.report) if root is None else inspected.report
     unproven = report.verdict is Verdict.UNVERIFIABLE
