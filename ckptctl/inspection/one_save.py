@@ -362,8 +362,7 @@ def check_identity(
     counted_steps: int | None,
     neighbours: Neighbours | None,
     count_of: Callable[[OpenStep], int | None],
-    *,
-    may_begin_later: bool = False,
+    is_of_step: Callable[[int], bool] | None = None,
 ) -> tuple[list[Finding], Claim]:
     """Compare the steps that the train state counts with the number in the step's name.
 
@@ -371,8 +370,9 @@ def check_identity(
     compared with those of the steps beside: where they agree with their names, or differ by the
     same amount or ratio, and this one does not, it is another step. Where the counts are those of
     the names in another order, folders were swapped. Without a counter, the step that the metadata
-    was written for is compared instead. A counter that `may_begin_later` than the run, as that of
-    an optimizer, contradicts a name only where folders were swapped.
+    was written for is compared instead. A counter that may begin later than the run, as that of an
+    optimizer, contradicts a name where folders were swapped, or where the step that it counts is
+    the one that was saved: `is_of_step` says so.
 
     Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
     train state of `MAX_COMPARED` steps on each side at most.
@@ -402,10 +402,10 @@ def check_identity(
         return [], Claim.proven(ClaimName.IDENTITY, by)
     agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
     is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
-    is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
-    is_other = is_other and not may_begin_later
-    if agreeing and is_regular and len(agreeing) == len(counts) and is_other:
-        return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
+    if agreeing and is_regular and len(agreeing) == len(counts):
+        is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
+        if is_other if is_of_step is None else is_of_step(count):
+            return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
 
 

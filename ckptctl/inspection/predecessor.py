@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 from math import prod
 
 from ckptctl.data_classes import dataclass
@@ -282,6 +282,26 @@ def check_counts(
                     from ckptctl.inspection.rank_files import file_of_another_step
 
                     yield file_of_another_step(opened.step, path, count, named.name)
+
+
+def is_file_of_step(opened: OpenStep, path: str, count: int, neighbours: Neighbours) -> bool:
+    """Whether a file that counts `count` steps was saved as step `count`, and not as this one.
+
+    It ends with the same bytes as the file of that step, or that step alone is gone from among
+    steps that are equally far apart: its folder was renamed. An optimizer that is younger than the
+    run counts fewer steps too. Cost: two short reads where that step exists.
+    """
+    beside = [*neighbours.older(), *neighbours.newer()]
+    named = next((one for one in beside if one.number == count), None)
+    if named is not None:
+        with suppress(StorageError):
+            other = neighbours.open(opened.store, named)
+            return _end(opened, path) == _end(other, _path_then(opened, other, path, count))
+        return False
+    numbers = sorted({one.number for one in beside})
+    apart = {later - number for number, later in pairwise(sorted({*numbers, count}))}
+    last = max([*numbers, opened.step.number or 0])
+    return len(apart) == 1 and len(numbers) > 1 and numbers[0] < count < last
 
 
 def _path_then(opened: OpenStep, before: OpenStep, path: str, count: int) -> str:

@@ -413,11 +413,11 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     step = context.state.step
     found, context.identity = check_identity(opened, step.value, context.neighbours, count_of)
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
-    by_optimizer = optimizer_count(opened) if is_cheap else None
+    path, by_optimizer = counting_optimizer(opened) if is_cheap else ("", None)
     if by_optimizer is not None and not found and (step.value is None or len(step.where) > 1):
-        found, claim = check_identity(
-            opened, by_optimizer, context.neighbours, optimizer_count, may_begin_later=True
-        )
+        beside = context.neighbours
+        is_of_step = partial(_is_of_step, opened, path, neighbours=beside)
+        found, claim = check_identity(opened, by_optimizer, beside, optimizer_count, is_of_step)
         context.identity = claim if step.value is None or found else context.identity
     if by_optimizer is not None and step.value is not None and not found:
         found = check_optimizer_count(
@@ -447,8 +447,19 @@ MAX_OPTIMIZERS = 3
 """So many files are opened to find the one that holds an optimizer."""
 
 
+def _is_of_step(opened: OpenStep, path: str, count: int, neighbours: Neighbours | None) -> bool:
+    from ckptctl.inspection.predecessor import is_file_of_step
+
+    return neighbours is not None and is_file_of_step(opened, path, count, neighbours)
+
+
 def optimizer_count(opened: OpenStep) -> int | None:
-    """The steps that an optimizer in a file of `torch.save` counts; None if none does.
+    """The steps that an optimizer in a file of `torch.save` counts; see `counting_optimizer`."""
+    return counting_optimizer(opened)[1]
+
+
+def counting_optimizer(opened: OpenStep) -> tuple[str, int | None]:
+    """The file of `torch.save` with an optimizer that counts steps, and its count; None if none.
 
     Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
@@ -459,8 +470,8 @@ def optimizer_count(opened: OpenStep) -> int | None:
         path = opened.name if opened.is_file else opened.in_store(file.path)
         counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
         if counts:
-            return int(max(counts))
-    return None
+            return file.path, int(max(counts))
+    return "", None
 
 
 def may_be_optimizer(opened: OpenStep, path: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 from storage.faulty import FaultyStore
@@ -119,3 +121,49 @@ def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root):
     codes, n_spans = inspected("step_700")
     assert codes == ["step.wrong-step"]
     assert n_spans < 20
+
+
+def save_by_file(root: Path, number: int, count: int, *, seed: int | None = None) -> Path:
+    """A step of one process whose only counter is that of its optimizer."""
+    torch = pytest.importorskip("torch")
+    step = root / f"step_{number}"
+    step.mkdir(parents=True)
+    torch.manual_seed(number if seed is None else seed)
+    state = {0: {"step": torch.tensor(float(count)), "exp_avg": torch.randn(8)}}
+    state[0]["exp_avg_sq"] = torch.rand(8)
+    torch.save({"w": torch.randn(8)}, step / "pytorch_model.bin")
+    torch.save({"state": state, "param_groups": [{"lr": 0.1}]}, step / "optimizer.bin")
+    for file in step.iterdir():
+        os.utime(file, (1.7e9, 1.7e9))
+    return step
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("how", ["renamed", "copied", "renamed over the last"])
+@pytest.mark.parametrize("taken", [100, 200, 300])
+def test_a_step_that_only_its_optimizer_counts_is_told_under_another_name(tmp_path, how, taken):
+    if how != "copied" and taken == 100:
+        pytest.skip("the first step may have been pruned, and the optimizer begun anew")
+    for number in (100, 200, 300, 400):
+        save_by_file(tmp_path, number, number)
+    further = 400 if how == "renamed over the last" else 500
+    shutil.rmtree(tmp_path / f"step_{further}", ignore_errors=True)
+    if how == "copied":
+        shutil.copytree(tmp_path / f"step_{taken}", tmp_path / f"step_{further}")
+    else:
+        (tmp_path / f"step_{taken}").rename(tmp_path / f"step_{further}")
+    left = (number for number in (400, 300, 200) if (tmp_path / f"step_{number}").exists())
+    newest = next(number for number in left if number != further)
+    chosen = ckptctl.pick(str(tmp_path))
+    assert chosen.step == newest
+    assert told(ckptctl.verify(f"{tmp_path}@{further}")) == ["step.wrong-step"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("is_pruned", [False, True])
+def test_an_optimizer_that_began_anew_contradicts_no_name(tmp_path, is_pruned):
+    for number, count in ((100, 100), (200, 200), (300, 300), (400, 100)):
+        save_by_file(tmp_path, number, count)
+    if is_pruned:
+        shutil.rmtree(tmp_path / "step_100")
+    assert ckptctl.pick(str(tmp_path)).step == 400
