@@ -95,10 +95,11 @@ def _kinds_of_files(step: Step) -> Mapping[str, bool]:
     """The kinds of files of state that nothing lists or knows, each number in a name as `N`.
 
     The number of a single file is no rank, but may be an epoch: `model-epoch1.pt`. True for those
-    without a number that have the size of another kind under a name of the same shape:
+    that are no family and have the size of another kind under a name of the same shape:
     `_lost_names` compares them.
     """
     kinds: dict[str, bool] = {}
+    numbered = {family.key for family in open_families(step) if family.is_numbered}
     for sizes in _named_files(step, (), step).values():
         largest: dict[str, int] = {}
         for path, size in sizes.items():
@@ -106,8 +107,8 @@ def _kinds_of_files(step: Step) -> Mapping[str, bool]:
                 largest[key_of(path)] = max(size, largest.get(key_of(path), 0))
         for key, size in largest.items():
             others = (other for kind, other in largest.items() if kind != key)
-            is_named = key in sizes  # without a number
-            kinds[key] = is_named and any(_has_alike({key: size, "": one}) for one in others)
+            is_alike = any(_has_alike({key: size, "": other}) for other in others)
+            kinds[key] = is_alike and key not in numbered
     return kinds
 
 
@@ -233,6 +234,9 @@ def _check_unlisted(
     unstated = [family for family in unstated if not _is_lone(family, beside)]
     if not unstated:
         return _result(opened.step, gaps, "one file of each kind")
+    unstated = [family for family in unstated if not _grows(opened.step, family, beside)]
+    if not unstated:
+        return _result(opened.step, gaps, "files that grow in number with the steps")
     confirmed = next((one for one in beside if _confirms(unstated, one)), None)
     unstated = [_counted_as_beside(family, beside) for family in unstated]
     gaps += _holes(unstated, confirmed)
@@ -517,6 +521,25 @@ def _is_lone(family: Family, beside: Iterable[_Beside]) -> bool:
     if layouts.hugging_face_rank(family.example.rpartition("/")[2]) is not None:
         return False
     return family.n_present == 1 and family.base == 1 and not _had_more(family, beside)
+
+
+def _grows(step: Step, family: Family, beside: Iterable[_Beside]) -> bool:
+    """Whether a family has as many files more than in steps before as the steps are apart.
+
+    So does a replay buffer in parts. One that lost a file is not in line with two other steps.
+    """
+    held = {
+        other.opened.step.number: other.families[family.key].n_files
+        for other in beside
+        if family.key in other.families
+    }
+    counts = sorted((n, count) for n, count in {**held, step.number: family.n_files}.items() if n)
+    if len(counts) < 3 or family.n_present < family.n_files:
+        return False
+    (first, least), (last, most) = counts[0], counts[-1]
+    return most > least and all(
+        (count - least) * (last - first) == (most - least) * (n - first) for n, count in counts
+    )
 
 
 def _counted_as_beside(family: Family, beside: Iterable[_Beside]) -> Family:

@@ -276,6 +276,18 @@ def test_a_kind_of_file_that_the_steps_before_hold_is_missed(tmp_path, name, for
     assert not any(one.removed for one in pruned.decisions if one.number == 20)
 
 
+def test_a_kind_that_grows_by_a_file_a_step_is_whole(tmp_path):
+    for number in (10, 20, 30, 40):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        for part in range(number // 10):
+            torch.save({"x": torch.full((90, 4), float(part))}, step / f"buffer_{part}.pt")
+    assert ckptctl.pick(str(tmp_path)).step == 40
+    for number in (10, 20, 30, 40):
+        assert ckptctl.verify(f"{tmp_path}@{number}").exit_code == 0
+    assert chosen_without(tmp_path, "step_40/buffer_1.pt") == 30
+
+
 def test_the_files_of_an_only_step_are_not_proven_to_be_all(tmp_path):
     save_kinds(tmp_path / "step_10", 10)
     assert ckptctl.verify(f"{tmp_path}@10").claim(ClaimName.WHOLE).state is ClaimState.UNKNOWN
