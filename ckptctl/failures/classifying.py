@@ -185,6 +185,7 @@ def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node:
     return (
         f"{decisive.description}{f' ({where})' if where else ''}"
         f"{'; possibly also ranks without a dump' if others else ''}"
+        f"{f' (uncertain: {decisive.doubt})' if decisive.doubt else ''}"
     )
 
 

@@ -21,6 +21,8 @@ _YIELDING = (
     *("python.", "cuda.", "nccl.", "collective.", "compile."),
     *("stop.", "exit.", "divergence.loss"),
 )
+# Of these, a failing device also explains the symptom if its time or its node is uncertain.
+_OF_A_DEVICE = ("cuda.", "nccl.", "collective.", "stop.", "exit.")
 _FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
 # Suspicions that any other one explains: ranks wait or lose a peer for many reasons.
 _WEAK = (
@@ -84,7 +86,7 @@ def hardware(decision: WeighedEvidence) -> Iterator[tuple[Evidence, str]]:
             yield each, "medium" if certain else decision.confidence
     for each in (*decision.others, *decision.consequences):
         if each.failure in _HARDWARE and each.role is Role.CAUSE:
-            yield each, "medium" if each.action else "high"
+            yield each, "low" if each.doubt else "medium" if each.action else "high"
 
 
 def _leads(evidence: Evidence) -> bool:
@@ -112,7 +114,8 @@ def _decisive(
 def _first_root(
     roots: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
 ) -> Evidence:
-    first = _first(roots) or roots[0]
+    # What may be of another time or place does not explain what is of the attempt.
+    first = _first([each for each in roots if not each.doubt]) or _first(roots) or roots[0]
     if first.role is Role.ROOT and first_failed is not None and first_failed[1] is not None:
         named = [each for each in roots if each.rank == first_failed[1]]
         first = _first(named) or first
@@ -132,6 +135,8 @@ def _outranks(other: Evidence, first: Evidence) -> bool:
     """
     if other.role is not Role.CAUSE or other.failure != "infra-node" or other.action:
         return False
+    if other.doubt and not first.doubt:
+        return False
     if first.failure == "infra-node":
         return bool(first.action)
     return first.failure != "infra-fabric" and not first.failure.startswith(_OF_THE_JOB)
@@ -143,6 +148,8 @@ def _knows_better(other: Evidence, first: Evidence) -> bool:
     # An access to memory of a failing device also faults in a correct program.
     by_device = first.rule.startswith("xid.") and first.device == other.device
     if not by_device and not first.rule.startswith(_YIELDING):
+        return False
+    if other.doubt and not first.doubt and not first.rule.startswith(_OF_A_DEVICE):
         return False
     if not _may_be_the_same_moment(first, other):
         return False
@@ -200,4 +207,6 @@ def _confidence(
         level += 1
     if any(_leads(each) for each in others):
         level -= 1
+    if decisive.doubt and all(each.doubt for each in agreeing):
+        level = min(level, 1)
     return CONFIDENCES[max(0, min(level, 2))]

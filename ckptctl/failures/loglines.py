@@ -63,12 +63,13 @@ _PROGRAMS = (
     "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
     "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
 )
+_OF_A_TRACEBACK = r"(?=Traceback |\s+\S|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b)"
 # Each pattern removes one prefix; its groups name the parts.
 _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
         # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
-        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _]" + _CLOCK + r"(?P<z>Z| ?UTC|"
+        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + _CLOCK + r"(?P<z>Z| ?UTC|"
         r"[+-]\d\d:?\d\d)?[\])]?(?:\s*[|,:-]+\s+|:|\s+|$)",
         # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
         r"(?P<y>\d{4})-" + _MONTH + r"-(?P<d>\d\d) " + _CLOCK + r" \d+:\d+ +"
@@ -102,7 +103,8 @@ _PREFIXES = tuple(
         r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?(?:NCCL|CCOM) (?P<loud>" + _LOUD + r")\b ?",
         # pdsh and clush: node017: text
         r"(?=[a-z.-]{1,200}\d)(?P<host>[a-z][a-z0-9.-]{1,252}): (?=\S)",
-        # levels and loggers
+        # levels and loggers; the name of a logger before a traceback, on each line of it
+        rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?[ :|-]{{1,4}}[a-z_][\w.]*: " + _OF_A_TRACEBACK,
         rf"(?:\| )?[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
         r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
         r"[\w.]+ (?:- |\| )(?=[\[(]?(?:" + _LEVEL_WORDS + r")\b)",
@@ -227,7 +229,16 @@ _TEXT_KEYS = (
     *("exc_info", "stack_trace", "traceback"),
 )
 _LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log_level")
-_TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime", "datetime", "created")
+_TIME_KEYS = (
+    "__REALTIME_TIMESTAMP",
+    "time",
+    "timestamp",
+    "ts",
+    "@timestamp",
+    "asctime",
+    "datetime",
+    "created",
+)
 _HOST_KEYS = ("host", "hostname", "node", "_HOSTNAME", "node_name", "nodeName")
 
 

@@ -29,6 +29,7 @@ from ckptctl.failures.rank_dumps import (
     read_dump,
 )
 from ckptctl.failures.results import Evidence
+from ckptctl.failures.scope import placed, scope_of
 from ckptctl.formats.wrapped_logs import unwrapped
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import (
@@ -207,7 +208,7 @@ def read_logs(
     named = names if recorder is None else [*names, recorder]
     reading = _Reading(named, storage, deadline_s)
     not_dumps = tuple(_named_dumps(reading, recorder)) if recorder is not None else ()
-    evidence = folded(found for name in names for found in reading.evidence_in(name))
+    evidence = folded(each for name in names for each in reading.evidence_in(name))
     logs = [reader for reader in reading.readers if reading.is_log(reader.name)]
     if reading.n_binary and not logs and not reading.dumps:
         raise BinaryData(
@@ -218,14 +219,17 @@ def read_logs(
     if recorder is None:
         reading.take_dumps_beside([reader.name for reader in logs if reader.name in names])
     read = {reader.name for reader in logs}
+    scope = scope_of(span for reader in logs if (span := reader.span()) is not None)
+    found = [*placed([each for each in evidence if each.file in read], scope)]
+    aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
     return Read(
-        evidence=tuple(found for found in evidence if found.file in read),
+        evidence=tuple(each for each, reason in found if not reason),
         first_failed=next((each.first_failed for each in logs if each.first_failed), None),
         hosts=dict(pair for each in logs for pair in each.hosts.items()),
         stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
         dumps=tuple(reading.dumps.values()),
         not_dumps=not_dumps,
-        set_aside=tuple(reading.set_aside.values()),
+        set_aside=(*reading.set_aside.values(), *aside.values()),
         unread=(*reading.unread, *(message for each in logs for message in each.unread)),
         n_files=len(logs),
         n_lines=sum(each.n_lines for each in logs),

@@ -34,6 +34,7 @@ class Rule:
     inside quotes and advice, and beside words such as `skipping`. `level` is the lowest level
     of a logging line that counts: 10 debug, 20 info, 30 warning, 40 error. `reporter`: the
     process that prints it waited for another, so its rank and host are not those that failed.
+    `process`: the line is about one process of a machine, which may be one of another job.
     `check` names a further condition in `matching`. `ending`: tried only on the line that ends
     a traceback, which needs no literal. `restart` and `action` are set if they
     differ from those of the class.
@@ -49,6 +50,7 @@ class Rule:
     level: int = 30
     kernel: bool = False
     reporter: bool = False
+    process: bool = False
     check: str = ""
     ending: bool = False
     action: str = ""
