@@ -101,6 +101,9 @@ def _decisive(
         return _first_root(roots, first_failed)
     suspects = [each for each in alive if each.role is Role.SUSPECT]
     suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
+    # A rank that SIGKILL ended ends the others with SIGTERM; a preemption begins with SIGTERM.
+    killed = _first(each for each in suspects if each.rule in _SIGKILL)
+    suspects = [e for e in suspects if e.rule != "stop.sigterm" or not _was_first(killed, e)]
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
     # An exception only names what the lines about it explain.
     strong = [each for each in strong if not each.rule.startswith("python.")] or strong
@@ -109,6 +112,13 @@ def _decisive(
     return _first(
         strong or [e for e in suspects if e not in hangs] or [e for e in hangs if e.ranks] or hangs
     )
+
+
+_SIGKILL = ("stop.sigkill", "slurm.task-killed")
+
+
+def _was_first(first: Evidence | None, second: Evidence) -> bool:
+    return first is not None and _earlier(second, first) is first
 
 
 def _first_root(

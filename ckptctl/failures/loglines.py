@@ -33,7 +33,8 @@ class LogLine:
 
     `at_s` is seconds since 1970 by the clock of the line; a time without a zone is taken as
     UTC, one without a year as the latest such day. `kernel`: the line comes from a kernel
-    log. `error_file`: from a file that torch's `@record` wrote.
+    log. `error_file`: from a file that torch's `@record` wrote, or the end of a traceback within
+    one line; `frame` is then the file of its innermost frame and the source of it.
     """
 
     message: str
@@ -44,6 +45,7 @@ class LogLine:
     level: int | None = None
     kernel: bool = False
     error_file: bool = False
+    frame: tuple[str, str] = ("", "")
 
 
 _LEVELS: Mapping[str, int] = {
@@ -150,6 +152,7 @@ def take_apart(raw: str) -> LogLine:
     return replace(found, message=text)
 
 
+FRAME = re.compile(r'\s{1,40}File "([^"]{1,400})", line \d{1,9}, in ')
 _HEAD = "Traceback (most recent call last):"
 _LINE_END = re.compile(r"\r?\n|\\{1,8}n")
 
@@ -165,11 +168,15 @@ def split_traceback(line: LogLine) -> tuple[LogLine, ...]:
     if line_end is None or not after[line_end.end() :].strip():
         return (line,)
     first, *texts = line.message.split(line_end[0])
-    outer = (text for text in texts if text[:1].strip() and not text.startswith(_HEAD))
-    return (
-        replace(line, message=first.removesuffix(_HEAD)),
-        *(replace(line, message=text, error_file=True) for text in outer),
-    )
+    exceptions, frame = list[LogLine](), ("", "")
+    for text in texts:
+        if opened := FRAME.match(text):
+            frame = (opened[1], "")
+        elif text[:1].isspace():
+            frame = (frame[0], frame[1] or text.strip())
+        elif text.strip() and not text.startswith(_HEAD):
+            exceptions.append(replace(line, message=text, error_file=True, frame=frame))
+    return (replace(line, message=first.removesuffix(_HEAD)), *exceptions)
 
 
 def clock_of(raw: str) -> float | None:

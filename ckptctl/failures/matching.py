@@ -21,6 +21,7 @@ from ckptctl.data_classes import replace
 from ckptctl.deadlines import Deadline
 from ckptctl.failures.loglines import (
     ERROR,
+    FRAME,
     MAX_RANK,
     WARNING,
     LogLine,
@@ -28,7 +29,7 @@ from ckptctl.failures.loglines import (
     split_traceback,
     take_apart,
 )
-from ckptctl.failures.rank_dumps import StackReader
+from ckptctl.failures.rank_dumps import StackReader, in_library
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
 from ckptctl.failures.scope import LogSpan, job_of_log, jobs_in, short_hosts
@@ -106,8 +107,14 @@ _FINITE = re.compile(r"\bloss\b(?! scale)[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNOREC
 _IGNORED = re.compile(
     r"Exception ignored (?:in|on|while)\b|--- Logging error ---$|Error in atexit\._run_exitfuncs:$"
 )
-_FRAME = re.compile(r'\s{1,40}File "[^"]{1,400}", line \d{1,9}, in ')
 _FINALIZER = re.compile(r'File ".{1,400}", line \d{1,9}, in _run_finalizers$')
+
+
+# Where a program meets an error of a device that happened before.
+_WAITS_FOR_A_DEVICE = re.compile(
+    r"\b(?:torch|jax)\.(?:cuda|xpu|npu|hpu|mlu|musa|distributed|accelerator)\b|\b(?:dist|htcore)\."
+    r"|\.(?:backward|item|cpu|to|cuda|npu|hpu|xpu|synchronize|tolist|numpy|block_until_ready)\("
+)
 
 
 # Source: NCCL 2.18 to 2.28 `init.cc`.
@@ -159,6 +166,7 @@ class LogReader:
         self._named_hosts: set[str] = set()
         self._tracebacks: set[int | None] = set()
         self._framed_at = 0
+        self._own_frames: dict[int | None, str] = {}
         self._ignored: set[int | None] = set()
         self._ignored_from: tuple[int, int | None] = (-2, None)
         self._report: dict[str, str] | None = None
@@ -292,9 +300,13 @@ class LogReader:
             else:
                 self._ignored.discard(line.rank)
             return True
-        if _FRAME.match(line.message):
+        if frame := FRAME.match(line.message):
             # A log that was cut may lack the head.
             self._opened(number, line.rank)
+            if in_library(frame[1]) or len(self._own_frames) >= _MAX_RANKS:
+                self._own_frames.pop(line.rank, None)
+            else:
+                self._own_frames[line.rank] = ""
             if _FINALIZER.match(message):
                 self._ignored.add(line.rank)
             return True
@@ -325,6 +337,8 @@ class LogReader:
         message = line.message.strip()
         if in_traceback and not line.error_file:
             if line.message[:1].isspace():
+                if self._own_frames.get(line.rank) == "":
+                    self._own_frames[line.rank] = message
                 return None
             self._tracebacks.discard(line.rank)
         if not message:
@@ -347,9 +361,23 @@ class LogReader:
         match = rule.pattern.search(part)
         if match is None or not _may_speak(rule, line, part, match, ended=in_traceback):
             return None
+        if rule.frames and not (in_traceback and self._is_of_own_frame(rule, line)):
+            return None
         if rule.check and not _CHECKS[rule.check](part):
             return None
         return self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
+
+    def _is_of_own_frame(self, rule: Rule, line: LogLine) -> bool:
+        """Whether the innermost frame of the traceback is of the program, as the rule requires."""
+        source = self._own_frames.get(line.rank)
+        if line.error_file:
+            file, inner = line.frame
+            source = inner if file and not in_library(file) else None
+        if source is None:
+            return False
+        if rule.frames == "raise":
+            return source.startswith(("raise ", "assert "))
+        return _WAITS_FOR_A_DEVICE.search(source) is None
 
     def _evidence(
         self,

@@ -334,7 +334,7 @@ class Stack:
     @property
     def _own(self) -> int:
         """The number of the innermost frame of the program; 0 where none is."""
-        return next((i for i, each in enumerate(self.frames) if not _in_library(each.file)), 0)
+        return next((i for i, each in enumerate(self.frames) if not in_library(each.file)), 0)
 
     @property
     def place(self) -> str:
@@ -350,7 +350,8 @@ class Stack:
         return self.place if called is None else f"{self.place}, in {called}"
 
 
-def _in_library(file: str) -> bool:
+def in_library(file: str) -> bool:
+    """Whether a file is of the interpreter, of torch or of an installed package."""
     # py-spy prints files of the interpreter's library without their folder.
     module = file.partition("/")[0].removesuffix(".py")
     return module in sys.stdlib_module_names or _LIBRARY.search(file) is not None

@@ -35,6 +35,8 @@ class Rule:
     of a logging line that counts: 10 debug, 20 info, 30 warning, 40 error. `reporter`: the
     process that prints it waited for another, so its rank and host are not those that failed.
     `process`: the line is about one process of a machine, which may be one of another job.
+    `frames`: only where the innermost frame of the traceback is of the program, not of a library:
+    any line that does not wait for a device (`own`), or a `raise` or `assert` (`raise`).
     `check` names a further condition in `matching`. `ending`: tried only on the line that ends
     a traceback, which needs no literal. `restart` and `action` are set if they
     differ from those of the class.
@@ -51,6 +53,7 @@ class Rule:
     kernel: bool = False
     reporter: bool = False
     process: bool = False
+    frames: str = ""
     check: str = ""
     ending: bool = False
     action: str = ""
