@@ -27,6 +27,7 @@ from ckptctl.failures.rank_dumps import (
     Stack,
     may_be_dump,
     read_dump,
+    without_stale,
 )
 from ckptctl.failures.results import Evidence
 from ckptctl.failures.scope import placed, scope_of
@@ -219,6 +220,7 @@ def read_logs(
     if recorder is None:
         reading.take_dumps_beside([reader.name for reader in logs if reader.name in names])
     read = {reader.name for reader in logs}
+    dumps, stale = without_stale([*reading.dumps.values()])
     scope = scope_of(span for reader in logs if (span := reader.span()) is not None)
     found = [*placed([each for each in evidence if each.file in read], scope)]
     aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
@@ -227,9 +229,9 @@ def read_logs(
         first_failed=next((each.first_failed for each in logs if each.first_failed), None),
         hosts=dict(pair for each in logs for pair in each.hosts.items()),
         stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
-        dumps=tuple(reading.dumps.values()),
+        dumps=tuple(dumps),
         not_dumps=not_dumps,
-        set_aside=(*reading.set_aside.values(), *aside.values()),
+        set_aside=(*reading.set_aside.values(), *aside.values(), *stale),
         unread=(*reading.unread, *(message for each in logs for message in each.unread)),
         n_files=len(logs),
         n_lines=sum(each.n_lines for each in logs),
