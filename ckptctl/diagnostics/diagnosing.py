@@ -65,7 +65,8 @@ def doctor(
         what, target = "slurm", what
     if what not in SUBJECTS:
         raise UsageError(
-            f"doctor diagnoses {', '.join(SUBJECTS)}, not {what!r}",
+            f"doctor diagnoses {', '.join(SUBJECTS)} or a job script; {what!r} is neither of these "
+            "words nor a file",
             next_command="ckptctl doctor env",
         )
     if (what == "env") != (target is None):

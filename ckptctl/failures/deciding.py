@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 from ckptctl.data_classes import dataclass
-from ckptctl.failures.results import CONFIDENCES, Evidence, Role
+from ckptctl.failures.results import CONFIDENCES, Action, Evidence, Role
 
 SAME_MOMENT_S = 60.0
 """Times of two machines that differ by less do not show which event was first."""
@@ -83,7 +83,9 @@ def hardware(decision: WeighedEvidence) -> Iterator[tuple[Evidence, str]]:
     for each in (first, *decision.agreeing):
         if first.failure in _HARDWARE or (first.failure == "hang" and each.ranks):
             certain = each.role is Role.CAUSE and decision.confidence == "low"
-            yield each, "medium" if certain else decision.confidence
+            # What a program may have caused names no node to drain.
+            weak = each.action == Action.INVESTIGATE
+            yield each, "low" if weak else "medium" if certain else decision.confidence
     for each in (*decision.others, *decision.consequences):
         if each.failure in _HARDWARE and each.role is Role.CAUSE:
             yield each, "low" if each.doubt else "medium" if each.action else "high"

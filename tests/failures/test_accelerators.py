@@ -18,11 +18,13 @@ ACCELERATORS = (
     ("ascend.config", "job-config", "EI0001: Value 1000 for HCCL_RDMA_SL is invalid."),
     ("ascend.core", "unknown", f"{NPU}aclrtSynchronizeStream, error code is 507015"),
     ("ascend.timeout", "hang", f"{NPU}aclrtSynchronizeStream, error code is 507046"),
-    ("amd.hardware", "infra-node", "HW Exception by GPU node-9 (Agent: 0x6) reason :GPU Hang"),
+    ("amd.hang", "infra-node", "HW Exception by GPU node-9 (Agent: 0x6) reason :GPU Hang"),
+    ("amd.hardware", "infra-node", "RuntimeError: HIP error: the device is lost"),
     ("amd.lost", "infra-node", "[   7.5] amdgpu 0000:c1:00.0: amdgpu: device lost from bus!"),
     ("intel.reset", "infra-node", "[   7.5] xe 0000:2b:00.0: [drm] GT0: trying reset from x"),
     ("intel.lost", "infra-node", "level_zero failed: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
     ("gaudi.device", "infra-node", "[   7.5] habanalabs hl2: Device heartbeat failed!"),
+    ("gaudi.reset", "infra-node", "[   7.5] habanalabs hl3: Going to reset device"),
     ("gaudi.lost", "infra-node", "RuntimeError: synStatus=21 [Device reset] Synchronize failed."),
     ("gaudi.held", "infra-node", "RuntimeError: synStatus=20 [Device already acquired]"),
     ("tpu.slice", "infra-node", "Detected failure SLICE_FAILURE_CHIP_DRIVER_ERROR in session"),
@@ -33,6 +35,8 @@ ACCELERATORS = (
 MEMORY = (
     f"{NPU}aclrtMalloc, error code is 207018",
     "RuntimeError: level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "RuntimeError: [Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::2147 (2)MB",
+    "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Error loading program: Attempting to reserve",
     "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.21G",
 )
 IN_A_CALL = (
