@@ -58,6 +58,7 @@ _LEVELS: Mapping[str, int] = {
 }
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _MONTH = "(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+_DAYS = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
 _CLOCK = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 _LEVEL_WORDS = "DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|EXCEPTION"
 _LOUD = "WARN|ERROR|INFO|TRACE|CALL|VERSION"
@@ -71,8 +72,11 @@ _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
         # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
+        rf"\s{{0,4}}(?:{_DAYS},? )?"
         r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + _CLOCK + r"(?P<z>Z| ?UTC|"
         r"[+-]\d\d:?\d\d)?[\])]?(?:\s*[|,:-]+\s+|:|\s+|$)",
+        # 11/20/2026 03:12:44 of transformers' examples
+        r"[\[(]?(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}),? " + _CLOCK + r"[\])]?(?:\s*[|,:-]+\s+|\s+)",
         # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
         r"(?P<y>\d{4})-" + _MONTH + r"-(?P<d>\d\d) " + _CLOCK + r" \d+:\d+ +"
         r"(?:\[(?P<nccl>\d+)\] )?",
@@ -81,6 +85,11 @@ _PREFIXES = tuple(
         # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
         r"\[[A-Z][a-z]{2} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
         _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?:)",
+        # Fri Nov 20 03:12:44 2026 of `date` and ctime, Nov 20 03:12:44
+        rf"{_DAYS} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r"(?: [A-Z]{3,4})? (?P<y>\d{4})[ :,-]+",
+        rf"(?:{_DAYS} )?" + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r"[ :,|-]+",
+        # torchtitan names itself between the rank and the time.
+        r"\[titan\] ",
         rf"(?P<host>[A-Za-z0-9][\w.-]*) (?=(?:{_PROGRAMS})(?:\[\d+\])?:)",
         r"(?P<kernel>kernel): ",
         r"(?:kern|daemon|user)\s*:(?P<syslog>\w+)\s*: ",

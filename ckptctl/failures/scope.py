@@ -87,9 +87,9 @@ class Bearing:
 
 def scope_of(logs: Iterable[LogSpan]) -> AttemptScope:
     """The attempt that ended last: its logs overlap or follow each other within minutes."""
+    logs = [*logs]
     timed = sorted((log for log in logs if log.last_s is not None), key=_last, reverse=True)
-    untimed = [log for log in logs if log.last_s is None]
-    of_attempt, earlier = untimed[:], list[LogSpan]()
+    of_attempt, earlier = [log for log in logs if log.last_s is None], list[LogSpan]()
     begin = None if not timed else timed[0].first_s
     for log in timed:
         if begin is None or log.last_s is None or not log.ends or log.last_s >= begin - AFTER_S:

@@ -59,6 +59,27 @@ def test_a_line_of_another_time_does_not_decide(tmp_path, text, at, error):
     assert ("before the first" if at < "Nov 20 09" else "after the last") in reason
 
 
+CLOCKS = (
+    "11/20/2026 09:0{}:00 - INFO - __main__ -   ",
+    "Fri Nov 20 09:0{}:00 2026 ",
+    "Nov 20 09:0{}:00 ",
+    " [2026-11-20 09:0{}:00] ",
+    "[rank0]:[titan] 2026-11-20 09:0{}:00,123 - root - INFO - ",
+    "I1120 09:0{}:00.123456 140 train.py:10] ",
+    '{{"time": "2026-11-20T09:0{}:00", "msg": "',
+)
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("at", ["Fri 2026-11-20 01:00:00 UTC", "2026-11-20T01:00:00,123456+00:00"])
+def test_the_time_of_a_log_is_read_in_every_form(tmp_path, clock, at):
+    end = '"}' if clock.startswith("{") else ""
+    steps = "".join(f"{clock.format(n)}step {n} loss 2.{n}{end}\n" for n in range(9))
+    answer = _classify(tmp_path, steps + KEY_ERROR, (at, MACHINE["a lost GPU"]))
+    assert answer.failure == "job-code"
+    assert "8 h before the first line" in answer.set_aside[0]
+
+
 @pytest.mark.parametrize(
     "text", [MACHINE["a lost GPU"], MACHINE["an ECC error"], MACHINE["memory"]]
 )
@@ -86,6 +107,15 @@ def test_a_server_that_does_not_answer_may_still_stop_the_next_save(tmp_path):
     assert _classify(tmp_path, STEPS + KEY_ERROR, line).failure == "job-code"
     answer = _classify(tmp_path, STEPS + TIMEOUT, line)
     assert (answer.failure, answer.confidence) == ("infra-storage", "low")
+
+
+def test_a_log_without_times_leaves_open_whether_a_line_is_of_it(tmp_path):
+    steps = "".join(f"step: {n}  loss: 2.{n}\n" for n in range(100, 140))
+    line = ("Nov 20 02:00:00", MACHINE["a lost GPU"])
+    answer = _classify(tmp_path, steps + "[rank1]: NCCL communicator was aborted\n", line)
+    assert (answer.failure, answer.confidence) == ("infra-node", "medium")
+    assert "the job's logs have no times" in answer.message
+    assert _classify(tmp_path, steps + KEY_ERROR, line).failure == "job-code"
 
 
 def test_a_line_without_a_time_decides_with_less_confidence(tmp_path):
