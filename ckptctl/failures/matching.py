@@ -156,6 +156,7 @@ class LogReader:
         self._n_ranks = 0
         self._step = -1
         self._clocked = ""
+        self._looked_at = -1
         self._first_clocked = ""
         self._before_clock = 0
         self._until_clock = 0
@@ -179,14 +180,14 @@ class LogReader:
         block boundaries.
         """
         hits = find_literals([raw for _, raw in block])
+        self._looked_at = -1
         for index, (number, raw) in enumerate(block):
             if index in hits.inits:
                 self._guarded(number, "", partial(self._place, raw))
-            if _has_clock(raw):
-                if not self._first_clocked:
-                    self._first_clocked, self._before_clock = raw, self.n_progress
-                self._clocked, self._until_clock = raw, self.n_progress
+            if not self._first_clocked and _has_clock(raw):
+                self._first_clocked, self._before_clock = raw, self.n_progress
             if index in hits.losses:
+                self._find_clock(block, index)
                 self._guarded(number, "", partial(self._progress, raw))
             asked = hits.rules.get(index)
             # Nearly every line ends here, so the code below may be slow.
@@ -194,9 +195,22 @@ class LogReader:
                 if self._deadline.passed():
                     self.n_lines += index
                     return
+                self._find_clock(block, index)
                 work = partial(self._evidence_in, number, raw, asked)
                 yield from self._guarded(number, "", work) or ()
+        self._find_clock(block, len(block) - 1)
         self.n_lines += len(block)
+
+    def _find_clock(self, block: Sequence[tuple[int, str]], index: int) -> None:
+        """Find the last line with a time, up to that of the index.
+
+        Cost: no line is looked at twice, and those before the one that is found never.
+        """
+        for at in range(index, self._looked_at, -1):
+            if _has_clock(block[at][1]):
+                self._clocked, self._until_clock = block[at][1], self.n_progress
+                break
+        self._looked_at = max(self._looked_at, index)
 
     def _guarded(self, number: int, rule: str, work: Callable[[], T]) -> T | None:
         """The result of `work` on a line; None where ckptctl fails in it, which is noted."""
