@@ -26,7 +26,7 @@ from ckptctl.findings import Severity
 from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import whole
-from ckptctl.storage.logs import read_bytes
+from ckptctl.storage.logs import STDIN, read_bytes
 from ckptctl.storage.opening import absolute_url
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def doctor(
     Raises `UsageError` for another subject, a file that is no job script, or a wrong number of
     targets, and `StorageError`.
     """
-    if what not in SUBJECTS and target is None and os.path.exists(what):
+    if what not in SUBJECTS and target is None and (what == STDIN or os.path.exists(what)):
         if os.path.isdir(what):
             raise UsageError(
                 f"{what}: a folder; as a storage, small files would be written to it",

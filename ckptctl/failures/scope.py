@@ -134,7 +134,9 @@ def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:
         waits = evidence.rule.startswith("storage.")
         return Bearing(role=Role.SUSPECT) if waits else Bearing(survived=True)
     if evidence.rule not in _OF_A_MACHINE:
-        return Bearing()
+        # A log of the scheduler names the nodes of all jobs.
+        of_a_node = evidence.host is not None and evidence.failure == "infra-node"
+        return Bearing(doubt=_place_doubt(evidence, scope) if of_a_node else "")
     doubts = [
         each for each in (_time_doubt(evidence, scope), _place_doubt(evidence, scope)) if each
     ]

@@ -247,8 +247,9 @@ def test_the_document_names_the_line_and_a_fault_ends_with_29(tmp_path):
 
 
 def test_a_script_from_standard_input_is_read(tmp_path):
-    ran = run_ckptctl("doctor", "slurm", "-", "--json", input=GOOD)
-    assert json.loads(ran.stdout)["advice"] == []
+    for words in (("slurm", "-"), ("-",)):
+        ran = run_ckptctl("doctor", *words, "--json", input=GOOD)
+        assert json.loads(ran.stdout)["advice"] == []
 
 
 @pytest.mark.parametrize("words", [("slurm",), ("storage",), ("env", "x")])

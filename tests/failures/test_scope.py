@@ -136,6 +136,19 @@ def test_a_log_that_began_without_times_leaves_open_when_the_job_began(tmp_path)
     assert "do not show when it began" in answer.message
 
 
+@pytest.mark.parametrize(("job", "doubted"), [("JobId=8032", False), ("the step", True)])
+def test_a_node_in_the_log_of_a_scheduler_is_of_the_job_if_the_line_names_it(
+    tmp_path, job, doubted
+):
+    (tmp_path / "slurm-8032.out").write_text(STEPS + TIMEOUT)
+    (tmp_path / "slurmctld.log").write_text(
+        f"[2026-11-20T09:04:30.000] error: {job}: Node failure on node013\n"
+    )
+    answer = ckptctl.classify(str(tmp_path))
+    assert (answer.failure, answer.confidence) == ("infra-node", "medium" if doubted else "high")
+    assert bool(answer.evidence[0].doubt) is doubted
+
+
 INIT = "".join(
     f"node0{20 + rank // 2}:4{rank}:77 [0] NCCL INFO comm 0x5 rank {rank} nranks 4 cudaDev 0\n"
     for rank in range(4)
