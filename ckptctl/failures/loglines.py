@@ -155,12 +155,24 @@ def take_apart(raw: str) -> LogLine:
                 break
         else:
             break
+    text = _indented(raw.rstrip(), text)
     # The kernel writes `msg=14` and means a number.
     if ' msg="' in f" {text}" or " level=" in f" {text}" or " lvl=" in f" {text}":
         return _from_logfmt(replace(found, message=text), text)
     return replace(found, message=text)
 
 
+def _indented(raw: str, text: str) -> str:
+    """The text with its indentation, which tells the lines of a traceback apart from its end."""
+    before = raw[: len(raw) - len(text)] if raw.endswith(text) else ""
+    n_spaces = len(before) - len(before.rstrip())
+    is_source = n_spaces >= 5 and _EXCEPTION.match(text) is None
+    if before.strip() and (is_source or (n_spaces >= 3 and text.startswith('File "'))):
+        return " " * (n_spaces - 1) + text
+    return text
+
+
+_EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Warning)\b")
 FRAME = re.compile(r'\s{1,40}File "([^"]{1,400})", line \d{1,9}, in ')
 _HEAD = "Traceback (most recent call last):"
 _LINE_END = re.compile(r"\r?\n|\\{1,8}n")

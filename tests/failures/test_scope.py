@@ -25,6 +25,12 @@ LOGGED = (
     '2026-11-20 09:03:56 ERROR trainer:   File "/opt/app/data.py", line 8, in __getitem__\n'
     "2026-11-20 09:03:56 ERROR trainer: KeyError: 'caption'\n"
 )
+STAMPED = (
+    "[2026-11-20 09:03:56] Traceback (most recent call last):\n"
+    '[2026-11-20 09:03:56]   File "/opt/app/data.py", line 8, in __getitem__\n'
+    "[2026-11-20 09:03:56]     return self.rows[key]\n"
+    "[2026-11-20 09:03:56] KeyError: 'caption'\n"
+)
 TIMEOUT = (
     "[rank0]:[E1120 09:13:56.120331234 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught "
     "collective operation timeout: WorkNCCL(SeqNum=3311, OpType=ALLREDUCE)\n"
@@ -50,7 +56,7 @@ def _classify(folder, job, *kernel, host="node013", name="job.log"):
 
 @pytest.mark.parametrize("text", MACHINE.values(), ids=MACHINE.keys())
 @pytest.mark.parametrize("at", ["Nov 20 01:03:56", "Nov 20 08:35:00", "Nov 21 05:03:56"])
-@pytest.mark.parametrize("error", [KEY_ERROR, LOGGED], ids=["untimed", "logged"])
+@pytest.mark.parametrize("error", [KEY_ERROR, LOGGED, STAMPED], ids=["untimed", "logged", "timed"])
 def test_a_line_of_another_time_does_not_decide(tmp_path, text, at, error):
     answer = _classify(tmp_path, STEPS + error, (at, text))
     assert (answer.failure, answer.confidence, answer.nodes) == ("job-code", "medium", ())
