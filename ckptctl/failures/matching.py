@@ -152,6 +152,7 @@ class LogReader:
         self.n_lines = 0
         self.n_progress = 0
         self.first_failed: tuple[str | None, int | None] | None = None
+        self.first_failed_s: float | None = None
         self.hosts: dict[int, str] = {}
         self._n_ranks = 0
         self._step = -1
@@ -333,6 +334,8 @@ class LogReader:
             self._report = None
             return True
         key, colon, value = (part.strip() for part in message.partition(":"))
+        if colon and key == "time":
+            self.first_failed_s = clock_of(value)
         if colon and key in ("host", "rank"):
             self._report[key] = value.split()[0] if value else ""
             rank = whole(self._report.get("rank"), MAX_RANK)

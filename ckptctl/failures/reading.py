@@ -226,7 +226,7 @@ def read_logs(
     aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
     return Read(
         evidence=tuple(each for each, reason in found if not reason),
-        first_failed=next((each.first_failed for each in logs if each.first_failed), None),
+        first_failed=_first_failed(logs),
         hosts=dict(pair for each in logs for pair in each.hosts.items()),
         stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
         dumps=tuple(dumps),
@@ -237,6 +237,15 @@ def read_logs(
         n_lines=sum(each.n_lines for each in logs),
         deadline_reached=reading.deadline.reached,
     )
+
+
+def _first_failed(logs: Sequence[LogReader]) -> tuple[str | None, int | None] | None:
+    """The rank that failed first, if the launchers show it: each knows only its own ranks."""
+    reports = {each.first_failed: each.first_failed_s for each in logs if each.first_failed}
+    times = [at for at in reports.values() if at is not None]
+    if len(reports) > 1 and len(times) < len(reports):
+        return None
+    return min(reports, key=lambda first: reports[first] or 0.0, default=None)
 
 
 def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:
