@@ -128,6 +128,10 @@ _CLOCK_LIKE = re.compile(
     r"\d[T _-]\d\d:\d\d:\d\d|^\{.{0,400}\"(?:ts|time|timestamp|created|__REALTIME_TIMESTAMP)\""
 )
 _MAX_CLOCK = 80
+_ZONED = re.compile(
+    r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?UTC\b|[+-]\d\d:?\d\d\b)|"
+    r"\"(?:ts|time|timestamp|created|__REALTIME_TIMESTAMP)\": ?\"?\d{10}"
+)
 
 
 def _has_clock(raw: str) -> bool:
@@ -244,6 +248,11 @@ class LogReader:
         if len(self.hosts) < _MAX_RANKS:
             self.hosts[clamped(match["rank"])] = match["host"]
             self._pids.add(match["pid"])
+
+    @property
+    def has_zone(self) -> bool:
+        """Whether the times of the log have a zone."""
+        return _ZONED.search(self._clocked, 0, MAX_MATCHED) is not None
 
     @property
     def is_of_program(self) -> bool:

@@ -221,7 +221,8 @@ def read_logs(
         reading.take_dumps_beside([reader.name for reader in logs if reader.name in names])
     read = {reader.name for reader in logs}
     dumps, stale = without_stale([*reading.dumps.values()])
-    scope = scope_of(span for reader in logs if (span := reader.span()) is not None)
+    spans = (span for reader in logs if (span := reader.span()) is not None)
+    scope = scope_of(spans, {reader.name: reader.has_zone for reader in logs})
     found = [*placed([each for each in evidence if each.file in read], scope)]
     aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
     return Read(

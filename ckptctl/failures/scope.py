@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.failures.results import Evidence, Role
@@ -28,6 +28,8 @@ pods after 300 s."""
 _UNSEEN_START_S = 35 * 60.0
 """How long before its first time a log without a beginning counts: the longest usual timeout of a
 collective, 30 minutes, is then the first line with a time."""
+_HALF_HOUR_S = 1800.0
+_MOST_ZONES_S = 14 * 3600 + AFTER_S
 _SETTLED_S = 60.0
 """Training that reports steps this long after a message has survived it."""
 
@@ -56,11 +58,13 @@ class LogSpan:
 class AttemptScope:
     """When and where the attempt ran, as far as its own logs show; `files` are these logs.
 
-    `earlier` are logs of programs that ended before the attempt began.
+    `earlier` are logs of programs that ended before the attempt began. `other_zone` are logs whose
+    times have a zone where those of the attempt have none, or the reverse.
     """
 
     files: frozenset[str]
     earlier: frozenset[str]
+    other_zone: frozenset[str]
     first_s: float | None
     last_s: float | None
     starts: bool
@@ -85,8 +89,11 @@ class Bearing:
     role: Role | None = None
 
 
-def scope_of(logs: Iterable[LogSpan]) -> AttemptScope:
-    """The attempt that ended last: its logs overlap or follow each other within minutes."""
+def scope_of(logs: Iterable[LogSpan], has_zone: Mapping[str, bool]) -> AttemptScope:
+    """The attempt that ended last: its logs overlap or follow each other within minutes.
+
+    `has_zone` states for each log, also of others, whether its times have a zone.
+    """
     logs = [*logs]
     timed = sorted((log for log in logs if log.last_s is not None), key=_last, reverse=True)
     of_attempt, earlier = [log for log in logs if log.last_s is None], list[LogSpan]()
@@ -103,6 +110,11 @@ def scope_of(logs: Iterable[LogSpan]) -> AttemptScope:
     return AttemptScope(
         files=frozenset(log.file for log in of_attempt),
         earlier=frozenset(log.file for log in earlier),
+        other_zone=frozenset(
+            file
+            for file, zoned in has_zone.items()
+            if timed and zoned is not has_zone.get(timed[0].file, zoned)
+        ),
         first_s=min(firsts, default=None),
         last_s=max(lasts, default=None),
         starts=any(log.starts for log in of_attempt),
@@ -136,7 +148,8 @@ def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:
     if evidence.rule not in _OF_A_MACHINE:
         # A log of the scheduler names the nodes of all jobs.
         of_a_node = evidence.host is not None and evidence.failure == "infra-node"
-        return Bearing(doubt=_place_doubt(evidence, scope) if of_a_node else "")
+        doubt = _place_doubt(evidence, scope) if of_a_node else ""
+        return Bearing(doubt=_zone_doubt(evidence, scope) or doubt)
     doubts = [
         each for each in (_time_doubt(evidence, scope), _place_doubt(evidence, scope)) if each
     ]
@@ -147,7 +160,9 @@ def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:
 
 
 _OF_A_PROCESS = frozenset(rule.name for rule in RULES if rule.process)
-_OF_A_MACHINE = frozenset(rule.name for rule in RULES if rule.kernel) | _OF_A_PROCESS
+_OF_A_MACHINE = _OF_A_PROCESS | frozenset(
+    rule.name for rule in RULES if rule.kernel or rule.name.startswith("kernel.")
+)
 """Rules for lines that a machine writes about itself, whoever uses it."""
 _IN_TRAINING = re.compile(
     r"python|pt_|ray|torch|accelerate|deepspeed|train|srun|slurm|bash|sh$|mpirun|orted|prted|vllm",
@@ -203,6 +218,8 @@ def _apart(evidence: Evidence, scope: AttemptScope) -> str:
     at_s, first_s, last_s = evidence.at_s, scope.first_s, scope.last_s
     if at_s is None or first_s is None or last_s is None:
         return ""
+    if _may_be_the_end(evidence, scope):
+        return ""
     if scope.starts and at_s < first_s - BEFORE_S:
         return f"it is {duration(first_s - at_s)} before the first line of the job's logs"
     if scope.ends and at_s > last_s + AFTER_S:
@@ -210,8 +227,17 @@ def _apart(evidence: Evidence, scope: AttemptScope) -> str:
     return ""
 
 
+def _may_be_the_end(evidence: Evidence, scope: AttemptScope) -> bool:
+    """Whether a line is at the end of the attempt if the two clocks have different zones."""
+    if evidence.file not in scope.other_zone or evidence.at_s is None or scope.last_s is None:
+        return False
+    apart_s = abs(evidence.at_s - scope.last_s)
+    off_s = (apart_s + _HALF_HOUR_S / 2) % _HALF_HOUR_S - _HALF_HOUR_S / 2
+    return 1.5 * _HALF_HOUR_S < apart_s <= _MOST_ZONES_S and abs(off_s) <= 2 * _SETTLED_S
+
+
 def _disproved(evidence: Evidence, scope: AttemptScope) -> bool:
-    if evidence.at_s is None or scope.progress_s is None:
+    if evidence.at_s is None or scope.progress_s is None or _may_be_the_end(evidence, scope):
         return False
     return scope.progress_s > evidence.at_s + _SETTLED_S
 
@@ -221,10 +247,18 @@ def _time_doubt(evidence: Evidence, scope: AttemptScope) -> str:
         return "its time is unknown"
     if scope.first_s is None or scope.last_s is None:
         return "the job's logs have no times"
+    if zone := _zone_doubt(evidence, scope):
+        return zone
     if evidence.at_s < scope.first_s - _UNSEEN_START_S:
         return "the job's logs do not show when it began"
     if evidence.at_s > scope.last_s + AFTER_S:
         return "the job's logs do not show when it ended"
+    return ""
+
+
+def _zone_doubt(evidence: Evidence, scope: AttemptScope) -> str:
+    if _may_be_the_end(evidence, scope):
+        return "only one of the two logs has times with a zone"
     return ""
 
 

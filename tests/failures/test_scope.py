@@ -124,6 +124,18 @@ def test_a_log_without_times_leaves_open_whether_a_line_is_of_it(tmp_path):
     assert _classify(tmp_path, steps + KEY_ERROR, line).failure == "job-code"
 
 
+def test_a_clock_of_another_zone_leaves_the_time_open(tmp_path):
+    line = ("Nov 20 11:04:00", MACHINE["a lost GPU"])  # Two hours later, at the end of the job
+    utc = STEPS.replace("] step", "Z] step")
+    answer = _classify(tmp_path, utc, line)
+    assert (answer.failure, answer.confidence) == ("infra-node", "medium")
+    assert "only one of the two logs has times with a zone" in answer.message
+    assert _classify(tmp_path, utc + KEY_ERROR, line).failure == "job-code"
+    assert _classify(tmp_path, STEPS, line).failure == "unknown"
+    at_another = ("Nov 20 11:17:00", MACHINE["a lost GPU"])
+    assert _classify(tmp_path, utc, at_another).failure == "unknown"
+
+
 def test_a_line_without_a_time_decides_with_less_confidence(tmp_path):
     (tmp_path / "job.log").write_text(STEPS + TIMEOUT)
     (tmp_path / "dmesg").write_text(f"[1234567.123456] {MACHINE['a lost GPU']}\n")
