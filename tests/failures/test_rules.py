@@ -58,6 +58,7 @@ EXAMPLES = {
     "storage.short-write": "OSError: 3276800 requested and 12345 written",
     "storage.stream": "OSError: (('curl -s https://b/1.tar',)): exit 56 (read) {'rank': 3}",
     "xid.other": "NVRM: Xid (PCI:0000:3b:00): 199, pid=7, name=python",
+    "kernel.amd": "[  71.5] amdgpu 0000:c1:00.0: amdgpu: 2 uncorrectable hardware errors detected",
     "kernel.panic": "[  71.5] Kernel panic - not syncing: stop",
     "kernel.sxid-nonfatal": "[  71.5] nvidia-nvswitch3: SXid (PCI:0000:85:00.0): 19999, Non-fatal",
     "gpu.container": "nvidia-container-cli: initialization error: nvml error: driver not loaded",
