@@ -41,6 +41,7 @@ ORDER = (
     "own_errors",
     "xids",
     "kernel",
+    "accelerators",
     "ray",
     "memory",
     "slurm",
@@ -53,6 +54,7 @@ ORDER = (
     "collectives",
     "stops",
     "frameworks",
+    "errno",
     "programs",
 )
 """The first rule that matches a line decides about it, so the order of the files counts."""

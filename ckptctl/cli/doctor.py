@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.binding import with_common
@@ -28,7 +28,7 @@ from ckptctl.formatting import counted, listed
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (
-    "ckptctl doctor slurm train.sbatch",
+    "ckptctl doctor train.sbatch",
     "ckptctl doctor env",
     "ckptctl doctor storage s3://bucket/run-1234",
 )
@@ -37,11 +37,11 @@ EXIT_CODES = (0, 2, 29, 75, 77)
 
 def doctor(
     what: Annotated[
-        Literal["slurm", "env", "storage"],
+        str,
         argument(
             "WHAT",
             "slurm: a job script; env: versions and variables of this environment; "
-            "storage: a root.",
+            "storage: a root. Or the job script itself.",
         ),
     ],
     target: Annotated[

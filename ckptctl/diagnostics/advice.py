@@ -91,6 +91,19 @@ CHECKS: Mapping[str, Check] = {
         "before the time limit.",
         "Use `--signal=B:`, with `exec` or a trap that passes the signal on to `ckptctl run`.",
     ),
+    "signal.not-handled": Check(
+        "torchrun does not handle the signal",
+        "torchrun passes SIGTERM, SIGINT, SIGHUP and SIGQUIT on. Any other ends it at once, and "
+        "its ranks get no signal.",
+        "Use `--signal=TERM@300`, or set `TORCHELASTIC_SIGNALS_TO_HANDLE` to what is passed on.",
+    ),
+    "signal.srun-killed": Check(
+        "SIGTERM for srun itself",
+        "srun passes most signals on to its tasks, but kills them on SIGTERM (`srun: forcing job "
+        "termination`).",
+        'Use `--signal=TERM@300` without `B:`, or `scancel --signal=TERM "$SLURM_JOB_ID"` in the '
+        "trap: both signal the tasks.",
+    ),
     "signal.wrapped": Check(
         "a shell between srun and Python",
         "srun signals the shell of `bash -c`, which does not pass the signal on.",
@@ -121,6 +134,12 @@ CHECKS: Mapping[str, Check] = {
         "the training does not resume",
         "A job that is started again begins at step 0.",
         'Pass the step: `--resume-from "$(ckptctl pick "$ROOT")"`, or resume in the script.',
+    ),
+    "resume.unknown": Check(
+        "the script does not show whether the training resumes",
+        "A framework, its configuration file or a variable decides it. If it does not resume, a "
+        "job that is started again begins at step 0.",
+        "Check that setting, or start the job twice with few steps: the second log must continue.",
     ),
     "resume.by-mtime": Check(
         "the step is chosen by its mtime",
@@ -303,6 +322,11 @@ def fault(name: str, where: str, message: str, fix: str | None = None) -> Advice
 def warning(name: str, where: str, message: str) -> Advice:
     """Advice against what may be a mistake."""
     return Advice(name, Severity.WARNING, where, message, CHECKS[name].fix)
+
+
+def note(name: str, where: str, message: str) -> Advice:
+    """What is unknown, or worth knowing."""
+    return Advice(name, Severity.NOTE, where, message, CHECKS[name].fix)
 
 
 def diagnosis(

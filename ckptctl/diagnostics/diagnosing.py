@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from ckptctl.findings import Severity
 from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import whole
-from ckptctl.storage.logs import read_bytes
+from ckptctl.storage.logs import STDIN, read_bytes
 from ckptctl.storage.opening import absolute_url
 
 if TYPE_CHECKING:
@@ -46,17 +47,26 @@ def doctor(
 ) -> Diagnosis:
     """Diagnose `what`: `slurm` with a job script, `env`, or `storage` with a root.
 
-    A script is read, not run. The environment is that of this process; variables that begin
-    with `CKPTCTL_` and are not in `known_variables`, if given, are reported as misspelt.
+    `what` alone may be the job script: its content shows what it is. A script is read, not run.
+    The environment is that of this process; variables that begin with `CKPTCTL_` and are not in
+    `known_variables`, if given, are reported as misspelt.
     For a storage, small files are written to a folder under the root's `.ckptctl/` and
     removed.
 
-    Raises `UsageError` for another subject or a wrong number of targets, and
-    `StorageError`.
+    Raises `UsageError` for another subject, a file that is no job script, or a wrong number of
+    targets, and `StorageError`.
     """
+    if what not in SUBJECTS and target is None and (what == STDIN or os.path.exists(what)):
+        if os.path.isdir(what):
+            raise UsageError(
+                f"{what}: a folder; as a storage, small files would be written to it",
+                next_command=command_line("doctor", "storage", what),
+            )
+        what, target = "slurm", what
     if what not in SUBJECTS:
         raise UsageError(
-            f"doctor diagnoses {', '.join(SUBJECTS)}, not {what!r}",
+            f"doctor diagnoses {', '.join(SUBJECTS)} or a job script; {what!r} is neither of these "
+            "words nor a file",
             next_command="ckptctl doctor env",
         )
     if (what == "env") != (target is None):
@@ -71,7 +81,13 @@ def doctor(
         return diagnosis(what, "this process", advice, facts)
     if what == "slurm":
         data = read_bytes(target, limit=_MAX_SCRIPT)
-        script = read_script(data.decode("utf-8", "backslashreplace"))
+        text = data.decode("utf-8", "backslashreplace")
+        if other := _other_than_a_script(text):
+            raise UsageError(
+                f"{target}: {other}, and no script for sbatch; doctor reads batch scripts only",
+                next_command="ckptctl doctor --help",
+            )
+        script = read_script(text)
         found = check_script(os.path.basename(target), script)
         n_trainings = str(len(script.trainings))
         return diagnosis(what, target, found, (("commands that train", n_trainings),))
@@ -79,6 +95,26 @@ def doctor(
     advice, facts = check_storage(target, storage)
     following = command_line("scan", absolute_url(target))
     return diagnosis(what, target, advice, facts, following)
+
+
+_MANIFEST = re.compile(r"^[\x22']?kind[\x22']?: *[\x22']?(\w+)", re.MULTILINE)
+_MARKS_OF_A_SCRIPT = re.compile(r"^#SBATCH\b|^#!.*\b(?:ba|z|k|da|)sh\b", re.MULTILINE)
+
+
+def _other_than_a_script(text: str) -> str | None:
+    """What a file is that shows to be something else than a batch script; None for a script."""
+    if _MARKS_OF_A_SCRIPT.search(text):
+        return None
+    kind = _MANIFEST.search(text)
+    if kind is not None and re.search(r"^\s*[\x22']?apiVersion[\x22']?:", text, re.MULTILINE):
+        return f"a manifest of Kubernetes ({kind[1]})"
+    if text.lstrip()[:1] == "{":
+        return "JSON"
+    if re.match(r"#!.*\bpython|(?:import|from) \w+|\"\"\"", text.lstrip()):
+        return "a program in Python"
+    if "\x00" in text:
+        return "binary data"
+    return None
 
 
 _PACKAGES = ("torch", "torchdata", "fsspec", "s3fs", "obstore", "zstandard", "botocore")

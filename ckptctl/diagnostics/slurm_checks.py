@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from signal import Signals
 from typing import NamedTuple
 
 from ckptctl.deadlines import Deadline
-from ckptctl.diagnostics.advice import Advice, fault, warning
+from ckptctl.diagnostics.advice import Advice, fault, note, warning
+from ckptctl.diagnostics.resuming import Resumption, has_option, resumption_of
 from ckptctl.diagnostics.slurm_script import Script, Training
 from ckptctl.outside_numbers import clamped, whole
 
@@ -35,11 +37,6 @@ _WATCHDOGS = (
 _SIGNAL = re.compile(r"^(?:(?=[A-Z]*B)[A-Z]+:)?(?:SIG)?(\w+?)(?:@(\d+))?$")
 # `ckptctl run` in the batch shell, and not in a step of its own.
 _SUPERVISED = re.compile(r"(?:(?!\bsrun\b).)*\bckptctl\s+run\b", re.DOTALL)
-_RESUMES = re.compile(
-    r"resume|ckptctl|\brestore|--load\b|load[-_](?:dir|path|step|checkpoint)|ckpt[-_.]?(?:path|step)|"
-    r"from[-_.]?(?:checkpoint|ckpt|latest)|init[-_]from|auto[-_]?restart",
-    re.IGNORECASE,
-)
 # Of `--save-timeout 90`: the name, which has to hold both words of `_PATIENCE`, and the number.
 _NUMBERED = re.compile(r"(?<!\S)([\w.-]+)[=\s]+(\d+)(?:\.\d+)?\b")
 _PATIENCE = (
@@ -116,12 +113,16 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
     where = f"{name}:{line}"
     match = _SIGNAL.match(value)
     seconds = clamped(match[2], _MOST_S) if match and match[2] else 60
-    signal = match[1] if match else value
+    signal = _named(match[1]) if match else value
     yield from _notice(where, script, seconds)
     to_shell = value.partition(":")[0].count("B") > 0 and ":" in value
     trap_line = _search_both(script, r"\btrap\b", rf"\b(?:SIG)?{re.escape(signal)}\b")
-    shell = _Shell(trap_line, _traps_child(script), script.search(r"\bwait\b") is not None)
+    shell = _Shell(trap_line, _child_signal(script), script.search(r"\bwait\b") is not None)
+    own_handlers = script.search(r"\bTORCHELASTIC_SIGNALS_TO_HANDLE=")
     for each in script.trainings:
+        received = signal if each.is_exec or not to_shell else shell.child_signal
+        if own_handlers is None:
+            yield from _to_torchrun(f"{name}:{each.line}", each, received)
         if to_shell:
             yield from _to_shell(name, where, shell, each, signal)
         elif each.launcher not in ("srun",):
@@ -144,11 +145,37 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
             )
 
 
+def _named(signal: str) -> str:
+    """The name of a signal that may be a number: `USR1` for 10."""
+    number = whole(signal)
+    if number is None or number not in {each.value for each in Signals}:
+        return signal
+    return Signals(number).name.removeprefix("SIG")
+
+
+_TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b|\baccelerate\s+launch\b")
+_HANDLED = ("TERM", "INT", "HUP", "QUIT")
+"""Source: torch 2.13 `torch/distributed/elastic/multiprocessing/api.py`; ranks are started in
+sessions of their own, so that they get only what torchrun passes on."""
+
+
+def _to_torchrun(where: str, training: Training, signal: str | None) -> Iterator[Advice]:
+    if signal is None or signal in _HANDLED or not _TORCHRUN.search(training.text):
+        return
+    if re.search(rf"signals[-_]to[-_]handle[= ]\S{{0,80}}{re.escape(signal)}", training.text, re.I):
+        return
+    yield fault(
+        "signal.not-handled",
+        where,
+        f"torchrun has no handler for {signal} and dies of it: the ranks get no signal",
+    )
+
+
 class _Shell(NamedTuple):
-    """How the batch shell treats the signal: the line of its trap, what that signals, a wait."""
+    """How the batch shell treats the signal: the line of its trap, what that sends, a wait."""
 
     trap_line: int | None
-    signals_child: bool
+    child_signal: str | None
     waits: bool
 
 
@@ -156,7 +183,14 @@ def _to_shell(
     name: str, where: str, shell: _Shell, training: Training, signal: str
 ) -> Iterator[Advice]:
     # exec replaces the shell with Python, which then receives its signals.
+    to_srun = fault(
+        "signal.srun-killed",
+        f"{name}:{training.line}",
+        "srun answers SIGTERM by killing all tasks (SIGKILL): Python never receives it",
+    )
     if training.is_exec and not training.in_pipeline:
+        if training.launcher == "srun" and signal == "TERM":
+            yield to_srun
         return
     if shell.trap_line is None:
         yield fault(
@@ -174,7 +208,7 @@ def _to_shell(
             f"the trap of line {shell.trap_line} runs only after this command has ended: bash "
             "waits for foreground commands",
         )
-    elif training.in_pipeline and shell.signals_child:
+    elif training.in_pipeline and shell.child_signal:
         yield fault(
             "signal.pipeline",
             f"{name}:{training.line}",
@@ -186,15 +220,21 @@ def _to_shell(
             f"{name}:{training.line}",
             "nothing waits for the background command: the script ends, and the job with it",
         )
+    elif (
+        training.launcher == "srun"
+        and shell.child_signal == "TERM"
+        and not _SUPERVISED.match(training.text)
+    ):
+        yield to_srun
 
 
-def _traps_child(script: Script) -> bool:
-    """Whether a trap, or a function that it calls, signals the last background command."""
-    return any(
-        re.search(r"\$\{?!|\$pid|\$\{?PID|\$child", each.text)
-        for each in script.commands
-        if each.text.startswith("trap") or "kill " in each.text
-    )
+_KILL = re.compile(r"\bkill\s+(?:-s\s*|-)?(?:SIG)?([A-Z][A-Z0-9]{1,8}|\d{1,2}\b)?[^;|&]{0,200}?\$")
+
+
+def _child_signal(script: Script) -> str | None:
+    """The signal that a trap, or a function that it calls, sends to a background command."""
+    found = (_KILL.search(each.text) for each in script.commands)
+    return next((_named(match[1] or "TERM") for match in found if match), None)
 
 
 def _search_both(script: Script, first: str, then: str) -> int | None:
@@ -283,13 +323,24 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
                 "the step is chosen by its mtime, which copies, rsync and touch change; it may "
                 "also be incomplete",
             )
-    resumes = any(_RESUMES.search(each.text) for each in script.commands if "=" in each.text)
+    resumes = any(has_option(each.text) for each in script.commands if "=" in each.text)
     for training in script.trainings:
-        if not (resumes or _RESUMES.search(training.text)):
+        resumption, place = resumption_of(training.text)
+        where = f"{name}:{training.line}"
+        if resumes or resumption is Resumption.SHOWN:
+            continue
+        if resumption is Resumption.ABSENT:
             yield fault(
                 "resume.absent",
-                f"{name}:{training.line}",
-                "the training has no resume option: a requeued job starts at step 0",
+                where,
+                "the training has no option to resume, and no configuration: unless the program "
+                "finds its newest save by itself, a requeued job starts at step 0",
+            )
+        else:
+            yield note(
+                "resume.unknown",
+                where,
+                f"the script does not show whether a requeued job resumes: {place}",
             )
 
 

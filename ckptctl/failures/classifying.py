@@ -138,7 +138,7 @@ def _answer(
         restart=Restart(decisive.restart) if decisive and decisive.restart else about.restart,
         confidence="medium" if name == "none" else decision.confidence,
         message=_message(about, decision, stall, node),
-        advice=about.advice,
+        advice=about.advice if action is about.action else _ADVICE.get(action, about.advice),
         node=node,
         device=decisive.device if decisive else None,
         rank=decisive.rank if decisive else None,
@@ -158,6 +158,13 @@ def _answer(
         deadline_reached=read.deadline_reached,
         next_command=_next(about, decisive, node, scheduler, found),
     )
+
+
+_ADVICE = {
+    Action.INVESTIGATE: "Read the lines of the evidence, and the logs of that node or rank at that "
+    "time, before a node is drained or the program is changed."
+}
+"""What to do where the evidence is too weak for the action of the class."""
 
 
 def _node(decisive: Evidence | None, agreeing: Sequence[Evidence]) -> str | None:
@@ -185,6 +192,7 @@ def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node:
     return (
         f"{decisive.description}{f' ({where})' if where else ''}"
         f"{'; possibly also ranks without a dump' if others else ''}"
+        f"{f' (uncertain: {decisive.doubt})' if decisive.doubt else ''}"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 from ckptctl.data_classes import dataclass
-from ckptctl.failures.results import CONFIDENCES, Evidence, Role
+from ckptctl.failures.results import CONFIDENCES, Action, Evidence, Role
 
 SAME_MOMENT_S = 60.0
 """Times of two machines that differ by less do not show which event was first."""
@@ -21,6 +21,8 @@ _YIELDING = (
     *("python.", "cuda.", "nccl.", "collective.", "compile."),
     *("stop.", "exit.", "divergence.loss"),
 )
+# Of these, a failing device also explains the symptom if its time or its node is uncertain.
+_OF_A_DEVICE = ("cuda.", "nccl.", "collective.", "stop.", "exit.")
 _FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
 # Suspicions that any other one explains: ranks wait or lose a peer for many reasons.
 _WEAK = (
@@ -81,10 +83,12 @@ def hardware(decision: WeighedEvidence) -> Iterator[tuple[Evidence, str]]:
     for each in (first, *decision.agreeing):
         if first.failure in _HARDWARE or (first.failure == "hang" and each.ranks):
             certain = each.role is Role.CAUSE and decision.confidence == "low"
-            yield each, "medium" if certain else decision.confidence
+            # What a program may have caused names no node to drain.
+            weak = each.action == Action.INVESTIGATE
+            yield each, "low" if weak else "medium" if certain else decision.confidence
     for each in (*decision.others, *decision.consequences):
         if each.failure in _HARDWARE and each.role is Role.CAUSE:
-            yield each, "medium" if each.action else "high"
+            yield each, "low" if each.doubt else "medium" if each.action else "high"
 
 
 def _leads(evidence: Evidence) -> bool:
@@ -99,6 +103,9 @@ def _decisive(
         return _first_root(roots, first_failed)
     suspects = [each for each in alive if each.role is Role.SUSPECT]
     suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
+    # A rank that SIGKILL ended ends the others with SIGTERM; a preemption begins with SIGTERM.
+    killed = _first(each for each in suspects if each.rule in _SIGKILL)
+    suspects = [e for e in suspects if e.rule != "stop.sigterm" or not _was_first(killed, e)]
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
     # An exception only names what the lines about it explain.
     strong = [each for each in strong if not each.rule.startswith("python.")] or strong
@@ -109,10 +116,18 @@ def _decisive(
     )
 
 
+_SIGKILL = ("stop.sigkill", "slurm.task-killed")
+
+
+def _was_first(first: Evidence | None, second: Evidence) -> bool:
+    return first is not None and _earlier(second, first) is first
+
+
 def _first_root(
     roots: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
 ) -> Evidence:
-    first = _first(roots) or roots[0]
+    # What may be of another time or place does not explain what is of the attempt.
+    first = _first([each for each in roots if not each.doubt]) or _first(roots) or roots[0]
     if first.role is Role.ROOT and first_failed is not None and first_failed[1] is not None:
         named = [each for each in roots if each.rank == first_failed[1]]
         first = _first(named) or first
@@ -132,6 +147,8 @@ def _outranks(other: Evidence, first: Evidence) -> bool:
     """
     if other.role is not Role.CAUSE or other.failure != "infra-node" or other.action:
         return False
+    if other.doubt and not first.doubt:
+        return False
     if first.failure == "infra-node":
         return bool(first.action)
     return first.failure != "infra-fabric" and not first.failure.startswith(_OF_THE_JOB)
@@ -143,6 +160,8 @@ def _knows_better(other: Evidence, first: Evidence) -> bool:
     # An access to memory of a failing device also faults in a correct program.
     by_device = first.rule.startswith("xid.") and first.device == other.device
     if not by_device and not first.rule.startswith(_YIELDING):
+        return False
+    if other.doubt and not first.doubt and not first.rule.startswith(_OF_A_DEVICE):
         return False
     if not _may_be_the_same_moment(first, other):
         return False
@@ -200,4 +219,6 @@ def _confidence(
         level += 1
     if any(_leads(each) for each in others):
         level -= 1
+    if decisive.doubt and all(each.doubt for each in agreeing):
+        level = min(level, 1)
     return CONFIDENCES[max(0, min(level, 2))]

@@ -33,7 +33,8 @@ class LogLine:
 
     `at_s` is seconds since 1970 by the clock of the line; a time without a zone is taken as
     UTC, one without a year as the latest such day. `kernel`: the line comes from a kernel
-    log. `error_file`: from a file that torch's `@record` wrote.
+    log. `error_file`: from a file that torch's `@record` wrote, or the end of a traceback within
+    one line; `frame` is then the file of its innermost frame and the source of it.
     """
 
     message: str
@@ -44,6 +45,7 @@ class LogLine:
     level: int | None = None
     kernel: bool = False
     error_file: bool = False
+    frame: tuple[str, str] = ("", "")
 
 
 _LEVELS: Mapping[str, int] = {
@@ -56,6 +58,7 @@ _LEVELS: Mapping[str, int] = {
 }
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _MONTH = "(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+_DAYS = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
 _CLOCK = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 _LEVEL_WORDS = "DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|EXCEPTION"
 _LOUD = "WARN|ERROR|INFO|TRACE|CALL|VERSION"
@@ -63,13 +66,17 @@ _PROGRAMS = (
     "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
     "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
 )
+_OF_A_TRACEBACK = r"(?=Traceback |\s+\S|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b)"
 # Each pattern removes one prefix; its groups name the parts.
 _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
         # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
-        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _]" + _CLOCK + r"(?P<z>Z| ?UTC|"
+        rf"\s{{0,4}}(?:{_DAYS},? )?"
+        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + _CLOCK + r"(?P<z>Z| ?UTC|"
         r"[+-]\d\d:?\d\d)?[\])]?(?:\s*[|,:-]+\s+|:|\s+|$)",
+        # 11/20/2026 03:12:44 of transformers' examples
+        r"[\[(]?(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}),? " + _CLOCK + r"[\])]?(?:\s*[|,:-]+\s+|\s+)",
         # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
         r"(?P<y>\d{4})-" + _MONTH + r"-(?P<d>\d\d) " + _CLOCK + r" \d+:\d+ +"
         r"(?:\[(?P<nccl>\d+)\] )?",
@@ -78,6 +85,11 @@ _PREFIXES = tuple(
         # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
         r"\[[A-Z][a-z]{2} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
         _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?:)",
+        # Fri Nov 20 03:12:44 2026 of `date` and ctime, Nov 20 03:12:44
+        rf"{_DAYS} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r"(?: [A-Z]{3,4})? (?P<y>\d{4})[ :,-]+",
+        rf"(?:{_DAYS} )?" + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r"[ :,|-]+",
+        # torchtitan names itself between the rank and the time.
+        r"\[titan\] ",
         rf"(?P<host>[A-Za-z0-9][\w.-]*) (?=(?:{_PROGRAMS})(?:\[\d+\])?:)",
         r"(?P<kernel>kernel): ",
         r"(?:kern|daemon|user)\s*:(?P<syslog>\w+)\s*: ",
@@ -102,7 +114,8 @@ _PREFIXES = tuple(
         r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?(?:NCCL|CCOM) (?P<loud>" + _LOUD + r")\b ?",
         # pdsh and clush: node017: text
         r"(?=[a-z.-]{1,200}\d)(?P<host>[a-z][a-z0-9.-]{1,252}): (?=\S)",
-        # levels and loggers
+        # levels and loggers; the name of a logger before a traceback, on each line of it
+        rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?[ :|-]{{1,4}}[a-z_][\w.]*: " + _OF_A_TRACEBACK,
         rf"(?:\| )?[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
         r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
         r"[\w.]+ (?:- |\| )(?=[\[(]?(?:" + _LEVEL_WORDS + r")\b)",
@@ -142,12 +155,25 @@ def take_apart(raw: str) -> LogLine:
                 break
         else:
             break
+    text = _indented(raw.rstrip(), text)
     # The kernel writes `msg=14` and means a number.
     if ' msg="' in f" {text}" or " level=" in f" {text}" or " lvl=" in f" {text}":
         return _from_logfmt(replace(found, message=text), text)
     return replace(found, message=text)
 
 
+def _indented(raw: str, text: str) -> str:
+    """The text with its indentation, which tells the lines of a traceback apart from its end."""
+    before = raw[: len(raw) - len(text)] if raw.endswith(text) else ""
+    n_spaces = len(before) - len(before.rstrip())
+    is_source = n_spaces >= 5 and _EXCEPTION.match(text) is None
+    if before.strip() and (is_source or (n_spaces >= 3 and text.startswith('File "'))):
+        return " " * (n_spaces - 1) + text
+    return text
+
+
+_EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Warning)\b")
+FRAME = re.compile(r'\s{1,40}File "([^"]{1,400})", line \d{1,9}, in ')
 _HEAD = "Traceback (most recent call last):"
 _LINE_END = re.compile(r"\r?\n|\\{1,8}n")
 
@@ -163,11 +189,15 @@ def split_traceback(line: LogLine) -> tuple[LogLine, ...]:
     if line_end is None or not after[line_end.end() :].strip():
         return (line,)
     first, *texts = line.message.split(line_end[0])
-    outer = (text for text in texts if text[:1].strip() and not text.startswith(_HEAD))
-    return (
-        replace(line, message=first.removesuffix(_HEAD)),
-        *(replace(line, message=text, error_file=True) for text in outer),
-    )
+    exceptions, frame = list[LogLine](), ("", "")
+    for text in texts:
+        if opened := FRAME.match(text):
+            frame = (opened[1], "")
+        elif text[:1].isspace():
+            frame = (frame[0], frame[1] or text.strip())
+        elif text.strip() and not text.startswith(_HEAD):
+            exceptions.append(replace(line, message=text, error_file=True, frame=frame))
+    return (replace(line, message=first.removesuffix(_HEAD)), *exceptions)
 
 
 def clock_of(raw: str) -> float | None:
@@ -227,7 +257,16 @@ _TEXT_KEYS = (
     *("exc_info", "stack_trace", "traceback"),
 )
 _LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log_level")
-_TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime", "datetime", "created")
+_TIME_KEYS = (
+    "__REALTIME_TIMESTAMP",
+    "time",
+    "timestamp",
+    "ts",
+    "@timestamp",
+    "asctime",
+    "datetime",
+    "created",
+)
 _HOST_KEYS = ("host", "hostname", "node", "_HOSTNAME", "node_name", "nodeName")
 
 

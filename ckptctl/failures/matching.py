@@ -12,6 +12,7 @@ around its literal, and every pattern takes linear time
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -20,6 +21,7 @@ from ckptctl.data_classes import replace
 from ckptctl.deadlines import Deadline
 from ckptctl.failures.loglines import (
     ERROR,
+    FRAME,
     MAX_RANK,
     WARNING,
     LogLine,
@@ -27,9 +29,10 @@ from ckptctl.failures.loglines import (
     split_traceback,
     take_apart,
 )
-from ckptctl.failures.rank_dumps import StackReader
+from ckptctl.failures.rank_dumps import StackReader, in_library
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
+from ckptctl.failures.scope import LogSpan, job_of_log, jobs_in, short_hosts
 from ckptctl.outside_numbers import clamped, finite, whole
 from ckptctl.storage.logs import MAX_MATCHED
 from ckptctl.unexpected import Unknown, guarded
@@ -40,6 +43,7 @@ _MAX_TEXT = 400
 _MAX_TRACEBACK = 100
 """Lines after the newest frame of a traceback in which it is expected to end."""
 _MAX_RANKS = 4096
+_MAX_JOBS = 100
 _MAX_UNREAD = 20
 _MAX_CONTEXT = 300
 """The characters around a match that decide whether it is a quote or advice."""
@@ -103,15 +107,37 @@ _FINITE = re.compile(r"\bloss\b(?! scale)[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNOREC
 _IGNORED = re.compile(
     r"Exception ignored (?:in|on|while)\b|--- Logging error ---$|Error in atexit\._run_exitfuncs:$"
 )
-_FRAME = re.compile(r'\s{1,40}File "[^"]{1,400}", line \d{1,9}, in ')
 _FINALIZER = re.compile(r'File ".{1,400}", line \d{1,9}, in _run_finalizers$')
+
+
+# Where a program meets an error of a device that happened before.
+_WAITS_FOR_A_DEVICE = re.compile(
+    r"\b(?:torch|jax)\.(?:cuda|xpu|npu|hpu|mlu|musa|distributed|accelerator)\b|\b(?:dist|htcore)\."
+    r"|\.(?:backward|item|cpu|to|cuda|npu|hpu|xpu|synchronize|tolist|numpy|block_until_ready)\("
+)
 
 
 # Source: NCCL 2.18 to 2.28 `init.cc`.
 _COMMUNICATOR = re.compile(
-    r"(?<![\w.-])(?P<host>[\w.-]{1,253}):\d{1,9}:\d{1,9} \[\d{1,4}\] NCCL INFO .{0,200}"
+    r"(?<![\w.-])(?P<host>[\w.-]{1,253}):(?P<pid>\d{1,9}):\d{1,9} \[\d{1,4}\] NCCL INFO .{0,200}"
     r"\brank (?P<rank>\d{1,6}) nranks (?P<n>\d{1,6})\b"
 )
+# A date and a time of day, as every prefix with a clock has them; `[5:15:39<6:53:09]` is a progress
+# bar.
+_CLOCK_LIKE = re.compile(
+    r"\d[T _-]\d\d:\d\d:\d\d|^\{.{0,400}\"(?:ts|time|timestamp|created|__REALTIME_TIMESTAMP)\""
+)
+_MAX_CLOCK = 80
+_ZONED = re.compile(
+    r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?UTC\b|[+-]\d\d:?\d\d\b)|"
+    r"\"(?:ts|time|timestamp|created|__REALTIME_TIMESTAMP)\": ?\"?\d{10}"
+)
+
+
+def _has_clock(raw: str) -> bool:
+    if raw[:1] == "{":
+        return _CLOCK_LIKE.search(raw, 0, MAX_MATCHED) is not None
+    return raw.count(":", 0, _MAX_CLOCK) > 1 and _CLOCK_LIKE.search(raw, 0, _MAX_CLOCK) is not None
 
 
 class LogReader:
@@ -130,13 +156,23 @@ class LogReader:
         self.n_lines = 0
         self.n_progress = 0
         self.first_failed: tuple[str | None, int | None] | None = None
+        self.first_failed_s: float | None = None
         self.hosts: dict[int, str] = {}
         self._n_ranks = 0
         self._step = -1
         self._clocked = ""
-        self._progressed = ""
+        self._looked_at = -1
+        self._first_clocked = ""
+        self._before_clock = 0
+        self._until_clock = 0
+        self._progressed: deque[str] = deque(maxlen=SURVIVED_AFTER)
+        self._of_program = False
+        self._pids: set[str] = set()
+        self._jobs: set[str] = {*job_of_log(name)}
+        self._named_hosts: set[str] = set()
         self._tracebacks: set[int | None] = set()
         self._framed_at = 0
+        self._own_frames: dict[int | None, str] = {}
         self._ignored: set[int | None] = set()
         self._ignored_from: tuple[int, int | None] = (-2, None)
         self._report: dict[str, str] | None = None
@@ -149,22 +185,37 @@ class LogReader:
         block boundaries.
         """
         hits = find_literals([raw for _, raw in block])
+        self._looked_at = -1
         for index, (number, raw) in enumerate(block):
             if index in hits.inits:
                 self._guarded(number, "", partial(self._place, raw))
+            if not self._first_clocked and _has_clock(raw):
+                self._first_clocked, self._before_clock = raw, self.n_progress
             if index in hits.losses:
+                self._find_clock(block, index)
                 self._guarded(number, "", partial(self._progress, raw))
-            if raw[:48].count(":") > 1:
-                self._clocked = raw
             asked = hits.rules.get(index)
             # Nearly every line ends here, so the code below may be slow.
             if asked or index in hits.frames or self._within(number, asked):
                 if self._deadline.passed():
                     self.n_lines += index
                     return
+                self._find_clock(block, index)
                 work = partial(self._evidence_in, number, raw, asked)
                 yield from self._guarded(number, "", work) or ()
+        self._find_clock(block, len(block) - 1)
         self.n_lines += len(block)
+
+    def _find_clock(self, block: Sequence[tuple[int, str]], index: int) -> None:
+        """Find the last line with a time, up to that of the index.
+
+        Cost: no line is looked at twice, and those before the one that is found never.
+        """
+        for at in range(index, self._looked_at, -1):
+            if _has_clock(block[at][1]):
+                self._clocked, self._until_clock = block[at][1], self.n_progress
+                break
+        self._looked_at = max(self._looked_at, index)
 
     def _guarded(self, number: int, rule: str, work: Callable[[], T]) -> T | None:
         """The result of `work` on a line; None where ckptctl fails in it, which is noted."""
@@ -193,12 +244,39 @@ class LogReader:
         if n_ranks > self._n_ranks:
             self.hosts.clear()
         self._n_ranks = n_ranks
+        self._of_program = True
         if len(self.hosts) < _MAX_RANKS:
             self.hosts[clamped(match["rank"])] = match["host"]
+            self._pids.add(match["pid"])
 
-    def last_progress_s(self) -> float | None:
-        """The time of the last line of progress, if known."""
-        return clock_of(self._progressed) if self._progressed else None
+    @property
+    def has_zone(self) -> bool:
+        """Whether the times of the log have a zone."""
+        return _ZONED.search(self._clocked, 0, MAX_MATCHED) is not None
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether the program wrote the log, or its launcher: it has steps, tracebacks or ranks."""
+        return self._of_program or self.n_progress > 0
+
+    def span(self) -> LogSpan | None:
+        """When and where the program ran that wrote the log; None if no program did."""
+        if not self.is_of_program:
+            return None
+        settled = len(self._progressed) == SURVIVED_AFTER and self._progressed[0]
+        return LogSpan(
+            file=self.name,
+            first_s=clock_of(self._first_clocked) if self._first_clocked else None,
+            last_s=clock_of(self._clocked) if self._clocked else None,
+            starts=self.n_progress > 0 and self._before_clock == 0,
+            # The step of the line with the last time is counted behind it.
+            ends=self.n_progress - self._until_clock <= 1,
+            progress_s=clock_of(settled) if settled else None,
+            hosts=short_hosts({*self.hosts.values(), *self._named_hosts}),
+            has_all_hosts=0 < self._n_ranks == len(self.hosts),
+            pids=frozenset(self._pids),
+            jobs=frozenset(self._jobs),
+        )
 
     def _evidence_in(
         self, number: int, raw: str, asked: Collection[int] | None
@@ -228,7 +306,7 @@ class LogReader:
         if step > self._step and _FINITE.search(raw):
             self.n_progress += 1
             self._step = step
-            self._progressed = raw
+            self._progressed.append(self._clocked)
         elif step < self._step:
             # Another attempt starts from an older step in the same log.
             self._step = step
@@ -246,9 +324,13 @@ class LogReader:
             else:
                 self._ignored.discard(line.rank)
             return True
-        if _FRAME.match(line.message):
+        if frame := FRAME.match(line.message):
             # A log that was cut may lack the head.
             self._opened(number, line.rank)
+            if in_library(frame[1]) or len(self._own_frames) >= _MAX_RANKS:
+                self._own_frames.pop(line.rank, None)
+            else:
+                self._own_frames[line.rank] = ""
             if _FINALIZER.match(message):
                 self._ignored.add(line.rank)
             return True
@@ -261,6 +343,8 @@ class LogReader:
             self._report = None
             return True
         key, colon, value = (part.strip() for part in message.partition(":"))
+        if colon and key == "time":
+            self.first_failed_s = clock_of(value)
         if colon and key in ("host", "rank"):
             self._report[key] = value.split()[0] if value else ""
             rank = whole(self._report.get("rank"), MAX_RANK)
@@ -270,6 +354,7 @@ class LogReader:
 
     def _opened(self, number: int, rank: int | None) -> None:
         self._framed_at = number
+        self._of_program = True
         if len(self._tracebacks) < _MAX_RANKS:
             self._tracebacks.add(rank)
 
@@ -278,6 +363,8 @@ class LogReader:
         message = line.message.strip()
         if in_traceback and not line.error_file:
             if line.message[:1].isspace():
+                if self._own_frames.get(line.rank) == "":
+                    self._own_frames[line.rank] = message
                 return None
             self._tracebacks.discard(line.rank)
         if not message:
@@ -296,13 +383,27 @@ class LogReader:
     def _by_rule(
         self, number: int, line: LogLine, rule: Rule, message: str, *, in_traceback: bool
     ) -> Evidence | None:
-        part = _around_literal(message, rule)
+        part = _without_old_state(_around_literal(message, rule))
         match = rule.pattern.search(part)
         if match is None or not _may_speak(rule, line, part, match, ended=in_traceback):
+            return None
+        if rule.frames and not (in_traceback and self._is_of_own_frame(rule, line)):
             return None
         if rule.check and not _CHECKS[rule.check](part):
             return None
         return self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
+
+    def _is_of_own_frame(self, rule: Rule, line: LogLine) -> bool:
+        """Whether the innermost frame of the traceback is of the program, as the rule requires."""
+        source = self._own_frames.get(line.rank)
+        if line.error_file:
+            file, inner = line.frame
+            source = inner if file and not in_library(file) else None
+        if source is None:
+            return False
+        if rule.frames == "raise":
+            return source.startswith(("raise ", "assert "))
+        return _WAITS_FOR_A_DEVICE.search(source) is None
 
     def _evidence(
         self,
@@ -322,6 +423,13 @@ class LogReader:
         if self._report is not None and self.first_failed is not None:
             host, rank = host or self.first_failed[0], self.first_failed[1]
         rank_named = _group(match, "rank")
+        host = _group(match, "host") or (None if rule.reporter else host)
+        if not line.kernel and not rule.kernel:
+            self._of_program |= line.rank is not None or in_traceback
+            if len(self._jobs) < _MAX_JOBS:
+                self._jobs |= jobs_in(message)
+            if host and len(self._named_hosts) < _MAX_RANKS:
+                self._named_hosts.add(host)
         return Evidence(
             rule=rule.name,
             failure=rule.failure,
@@ -331,7 +439,7 @@ class LogReader:
             line=number,
             text=message[:_MAX_TEXT],
             at_s=at_s,
-            host=_group(match, "host") or (None if rule.reporter else host),
+            host=host,
             device=_group(match, "device") or (None if rule.reporter else line.device),
             rank=whole(rank_named, MAX_RANK) if rank_named or rule.reporter else rank,
             ranks=_ranks_in(_group(match, "ranks") or ""),
@@ -381,6 +489,20 @@ def _around_literal(message: str, rule: Rule) -> str:
         return message[:MAX_MATCHED]
     # The ellipsis keeps patterns for the start of a message from matching in its middle.
     return "…" + message[at - MAX_MATCHED // 2 : at + MAX_MATCHED // 2]
+
+
+# The state that a device, a port or a node has left: only the new one is reported.
+_OLD_STATE = re.compile(
+    r"\b(?P<verb>chang\w{1,3}|transition\w{0,5}|switch\w{1,3}|mov\w{1,3}|went|goes|state|status)"
+    r" from .{1,60}? to (?=\S)|(?P<what>\b(?:state|status|health|condition)\b[\w .-]{0,40}[:=]) ?"
+    r"[\w ]{1,40}? ?(?:->|=>|\u2192) ?",
+    re.IGNORECASE,
+)
+
+
+def _without_old_state(message: str) -> str:
+    """The message without the state that something left: `from A to B` reports B."""
+    return _OLD_STATE.sub(lambda m: f"{m['verb']} to " if m["verb"] else f"{m['what']} ", message)
 
 
 def _may_speak(
@@ -465,7 +587,10 @@ def _group(match: re.Match[str], name: str) -> str | None:
 
 
 def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ...]:
-    """The findings with identical ones merged and counted, and those that training survived."""
+    """The findings with identical ones merged and counted, and those that training survived.
+
+    What is hours apart is not merged: only one of two may be of the attempt.
+    """
     kept: dict[tuple[object, ...], tuple[LogReader, int, Evidence]] = {}
     for reader, found in readings:
         key: tuple[object, ...] = (
@@ -475,6 +600,7 @@ def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ..
             found.host,
             found.device,
             found.rank,
+            None if found.at_s is None or reader.is_of_program else found.at_s // _APART_S,
         )
         if len(kept) >= _MAX_KEPT and key not in kept:
             key = (reader.name, found.rule, found.role)
@@ -487,14 +613,13 @@ def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ..
         else:
             again = replace(before[2], role=found.role, count=before[2].count + 1)
             kept[key] = (reader, before[1], again)
-    last = [at for reader, _, _ in kept.values() if (at := reader.last_progress_s()) is not None]
-    newest = max(last, default=None)
     return tuple(
-        replace(found, survived=_survived(reader, n_progress, found, newest))
+        replace(found, survived=reader.n_progress - n_progress >= SURVIVED_AFTER)
         for reader, n_progress, found in kept.values()
     )
 
 
+_APART_S = 600.0
 _RECOVERED = "storage.recovered"
 
 
@@ -516,11 +641,3 @@ def _weaken(
 _MAX_KEPT = 2000
 SURVIVED_AFTER = 3
 """Lines of progress after an error that prove that training continued."""
-_ANOTHER_DAY_S = 15 * 3600.0
-
-
-def _survived(reader: LogReader, at: int, found: Evidence, newest: float | None) -> bool:
-    if reader.n_progress - at >= SURVIVED_AFTER:
-        return True
-    # Clocks without a zone may be 14 hours apart and still mean the same moment.
-    return newest is not None and found.at_s is not None and newest - found.at_s > _ANOTHER_DAY_S

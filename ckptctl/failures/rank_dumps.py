@@ -16,6 +16,7 @@ CPython 3.12 `Python/traceback.c`, `Modules/faulthandler.c`.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter, defaultdict
@@ -27,6 +28,7 @@ from ckptctl.failures.results import Evidence, Role
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.formats.pickles.stubs import Grammar
+from ckptctl.formatting import duration
 from ckptctl.outside_numbers import MOST, clamped, whole
 
 PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -90,6 +92,32 @@ class Dump:
     members: Mapping[str, tuple[int, ...]]
     uncounted: frozenset[str] = frozenset()
     enqueued: Mapping[str, int] = field(default_factory=dict)
+    newest_s: float | None = None
+    """The time of the newest call, by the clock of the node."""
+
+
+_STALE_S = 3600.0
+"""Ranks of one attempt wait for each other: their newest calls are minutes apart at most."""
+
+
+def without_stale(dumps: Sequence[Dump]) -> tuple[list[Dump], list[str]]:
+    """The dumps of the last attempt, and why others are set aside.
+
+    A restarted rank that dies before it writes a dump leaves that of an earlier attempt.
+    """
+    times = sorted(dump.newest_s for dump in dumps if dump.newest_s is not None)
+    most_s = times[len(times) // 2] if times else 0.0
+    kept, aside = list[Dump](), list[str]()
+    for dump in dumps:
+        older_s = 0.0 if dump.newest_s is None else most_s - dump.newest_s
+        if older_s <= _STALE_S:
+            kept.append(dump)
+        else:
+            aside.append(
+                f"{dump.file}: the dump of rank {dump.rank} ends {duration(older_s)} before those "
+                "of most other ranks; it is of an earlier attempt"
+            )
+    return kept, aside
 
 
 _JSON_KEYS = (
@@ -122,7 +150,15 @@ def read_dump(name: str, data: bytes) -> Dump:
         raise NotADump(f"{name}: not a dump of the flight recorder")
     calls, uncounted = _calls(entry for entry in entries if isinstance(entry, dict))
     enqueued = dict(_enqueued(config, document.get("pg_status"), {call.group for call in calls}))
-    return Dump(clamped(found[1]), name, calls, dict(_members(config)), uncounted, enqueued)
+    members = dict(_members(config))
+    newest_s = _newest_s(entries)
+    return Dump(clamped(found[1]), name, calls, members, uncounted, enqueued, newest_s)
+
+
+def _newest_s(entries: Sequence[object]) -> float | None:
+    times = (each.get("time_created_ns") for each in entries if isinstance(each, dict))
+    newest = max((at for at in times if isinstance(at, int) and 0 < at <= MOST), default=None)
+    return None if newest is None else newest / 1e9
 
 
 def _decoded(name: str, data: bytes) -> object:
@@ -334,7 +370,7 @@ class Stack:
     @property
     def _own(self) -> int:
         """The number of the innermost frame of the program; 0 where none is."""
-        return next((i for i, each in enumerate(self.frames) if not _in_library(each.file)), 0)
+        return next((i for i, each in enumerate(self.frames) if not in_library(each.file)), 0)
 
     @property
     def place(self) -> str:
@@ -350,7 +386,8 @@ class Stack:
         return self.place if called is None else f"{self.place}, in {called}"
 
 
-def _in_library(file: str) -> bool:
+def in_library(file: str) -> bool:
+    """Whether a file is of the interpreter, of torch or of an installed package."""
     # py-spy prints files of the interpreter's library without their folder.
     module = file.partition("/")[0].removesuffix(".py")
     return module in sys.stdlib_module_names or _LIBRARY.search(file) is not None
@@ -383,7 +420,10 @@ class StackReader:
         match = _THREAD.match(text)
         # faulthandler prints the stacks of a process that crashed in the same form.
         if match is not None and not self._crashed and len(self.stacks) < _MAX_STACKS:
-            in_name = None if rank is not None else _RANK_OF_LOG.search(self._name)
+            # A folder may be named after another rank, or after the attempt.
+            in_name = (
+                None if rank is not None else _RANK_OF_LOG.search(os.path.basename(self._name))
+            )
             rank = clamped(in_name[1] or in_name[2]) if in_name else rank
             self._open = Stack(rank, self._name, number, match["name"] or "")
             self.stacks.append(self._open)

@@ -27,8 +27,10 @@ from ckptctl.failures.rank_dumps import (
     Stack,
     may_be_dump,
     read_dump,
+    without_stale,
 )
 from ckptctl.failures.results import Evidence
+from ckptctl.failures.scope import placed, scope_of
 from ckptctl.formats.wrapped_logs import unwrapped
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import (
@@ -207,7 +209,7 @@ def read_logs(
     named = names if recorder is None else [*names, recorder]
     reading = _Reading(named, storage, deadline_s)
     not_dumps = tuple(_named_dumps(reading, recorder)) if recorder is not None else ()
-    evidence = folded(found for name in names for found in reading.evidence_in(name))
+    evidence = folded(each for name in names for each in reading.evidence_in(name))
     logs = [reader for reader in reading.readers if reading.is_log(reader.name)]
     if reading.n_binary and not logs and not reading.dumps:
         raise BinaryData(
@@ -218,19 +220,33 @@ def read_logs(
     if recorder is None:
         reading.take_dumps_beside([reader.name for reader in logs if reader.name in names])
     read = {reader.name for reader in logs}
+    dumps, stale = without_stale([*reading.dumps.values()])
+    spans = (span for reader in logs if (span := reader.span()) is not None)
+    scope = scope_of(spans, {reader.name: reader.has_zone for reader in logs})
+    found = [*placed([each for each in evidence if each.file in read], scope)]
+    aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
     return Read(
-        evidence=tuple(found for found in evidence if found.file in read),
-        first_failed=next((each.first_failed for each in logs if each.first_failed), None),
+        evidence=tuple(each for each, reason in found if not reason),
+        first_failed=_first_failed(logs),
         hosts=dict(pair for each in logs for pair in each.hosts.items()),
         stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
-        dumps=tuple(reading.dumps.values()),
+        dumps=tuple(dumps),
         not_dumps=not_dumps,
-        set_aside=tuple(reading.set_aside.values()),
+        set_aside=(*reading.set_aside.values(), *aside.values(), *stale),
         unread=(*reading.unread, *(message for each in logs for message in each.unread)),
         n_files=len(logs),
         n_lines=sum(each.n_lines for each in logs),
         deadline_reached=reading.deadline.reached,
     )
+
+
+def _first_failed(logs: Sequence[LogReader]) -> tuple[str | None, int | None] | None:
+    """The rank that failed first, if the launchers show it: each knows only its own ranks."""
+    reports = {each.first_failed: each.first_failed_s for each in logs if each.first_failed}
+    times = [at for at in reports.values() if at is not None]
+    if len(reports) > 1 and len(times) < len(reports):
+        return None
+    return min(reports, key=lambda first: reports[first] or 0.0, default=None)
 
 
 def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:

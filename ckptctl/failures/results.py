@@ -240,6 +240,8 @@ class Evidence:
     """The number of identical observations."""
     survived: bool = False
     """Training continued after it."""
+    doubt: str = ""
+    """Why it may be of another time or place than the attempt; empty if it is of the attempt."""
     action: str = ""
     """What to do, if it differs from the action of the class; else empty."""
     restart: str = ""
@@ -342,8 +344,8 @@ class Classification:
     not_dumps: tuple[str, ...]
     """Why files that were named as dumps were not read."""
     set_aside: tuple[str, ...]
-    """What was found and is no evidence, because another user may have put it there: the
-    reasons, at most 50."""
+    """What was found and is no evidence, with the reasons, at most 50: another user may have put it
+    there, or it is of another time, node, process or job than the attempt."""
     unread: tuple[str, ...]
     """What ckptctl itself failed to read, a file, a line or a rule, and why: a failure there is not
     in the answer."""

@@ -34,6 +34,9 @@ class Rule:
     inside quotes and advice, and beside words such as `skipping`. `level` is the lowest level
     of a logging line that counts: 10 debug, 20 info, 30 warning, 40 error. `reporter`: the
     process that prints it waited for another, so its rank and host are not those that failed.
+    `process`: the line is about one process of a machine, which may be one of another job.
+    `frames`: only where the innermost frame of the traceback is of the program, not of a library:
+    any line that does not wait for a device (`own`), or a `raise` or `assert` (`raise`).
     `check` names a further condition in `matching`. `ending`: tried only on the line that ends
     a traceback, which needs no literal. `restart` and `action` are set if they
     differ from those of the class.
@@ -49,6 +52,8 @@ class Rule:
     level: int = 30
     kernel: bool = False
     reporter: bool = False
+    process: bool = False
+    frames: str = ""
     check: str = ""
     ending: bool = False
     action: str = ""

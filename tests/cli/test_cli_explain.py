@@ -33,7 +33,7 @@ def names_of_doctor() -> Iterator[str]:
     for path in (REPOSITORY / "ckptctl" / "diagnostics").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = getattr(node, "func", None)
-            if isinstance(called, ast.Name) and called.id in ("Advice", "fault", "warning"):
+            if isinstance(called, ast.Name) and called.id in ("Advice", "fault", "note", "warning"):
                 name = node.args[0]
                 if isinstance(name, ast.Constant):
                     yield name.value

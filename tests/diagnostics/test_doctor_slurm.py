@@ -10,6 +10,7 @@ from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
+from ckptctl.errors import UsageError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "jobs"
 
@@ -31,7 +32,7 @@ TRAP = """\
 step=$(ckptctl pick "$ROOT") || exit $?
 srun --kill-on-bad-exit=1 python train.py --resume-from "$step" &
 pid=$!
-trap 'kill -TERM "$pid"' TERM
+trap 'kill -USR1 "$pid"' TERM
 wait "$pid"
 exit $?
 """
@@ -133,7 +134,10 @@ def test_a_signal_to_the_shell_reaches_ckptctl_run_through_the_trap(option, name
     [
         (" &\npid=$!\n", "\npid=$!\n", "signal.foreground"),
         (" &\npid", " 2>&1 | tee log &\npid", "signal.pipeline"),
-        ("trap 'kill -TERM \"$pid\"' TERM\n", "", "signal.no-trap"),
+        ("trap 'kill -USR1 \"$pid\"' TERM\n", "", "signal.no-trap"),
+        ("kill -USR1", "kill -TERM", "signal.srun-killed"),
+        ("kill -USR1", "kill", "signal.srun-killed"),
+        ("srun --kill-on-bad-exit=1 python", "torchrun", "signal.not-handled"),
         ('wait "$pid"\nexit $?', "sleep 1", "signal.no-wait"),
     ],
 )
@@ -157,6 +161,80 @@ def test_a_job_that_never_resumes_is_found(tmp_path):
     assert names(tmp_path, text) == {"resume.absent"}
 
 
+PLAIN = GOOD.replace('step=$(ckptctl pick "$ROOT")\n', "").replace(
+    'python train.py --resume-from "$step"', "{}"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("torchrun -m torchtitan.train --module llama3 --checkpoint.enable", None),
+        ("torchrun -m torchtitan.train --job.config_file x.toml", "resume.unknown"),
+        ("torchrun -m torchtitan.train --checkpoint.enable=False", "resume.unknown"),
+        ("python -m verl.trainer.main_ppo data.train_batch_size=8", None),
+        ("torchrun run_clm.py --model_name_or_path gpt2 --output_dir out", None),
+        ("torchrun run_clm.py --output_dir out --overwrite_output_dir", "resume.unknown"),
+        ("axolotl train x.yml", "resume.unknown"),
+        ("torchrun run_train.py --config-file x.yaml", "resume.unknown"),
+        ("python train.py $TRAIN_ARGS", "resume.unknown"),
+        ('python train.py "$@"', "resume.unknown"),
+        ("python pretrain.py --batch-size 8 --epochs 3", "resume.absent"),
+        ("python main.py fit --config c.yaml --ckpt_path last", None),
+    ],
+)
+def test_a_framework_that_resumes_by_itself_is_not_accused(tmp_path, command, name):
+    text = PLAIN.replace("{}", command)
+    assert names(tmp_path, text) == ({name} if name else set())
+    script = tmp_path / "job.sh"
+    assert ckptctl.doctor(str(script)).exit_code == (29 if name == "resume.absent" else 0)
+
+
+@pytest.mark.parametrize(
+    ("signal", "launch", "name"),
+    [
+        ("USR1@60", "srun -K torchrun", "signal.not-handled"),
+        ("SIGUSR1@60", "srun -K python -m torch.distributed.run", "signal.not-handled"),
+        ("10@60", "srun -K torchrun", "signal.not-handled"),
+        ("USR1@60", "srun -K torchrun --signals-to-handle SIGTERM,SIGUSR1", None),
+        ("USR1@60", "srun -K python", None),
+        ("TERM@60", "srun -K torchrun", None),
+        ("B:TERM@60", "exec srun -K python", "signal.srun-killed"),
+        ("B:USR1@60", "exec srun -K python", None),
+        ("B:TERM@60", "exec torchrun", None),
+    ],
+)
+def test_a_signal_that_the_launcher_does_not_pass_on_is_found(tmp_path, signal, launch, name):
+    text = GOOD.replace("TERM@300", signal).replace("srun --kill-on-bad-exit=1 python", launch)
+    assert names(tmp_path, text) == ({name} if name else set())
+
+
+MANIFEST = "apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nmetadata: {name: train}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (MANIFEST, r"a manifest of Kubernetes \(PyTorchJob\)"),
+        ("import torch\n", "a program in Python"),
+        ('{"kind": 1}', "JSON"),
+    ],
+)
+@pytest.mark.parametrize("words", [("slurm",), ()])
+def test_a_file_that_is_no_batch_script_is_a_usage_error(tmp_path, text, what, words):
+    file = tmp_path / "job"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=what):
+        ckptctl.doctor(*words, str(file))
+
+
+def test_a_folder_is_written_to_only_if_it_is_named_as_a_storage(tmp_path):
+    with pytest.raises(UsageError) as raised:
+        ckptctl.doctor(str(tmp_path))
+    assert raised.value.next_command == f"ckptctl doctor storage {tmp_path}"
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_the_document_names_the_line_and_a_fault_ends_with_29(tmp_path):
     script = tmp_path / "job.sh"
     script.write_text(GOOD.replace("--kill-on-bad-exit=1 ", ""))
@@ -169,8 +247,9 @@ def test_the_document_names_the_line_and_a_fault_ends_with_29(tmp_path):
 
 
 def test_a_script_from_standard_input_is_read(tmp_path):
-    ran = run_ckptctl("doctor", "slurm", "-", "--json", input=GOOD)
-    assert json.loads(ran.stdout)["advice"] == []
+    for words in (("slurm", "-"), ("-",)):
+        ran = run_ckptctl("doctor", *words, "--json", input=GOOD)
+        assert json.loads(ran.stdout)["advice"] == []
 
 
 @pytest.mark.parametrize("words", [("slurm",), ("storage",), ("env", "x")])

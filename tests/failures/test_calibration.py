@@ -196,7 +196,7 @@ FORMS = (
     (
         "a message of the kernel with a number named msg",
         "[  71.5] [drm:mes_submit [amdgpu]] *ERROR* MES failed to response msg=14",
-        ("infra-node", "high"),
+        ("infra-node", "medium"),
     ),
     (
         "a quoted message that continues on the next line",

@@ -64,8 +64,8 @@ OTHER_PROGRAMS = {
     "job preempted (node failure)": "infra-node",
     "node n7 requested job terminate - received SISTER_EOF from its sister": "infra-node",
     # The letters of a store within other words are none.
-    "RuntimeError: received errors from rank 3. Please check rank 3 logs: Timed out": "job-code",
-    "RuntimeError: the settings of class3 timed out": "job-code",
+    "RuntimeError: received errors from rank 3. Please check rank 3 logs: Timed out": "unknown",
+    "RuntimeError: the settings of class3 timed out": "unknown",
     "attributes of the link: the downlink is down": "none",
 }
 

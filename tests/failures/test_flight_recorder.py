@@ -342,3 +342,17 @@ def test_binary_files_and_folders_of_checkpoints_are_refused(tmp_path, recorded)
     assert run_ckptctl("classify", pickled).returncode == 2
     (tmp_path / "slurm-1.out").write_text(WATCHDOG.format(0))
     assert ckptctl.classify(str(tmp_path)).n_files == 1
+
+
+def test_a_dump_of_an_earlier_attempt_is_set_aside(recorded, tmp_path):
+    for rank in (0, 1, 3):
+        shutil.copy(recorded / "absent" / f"nccl_trace_rank_{rank}", tmp_path)
+    document = pickle.loads((recorded / "absent" / "nccl_trace_rank_2").read_bytes())
+    for entry in document["entries"]:
+        entry["time_created_ns"] -= 7200 * 10**9
+    (tmp_path / "nccl_trace_rank_2").write_bytes(pickle.dumps(document, 2))
+    answer = ckptctl.classify(flight_recorder=str(tmp_path))
+    assert 2 not in [rank for each in answer.suspects for rank in each.ranks]
+    assert answer.ranks_without_dump == (2,)
+    (reason,) = answer.set_aside
+    assert "nccl_trace_rank_2: the dump of rank 2 ends 2 h before" in reason

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from every_case import all_cases
+from test_accelerators import ACCELERATORS
 from test_calibration import FORMS
 
 from ckptctl.failures.matching import LogReader
@@ -44,6 +45,7 @@ def test_no_two_rules_of_one_name_have_the_same_role() -> None:
 
 
 CORPUS = Path(__file__).parent
+_FRAME = 'Traceback (most recent call last):\\n  File "/job/a.py", line 1, in f\\n    '
 # Lines for the rules that no line of the corpus is for, in words of the project.
 EXAMPLES = {
     "ckptctl.storage": "ckptctl.errors.StorageUnavailable: s3://runs: no answer",
@@ -56,6 +58,7 @@ EXAMPLES = {
     "storage.short-write": "OSError: 3276800 requested and 12345 written",
     "storage.stream": "OSError: (('curl -s https://b/1.tar',)): exit 56 (read) {'rank': 3}",
     "xid.other": "NVRM: Xid (PCI:0000:3b:00): 199, pid=7, name=python",
+    "kernel.amd": "[  71.5] amdgpu 0000:c1:00.0: amdgpu: 2 uncorrectable hardware errors detected",
     "kernel.panic": "[  71.5] Kernel panic - not syncing: stop",
     "kernel.sxid-nonfatal": "[  71.5] nvidia-nvswitch3: SXid (PCI:0000:85:00.0): 19999, Non-fatal",
     "gpu.container": "nvidia-container-cli: initialization error: nvml error: driver not loaded",
@@ -87,6 +90,21 @@ EXAMPLES = {
     "scheduler.platform": "Failed Reason: InternalServerError: We encountered an internal error.",
     "python.other": r"Traceback (most recent call last):\n  File _, line 1, in f\nqueue.Empty",
     "program.abort": "panic: runtime error: index out of range [3] with length 3",
+    **{rule: line for rule, _, line in ACCELERATORS},
+    "errno.full": "OSError: [Errno 28] Auf dem Ger\u00e4t ist kein Speicherplatz mehr: '/ckpt/a'",
+    "errno.storage": "OSError: [Errno 5] Eingabe-/Ausgabefehler: '/ckpt/a'",
+    "errno.storage-alone": "OSError: [Errno 5] Eingabe-/Ausgabefehler",
+    "errno.memory": "OSError: [Errno 12] Nicht gen\u00fcgend Hauptspeicher verf\u00fcgbar",
+    "errno.limit": "OSError: [Errno 24] Zu viele offene Dateien: 'a'",
+    "errno.path": "FileNotFoundError: [Errno 2] Datei oder Verzeichnis nicht gefunden: 'a'",
+    "errno.config": "OSError: [Errno 98] Die Adresse wird bereits verwendet",
+    "errno.unreachable": "OSError: [Errno 113] Keine Route zum Zielrechner",
+    "errno.peer": "OSError: [Errno 104] Verbindung zur\u00fcckgesetzt",
+    "python.tensor": "RuntimeError: The size of tensor a (8) must match the size of tensor b (4)",
+    "python.raised": rf"{_FRAME}raise Stop(7)\napp.errors.StopError: 7",
+    "python.called": rf"{_FRAME}f(7)\napp.errors.StopError: 7",
+    "python.unnamed": "app.errors.StopError: 7",
+    "python.other-called": rf"{_FRAME}f(7)\nqueue.Empty",
     "stop.hangup": "api.py:719] Received 1 death signal, shutting down workers",
 }
 

@@ -147,3 +147,13 @@ def test_the_stacks_of_a_crash_are_no_hang(tmp_path):
     )
     answer = ckptctl.classify(write(tmp_path, dict.fromkeys(range(4), crash)))
     assert answer.failure != "hang"
+
+
+def test_the_rank_of_a_stack_is_not_taken_from_a_folder(tmp_path):
+    folder = tmp_path / "attempt-rank3"
+    folder.mkdir()
+    for rank in range(4):
+        text = LOADING if rank == 2 else WAITING.format(pid=900 + rank, line=99)
+        (folder / f"stack-rank{rank}.txt").write_text(text)
+    answer = ckptctl.classify(str(folder))
+    assert [each.ranks for each in answer.suspects] == [(2,)]

@@ -24,9 +24,8 @@ NUMBERED = (
     "KeyError: 0",
     "KeyError: None",
     "ValueError: 0 is no size",
-    "Exception: 7",
-    "Exception",
 )
+RAISED = FRAMES.replace("batch = next(batches)", "raise Exception(7)")
 NATIVE = (
     "terminate called after throwing an instance of 'std::out_of_range'\n  what():  vector::at",
     "panic: runtime error: index out of range [3] with length 3\n\ngoroutine 1 [running]:",
@@ -55,6 +54,24 @@ def test_the_end_of_a_traceback_is_an_error_whatever_its_name(tmp_path, prefix, 
 def test_an_exception_whose_message_is_a_number_is_an_error(tmp_path, end):
     answer = classified(tmp_path, FRAMES + end)
     assert (answer.failure, answer.confidence) == ("job-code", "medium")
+
+
+@pytest.mark.parametrize("end", ["Exception: 7", "Exception", "app.errors.Error: 7"])
+def test_the_frames_of_an_exception_show_whose_it_is(tmp_path, end):
+    raised, called, below, waiting, alone = (
+        classified(tmp_path, before + end)
+        for before in (
+            RAISED,
+            FRAMES,
+            RAISED.replace("/job/train.py", "/opt/lib/python3.12/site-packages/x/y.py"),
+            FRAMES.replace("batch = next(batches)", "torch.npu.synchronize()"),
+            "",
+        )
+    )
+    assert (raised.failure, raised.confidence, raised.action) == ("job-code", "medium", "fix")
+    assert (called.failure, called.confidence, called.action) == ("job-code", "low", "investigate")
+    assert [each.failure for each in (below, waiting, alone)] == ["unknown"] * 3
+    assert below.evidence[0].text == end
 
 
 @pytest.mark.parametrize("text", NATIVE)

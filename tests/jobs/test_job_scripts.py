@@ -33,7 +33,7 @@ SHELL = sorted([*JOBS.glob("*.sbatch"), *JOBS.glob("*.sh")])
 # runs its train.py as they all do.
 RECORD = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0") $*" >> "$CALLS"\n'
 # As srun does, the stand-in starts one task on each node, with its number and the nodes of the
-# step, passes SIGTERM on to them, and ends with the highest code.
+# step, answers SIGTERM by killing them ("forcing job termination"), and ends with the highest code.
 SRUN = (
     RECORD
     + """\
@@ -43,7 +43,8 @@ for ((n = 0; n < SLURM_STEP_NUM_TASKS; n++)); do
     SLURM_PROCID=$n SLURM_NODEID=$n SLURMD_NODENAME=node00$((n + 1)) "$@" &
     tasks+=($!)
 done
-trap 'kill -TERM "${tasks[@]}"' TERM
+trap 'kill -KILL "${tasks[@]}"' TERM
+echo "${tasks[@]}" > "$CALLS.tasks"
 highest=0
 for task in "${tasks[@]}"; do
     while wait "$task"; code=$?; kill -0 "$task" 2> /dev/null; do :; done
@@ -52,6 +53,7 @@ done
 exit "$highest"
 """
 )
+SCANCEL = RECORD + 'kill -TERM $(< "$CALLS.tasks")\n'
 TRAIN = """\
 import pathlib, signal, sys, time
 told = []
@@ -252,6 +254,7 @@ def test_run_is_requeued_only_where_waiting_helps(code, requeued, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="`ckptctl run` sends SIGTERM to srun, which kills its tasks")
 def test_run_passes_the_end_of_the_time_on_and_is_requeued_with_its_budget(folder):
     job = step_of_run(folder, 'shift 5; exec python train.py "$@"')
     wait_for(folder / "started")
@@ -333,13 +336,15 @@ def test_ft_launcher_ends_on_all_nodes_with_one_code(code, requeued, folder):
 
 
 def test_the_end_of_the_time_reaches_every_ft_launcher_and_the_job_is_requeued(folder):
-    for name, text in (("srun", SRUN), ("ft_launcher", RECORD + "exec python train.py\n")):
-        command(folder, name, text)
+    command(folder, "srun", SRUN)
+    command(folder, "scancel", SCANCEL)
+    command(folder, "ft_launcher", RECORD + "exec python train.py\n")
     job = start(folder, "ft_launcher_run.sbatch", TASKS="2", ROOT=str(folder / "new"))
     wait_for(folder / "started")
     job.send_signal(signal.SIGTERM)
     assert job.wait() == 143
     assert (folder / "saved").exists()
+    assert lines_of(folder, "scancel --signal=TERM 88123")
     assert lines_of(folder, "scontrol requeue 88123")
 
 

@@ -1,0 +1,299 @@
+"""Decide whether a line is evidence for the attempt that ended.
+
+Evidence has a place and a time. The attempt runs from the first to the last time of its own logs,
+on the nodes, in the processes and in the job that these logs name. A log belongs to the attempt if
+the program wrote it: it has steps, tracebacks or ranks. All else, such as a kernel log or the log
+of a scheduler, covers days and other jobs.
+
+`bearing` is the only place that decides. What it cannot place remains evidence, with less
+confidence; what happened elsewhere or at another time is set aside with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ckptctl.data_classes import dataclass, replace
+from ckptctl.failures.results import Evidence, Role
+from ckptctl.failures.rules import RULES
+from ckptctl.formatting import counted, duration
+
+BEFORE_S = 300.0
+"""A program logs its first line minutes after its start: imports, a container, a model."""
+AFTER_S = 600.0
+"""SLURM reports a node that does not answer after 300 s (`SlurmdTimeout`), Kubernetes evicts its
+pods after 300 s."""
+_UNSEEN_START_S = 35 * 60.0
+"""How long before its first time a log without a beginning counts: the longest usual timeout of a
+collective, 30 minutes, is then the first line with a time."""
+_HALF_HOUR_S = 1800.0
+_MOST_ZONES_S = 14 * 3600 + AFTER_S
+_SETTLED_S = 60.0
+"""Training that reports steps this long after a message has survived it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpan:
+    """What one log shows of the attempt that wrote it.
+
+    `starts` and `ends`: the first or last time is that of the begin or end of the log, not of a
+    line between others without a time. `progress_s` is the time of the third newest step.
+    """
+
+    file: str
+    first_s: float | None
+    last_s: float | None
+    starts: bool
+    ends: bool
+    progress_s: float | None
+    hosts: frozenset[str]
+    has_all_hosts: bool
+    pids: frozenset[str]
+    jobs: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptScope:
+    """When and where the attempt ran, as far as its own logs show; `files` are these logs.
+
+    `earlier` are logs of programs that ended before the attempt began. `other_zone` are logs whose
+    times have a zone where those of the attempt have none, or the reverse.
+    """
+
+    files: frozenset[str]
+    earlier: frozenset[str]
+    other_zone: frozenset[str]
+    first_s: float | None
+    last_s: float | None
+    starts: bool
+    ends: bool
+    progress_s: float | None
+    hosts: frozenset[str]
+    has_all_hosts: bool
+    pids: frozenset[str]
+    jobs: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Bearing:
+    """Whether a line is evidence for the attempt.
+
+    `aside` is why it is none, `doubt` why it may be none; both are empty if it is evidence.
+    """
+
+    aside: str = ""
+    doubt: str = ""
+    survived: bool = False
+    role: Role | None = None
+
+
+def scope_of(logs: Iterable[LogSpan], has_zone: Mapping[str, bool]) -> AttemptScope:
+    """The attempt that ended last: its logs overlap or follow each other within minutes.
+
+    `has_zone` states for each log, also of others, whether its times have a zone.
+    """
+    logs = [*logs]
+    timed = sorted((log for log in logs if log.last_s is not None), key=_last, reverse=True)
+    of_attempt, earlier = [log for log in logs if log.last_s is None], list[LogSpan]()
+    begin = None if not timed else timed[0].first_s
+    for log in timed:
+        if begin is None or log.last_s is None or not log.ends or log.last_s >= begin - AFTER_S:
+            of_attempt.append(log)
+            begin = min((at for at in (begin, log.first_s) if at is not None), default=None)
+        else:
+            earlier.append(log)
+    firsts = [log.first_s for log in of_attempt if log.first_s is not None]
+    lasts = [log.last_s for log in of_attempt if log.last_s is not None]
+    progress = [log.progress_s for log in of_attempt if log.progress_s is not None]
+    return AttemptScope(
+        files=frozenset(log.file for log in of_attempt),
+        earlier=frozenset(log.file for log in earlier),
+        other_zone=frozenset(
+            file
+            for file, zoned in has_zone.items()
+            if timed and zoned is not has_zone.get(timed[0].file, zoned)
+        ),
+        first_s=min(firsts, default=None),
+        last_s=max(lasts, default=None),
+        starts=any(log.starts for log in of_attempt),
+        ends=any(log.ends for log in of_attempt),
+        progress_s=max(progress, default=None),
+        hosts=frozenset(host for log in of_attempt for host in log.hosts),
+        has_all_hosts=any(log.has_all_hosts for log in of_attempt),
+        pids=frozenset(pid for log in of_attempt for pid in log.pids),
+        jobs=frozenset(job for log in of_attempt for job in log.jobs),
+    )
+
+
+def _last(log: LogSpan) -> float:
+    return log.last_s or 0.0
+
+
+def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:
+    """Whether a line is evidence for the attempt, by its time, its place and what came after."""
+    if evidence.file in scope.earlier:
+        return Bearing(aside="its log ended before the logs of this attempt begin")
+    if not scope.files or evidence.file in scope.files:
+        return Bearing()
+    if other := _elsewhere(evidence, scope):
+        return Bearing(aside=other)
+    if apart := _apart(evidence, scope):
+        return Bearing(aside=apart)
+    if _disproved(evidence, scope):
+        # A file system is not used between two saves: progress does not show that it answers.
+        waits = evidence.rule.startswith("storage.")
+        return Bearing(role=Role.SUSPECT) if waits else Bearing(survived=True)
+    if evidence.rule not in _OF_A_MACHINE:
+        # A log of the scheduler names the nodes of all jobs.
+        of_a_node = evidence.host is not None and evidence.failure == "infra-node"
+        doubt = _place_doubt(evidence, scope) if of_a_node else ""
+        return Bearing(doubt=_zone_doubt(evidence, scope) or doubt)
+    doubts = [
+        each for each in (_time_doubt(evidence, scope), _place_doubt(evidence, scope)) if each
+    ]
+    foreign = _process_of(evidence) if evidence.rule in _OF_A_PROCESS else ""
+    if foreign and not _IN_TRAINING.match(foreign) and not _is_ours(evidence, scope):
+        return Bearing(doubt=f"{foreign!r} is not known as a process of the job", role=Role.SUSPECT)
+    return Bearing(doubt="; ".join(filter(None, doubts)))
+
+
+_OF_A_PROCESS = frozenset(rule.name for rule in RULES if rule.process)
+_OF_A_MACHINE = _OF_A_PROCESS | frozenset(
+    rule.name for rule in RULES if rule.kernel or rule.name.startswith("kernel.")
+)
+"""Rules for lines that a machine writes about itself, whoever uses it."""
+_IN_TRAINING = re.compile(
+    r"python|pt_|ray|torch|accelerate|deepspeed|train|srun|slurm|bash|sh$|mpirun|orted|prted|vllm",
+    re.IGNORECASE,
+)
+_PROCESS = re.compile(
+    r"\bname=(?P<name>[^,<]{1,40})|Kill(?:ed)? process \d{1,9} \((?P<name_2>[^)]{1,40})\)"
+    r"|\btask=(?P<name_3>[^,]{1,40}),|^(?P<name_4>[\w./-]{1,40})\[\d{1,9}\]: segfault"
+    r"|\btask (?P<name_5>\S{1,40}):\d{1,9} blocked|^(?P<name_6>[\w./-]{1,40}) invoked oom"
+)
+_PID = re.compile(
+    r"\bpid[=: ]{1,2}(\d{1,9})|[Kk]ill(?:ed)? process (\d{1,9})|^[\w./-]{1,40}\[(\d{1,9})\]"
+    r"|\btask \S{1,40}:(\d{1,9}) blocked"
+)
+_JOB = re.compile(
+    r"(?:\bJobId=|\bStepId=|\bJOB |\bjob[_=]?|\bslurm-)(\d{3,12})\b"
+    r"|^(\d{3,12})(?:[._+]\w{1,20})?\|",
+    re.IGNORECASE,
+)
+
+
+def jobs_in(text: str) -> frozenset[str]:
+    """The numbers of batch jobs that a line or the name of a log has."""
+    return frozenset(match[1] or match[2] for match in _JOB.finditer(text))
+
+
+def _process_of(evidence: Evidence) -> str:
+    match = _PROCESS.search(evidence.text)
+    return next((name.strip() for name in match.groups() if name), "") if match else ""
+
+
+def _is_ours(evidence: Evidence, scope: AttemptScope) -> bool:
+    if scope.jobs & jobs_in(evidence.text):
+        return True
+    pids = {pid for found in _PID.findall(evidence.text) for pid in found if pid}
+    return bool(pids & scope.pids)
+
+
+def _elsewhere(evidence: Evidence, scope: AttemptScope) -> str:
+    jobs = jobs_in(evidence.text)
+    if jobs and scope.jobs and not jobs & scope.jobs:
+        other, own = ", ".join(sorted(jobs)), ", ".join(sorted(scope.jobs))
+        return f"it is about job {other}, and this is {own}"
+    host = _short(evidence.host)
+    # A pod has another name than its node: only names of one form can be compared.
+    comparable = scope.has_all_hosts and _form(host) in {_form(each) for each in scope.hosts}
+    if host and comparable and host not in scope.hosts:
+        return f"{host} is none of the {counted(len(scope.hosts), 'node')} of the job"
+    return ""
+
+
+def _apart(evidence: Evidence, scope: AttemptScope) -> str:
+    at_s, first_s, last_s = evidence.at_s, scope.first_s, scope.last_s
+    if at_s is None or first_s is None or last_s is None:
+        return ""
+    if _may_be_the_end(evidence, scope):
+        return ""
+    if scope.starts and at_s < first_s - BEFORE_S:
+        return f"it is {duration(first_s - at_s)} before the first line of the job's logs"
+    if scope.ends and at_s > last_s + AFTER_S:
+        return f"it is {duration(at_s - last_s)} after the last line of the job's logs"
+    return ""
+
+
+def _may_be_the_end(evidence: Evidence, scope: AttemptScope) -> bool:
+    """Whether a line is at the end of the attempt if the two clocks have different zones."""
+    if evidence.file not in scope.other_zone or evidence.at_s is None or scope.last_s is None:
+        return False
+    apart_s = abs(evidence.at_s - scope.last_s)
+    off_s = (apart_s + _HALF_HOUR_S / 2) % _HALF_HOUR_S - _HALF_HOUR_S / 2
+    return 1.5 * _HALF_HOUR_S < apart_s <= _MOST_ZONES_S and abs(off_s) <= 2 * _SETTLED_S
+
+
+def _disproved(evidence: Evidence, scope: AttemptScope) -> bool:
+    if evidence.at_s is None or scope.progress_s is None or _may_be_the_end(evidence, scope):
+        return False
+    return scope.progress_s > evidence.at_s + _SETTLED_S
+
+
+def _time_doubt(evidence: Evidence, scope: AttemptScope) -> str:
+    if evidence.at_s is None:
+        return "its time is unknown"
+    if scope.first_s is None or scope.last_s is None:
+        return "the job's logs have no times"
+    if zone := _zone_doubt(evidence, scope):
+        return zone
+    if evidence.at_s < scope.first_s - _UNSEEN_START_S:
+        return "the job's logs do not show when it began"
+    if evidence.at_s > scope.last_s + AFTER_S:
+        return "the job's logs do not show when it ended"
+    return ""
+
+
+def _zone_doubt(evidence: Evidence, scope: AttemptScope) -> str:
+    if _may_be_the_end(evidence, scope):
+        return "only one of the two logs has times with a zone"
+    return ""
+
+
+def _place_doubt(evidence: Evidence, scope: AttemptScope) -> str:
+    if _is_ours(evidence, scope) or _short(evidence.host) in scope.hosts:
+        return ""
+    return "the job's logs do not show that it ran there"
+
+
+def _short(host: str | None) -> str:
+    return (host or "").partition(".")[0].lower()
+
+
+def _form(host: str) -> str:
+    return re.sub(r"\d+", "#", host)
+
+
+def job_of_log(name: str) -> frozenset[str]:
+    """The job in the name of a log, such as `slurm-8032.out`."""
+    return jobs_in(os.path.basename(name)) if "slurm-" in name else frozenset()
+
+
+def short_hosts(hosts: Iterable[str]) -> frozenset[str]:
+    """Names of hosts without their domains."""
+    return frozenset(_short(host) for host in hosts)
+
+
+def placed(evidence: Sequence[Evidence], scope: AttemptScope) -> Iterator[tuple[Evidence, str]]:
+    """The evidence as it bears on the attempt, each with why it is set aside, if it is."""
+    for each in evidence:
+        found = bearing(each, scope)
+        if found.aside:
+            yield each, f"{each.file}:{each.line}: {each.description}: {found.aside}"
+            continue
+        leads = each.role in (Role.CAUSE, Role.ROOT)
+        role = found.role if found.role is not None and leads else each.role
+        survived = each.survived or found.survived
+        yield replace(each, doubt=found.doubt, survived=survived, role=role), ""
