@@ -38,6 +38,7 @@ from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
 from ckptctl.train.loss_guard import why_lost
+from ckptctl.train.moving import check_names
 from ckptctl.train.passes import follow_all
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
@@ -117,6 +118,7 @@ class Checkpointer:
         requirements = replace(requirements, grace_s=0.0)
         parts = Parts(model, optimizer, scheduler, dataloader, grad_scaler, extra or {})
         parts.check()
+        check_names(options.names, parts)
         if not options.accept_repetition:
             check_order(dataloader)
         group = make_group(options.patience_s)

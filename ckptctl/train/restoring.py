@@ -234,7 +234,8 @@ class _Restore:
                 f"job's {only_here[0] if only_here else 'no state'}: it was saved by another class)"
             )
             return
-        part.load_state_dict(saved)
+        # A program may have saved a part of it: torchtitan saves the count of a LambdaLR alone.
+        part.load_state_dict({**part.state_dict(), **saved})
         for only, whose in ((only_there, "the step's"), (only_here, "this job's")):
             if only:
                 self._inventory.notes.append(f"{name}: only {whose} has {some_of(only)}")
@@ -352,6 +353,8 @@ class _Restore:
                     if generator is not None and "dataloader" in states:
                         generator.set_state(states["dataloader"])
                     inventory.lost += restore_rng(states["state"])
+            elif self._saved.world_size is None:
+                return  # another program saved none, which a note states
             self._note("rng", restored=own is not None)
             return
         why = (
@@ -444,12 +447,20 @@ def load_into(
     `LoadFailed` where the bytes do not load on this rank or another, and another `CkptctlError`
     for what no older step would mend. Every rank raises, not all the same.
     """
+    state = wanted.request(differences)
+    read_into(state, decision, group, opened)
+    return wanted.put(state)
+
+
+def read_into(
+    state: dict[str, Any], decision: ResumeDecision, group: ProcessGroup, opened: OpenStep
+) -> None:
+    """Read the entries of a step into a state of one dict for each kind; every rank calls it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from ckptctl.train.reader import Reader
 
-    state = wanted.request(differences)
     reader = Reader.of(opened)
     try:
         # The cyclic collector takes as long as reading a gigabyte each time torch's plan starts it.
@@ -464,7 +475,6 @@ def load_into(
         raise ranks_lost(error) from error
     finally:
         reader.close()
-    return wanted.put(state)
 
 
 def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:
