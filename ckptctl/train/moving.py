@@ -10,20 +10,28 @@ the argument that loads it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
 from ckptctl.data_classes import dataclass, field, replace
-from ckptctl.errors import ModelDiffers, StateRefused, UsageError
+from ckptctl.errors import ModelDiffers, RecordUnsafe, StateRefused, UsageError
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own, layout_of, step_name
+from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
+    Leaf,
     StateKind,
     entries_of,
     entry_kinds,
+    file_holds_no_state,
     is_count_of_one_rank,
+    kinds_in_file,
+    leaves_of,
     outermost_key,
 )
 from ckptctl.formatting import command_line, some_of
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.train_state import likeliest_step, without_wrappers
 from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
 from ckptctl.options import TrainOptions
@@ -98,6 +106,61 @@ def values_in(request: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
     }
 
 
+@dataclass(frozen=True, slots=True)
+class FilesBeside:
+    """The files of `torch.save` beside the shards of a step that one rank reads.
+
+    `values` are what they hold, with what their names state. `refused` are those that cannot be
+    loaded, each with the reason. `n_ranks` counts the files of random states, of which each rank
+    has its own.
+    """
+
+    values: Mapping[str, tuple[StateKind | None, Any]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    n_ranks: int = 0
+
+
+def read_files_beside(opened: OpenStep, rank: int) -> FilesBeside:
+    """Read the files beside the shards; of those of each rank, this rank's own.
+
+    No code from them is run. Cost: a listing of the step, and each of these files.
+    """
+    files = opened.files
+    named = step_name(opened.name)
+    layout = layout_of(named, files) if named is not None else "dcp"
+    values: dict[str, tuple[StateKind | None, Any]] = {}
+    refused: dict[str, str] = {}
+    ranks = set()
+    for file in files:
+        path, by_name = file.path, kind_of_file(layout, file.path)
+        if belongs_to_shards(path) or is_own(path) or file_holds_no_state(path):
+            continue
+        if by_name is not None and by_name.rank is not None:
+            ranks |= {by_name.rank} if by_name.names == ("rng",) else set()
+            if by_name.rank != str(rank):
+                continue
+        if not may_be_archive(path) or not file.size or file.kind != "file":
+            continue
+        if file.size > _MAX_FILE_BYTES:
+            refused[path] = f"which has {file.size:,} bytes"
+            continue
+        try:
+            values[path] = by_name, _read(opened, path)
+        except RecordUnsafe as error:
+            refused[path] = f"which is not loaded: {error.message}"
+    return FilesBeside(values, refused, len(ranks))
+
+
+def _read(opened: OpenStep, path: str) -> Any:
+    from ckptctl.train.safe_values import safe_value
+
+    return safe_value(opened.store.read(opened.in_store(path), limit=_MAX_FILE_BYTES), path)
+
+
+_MAX_FILE_BYTES = 1 << 30
+"""Larger files hold weights, which each rank would read whole."""
+
+
 class Outline(NamedTuple):
     """The names of a job's parameters: those of its model, and those of each optimizer group."""
 
@@ -114,13 +177,22 @@ class Outline(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """An entry of the step; `key` is that under which messages name it."""
+    """An entry of the step; `key` is that under which messages name it, the front of its path.
+
+    The first key of a value in a file beside the shards is the path of the file; `entry` is None.
+    """
 
     name: str
     path: Path
     key: str
+    n_key: int
     kind: StateKind
-    entry: TensorEntry | BytesEntry
+    entry: TensorEntry | BytesEntry | None = None
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is of one of the kinds of train state."""
+        return self.kind.names[0] in STATE_KINDS
 
     def is_below(self, root: Path) -> bool:
         return self.path[: len(root)] == root
@@ -160,8 +232,10 @@ class Move:
         parts: Parts,
         position: RankPosition,
         names: Mapping[str, str],
+        beside: FilesBeside,
     ) -> None:
         self._saved = saved
+        self._beside = beside
         self._parts = parts
         self._position = position
         self._names = names
@@ -178,12 +252,14 @@ class Move:
         self._makers: dict[str, Callable[[Read, int], Any]] = {}
         """What makes a value of those that are read, by its name here."""
         self.to_read: set[str] = set()
+        self._in_files: dict[str, Any] = {}
+        """The values in files beside the shards, by the names of their entries."""
         self._entries = self._recognized()
         self._kinds_below: dict[Path, set[str]] = defaultdict(set)
         children: dict[Path, set[str | int]] = defaultdict(set)
         for entry in self._entries.values():
             children[entry.path[:-1]].add(entry.path[-1])
-            if entry.kind.names[0] in STATE_KINDS:
+            if entry.is_state:
                 for n in range(1, len(entry.path) + 1):
                     self._kinds_below[entry.path[:n]].add(entry.kind.names[0])
         self._scalers = {owner for owner, keys in children.items() if keys >= _SCALER}
@@ -197,6 +273,7 @@ class Move:
         self._find_counts()
         self._find_model()
         self._find_left()
+        self.to_read -= self._in_files.keys()
 
     def seen(self, read: Read, number: int, options: TrainOptions, path: str | None) -> Seen:
         """The step, of the given number, in the names of this job; `read` are the values.
@@ -206,7 +283,7 @@ class Move:
         accepted = accepted_losses(options)
         values = {}
         for name, make in self._makers.items():
-            value = make(read, number)
+            value = make({**read, **self._in_files}, number)
             if value is not None:
                 values[name] = value
                 self._bytes[name] = BytesEntry(name, None, _path_of(name))
@@ -231,9 +308,26 @@ class Move:
         entries = {}
         for name, leaf in entries_of(self._saved):
             path, key = tuple(leaf.path), outermost_key(leaf)
-            entries[name] = _Entry(name, path, key, kinds[name], everything[name])
+            n_key = next(n for n in range(1, len(path) + 1) if _dotted(path[:n]) == key)
+            entries[name] = _Entry(name, path, key, n_key, kinds[name], everything[name])
+        for file, (by_name, value) in self._beside.values.items():
+            held = [*_leaves_in(value)]
+            leaves = [leaf for leaf, _ in held]
+            found = kinds_in_file(leaves, by_name, mapped, file)
+            is_of_one_kind = by_name is not None and len(by_name.names) == 1
+            for (leaf, one), kind_of_leaf in zip(held, found, strict=True):
+                key = outermost_key(leaf)
+                n_key = next(
+                    n for n in range(len(leaf.path) + 1) if _dotted(tuple(leaf.path[:n])) == key
+                )
+                n_key = 0 if is_of_one_kind else n_key
+                front = _shown((file, *leaf.path[:n_key]))
+                entry = _Entry(
+                    _shown((file, *leaf.path)), (file, *leaf.path), front, n_key + 1, kind_of_leaf
+                )
+                entries[entry.name], self._in_files[entry.name] = entry, one
         for kind, key in self._names.items():
-            if not any(f"{name}.".startswith(f"{key}.") for name in entries):
+            if not any(_is_below(one, key) for one in entries.values()):
                 keys = dict.fromkeys(one.key for one in entries.values())
                 raise StateRefused(
                     f"names maps {kind} to {key!r}, which the step does not hold; it holds "
@@ -258,8 +352,7 @@ class Move:
             return [mapped]
         roots: dict[Path, None] = {}
         for entry in entries:
-            path = entry.path
-            n = next(n for n in range(1, len(path) + 1) if _dotted(path[:n]) == entry.key)
+            path, n = entry.path, entry.n_key
             while n < len(path) and len(self._kinds_below[path[:n]]) > 1:
                 n += 1
             roots[path[:n]] = None
@@ -270,7 +363,8 @@ class Move:
         for entry in self._entries.values():
             for n in range(1, len(entry.path) + 1):
                 front = _dotted(entry.path[:n])
-                if front == key or (front == entry.key and front.endswith(f".{key}")):
+                in_file = entry.entry is None and _dotted(entry.path[1:n]) == key
+                if front == key or in_file or (n == entry.n_key and front.endswith(f".{key}")):
                     return entry.path[:n]
         return None
 
@@ -292,7 +386,7 @@ class Move:
         held = entry.entry
         if isinstance(held, TensorEntry):
             self._tensors[name] = replace(held, fqn=name, path=path)
-        else:
+        elif held is not None:
             self._bytes[name] = replace(held, fqn=name, path=path)
         self._here[name] = entry.name
 
@@ -306,11 +400,14 @@ class Move:
         plain = ".".join(without_wrappers(name))
         return plain if plain in self._known else name
 
+    def _name_of(self, root: Path) -> str:
+        return _shown(root) if root[0] in self._beside.values else _dotted(root)
+
     def _only(self, kind: str, roots: Sequence[Path]) -> Path | None:
         """The root of the state of one kind, if there is one and the script has such a part."""
         if not roots:
             return None
-        keys = [_dotted(root) for root in roots]
+        keys = [self._name_of(root) for root in roots]
         if len(roots) > 1:
             remedy = f"names={{{kind!r}: {keys[0]!r}}} states which one is that of this job"
             self._left.append(_Left(kind, f"{kind} as {', '.join(keys)}", remedy))
@@ -441,7 +538,7 @@ class Move:
         self._makers[kind] = make
 
     def _leave_other(self, kind: str, root: Path, value: Any) -> None:
-        text = f"{kind} as {_dotted(root)}, of the class {type(value).__name__}"
+        text = f"{kind} as {self._name_of(root)}, of the class {type(value).__name__}"
         part = getattr(self._parts, kind)
         remedy = f"a {type(part).__name__} does not load it; pass the object that saved it"
         self._left.append(_Left(kind, text, remedy))
@@ -469,7 +566,7 @@ class Move:
             self._makers["train_state.dp_size"] = lambda *_: len(ranks)
         elif self._position.dp_size > 1:
             self._notes.append(
-                f"the step holds one {_dotted(root)} for all ranks; each continues from it"
+                f"the step holds one {self._name_of(root)} for all ranks; each continues from it"
             )
         self.to_read.update(one.name for one in below)
         items = [(one.path[len(root) :], one.name) for one in below]
@@ -488,7 +585,10 @@ class Move:
 
     def _find_random_states(self) -> None:
         entries = self._take(self._of_kind("rng"), read=False)
-        if not entries:
+        n_ranks = self._beside.n_ranks
+        if n_ranks:
+            self._makers["train_state.world_size"] = lambda *_: n_ranks
+        elif not entries:
             self._notes.append("the step holds no random states: those of this process stay")
             return
         ranks = {one.kind.rank for one in entries} - {None}
@@ -545,7 +645,8 @@ class Move:
         if self._parts.model is None:
             return
         roots: dict[tuple[str, ...], int] = defaultdict(int)
-        for entry in self._entries.values():
+        in_shards = [one for one in self._entries.values() if one.entry is not None]
+        for entry in in_shards:
             words = tuple(entry.name.split("."))
             for n in range(len(words)):
                 if self._parameter(".".join(words[n:])) in self._model:
@@ -560,7 +661,7 @@ class Move:
             if len(best) > 1:
                 self._only("model", best)
                 return
-            of_model = [one.name for one in self._of_kind("model")]
+            of_model = [one.name for one in in_shards if one.kind.names == ("model",)]
             if not best and of_model and self._model:
                 raise ModelDiffers(
                     f"the step holds model state of other names: {min(self._model)} of this job is "
@@ -569,7 +670,7 @@ class Move:
             root = best[0] if best else ()
         below = [
             one
-            for one in self._entries.values()
+            for one in in_shards
             if tuple(one.name.split("."))[: len(root)] == root
             and (root or one.kind.names == ("model",) or self._parameter(one.name) in self._model)
         ]
@@ -584,6 +685,9 @@ class Move:
     def _find_left(self) -> None:
         """What no kind of state of this job has taken."""
         beside: dict[str, None] = {}
+        for file, why in self._beside.refused.items():
+            remedy = "the script can load it, and pass an object in extra that holds it"
+            self._left.append(_Left("extra", f"{file}, {why}", remedy))
         for key, entries in _by_key(self._entries.values()).items():
             may_be = [kind for one in entries for kind in one.kind.may_be]
             remedy = f"pass extra={{{key!r}: ...}}, an object that loads it"
@@ -592,11 +696,12 @@ class Move:
                 mapping = [f"names={{{kind!r}: {key!r}}} maps it" for kind in open_kinds[:1]]
                 text = f"{key}, which is not recognized"
                 self._left.append(_Left("extra", text, ", or ".join([*mapping, remedy])))
-            elif any(one.kind.names == ("model",) for one in entries):
-                no_model = self._parts.model is None
-                kind = "model" if no_model else "extra"
-                remedy = "pass model= to Checkpointer" if no_model else remedy
-                self._left.append(_Left(kind, f"weights as {key}", remedy))
+            elif state := [one.kind.names[0] for one in entries if one.is_state]:
+                is_of_part = state[0] in PARTS and state[0] not in self._parts.given
+                kind = state[0] if is_of_part else "extra"
+                remedy = f"pass {kind}= to Checkpointer" if is_of_part else remedy
+                what = "weights" if state[0] == "model" else state[0]
+                self._left.append(_Left(kind, f"{what} as {key}", remedy))
             else:
                 beside[key] = None
         if beside:
@@ -631,6 +736,40 @@ def _tail_in_optimizer(entry: _Entry, start: str, n_words: int) -> Path:
 
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
+
+
+def _shown(path: Path) -> str:
+    """The name of a value in a file, whose path comes first."""
+    return f"{path[0]}: {_dotted(path[1:])}" if path[1:] else str(path[0])
+
+
+def _is_below(entry: _Entry, key: str) -> bool:
+    fronts = [entry.path[1:], entry.path] if entry.entry is None else [entry.path]
+    names = [f"{_dotted(path)}." for path in fronts]
+    return any(name.startswith(f"{key}.") or f".{key}." in name for name in names)
+
+
+def _leaves_in(value: Any, path: Path = ()) -> Iterator[tuple[Leaf, Any]]:
+    """The values in a file, as entries of a state: `leaves_of` for what was loaded."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        yield Leaf(path, dtype, tuple(value.shape)), value
+        return
+    stub = [*leaves_of(value, path)] if not isinstance(value, Mapping) else []
+    if isinstance(value, Mapping) and value:
+        for key, one in value.items():
+            yield from _leaves_in(one, (*path, str(key)))
+    elif len(stub) == 1 and stub[0].path == path:
+        yield stub[0], value
+    elif isinstance(value, list | tuple) and any(
+        isinstance(one, Mapping | list | tuple | torch.Tensor) for one in value
+    ):
+        for number, one in enumerate(value):
+            yield from _leaves_in(one, (*path, number))
+    else:
+        yield Leaf(path, content="plain"), value
 
 
 def _path_of(name: str) -> Path:

@@ -54,6 +54,7 @@ from ckptctl.train.moving import (
     Outline,
     Seen,
     is_of_another_program,
+    read_files_beside,
     request_for,
     values_in,
 )
@@ -267,8 +268,9 @@ class Resume:
 
         def recognize() -> None:
             nonlocal move
+            beside = read_files_beside(opened, job.group.rank)
             names = job.options.names
-            move = Move(whole, outlines, job.parts, job.position, names)
+            move = Move(whole, outlines, job.parts, job.position, names, beside)
 
         def translate() -> None:
             nonlocal seen

@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import (  # noqa: E402
 )
 from train_ranks import ends, ranks  # noqa: E402
 
-from ckptctl.errors import StateRefused, UsageError  # noqa: E402
+from ckptctl.errors import NothingToResume, StateRefused, UsageError  # noqa: E402
+from ckptctl.formats.dcp.metadata import decode_metadata  # noqa: E402
 from ckptctl.train import Checkpointer  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -383,3 +384,97 @@ def test_each_rank_continues_with_its_own_state(tmp_path):
     code = f"ROOT = {str(tmp_path / 'run')!r}\n{RANKS}"
     with ranks(code, 2, tmp_path) as started:
         assert [lines for _, lines, _ in ends(started)] == [["3 True True []"]] * 2
+
+
+# Steps of frameworks
+
+
+def model_in(step: Path, front: str, of: str = "") -> Any:
+    """A module with the parameters of a model in a step, whose names begin with `front`."""
+    metadata = decode_metadata((step / of / ".metadata").read_bytes())
+    model = torch.nn.Module()
+    for name, entry in metadata.tensors.items():
+        if name.startswith(front) and ".state." not in name:
+            *owners, last = name.removeprefix(front).split(".")
+            module = model
+            for owner in owners:
+                if not hasattr(module, owner):
+                    module.add_module(owner, torch.nn.Module())
+                module = getattr(module, owner)
+            zeros = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+            module.register_parameter(last, torch.nn.Parameter(zeros))
+    return model
+
+
+def two_groups(model: Any) -> Any:
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    vectors = [one for one in model.parameters() if one.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
+
+
+def held_by_torch(step: Path, model: Any, front: str, of: str = "") -> State:
+    """The weights in a step as torch loads them."""
+    weights = {front + name: torch.empty_like(one) for name, one in model.state_dict().items()}
+    dcp.load(weights, checkpoint_id=str(step / of))
+    return {name.removeprefix(front): one for name, one in weights.items()}
+
+
+def resumed_from(step: Path, root: Path, copy_of: Any, job: State) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    root.mkdir()
+    folder = copy_of(step).rename(root / step.name)
+    with Checkpointer(str(root), tell=lines.append, **job) as ckpt:
+        return ckpt.resume(str(folder)), lines
+
+
+class Held:
+    def __init__(self) -> None:
+        self.state: Any = {}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_a_step_of_kempnerforge_with_its_file_of_train_state_loads(
+    framework_roots, copy_of, tmp_path
+):
+    step = framework_roots / "kempnerforge/checkpoints/step_20"
+    model = model_in(step, "model.")
+    optimizer = two_groups(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    job = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": Held()}
+    start, _ = resumed_from(step, tmp_path / "run", copy_of, job)
+    assert (start.step, start.tokens, start.report["state"]["lost"]) == (20, 5120, [])
+    assert "rng" in start.report["state"]["restored"]
+    theirs = held_by_torch(step, model, "model.")
+    assert all(torch.equal(one, theirs[name]) for name, one in model.state_dict().items())
+    assert scheduler.last_epoch == 20
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    assert job["dataloader"].state["batches_yielded"] == 20
+
+
+def test_a_step_of_lightning_with_its_scheduler_in_a_file_loads(framework_roots, copy_of, tmp_path):
+    step = framework_roots / "lightning/trainer_mp/checkpoints/epoch=0-step=20.ckpt"
+    model = model_in(step, "state_dict.")
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    job = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start, lines = resumed_from(step, tmp_path / "run", copy_of, job)
+    assert (start.step, start.report["state"]["lost"]) == (20, [])
+    assert (scheduler.last_epoch, scheduler.get_last_lr()) == (20, [1e-05])
+    assert any("the step holds no random states" in line for line in lines)
+    theirs = held_by_torch(step, model, "state_dict.")
+    assert all(torch.equal(one, theirs[name]) for name, one in model.state_dict().items())
+
+
+def test_a_file_beside_the_shards_that_asks_for_a_class_is_refused_and_not_run(tmp_path):
+    job = Job().train(3)
+    old_save(tmp_path, numbered, job)
+    torch.save({"model": Held()}, tmp_path / "step_3" / "train_state.pt")
+    new = Job()
+    new.data = Place()
+    with pytest.raises(NothingToResume, match="unsafe"):
+        moved(tmp_path, new)
