@@ -147,7 +147,8 @@ def read_files_beside(opened: OpenStep, rank: int) -> FilesBeside:
         try:
             values[path] = by_name, _read(opened, path)
         except RecordUnsafe as error:
-            refused[path] = f"which is not loaded: {error.message}"
+            why = error.message.removeprefix(f"entry {path} ").partition(", which may run")[0]
+            refused[path] = f"which {why} and was not loaded"
     return FilesBeside(values, refused, len(ranks))
 
 
@@ -686,7 +687,7 @@ class Move:
         """What no kind of state of this job has taken."""
         beside: dict[str, None] = {}
         for file, why in self._beside.refused.items():
-            remedy = "the script can load it, and pass an object in extra that holds it"
+            remedy = "load it in the script, and pass what it holds in extra"
             self._left.append(_Left("extra", f"{file}, {why}", remedy))
         for key, entries in _by_key(self._entries.values()).items():
             may_be = [kind for one in entries for kind in one.kind.may_be]

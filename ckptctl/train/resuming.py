@@ -65,6 +65,7 @@ from ckptctl.train.restoring import (
     Inventory,
     Loaded,
     SavedProgress,
+    Stored,
     load_into,
     progress_of,
     read_into,
@@ -218,7 +219,7 @@ class Resume:
             return wanted.entries(job.parts, names)
 
         try:
-            seen, whole = self._see(decision, opened)
+            seen, whole, stored = self._see(decision, opened)
             names = [seen.names.get(name, name) for name in names_in(whole)]
             with undo:
                 # A different model must fail on every rank before any tensor is written to.
@@ -229,7 +230,7 @@ class Resume:
                 groups = wanted.state.get("optimizer", {}).get("param_groups", ())
                 groups = tuple(dict(group) for group in groups)
                 lost = job.group.from_all(
-                    lambda: load_into(wanted, differences, decision, job.group, opened)
+                    lambda: load_into(wanted, differences, decision, job.group, stored)
                 )
                 more = sorted({one for rank in lost for one in rank})
                 refuse_lost(more, decision.step or 0, decision.path, job.options)
@@ -245,8 +246,8 @@ class Resume:
         )
         return Loaded(wanted.state, differences, groups)
 
-    def _see(self, decision: ResumeDecision, opened: OpenStep) -> tuple[Seen, Metadata]:
-        """The step as this rank sees it, and as all do, in the names of this job.
+    def _see(self, decision: ResumeDecision, opened: OpenStep) -> tuple[Seen, Metadata, Stored]:
+        """The step as this rank sees it, and as all do, in the names of this job; and its own.
 
         Raises `StateRefused` for state of another program that this job would not load.
         """
@@ -278,13 +279,14 @@ class Resume:
             seen = move.seen(read, decision.step or 0, job.options, path)
 
         outlines = job.group.from_all(read)
+        stored = Stored(opened, whole)
         if not is_of_another_program(whole):
-            return Seen(*seen_by(whole, job.group.rank)), whole
+            return Seen(*seen_by(whole, job.group.rank)), whole, stored
         job.group.from_all(recognize)
         request = request_for(whole, move.to_read)
-        job.group.from_all(lambda: read_into(request, decision, job.group, opened))
+        job.group.from_all(lambda: read_into(request, decision, job.group, stored))
         job.group.from_all(translate)
-        return seen, seen.saved
+        return seen, seen.saved, stored
 
     def _restore(self, decision: ResumeDecision, loaded: Loaded) -> tuple[SavedProgress, Inventory]:
         job = self._job

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from command_line import run_ckptctl  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_model_state_dict,
@@ -25,7 +26,7 @@ from torch.optim.lr_scheduler import (  # noqa: E402
 )
 from train_ranks import ends, ranks  # noqa: E402
 
-from ckptctl.errors import NothingToResume, StateRefused, UsageError  # noqa: E402
+from ckptctl.errors import StateRefused, UsageError  # noqa: E402
 from ckptctl.formats.dcp.metadata import decode_metadata  # noqa: E402
 from ckptctl.train import Checkpointer  # noqa: E402
 
@@ -470,11 +471,48 @@ def test_a_step_of_lightning_with_its_scheduler_in_a_file_loads(framework_roots,
     assert all(torch.equal(one, theirs[name]) for name, one in model.state_dict().items())
 
 
+def test_a_step_of_transformers_in_two_parts_loads(framework_roots, copy_of, tmp_path):
+    step = framework_roots / "transformers/trainer_fsdp2/checkpoint-20"
+    model = model_in(step, "model.", "pytorch_model_fsdp_0")
+    optimizer = two_groups(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    job = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start, _ = resumed_from(step, tmp_path / "run", copy_of, job)
+    assert start.step == 20
+    assert start.report["state"]["derived"] == ["rng"]  # of two ranks
+    theirs = held_by_torch(step, model, "model.", "pytorch_model_fsdp_0")
+    assert all(torch.equal(one, theirs[name]) for name, one in model.state_dict().items())
+    assert len(optimizer.state) == len([*model.parameters()])
+    assert scheduler.last_epoch == 20
+
+
+def test_a_file_of_torch_save_is_refused_and_loads_once_it_is_converted(tmp_path):
+    job = Job().train(3)
+    (tmp_path / "run").mkdir()
+    torch.save(numbered(job), tmp_path / "run" / "ckpt_3.pt")
+    random_state = torch.get_rng_state()
+    new = Job()
+    new.data = Place()
+    with pytest.raises(UsageError, match=r"ckpt_3\.pt is one file of torch\.save") as error:
+        moved(tmp_path / "run", new)
+    (tmp_path / "run-dcp").mkdir()
+    done = run_ckptctl(*error.value.next_command.split()[1:])
+    assert done.returncode == 0, done.stderr
+    moved(tmp_path / "run-dcp", new)
+    assert same(new.bits, job.bits)
+    assert new.data.position == job.data.position
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
 def test_a_file_beside_the_shards_that_asks_for_a_class_is_refused_and_not_run(tmp_path):
     job = Job().train(3)
     old_save(tmp_path, numbered, job)
     torch.save({"model": Held()}, tmp_path / "step_3" / "train_state.pt")
     new = Job()
     new.data = Place()
-    with pytest.raises(NothingToResume, match="unsafe"):
-        moved(tmp_path, new)
+    message = refused(tmp_path, new)
+    assert "train_state.pt, which asks for test_moving.Held and was not loaded" in message
+    _, report = moved(tmp_path, new, accept_lost=["extra"])
+    assert report["state"]["lost"] == [
+        "extra (train_state.pt, which asks for test_moving.Held and was not loaded)"
+    ]
