@@ -30,7 +30,7 @@ from ckptctl.formats.frameworks.state_keys import (
     leaves_of,
     outermost_key,
 )
-from ckptctl.formatting import command_line, some_of
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.train_state import likeliest_step, without_wrappers
 from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
@@ -64,6 +64,9 @@ def is_of_another_program(saved: Metadata) -> bool:
     return "train_state.dp_size" not in saved.bytes_entries
 
 
+_OF_ONE_RANK = ("rng.", "dataloader.", "train_state.")
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A step as one rank sees it.
@@ -77,6 +80,15 @@ class Seen:
     values: Mapping[str, Any] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> Metadata:
+        """The step without what only some ranks have: the same on every rank."""
+        held = self.saved.bytes_entries.items()
+        return replace(
+            self.saved,
+            bytes_entries={name: one for name, one in held if not name.startswith(_OF_ONE_RANK)},
+        )
 
 
 def request_for(saved: Metadata, names: Iterable[str]) -> dict[str, Any]:
@@ -255,6 +267,8 @@ class Move:
         self.to_read: set[str] = set()
         self._in_files: dict[str, Any] = {}
         """The values in files beside the shards, by the names of their entries."""
+        self._lists: list[str] = []
+        """The entries that list the parameters of the optimizer's groups."""
         self._entries = self._recognized()
         self._kinds_below: dict[Path, set[str]] = defaultdict(set)
         children: dict[Path, set[str | int]] = defaultdict(set)
@@ -283,8 +297,10 @@ class Move:
         """
         accepted = accepted_losses(options)
         values = {}
+        read = {**read, **self._in_files}
+        self._check_numbers(read)
         for name, make in self._makers.items():
-            value = make({**read, **self._in_files}, number)
+            value = make(read, number)
             if value is not None:
                 values[name] = value
                 self._bytes[name] = BytesEntry(name, None, _path_of(name))
@@ -295,7 +311,10 @@ class Move:
                 f"not load: {'; '.join(f'{one.text} ({one.remedy})' for one in refused)}",
                 next_command=None if path is None else command_line("show", path),
             )
-        saved = replace(self._saved, tensors=self._tensors, bytes_entries=self._bytes)
+        left = tuple(f"{one.kind}." for one in self._left if one.kind in PARTS)
+        tensors = {name: one for name, one in self._tensors.items() if not name.startswith(left)}
+        held = {name: one for name, one in self._bytes.items() if not name.startswith(left)}
+        saved = replace(self._saved, tensors=tensors, bytes_entries=held)
         lost = tuple(f"{one.kind} ({one.text})" for one in self._left)
         return Seen(saved, self._here, values, lost, tuple(self._notes))
 
@@ -491,6 +510,7 @@ class Move:
                 self.to_read.add(entry.name)
             elif value == "params":
                 self.to_read.add(entry.name)
+                self._lists.append(entry.name)
                 name = f"optimizer.param_groups.{group}.params"
                 self._makers[name] = self._parameters(entry.name)
             else:
@@ -501,6 +521,15 @@ class Move:
     def _parameters(self, name: str) -> Callable[[Read, int], list[str]]:
         """What makes the names of a group's parameters of those or the numbers in the step."""
         return lambda read, _: [self._parameter(str(each)) for each in read[name]]
+
+    def _check_numbers(self, read: Read) -> None:
+        """Leave an optimizer by number to the step whose numbers are of other parameters."""
+        numbers = [each for name in self._lists for each in read[name] if isinstance(each, int)]
+        n_own = sum(map(len, self._groups))
+        if numbers and len(numbers) != n_own:
+            text = f"optimizer of {counted(len(numbers), 'parameter')} by number"
+            remedy = f"this job's has {n_own or 'others on each rank'}; give it those of the run"
+            self._left.append(_Left("optimizer", text, remedy))
 
     def _find_flat_group(
         self, name: str, group: Sequence[str], flat: Mapping[str, Mapping[str, Sequence[str]]]
@@ -549,7 +578,7 @@ class Move:
         own_rank = str(self._position.dp_rank)
         ranks = {one.kind.rank for one in entries} - {None}
         seen = [one for one in entries if one.kind.rank in (None, own_rank)]
-        root = self._only("dataloader", self._roots("dataloader", seen))
+        root = self._only("dataloader", self._roots("dataloader", seen or entries[:1]))
         if root is None:
             return
         with kept_random_states():

@@ -286,7 +286,7 @@ class Resume:
         request = request_for(whole, move.to_read)
         job.group.from_all(lambda: read_into(request, decision, job.group, stored))
         job.group.from_all(translate)
-        return seen, seen.saved, stored
+        return seen, seen.shared, stored
 
     def _restore(self, decision: ResumeDecision, loaded: Loaded) -> tuple[SavedProgress, Inventory]:
         job = self._job

@@ -321,6 +321,19 @@ def test_the_next_resume_is_from_a_step_of_the_checkpointer_whatever_the_names(t
     assert same(new.bits, job.bits)
 
 
+def test_an_optimizer_by_number_of_other_parameters_is_refused(tmp_path):
+    old_save(tmp_path, numbered, Job().train(3))
+    new = Job()
+    new.data = Place()
+    new.optimizer = torch.optim.AdamW(new.model[0].parameters(), lr=1e-2)
+    new.scheduler = CosineAnnealingLR(new.optimizer, 9)
+    message = refused(tmp_path, new)
+    assert "optimizer of 4 parameters by number (this job's has 2;" in message
+    new, report = moved(tmp_path, new, accept_lost=["optimizer"])
+    assert report["state"]["lost"] == ["optimizer (optimizer of 4 parameters by number)"]
+    assert not new.optimizer.state
+
+
 RANKS = """
 import torch
 import torch.distributed.checkpoint as dcp
@@ -379,6 +392,45 @@ with Checkpointer(
     say(start.step, new.place.position == old.place.position, equal, start.report["state"]["lost"])
     ckpt.save(4)
 """
+
+
+MORE_RANKS = """
+import torch
+from ckptctl.train import Checkpointer
+
+class Place:
+    def state_dict(self): return {"position": 0}
+    def load_state_dict(self, state): say("loaded", state)
+
+torch.manual_seed(9)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with Checkpointer(
+    ROOT, model=model, optimizer=optimizer, dataloader=Place(), accept_repetition=True,
+    tell=lambda _: None,
+) as ckpt:
+    state = ckpt.resume().report["state"]
+    say(state["derived"], state["lost"], len(optimizer.state), model.weight.sum().item() == TOTAL)
+"""
+
+
+def test_more_ranks_than_saved_derive_the_state_of_each_rank(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optim": optimizer.state_dict(),
+        "step": 1,
+        "dataloader": {"dp_rank_0": {"position": 3}},
+        "rng_state_0": torch.get_rng_state(),
+    }
+    dcp.save(state, checkpoint_id=str(tmp_path / "run" / "step_1"))
+    values = f"ROOT, TOTAL = {str(tmp_path / 'run')!r}, {model.weight.sum().item()!r}\n"
+    with ranks(values + MORE_RANKS, 2, tmp_path) as started:
+        found = ends(started)
+        assert [lines for _, lines, _ in found] == [["['rng'] ['dataloader'] 2 True"]] * 2, found
 
 
 def test_each_rank_continues_with_its_own_state(tmp_path):
