@@ -257,6 +257,8 @@ class Move:
         self._known = self._model.union(
             fqn for one in outlines for group in one.groups for fqn in group
         )
+        self._front: tuple[str, ...] = ()
+        """The words in front of the model's names: the optimizer may have some of them too."""
         self._left: list[_Left] = []
         self._notes: list[str] = []
         self._tensors: dict[str, TensorEntry] = {}
@@ -280,13 +282,13 @@ class Move:
         self._scalers = {owner for owner, keys in children.items() if keys >= _SCALER}
         for name in parts.extra:
             self._find_extra(name)
+        self._find_model()
         self._find_optimizer()
         self._find_value("scheduler")
         self._find_value("grad_scaler")
         self._find_dataloader()
         self._find_random_states()
         self._find_counts()
-        self._find_model()
         self._find_left()
         self.to_read -= self._in_files.keys()
 
@@ -418,6 +420,10 @@ class Move:
             in_order = [fqn for group in self._groups for fqn in group]
             return in_order[int(name)] if int(name) < len(in_order) else name
         plain = ".".join(without_wrappers(name))
+        for n in range(len(self._front)):
+            front = ".".join(self._front[n:])
+            if plain.startswith(f"{front}.") and plain[len(front) + 1 :] in self._known:
+                return plain[len(front) + 1 :]
         return plain if plain in self._known else name
 
     def _name_of(self, root: Path) -> str:
@@ -675,7 +681,11 @@ class Move:
         if self._parts.model is None:
             return
         roots: dict[tuple[str, ...], int] = defaultdict(int)
-        in_shards = [one for one in self._entries.values() if one.entry is not None]
+        in_shards = [
+            one
+            for one in self._entries.values()
+            if one.entry is not None and one.kind.names[0] in ("model", "other")
+        ]
         for entry in in_shards:
             words = tuple(entry.name.split("."))
             for n in range(len(words)):
@@ -698,6 +708,7 @@ class Move:
                     f"not in it; it holds {of_model[0]}, and was saved by a different model"
                 )
             root = best[0] if best else ()
+        self._front = root
         below = [
             one
             for one in in_shards

@@ -145,6 +145,17 @@ def wrapped(job: Job) -> State:
     return {**state, "model": model}
 
 
+def in_a_module(job: Job) -> State:
+    """As Lightning names them: the model is a part of a module."""
+    state = named(job)
+    optimizer = state.pop("optim")
+    optimizer["state"] = {f"network.{name}": one for name, one in optimizer["state"].items()}
+    for group in optimizer["param_groups"]:
+        group["params"] = [f"network.{name}" for name in group["params"]]
+    weights = {f"network.{name}": one for name, one in state.pop("model").items()}
+    return {**state, "state_dict": weights, "optimizer_0": optimizer}
+
+
 class Place(Position):
     """The same, of a script that saved a dict."""
 
@@ -160,6 +171,7 @@ LAYOUTS: Mapping[str, tuple[Callable[[Job], State], type[Position], State]] = {
     "numbered": (numbered, Place, {}),
     "nested": (nested, Place, {}),
     "flat": (flat, Place, {}),
+    "in a module": (in_a_module, Position, {"names": {"dataloader": "data_pos"}}),
     "wrapped": (wrapped, Position, {"names": {"dataloader": "data_pos"}}),
 }
 
