@@ -263,6 +263,13 @@ def test_a_kind_of_state_that_is_not_known_is_refused_at_once(tmp_path):
         moved(tmp_path, Job(), names={"optim": "optimizer"})
 
 
+def test_names_and_state_keys_are_one_mapping_for_the_choice_and_for_the_load(tmp_path):
+    old_save(tmp_path, named, Job().train(3))
+    for mapping in ({"names": {"dataloader": "data_pos"}}, {"state_keys": "dataloader=data_pos"}):
+        new, _ = moved(tmp_path, Job(), require=["dataloader"], **mapping)
+        assert new.data.position == 12
+
+
 def test_averages_beside_the_model_are_an_extra_state(tmp_path):
     job = Job().train(3)
     averages = {name: one + 1 for name, one in job.model.state_dict().items()}
