@@ -35,6 +35,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.train_state import likeliest_step, without_wrappers
 from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
 from ckptctl.options import TrainOptions
+from ckptctl.train.agreement import ResumeDecision
 from ckptctl.train.differences import accepted_losses
 from ckptctl.train.random_states import kept_random_states, states_in
 from ckptctl.train.state import GLOBAL_DATA, PARTS, TENSOR, Parts, RankPosition, state_of
@@ -292,11 +293,12 @@ class Move:
         self._find_left()
         self.to_read -= self._in_files.keys()
 
-    def seen(self, read: Read, number: int, options: TrainOptions, path: str | None) -> Seen:
-        """The step, of the given number, in the names of this job; `read` are the values.
+    def seen(self, read: Read, decision: ResumeDecision, options: TrainOptions) -> Seen:
+        """The step of a decision in the names of this job; `read` are the values.
 
         Raises `StateRefused` for state that would stay in the step, unless the options accept it.
         """
+        number = decision.step or 0
         accepted = accepted_losses(options)
         values = {}
         read = {**read, **self._in_files}
@@ -306,12 +308,19 @@ class Move:
             if value is not None:
                 values[name] = value
                 self._bytes[name] = BytesEntry(name, None, _path_of(name))
+        if "train_state.step" not in values:
+            name, count = "train_state.step", decision.train_step
+            values[name], self._bytes[name] = count, BytesEntry(name, None, _path_of(name))
+            if count is None:
+                text = "a number in its name that counts saves or epochs, and no count of steps"
+                remedy = "names={'step': KEY} maps one that it holds under another name"
+                self._left.append(_Left("step", text, remedy))
         refused = [one for one in self._left if one.kind not in accepted]
         if refused:
             raise StateRefused(
                 f"step {number} was saved by another program, and holds state that this job would "
                 f"not load: {'; '.join(f'{one.text} ({one.remedy})' for one in refused)}",
-                next_command=None if path is None else command_line("show", path),
+                next_command=command_line("show", decision.path or ""),
             )
         left = tuple(f"{one.kind}." for one in self._left if one.kind in PARTS)
         tensors = {name: one for name, one in self._tensors.items() if not name.startswith(left)}
@@ -338,6 +347,9 @@ class Move:
             found = kinds_in_file(leaves, by_name, mapped, file)
             is_of_one_kind = by_name is not None and len(by_name.names) == 1
             for (leaf, one), kind_of_leaf in zip(held, found, strict=True):
+                counts = kind_of_leaf.names[0] in ("step", "tokens")
+                if counts and by_name is not None and by_name.names == ("rng",):
+                    continue  # accelerate counts the batches of an epoch there
                 key = outermost_key(leaf)
                 n_key = next(
                     n for n in range(len(leaf.path) + 1) if _dotted(tuple(leaf.path[:n])) == key

@@ -251,7 +251,7 @@ class Resume:
 
         Raises `StateRefused` for state of another program that this job would not load.
         """
-        job, path = self._job, decision.path
+        job = self._job
         whole: Metadata
         outline = Outline(frozenset(), ())
         move: Move
@@ -276,7 +276,7 @@ class Resume:
         def translate() -> None:
             nonlocal seen
             read = values_in(request, move.to_read)
-            seen = move.seen(read, decision.step or 0, job.options, path)
+            seen = move.seen(read, decision, job.options)
 
         outlines = job.group.from_all(read)
         stored = Stored(opened, whole)

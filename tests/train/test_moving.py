@@ -270,6 +270,18 @@ def test_names_and_state_keys_are_one_mapping_for_the_choice_and_for_the_load(tm
         assert new.data.position == 12
 
 
+def test_a_name_that_counts_epochs_is_no_step(tmp_path):
+    state = numbered(Job().train(3))
+    del state["global_step"]
+    dcp.save(state | {"n_done": 3}, checkpoint_id=str(tmp_path / "epoch_1"))
+    new = Job()
+    new.data = Place()
+    message = refused(tmp_path, new)
+    assert "a number in its name that counts saves or epochs" in message
+    new, _ = moved(tmp_path, new, names={"step": "n_done"})
+    assert new.step == 3
+
+
 def test_averages_beside_the_model_are_an_extra_state(tmp_path):
     job = Job().train(3)
     averages = {name: one + 1 for name, one in job.model.state_dict().items()}
