@@ -46,6 +46,7 @@ Read = Mapping[str, Any]
 NAMED = (*PARTS, "rng", "step", "tokens", "samples")
 """The kinds of state that `names` may map, besides the names in `extra`."""
 
+_VALUES = ("scheduler", "grad_scaler", "dataloader")
 _SCALER = frozenset({"growth_factor", "backoff_factor"})
 _SHOWN = 20
 
@@ -757,6 +758,14 @@ class Move:
                 self._left.append(_Left(kind, f"{what} as {key}", remedy))
             else:
                 beside[key] = None
+        for kind in ("optimizer", *_VALUES) if beside else ():
+            if self._is_open(kind):
+                text = f"{kind} under no known name, beside {some_of([*beside])}"
+                remedy = (
+                    f"names={{{kind!r}: KEY}} maps one of these; if none is it, "
+                    f"accept_lost=({kind!r},) begins without"
+                )
+                self._left.append(_Left(kind, text, remedy))
         if beside:
             self._notes.append(
                 f"left in the step, as no train state: {some_of([*beside])}; extra= loads what is "
@@ -768,6 +777,7 @@ class Move:
         if kind == "step":
             return "train_state.step" not in self._makers
         found = {name.partition(".")[0] for name in (*self._makers, *self._here)}
+        found |= {one.kind for one in self._left}
         return kind in self._parts.given and kind not in found
 
 

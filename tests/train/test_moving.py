@@ -243,6 +243,18 @@ def test_an_entry_that_is_not_recognized_is_refused_with_the_mapping_that_loads_
     assert "extra={'data_pos': ...}" in message
 
 
+def test_a_part_that_no_entry_is_recognized_as_may_be_one_of_the_others(tmp_path):
+    job = Job().train(3)
+    state = named(job)
+    state["num_batches"] = state.pop("data_pos") // 4
+    dcp.save(state, checkpoint_id=str(tmp_path / "step_3"))
+    with pytest.raises(StateRefused) as error:
+        moved(tmp_path, Job())
+    assert "dataloader under no known name, beside num_batches" in error.value.message
+    new, _ = moved(tmp_path, Job(), names={"dataloader": "num_batches"})
+    assert new.data.position == 3
+
+
 def test_a_part_that_the_script_does_not_give_is_refused_under_its_name_in_the_step(tmp_path):
     old_save(tmp_path, named, Job().train(3))
     job = Job()
