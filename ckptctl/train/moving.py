@@ -9,6 +9,7 @@ the argument that loads it.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
@@ -22,6 +23,7 @@ from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
     Leaf,
     StateKind,
+    StateMap,
     entries_of,
     entry_kinds,
     file_holds_no_state,
@@ -48,6 +50,7 @@ NAMED = (*PARTS, "rng", "step", "tokens", "samples")
 
 _VALUES = ("scheduler", "grad_scaler", "dataloader")
 _SCALER = frozenset({"growth_factor", "backoff_factor"})
+_SCALER_KEY = r"(?:amp_|grad_|loss_)?scaler|amp"
 _SHOWN = 20
 
 
@@ -210,6 +213,7 @@ class _Entry(NamedTuple):
         return self.kind.names[0] in STATE_KINDS
 
     def is_below(self, root: Path) -> bool:
+        """Whether its path begins so."""
         return self.path[: len(root)] == root
 
     def tail(self, n_words: int) -> Path:
@@ -253,7 +257,6 @@ class Move:
         self._beside = beside
         self._parts = parts
         self._position = position
-        self._names = names
         self._groups = outlines[0].groups if len({one.groups for one in outlines}) == 1 else ()
         self._model = frozenset().union(*(one.model for one in outlines))
         self._known = self._model.union(
@@ -273,15 +276,20 @@ class Move:
         """The values in files beside the shards, by the names of their entries."""
         self._lists: list[str] = []
         """The entries that list the parameters of the optimizer's groups."""
-        self._entries = self._recognized()
-        self._kinds_below: dict[Path, set[str]] = defaultdict(set)
+        self._entries = self._recognized(())
+        self._mapped = {kind: self._mapped_root(kind, key) for kind, key in names.items()}
+        if names:
+            self._entries = self._recognized(
+                [(kind, _dotted(self._in_its_file(root))) for kind, root in self._mapped.items()]
+            )
         children: dict[Path, set[str | int]] = defaultdict(set)
         for entry in self._entries.values():
             children[entry.path[:-1]].add(entry.path[-1])
-            if entry.is_state:
-                for n in range(1, len(entry.path) + 1):
-                    self._kinds_below[entry.path[:n]].add(entry.kind.names[0])
         self._scalers = {owner for owner, keys in children.items() if keys >= _SCALER}
+        self._kinds_below: dict[Path, set[str]] = defaultdict(set)
+        for entry in self._entries.values():
+            for n in range(1, len(entry.path) + 1):
+                self._kinds_below[entry.path[:n]].add(self._kind(entry))
         for name in parts.extra:
             self._find_extra(name)
         self._find_model()
@@ -332,8 +340,7 @@ class Move:
 
     # What the step holds
 
-    def _recognized(self) -> dict[str, _Entry]:
-        mapped = [(kind, key) for kind, key in self._names.items()]
+    def _recognized(self, mapped: StateMap) -> dict[str, _Entry]:
         kinds = entry_kinds(self._saved, "", mapped)
         everything: Mapping[str, TensorEntry | BytesEntry]
         everything = {**self._saved.tensors, **self._saved.bytes_entries}
@@ -361,34 +368,44 @@ class Move:
                     _shown((file, *leaf.path)), (file, *leaf.path), front, n_key + 1, kind_of_leaf
                 )
                 entries[entry.name], self._in_files[entry.name] = entry, one
-        for kind, key in self._names.items():
-            if not any(_is_below(one, key) for one in entries.values()):
-                keys = dict.fromkeys(one.key for one in entries.values())
-                raise StateRefused(
-                    f"names maps {kind} to {key!r}, which the step does not hold; it holds "
-                    f"{', '.join([*keys][:_SHOWN])}"
-                )
         return entries
+
+    def _mapped_root(self, kind: str, key: str) -> Path:
+        """Where the step holds what a script maps."""
+        root = self._root_of_key(key)
+        if root is None:
+            keys = dict.fromkeys(one.key for one in self._entries.values())
+            raise StateRefused(
+                f"names maps {kind} to {key!r}, which the step does not hold; it holds "
+                f"{', '.join([*keys][:_SHOWN])}"
+            )
+        return root
+
+    def _in_its_file(self, root: Path) -> Path:
+        return root[1:] or root if root[0] in self._beside.values else root
+
+    def _kind(self, entry: _Entry) -> str:
+        """The kind of an entry, of which a scaler is one here."""
+        if entry.kind.names == ("other",) and (
+            entry.path[:-1] in self._scalers
+            or re.fullmatch(_SCALER_KEY, entry.key.rpartition(".")[2])
+        ):
+            return "grad_scaler"
+        return entry.kind.names[0]
 
     def _of_kind(self, kind: str) -> list[_Entry]:
         """The entries of one kind that are not taken yet."""
-        if kind == "grad_scaler" and kind not in self._names:
-            return [
-                one
-                for one in self._entries.values()
-                if one.path[:-1] in self._scalers or "scaler" in one.key.rpartition(".")[2]
-            ]
-        return [one for one in self._entries.values() if one.kind.names == (kind,)]
+        return [one for one in self._entries.values() if self._kind(one) == kind]
 
     def _roots(self, kind: str, entries: Iterable[_Entry]) -> list[Path]:
-        """The shortest fronts of paths below which all state is of one kind."""
-        mapped = self._root_of_key(self._names[kind]) if kind in self._names else None
-        if mapped is not None:
-            return [mapped]
+        """The shortest fronts of paths below which all is of one kind."""
+        if kind in self._mapped:
+            return [self._mapped[kind]]
         roots: dict[Path, None] = {}
         for entry in entries:
             path, n = entry.path, entry.n_key
-            while n < len(path) and len(self._kinds_below[path[:n]]) > 1:
+            is_whole_file = entry.entry is None and n == 1
+            while n < len(path) and not is_whole_file and self._kinds_below[path[:n]] != {kind}:
                 n += 1
             roots[path[:n]] = None
         return [*roots]
@@ -399,7 +416,8 @@ class Move:
             for n in range(1, len(entry.path) + 1):
                 front = _dotted(entry.path[:n])
                 in_file = entry.entry is None and _dotted(entry.path[1:n]) == key
-                if front == key or in_file or (n == entry.n_key and front.endswith(f".{key}")):
+                in_wrapper = front.endswith(f".{key}") and entry.key.startswith(front[: -len(key)])
+                if front == key or in_file or in_wrapper:
                     return entry.path[:n]
         return None
 
@@ -462,7 +480,7 @@ class Move:
     # Kinds of state
 
     def _find_extra(self, name: str) -> None:
-        root = self._root_of_key(self._names.get(name, name))
+        root = self._mapped.get(name) or self._root_of_key(name)
         if root is None:
             return
         part = self._parts.extra[name]
@@ -498,7 +516,7 @@ class Move:
             for one in entries
             if "param_groups" in one.name.split(".")
         )
-        mapped = self._names.get("optimizer")
+        mapped = _dotted(self._mapped["optimizer"]) if "optimizer" in self._mapped else None
         roots = [root for root in found if mapped is None or f"{root}.".startswith(f"{mapped}.")]
         if len(roots) == 1:
             (root,) = roots
@@ -663,7 +681,7 @@ class Move:
             names = []
             for entry in self._of_kind(kind):
                 is_count_of_samples = kind == "tokens" and "sample" in str(entry.path[-1])
-                if is_count_of_samples and kind not in self._names:
+                if is_count_of_samples and kind not in self._mapped:
                     entry = self._take([entry])[0]
                     self._makers["train_state.samples"] = self._counts("samples", [entry.name])
                 elif is_count_of_one_rank(entry.name):
@@ -694,19 +712,16 @@ class Move:
         if self._parts.model is None:
             return
         roots: dict[tuple[str, ...], int] = defaultdict(int)
-        in_shards = [
-            one
-            for one in self._entries.values()
-            if one.entry is not None and one.kind.names[0] in ("model", "other")
-        ]
-        for entry in in_shards:
+        in_shards = [one for one in self._entries.values() if one.entry is not None]
+        of_model = [one for one in in_shards if one.kind.names[0] in ("model", "other")]
+        for entry in of_model:
             words = tuple(entry.name.split("."))
             for n in range(len(words)):
                 if self._parameter(".".join(words[n:])) in self._model:
                     roots[words[:n]] += 1
                     break
-        if "model" in self._names:
-            root = tuple(self._names["model"].split("."))
+        if "model" in self._mapped:
+            root = tuple(_dotted(self._mapped["model"]).split("."))
         else:
             best = [root for root in roots if roots[root] == max(roots.values())]
             averages = [root for root in best if any("ema" in word.split("_") for word in root)]
@@ -714,19 +729,24 @@ class Move:
             if len(best) > 1:
                 self._only("model", best)
                 return
-            of_model = [one.name for one in in_shards if one.kind.names == ("model",)]
-            if not best and of_model and self._model:
+            weights = [one.name for one in of_model if one.kind.names == ("model",)]
+            if not best and weights and self._model:
                 raise ModelDiffers(
                     f"the step holds model state of other names: {min(self._model)} of this job is "
-                    f"not in it; it holds {of_model[0]}, and was saved by a different model"
+                    f"not in it; it holds {weights[0]}, and was saved by a different model"
                 )
             root = best[0] if best else ()
         self._front = root
+        n_root = len(root)
+        taken = ("model", "other") if root else ("model",)
         below = [
             one
             for one in in_shards
-            if tuple(one.name.split("."))[: len(root)] == root
-            and (root or one.kind.names == ("model",) or self._parameter(one.name) in self._model)
+            if tuple(one.name.split("."))[:n_root] == root
+            and (
+                one.kind.names[0] in taken
+                or self._parameter(_dotted(one.tail(n_root))) in self._model
+            )
         ]
         for entry in self._take(below, read=False):
             tail = entry.tail(len(root))
@@ -744,6 +764,7 @@ class Move:
             self._left.append(_Left("extra", f"{file}, {why}", remedy))
         for key, entries in _by_key(self._entries.values()).items():
             may_be = [kind for one in entries for kind in one.kind.may_be]
+            key = entries[0].name if may_be and len(entries) == 1 else key
             remedy = f"pass extra={{{key!r}: ...}}, an object that loads it"
             open_kinds = [kind for kind in dict.fromkeys(may_be) if self._is_open(kind)]
             if may_be:
@@ -804,12 +825,6 @@ def _dotted(path: Path) -> str:
 def _shown(path: Path) -> str:
     """The name of a value in a file, whose path comes first."""
     return f"{path[0]}: {_dotted(path[1:])}" if path[1:] else str(path[0])
-
-
-def _is_below(entry: _Entry, key: str) -> bool:
-    fronts = [entry.path[1:], entry.path] if entry.entry is None else [entry.path]
-    names = [f"{_dotted(path)}." for path in fronts]
-    return any(name.startswith(f"{key}.") or f".{key}." in name for name in names)
 
 
 def _leaves_in(value: Any, path: Path = ()) -> Iterator[tuple[Leaf, Any]]:

@@ -294,6 +294,32 @@ def test_a_name_that_counts_epochs_is_no_step(tmp_path):
     assert new.step == 3
 
 
+def test_what_lies_beside_a_state_in_one_folder_is_not_part_of_it(tmp_path):
+    job = Job().train(3)
+    state = named(job)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    run = {"sched": state.pop("sched"), "scaler": scaler.state_dict()}
+    run["n_done"] = state.pop("step")
+    dcp.save({**state, "app": {"run": run}}, checkpoint_id=str(tmp_path / "epoch_1"))
+    new, other = Job(), torch.amp.GradScaler("cpu")
+    names = {"dataloader": "data_pos", "step": "run.n_done"}
+    new, report = moved(tmp_path, new, names=names, grad_scaler=other)
+    assert (new.step, report["state"]["lost"]) == (3, [])
+    assert other.state_dict() == scaler.state_dict()
+    assert same(new.bits, job.bits)
+
+
+def test_a_buffer_that_is_called_as_a_count_belongs_to_the_model(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("step", torch.tensor(7))
+    dcp.save({"net": model.state_dict(), "step": 3}, checkpoint_id=str(tmp_path / "step_3"))
+    new = torch.nn.Linear(2, 2)
+    new.register_buffer("step", torch.tensor(0))
+    with Checkpointer(str(tmp_path), model=new, tell=lambda _: None) as ckpt:
+        assert ckpt.resume().step == 3
+    assert new.step == 7
+
+
 def test_averages_beside_the_model_are_an_extra_state(tmp_path):
     job = Job().train(3)
     averages = {name: one + 1 for name, one in job.model.state_dict().items()}
