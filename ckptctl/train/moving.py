@@ -258,6 +258,7 @@ class Move:
         self._parts = parts
         self._position = position
         self._groups = outlines[0].groups if len({one.groups for one in outlines}) == 1 else ()
+        self._by_number = [fqn for group in self._groups for fqn in group]
         self._model = frozenset().union(*(one.model for one in outlines))
         self._known = self._model.union(
             fqn for one in outlines for group in one.groups for fqn in group
@@ -448,8 +449,7 @@ class Move:
         if name in self._known:
             return name
         if name.isdecimal():
-            in_order = [fqn for group in self._groups for fqn in group]
-            return in_order[int(name)] if int(name) < len(in_order) else name
+            return self._by_number[int(name)] if int(name) < len(self._by_number) else name
         plain = ".".join(without_wrappers(name))
         for n in range(len(self._front)):
             front = ".".join(self._front[n:])
@@ -562,7 +562,7 @@ class Move:
     def _check_numbers(self, read: Read) -> None:
         """Leave an optimizer by number to the step whose numbers are of other parameters."""
         numbers = [each for name in self._lists for each in read[name] if isinstance(each, int)]
-        n_own = sum(map(len, self._groups))
+        n_own = len(self._by_number)
         if numbers and len(numbers) != n_own:
             text = f"optimizer of {counted(len(numbers), 'parameter')} by number"
             remedy = f"this job's has {n_own or 'others on each rank'}; give it those of the run"
@@ -663,10 +663,16 @@ class Move:
             self._makers["train_state.world_size"] = lambda *_: len(ranks)
             own_rank = str(self._position.rank)
             entries = [one for one in entries if one.kind.rank == own_rank]
+        elif self._position.world_size > 1 and not n_ranks:
+            self._notes.append("the step holds one random state for all ranks; each continues it")
         self.to_read.update(one.name for one in entries)
 
         def make(read: Read, _: int) -> Any:
             states, unknown = states_in((one.name, read[one.name]) for one in entries)
+            if "torch" not in states:
+                self._notes.append(
+                    "the step holds no random state of torch: that of this process stays"
+                )
             if unknown:
                 text = f"random states as {some_of(unknown)}, in a form that is not known"
                 remedy = f"pass extra={{{unknown[0]!r}: ...}}, an object that restores them"

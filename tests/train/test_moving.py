@@ -320,6 +320,25 @@ def test_a_buffer_that_is_called_as_a_count_belongs_to_the_model(tmp_path):
     assert new.step == 7
 
 
+def test_all_generators_of_a_dict_are_restored(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    numpy.random.seed(3)
+    job = Job().train(3)
+    state = numbered(job)
+    draws = (random.random, numpy.random.rand, lambda: torch.rand(1).item())
+    held = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    state["rng"] = held | {"numpy": numpy.random.get_state()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "step_3"))
+    drawn = [draw() for draw in draws]
+    new = Job()
+    new.data = Place()
+    moved(tmp_path, new)
+    assert [draw() for draw in draws] == drawn
+    state["rng"] = held | {"numpy": numpy.random.get_state(legacy=False)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "step_4"))
+    assert "random states as rng.numpy" in refused(tmp_path, new)
+
+
 def test_averages_beside_the_model_are_an_extra_state(tmp_path):
     job = Job().train(3)
     averages = {name: one + 1 for name, one in job.model.state_dict().items()}
