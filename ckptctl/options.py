@@ -351,6 +351,7 @@ class TrainOptions:
     pass over its data: the `next` pass, or the `rest` of that one, which is empty; by default it
     follows from the epochs that the script sets.
     `accept_lost` are kinds of state that the step or the job alone may have, wholly or in part.
+    `names` maps kinds of state, and names in `extra`, to keys of steps that another program saved.
     `per_rank` are names of state, or patterns (`experts.*`), of which each rank saves its own.
     `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
     it waits for the slowest rank.
@@ -365,6 +366,7 @@ class TrainOptions:
     accept_repetition: bool = False
     epoch_end: str | None = None
     accept_lost: Collection[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     per_rank: Collection[str] = ()
     settle_s: float = SETTLE_S
     patience_s: float = JOB_TIMEOUT_S
@@ -396,6 +398,7 @@ class TrainKeywords(PickKeywords, total=False):
     accept_repetition: bool
     epoch_end: str | None
     accept_lost: Collection[str]
+    names: Mapping[str, str]
     per_rank: Collection[str]
     settle_s: float
     patience_s: float

@@ -151,7 +151,8 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
         tuple(_each_key_once(unrecognized, {one.kind for one in held})),
         frozenset(keys),
     )
-    value = _train_step(by_kind["step"], sources.number)
+    counts = [one.value for one in by_kind["step"] if one.value is not None]
+    value = likeliest_step(counts, sources.number)
     state = replace(state, step=replace(state.step, value=value))
     if any(is_count_of_one_rank(where) for where in state.tokens.where):
         n_ranks, own = state.dataloader.n_ranks, state.tokens.value
@@ -198,13 +199,13 @@ def _each_key_once(
             yield entry
 
 
-def _train_step(counts: Sequence[_Held], number: int | None) -> int | None:
+def likeliest_step(counts: Iterable[int], number: int | None) -> int | None:
     """The count that agrees with the step's name; without one, the furthest.
 
     Trainers count within an epoch or a phase too, and LitGPT counts micro-batches.
     Source: LitGPT 0.5 `pretrain.py` (`iter_num`, `step_count`; the folder is named by the latter).
     """
-    values = sorted({one.value for one in counts if one.value is not None}, reverse=True)
+    values = sorted({*counts}, reverse=True)
     if number is not None:
         values.sort(key=lambda value: (abs(value - number) > 1, abs(value - number) > 0))
     return values[0] if values else None
@@ -333,7 +334,7 @@ def check_names(
     """
     gone = {name: then[name] for name in then if name not in now}
     new = {name: now[name] for name in now if name not in then}
-    pairs = _pairs(gone, new, _without_wrappers)
+    pairs = _pairs(gone, new, without_wrappers)
     if not pairs and len(gone) == len(new):
         pairs = _pairs(gone, new, lambda name: (name.rpartition(".")[2],))
         pairs = pairs if len(pairs) == len(gone) else []
@@ -363,7 +364,8 @@ def _pairs(
     return [(names.pop(0), name) for names, name in found if names]
 
 
-def _without_wrappers(name: str) -> Sequence[str]:
+def without_wrappers(name: str) -> Sequence[str]:
+    """The words of a parameter's name but for those that wrappers of modules add."""
     return tuple(word for word in name.split(".") if word not in _WRAPPERS_OF_MODULES)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import CkptctlError, NothingToResume, UsageError
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern, train_step_of
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, train_step_of
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
@@ -252,16 +252,3 @@ def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
         exit_code=11,
         next_command=command_line("scan", *roots.words),
     )
-
-
-def check_one_metadata(decision: ResumeDecision) -> None:
-    """Raise `UsageError` for a step with several metadata files, which is not supported here."""
-    assert decision.path is not None  # noqa: S101 - asked for where there is a step
-    files = [file for file, _ in decision.digests]
-    if files != [METADATA]:
-        raise UsageError(
-            f"{decision.path} holds {len(files)} metadata files ({', '.join(files[:3])}); "
-            "Checkpointer loads steps with one. use `resolve` for the path, and load the step in "
-            "the script",
-            next_command=command_line("show", decision.path),
-        )

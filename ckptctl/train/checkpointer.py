@@ -20,6 +20,7 @@ from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formats.own.ledger import SavedLine, SavingLine
+from ckptctl.model import STATE_KINDS
 from ckptctl.options import (
     PickPolicy,
     Requirements,
@@ -38,6 +39,7 @@ from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
 from ckptctl.train.loss_guard import why_lost
+from ckptctl.train.moving import check_names
 from ckptctl.train.passes import follow_all
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
@@ -117,6 +119,11 @@ class Checkpointer:
         requirements = replace(requirements, grace_s=0.0)
         parts = Parts(model, optimizer, scheduler, dataloader, grad_scaler, extra or {})
         parts.check()
+        names = {**dict(requirements.state_map), **options.names}
+        check_names(names, parts)
+        options = replace(options, names=names)
+        keys = [f"{kind}={key}" for kind, key in names.items() if kind in STATE_KINDS]
+        requirements = replace(requirements, state_keys=keys)
         if not options.accept_repetition:
             check_order(dataloader)
         group = make_group(options.patience_s)

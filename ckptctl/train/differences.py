@@ -16,7 +16,6 @@ from ckptctl.errors import StateRefused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
-from ckptctl.train.optimizers import is_of_torch
 from ckptctl.train.rank_names import plain_name, rank_in
 from ckptctl.train.state import part_of
 
@@ -88,7 +87,6 @@ class _Comparison:
             elif part == "optimizer":
                 keeps = self._optimizer(set(names).difference(unused), unused, missing)
             elif part != "dataloader":
-                self._value(part, names)
                 name = part.removeprefix("extra ")
                 self._entries(part, [], _of(f"extra_tensors.{name}", missing))
         for kind, there, here in sorted({cast for rank in self.ranks for cast in rank.casts}):
@@ -128,26 +126,12 @@ class _Comparison:
                 f"step does not have, such as {missing[0]})"
             )
 
-    def _value(self, part: str, names: Sequence[str]) -> None:
-        """A part whose state is one value here, which another program may have divided."""
-        if part.replace(" ", ".", 1) not in map(plain_name, self.saved.bytes_entries):
-            held = [name for name in names if part_of(name) == part]
-            self.lost.append(f"{part} (the step holds {some_of(held)}, and not one value)")
-
     def _optimizer(
         self, used: Collection[str], unused: Sequence[str], missing: Sequence[str]
     ) -> tuple[bool, bool]:
         """Compare the optimizers; whether their state is restored, and the options of groups."""
         paths = {name: one.path for name, one in self.saved.tensors.items()}
         paths |= {name: one.path for name, one in self.saved.bytes_entries.items()}
-        odd = [name for name in paths if name.partition(".")[0] == "optimizer"]
-        odd = [name for name in odd if not is_of_torch(paths[name])]
-        if odd:
-            self.lost.append(
-                f"optimizer (the step holds {some_of(odd)}, in another form than that of torch's "
-                "get_optimizer_state_dict)"
-            )
-            return False, False
         state = [paths[name][2:] for name in unused if name.startswith("optimizer.state.")]
         lacking = [name for name in missing if name.startswith("optimizer.state.")]
         restored = {paths[name][2] for name in used if name.startswith("optimizer.state.")}
@@ -200,9 +184,16 @@ def _of(kind: str, names: Sequence[str]) -> list[str]:
     return [name[len(kind) + 1 :] for name in names if name.startswith(f"{kind}.")]
 
 
+def accepted_losses(options: TrainOptions) -> frozenset[str]:
+    """The kinds of state that the options of a job accept to lose."""
+    return frozenset(
+        {*options.accept_lost, *(("dataloader",) if options.accept_repetition else ())}
+    )
+
+
 def refuse_lost(lost: Sequence[str], step: int, path: str | None, options: TrainOptions) -> None:
     """Raise `StateRefused` for what is lost and the options do not accept."""
-    accepted = {*options.accept_lost, *(("dataloader",) if options.accept_repetition else ())}
+    accepted = accepted_losses(options)
     refused = [name for name in lost if name.split()[0] not in accepted]
     if refused:
         kinds = tuple(sorted({name.split()[0] for name in refused}))

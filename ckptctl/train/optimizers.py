@@ -88,11 +88,6 @@ def without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
                 del optimizer.state[parameter]
 
 
-def is_of_torch(path: Sequence[str | int]) -> bool:
-    """Whether an entry has a name that torch's `get_optimizer_state_dict` gives."""
-    return len(path) > 3 and path[1] in ("state", "param_groups")
-
-
 @contextmanager
 def loaded_as_saved(optimizers: Iterable[Any]) -> Iterator[None]:
     """Keep torch from changing the state of optimizers that is loaded inside.

@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
+
+from ckptctl.formats.frameworks.state_keys import CPU_RNG_BYTES, CUDA_RNG_BYTES
 
 
 def rng_state() -> dict[str, Any]:
@@ -33,8 +37,10 @@ def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
     import torch
 
     lost: list[str] = []
-    random.setstate(_as_tuples(state["python"]))
-    torch.set_rng_state(state["torch"])
+    if "python" in state:
+        random.setstate(_as_tuples(state["python"]))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
     if "numpy" in state:
         import numpy as np
 
@@ -47,6 +53,46 @@ def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
     if n_devices < len(saved):
         lost.append(f"rng of {len(saved) - n_devices} of {len(saved)} CUDA devices")
     return tuple(lost)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Leave all generators as they were before."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        restore_rng(state)
+
+
+def states_in(values: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The states of generators among the values of another program, in the form of `rng_state`.
+
+    Also returns the names of the values that are none.
+    """
+    import torch
+
+    state: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in values:
+        for held in value.values() if isinstance(value, Mapping) else [value]:
+            match held:
+                case torch.Tensor() if held.numel() == CPU_RNG_BYTES and "torch" not in state:
+                    state["torch"] = held.cpu()
+                case torch.Tensor() if held.numel() == CUDA_RNG_BYTES:
+                    state["cuda"] = (*state.get("cuda", ()), held.cpu())
+                case [torch.Tensor(), *_] if all(one.numel() == CUDA_RNG_BYTES for one in held):
+                    state["cuda"] = tuple(one.cpu() for one in held)
+                case [3, [*_], _] if "python" not in state:
+                    state["python"] = held
+                case ["MT19937", key, place, has_gauss, gauss] if "numpy" not in state:
+                    keys = torch.as_tensor([int(each) for each in key])
+                    state["numpy"] = ("MT19937", keys, int(place), int(has_gauss), gauss)
+                case []:
+                    pass  # of no devices
+                case _:
+                    unknown.append(name)
+    return state, unknown
 
 
 def _as_tuples(value: Any) -> Any:

@@ -122,6 +122,7 @@ class Reader(StorageReader):
         self.loaded = Loaded()
         self._load_id = ""
         self._given: OpenStep | None = None
+        self._stated: Metadata | None = None
         self._step: OpenStep | None = None
         self._metadata: Metadata | None = None
         self._rank_local: RankLocal | None = None
@@ -133,13 +134,15 @@ class Reader(StorageReader):
         self._forget()
 
     @classmethod
-    def of(cls, opened: OpenStep) -> Reader:
+    def of(cls, opened: OpenStep, metadata: Metadata | None = None) -> Reader:
         """A reader of an open step; what was already read is not read again.
+
+        `metadata` replaces that of the step, such as one of several parts.
 
         Closing the reader leaves the store of the step open.
         """
         reader = cls(opened.url)
-        reader._given = opened
+        reader._given, reader._stated = opened, metadata
         return reader
 
     @property
@@ -159,7 +162,8 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, of another step if `checkpoint_id` is given."""
         if checkpoint_id:
-            self._path, self._given = os.fspath(checkpoint_id), None
+            self._path = os.fspath(checkpoint_id)
+            self._given = self._stated = None
         self.close()
 
     def close(self) -> None:
@@ -182,7 +186,7 @@ class Reader(StorageReader):
             return RefusedMetadata(self._refused)
         self._table = self._plan = None
         try:
-            found = self._rank_local or read_step_metadata(self._opened())
+            found = self._rank_local or self._stated or read_step_metadata(self._opened())
             if isinstance(found, RankLocal):
                 self._rank_local = found
                 self._metadata = found.seen_by(rank)

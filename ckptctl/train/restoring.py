@@ -12,7 +12,7 @@ import errno
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
@@ -24,14 +24,18 @@ from ckptctl.errors import (
     StateRefused,
     StepDamaged,
     StorageUnavailable,
+    UsageError,
 )
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.layouts import METADATA, belongs_to_shards, layout_of, step_name
 from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.model import Metadata
+from ckptctl.model import Metadata, PartFormat
 from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
-from ckptctl.train.agreement import ResumeDecision, check_one_metadata
+from ckptctl.storage.opening import base_name
+from ckptctl.train.agreement import ResumeDecision
 from ckptctl.train.data_identity import differences
 from ckptctl.train.differences import Differences, refuse_lost
 from ckptctl.train.optimizers import (
@@ -234,7 +238,8 @@ class _Restore:
                 f"job's {only_here[0] if only_here else 'no state'}: it was saved by another class)"
             )
             return
-        part.load_state_dict(saved)
+        # A program may have saved a part of it: torchtitan saves the count of a LambdaLR alone.
+        part.load_state_dict({**part.state_dict(), **saved})
         for only, whose in ((only_there, "the step's"), (only_here, "this job's")):
             if only:
                 self._inventory.notes.append(f"{name}: only {whose} has {some_of(only)}")
@@ -352,6 +357,8 @@ class _Restore:
                     if generator is not None and "dataloader" in states:
                         generator.set_state(states["dataloader"])
                     inventory.lost += restore_rng(states["state"])
+            elif self._saved.world_size is None:
+                return  # another program saved none, which a note states
             self._note("rng", restored=own is not None)
             return
         why = (
@@ -425,10 +432,52 @@ _STORAGE_ERRNOS = frozenset(
 )
 
 
+class Stored(NamedTuple):
+    """An open step, and its metadata, which may be that of several parts."""
+
+    opened: OpenStep
+    metadata: Metadata
+
+
 def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
-    """The decoded metadata of the step. Cost: one read, or none if it was read before."""
-    check_one_metadata(decision)
-    return opened.metadata
+    """The decoded metadata of the step; that of a step of several parts, as one.
+
+    Raises `UsageError` for a step that `dcp.save` did not write. Cost: one read for each part, or
+    none if it was read before.
+    """
+    files = [file for file, _ in decision.digests]
+    if files == [METADATA]:
+        return opened.metadata
+    parts = opened.parts
+    if all(part.part.format is PartFormat.DCP and part.path for part in parts):
+        held = [(part.path, one) for part in parts for one in part.metadata]
+        if held and all(one.rank is None for _, one in held):
+            from ckptctl.train.torch_metadata import joined_parts
+
+            return joined_parts(held)
+    raise _not_of_dcp(decision.path or "", opened)
+
+
+def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
+    """The error for a step in another format: what is there, and what would load it."""
+    files = [file.path for file in opened.files if not belongs_to_shards(file.path)]
+    if opened.is_file:
+        new = f"{opened.store.url.rstrip('/')}-dcp"
+        return UsageError(
+            f"{path} is one file of torch.save, and Checkpointer loads steps of dcp.save: make one "
+            f"of it in a new root, {new}",
+            next_command=command_line("convert", path, f"{new}/{base_name(path).split('.')[0]}"),
+        )
+    named = step_name(opened.name)
+    layout = "dcp" if named is None else layout_of(named, opened.files)
+    known = ((file, kind_of_file(layout, file)) for file in files)
+    held = [f"{file} ({', '.join(kind.names)})" for file, kind in known if kind is not None]
+    return UsageError(
+        f"{path} was not saved by dcp.save with one metadata, and Checkpointer loads no other "
+        f"steps; it holds {some_of(held or files or ['metadata of each rank'])}. Let the script "
+        "that saved it load it once, and save it with a Checkpointer in a new root",
+        next_command=command_line("show", path),
+    )
 
 
 def load_into(
@@ -436,7 +485,7 @@ def load_into(
     differences: Differences,
     decision: ResumeDecision,
     group: ProcessGroup,
-    opened: OpenStep,
+    stored: Stored,
 ) -> tuple[str, ...]:
     """Read the step into the state that is wanted; every rank calls it, with what it holds itself.
 
@@ -444,13 +493,21 @@ def load_into(
     `LoadFailed` where the bytes do not load on this rank or another, and another `CkptctlError`
     for what no older step would mend. Every rank raises, not all the same.
     """
+    state = wanted.request(differences)
+    read_into(state, decision, group, stored)
+    return wanted.put(state)
+
+
+def read_into(
+    state: dict[str, Any], decision: ResumeDecision, group: ProcessGroup, stored: Stored
+) -> None:
+    """Read the entries of a step into a state of one dict for each kind; every rank calls it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from ckptctl.train.reader import Reader
 
-    state = wanted.request(differences)
-    reader = Reader.of(opened)
+    reader = Reader.of(*stored)
     try:
         # The cyclic collector takes as long as reading a gigabyte each time torch's plan starts it.
         with collector_paused(), warnings.catch_warnings():
@@ -464,7 +521,6 @@ def load_into(
         raise ranks_lost(error) from error
     finally:
         reader.close()
-    return wanted.put(state)
 
 
 def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:

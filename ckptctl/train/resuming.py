@@ -49,6 +49,15 @@ from ckptctl.train.ledger import (
     resume_document,
     resume_lines,
 )
+from ckptctl.train.moving import (
+    Move,
+    Outline,
+    Seen,
+    is_of_another_program,
+    read_files_beside,
+    request_for,
+    values_in,
+)
 from ckptctl.train.optimizers import allocate_state
 from ckptctl.train.rank_names import seen_by
 from ckptctl.train.resolving import changed, open_on_all, prove_content
@@ -56,15 +65,17 @@ from ckptctl.train.restoring import (
     Inventory,
     Loaded,
     SavedProgress,
+    Stored,
     load_into,
     progress_of,
+    read_into,
     restore,
     saved_metadata,
 )
-from ckptctl.train.state import template
+from ckptctl.train.state import sharded, template
 from ckptctl.train.wanted import Wanted, kinds_in
 
-_SAME_ON_ALL = ("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "per_rank")
+_SAME_ON_ALL = ("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "names", "per_rank")
 """The options that every rank of a job acts upon."""
 
 
@@ -192,15 +203,10 @@ class Resume:
         job = self._job
         undo = ExitStack()
         wanted: Wanted
-        whole: Metadata
 
         def prepare() -> RankEntries:
-            nonlocal wanted, whole
-            try:
-                whole = saved_metadata(decision, opened)
-            except PathNotFound as error:  # removed since rank 0 inspected it
-                raise LoadFailed(error.message) from error
-            saved, own = seen_by(whole, job.group.rank)
+            nonlocal wanted
+            saved = seen.saved
             kinds = kinds_in(saved)
             formless = False
             for name, optimizer in job.parts.named_optimizers():
@@ -209,10 +215,12 @@ class Resume:
                         undo.callback(optimizer.state.clear)
                     formless |= not allocate_state(optimizer) and name == "optimizer"
             held = template(job.parts, job.position, saved, kinds, formless=formless)
-            wanted = Wanted(held, saved, own)
-            return wanted.entries(job.parts, names_in(whole))
+            wanted = Wanted(held, saved, seen.names, seen.values)
+            return wanted.entries(job.parts, names)
 
         try:
+            seen, whole, stored = self._see(decision, opened)
+            names = [seen.names.get(name, name) for name in names_in(whole)]
             with undo:
                 # A different model must fail on every rank before any tensor is written to.
                 differences = compare(job.group.from_all(prepare), whole)
@@ -222,7 +230,7 @@ class Resume:
                 groups = wanted.state.get("optimizer", {}).get("param_groups", ())
                 groups = tuple(dict(group) for group in groups)
                 lost = job.group.from_all(
-                    lambda: load_into(wanted, differences, decision, job.group, opened)
+                    lambda: load_into(wanted, differences, decision, job.group, stored)
                 )
                 more = sorted({one for rank in lost for one in rank})
                 refuse_lost(more, decision.step or 0, decision.path, job.options)
@@ -230,8 +238,55 @@ class Resume:
                     undo.pop_all()
         except LoadFailed as error:
             return error
-        differences = replace(differences, lost=(*differences.lost, *more))
+        left = {one.split()[0] for one in seen.lost}
+        differences = replace(
+            differences,
+            lost=(*seen.lost, *(one for one in differences.lost if one not in left), *more),
+            notes=(*seen.notes, *differences.notes),
+        )
         return Loaded(wanted.state, differences, groups)
+
+    def _see(self, decision: ResumeDecision, opened: OpenStep) -> tuple[Seen, Metadata, Stored]:
+        """The step as this rank sees it, and as all do, in the names of this job; and its own.
+
+        Raises `StateRefused` for state of another program that this job would not load.
+        """
+        job = self._job
+        whole: Metadata
+        outline = Outline(frozenset(), ())
+        move: Move
+        seen: Seen
+
+        def read() -> Outline:
+            nonlocal whole
+            try:
+                whole = saved_metadata(decision, opened)
+            except PathNotFound as error:  # removed since rank 0 inspected it
+                raise LoadFailed(error.message) from error
+            if not is_of_another_program(whole):
+                return outline
+            return Outline.of(sharded(job.parts, ("model", "optimizer")))
+
+        def recognize() -> None:
+            nonlocal move
+            beside = read_files_beside(opened, job.group.rank)
+            names = job.options.names
+            move = Move(whole, outlines, job.parts, job.position, names, beside)
+
+        def translate() -> None:
+            nonlocal seen
+            read = values_in(request, move.to_read)
+            seen = move.seen(read, decision, job.options)
+
+        outlines = job.group.from_all(read)
+        stored = Stored(opened, whole)
+        if not is_of_another_program(whole):
+            return Seen(*seen_by(whole, job.group.rank)), whole, stored
+        job.group.from_all(recognize)
+        request = request_for(whole, move.to_read)
+        job.group.from_all(lambda: read_into(request, decision, job.group, stored))
+        job.group.from_all(translate)
+        return seen, seen.shared, stored
 
     def _restore(self, decision: ResumeDecision, loaded: Loaded) -> tuple[SavedProgress, Inventory]:
         job = self._job

@@ -63,14 +63,16 @@ def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.Byt
     Raises `RecordUnsafe` for a value with a type that is neither known to be safe nor in
     `safe_types`.
     """
-    value = _value(record, fqn, [_MAKES_BYTES, *_known(), *safe_types])
+    value = safe_value(record, fqn, safe_types)
     copy = io.BytesIO()
     torch.save(value, copy)
     copy.seek(0)
     return copy
 
 
-def _value(record: bytes, fqn: str, allowed: list[Any]) -> Any:
+def safe_value(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> Any:
+    """The value in `record`, an archive of `torch.save`; raises as `safe_copy` does."""
+    allowed = [_MAKES_BYTES, *_known(), *safe_types]
     # A value from a device that this machine lacks is loaded on the CPU.
     where = None if torch.cuda.is_available() else "cpu"
     before = torch.serialization.get_safe_globals()

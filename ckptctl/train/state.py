@@ -161,7 +161,7 @@ GLOBAL_DATA = "global"
 
 def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -> dict[str, Any]:
     """The state of this rank, in the form that DCP takes. Every rank calls it."""
-    state = _sharded(parts, ("model", "optimizer"))
+    state = sharded(parts, ("model", "optimizer"))
     for name in PLAIN:
         part = getattr(parts, name)
         if part is not None:
@@ -189,7 +189,8 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
     return state
 
 
-def _sharded(parts: Parts, kinds: Collection[str]) -> dict[str, Any]:
+def sharded(parts: Parts, kinds: Collection[str]) -> dict[str, Any]:
+    """The state of model and optimizer, as far as they are among the `kinds`."""
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -241,7 +242,7 @@ def _kept(value: Any) -> tuple[Any]:
     return (value,)
 
 
-_TENSOR = "ckptctl: tensor"
+TENSOR = "ckptctl: tensor"
 """The key of what stands for a tensor in the values of an `extra`."""
 
 
@@ -262,7 +263,7 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, Any]) -> Any:
         if name in tensors:
             raise UsageError(f"two tensors of an extra state have the name {name!r}; rename one")
         tensors[name] = value
-        return {_TENSOR: name}
+        return {TENSOR: name}
     n_before = len(tensors)
     dot = "." if name else ""
     copied: Any = value
@@ -283,8 +284,8 @@ def joined(values: Any, tensors: Mapping[str, Any]) -> Any:
     if not tensors:
         return values
     if isinstance(values, Mapping):
-        if values.keys() == {_TENSOR}:
-            return tensors[values[_TENSOR]]
+        if values.keys() == {TENSOR}:
+            return tensors[values[TENSOR]]
         return {key: joined(one, tensors) for key, one in values.items()}
     if isinstance(values, list | tuple):
         return type(values)([joined(one, tensors) for one in values])
@@ -410,7 +411,7 @@ def template(
     `differences` finds it. `kinds` are the kinds of state in the step; an optimizer is `formless`
     if its state could not be made before.
     """
-    state = _sharded(parts, kinds)
+    state = sharded(parts, kinds)
     if "optimizer" in state:
         fit_state(state["optimizer"], saved, formless=formless)
     held = saved.bytes_entries

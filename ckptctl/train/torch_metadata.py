@@ -39,6 +39,7 @@ from ckptctl.model import (
     Metadata,
     Part,
     PartFormat,
+    RangeColumns,
     TensorEntry,
 )
 from ckptctl.storage.contract import TooLarge
@@ -260,6 +261,39 @@ def _joined(metadatas: Sequence[Metadata]) -> Metadata:
         file_names=sorted({name for metadata in metadatas for name in metadata.file_names}),
         planner_paths=paths,
         rank=None,
+    )
+
+
+def joined_parts(parts: Sequence[tuple[str, Metadata]]) -> Metadata:
+    """The metadata of the parts of a step, by their paths, as one: each name begins with a path."""
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, BytesEntry] = {}
+    for part, metadata in parts:
+        inside = [f"{part}/{file}" for file in metadata.file_names]
+        for fqn, tensor in metadata.tensors.items():
+            chunks, name = tensor.chunks, f"{part}.{fqn}"
+            names = inside
+            if chunks.file_names != metadata.file_names:
+                names = [f"{part}/{file}" for file in chunks.file_names]
+            columns = (chunks.files, chunks.starts, chunks.lengths, names, chunks.transforms)
+            moved = Chunks(chunks.n_dims, chunks.offsets, chunks.sizes, RangeColumns(*columns))
+            path = (part, *(tensor.path or (fqn,)))
+            tensors[name] = replace(tensor, fqn=name, path=path, chunks=moved)
+        for fqn, entry in metadata.bytes_entries.items():
+            where, name = entry.byte_range, f"{part}.{fqn}"
+            where = None if where is None else replace(where, file=f"{part}/{where.file}")
+            path = (part, *(entry.path or (fqn,)))
+            values[name] = replace(entry, fqn=name, path=path, byte_range=where)
+    files = [f"{part}/{file}" for part, metadata in parts for file in metadata.file_names]
+    paths = {name: one.path for name, one in tensors.items()}
+    paths |= {name: one.path for name, one in values.items()}
+    return replace(
+        parts[0][1],
+        tensors=tensors,
+        bytes_entries=values,
+        file_names=files,
+        planner_paths=paths,
+        strays=(),
     )
 
 

@@ -6,7 +6,6 @@ weights, are read apart and compared: one of their values would be lost otherwis
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,17 +19,23 @@ from ckptctl.train.state import Parts, check_has_memory, local_tensors
 class Wanted:
     """The state that a load fills on this rank, by the names of the entries of the step.
 
-    `saved` is the step as this rank sees it, and `own` are the names of its own entries there.
+    `saved` is the step as this rank sees it, `own` are the names in it that differ, and `values`
+    those that were read before, by their names here.
     """
 
     def __init__(
-        self, state: dict[str, Any], saved: Metadata, own: Mapping[str, str] | None = None
+        self,
+        state: dict[str, Any],
+        saved: Metadata,
+        own: Mapping[str, str] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         self.state = state
         self._saved = saved
         self._own = own or {}
+        self._values = values or {}
         self._flat, self._paths = flatten_state_dict(state)
         self._tied = dict(self._ties())
 
@@ -67,7 +72,8 @@ class Wanted:
             left_out = ("optimizer.param_groups." if differences.keeps_optimizer else "optimizer.",)
         request: dict[str, Any] = {}
         for name, value in self._flat.items():
-            if not self._is_saved(name) or name.startswith(left_out):
+            is_read = name in self._values or not self._is_saved(name)
+            if is_read or name.startswith(left_out):
                 continue
             if name in self._tied:
                 value = value.detach().clone()
@@ -97,12 +103,17 @@ class Wanted:
                             "in this job, and differ in the step)"
                         )
                     continue
-                path = self._paths[name]
-                container: Any = self.state
-                for part in path[:-1]:
-                    container = container[_key(container, part)]
-                container[_key(container, path[-1])] = value
+                self._set(name, value)
+        for name in self._values.keys() & self._paths.keys():
+            self._set(name, self._values[name])
         return tuple(lost)
+
+    def _set(self, name: str, value: Any) -> None:
+        path = self._paths[name]
+        container: Any = self.state
+        for part in path[:-1]:
+            container = container[_key(container, part)]
+        container[_key(container, path[-1])] = value
 
     def _ties(self) -> Iterator[tuple[str, str]]:
         """Each name of the step whose tensor has another name before it, and that name."""
@@ -193,12 +204,6 @@ def _check_can_be_written(name: str, tensor: Any) -> None:
 def _naming(kind: str, saved: Metadata) -> str:
     """How the step names the tensors of this kind, as the reason why a name is not in it."""
     names = [name for name in saved.tensors if name.startswith(f"{kind}.")]
-    by_number = next((name for name in names if re.match(r"optimizer\.state\.\d+\.", name)), None)
-    if by_number is not None:
-        return (
-            f"it holds the optimizer's state by number ({by_number}), as `optimizer.state_dict()` "
-            "names it, and not by parameter: load it with `resolve` and `dcp.load`"
-        )
     return f"it holds {names[0]}, and was saved by a different model or optimizer"
 
 

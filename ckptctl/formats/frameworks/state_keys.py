@@ -172,6 +172,8 @@ _NO_STATE_HEAD = (
 _SETTINGS_FILE = r"(?:.*[-_.])?(?:args|arguments|config|cfg|hparams|settings)\.[a-z]+"
 _RANK = r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})"
 
+_RNG_OF_RANK = r"(?:rngs?|random)(?:_states?)?_?(?P<rank>[0-9]{1,7})"
+
 _HEADS = (
     (2, _RNG_HEAD, "rng"),
     (3, _SCHEDULER_HEAD, "scheduler"),
@@ -653,7 +655,7 @@ def _rank_in(words: Sequence[str]) -> str | None:
         if word.startswith("shard_"):
             # Megatron's ShardedObject: `shard_{offsets}_{shape}`, dots inside both.
             return ".".join(words[at:])
-        match = re.fullmatch(_RANK, word)
+        match = re.fullmatch(_RANK, word) or re.fullmatch(_RNG_OF_RANK, word)
         if match:
             return match["rank"]
         if word.isdigit() and words[0].startswith(("rng", "random")):

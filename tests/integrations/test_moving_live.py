@@ -1,0 +1,31 @@
+"""The code of `docs/move.md` about frameworks makes the steps that the framework would make."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+from command_line import REPOSITORY
+from live_frameworks import interpreter, job_environment, torchrun, version_of
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "Lightning", "accelerate"])
+def test_the_code_of_the_page_compares_the_steps_after_a_move(framework, tmp_path):
+    version_of(framework.lower())
+    text = (REPOSITORY / "docs" / "move.md").read_text()
+    fence = rf"^```python no-run [^\n]* {framework}\n(.*?)^```$"
+    (code,) = re.findall(fence, text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "script.py").write_text(code)
+    done = subprocess.run(
+        [interpreter(), *torchrun(), "script.py"],
+        cwd=tmp_path,
+        env=job_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "ckptctl: resumed from step 4" in done.stdout
