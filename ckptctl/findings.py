@@ -251,6 +251,7 @@ CODES: Mapping[str, Code] = {
     "loss.level-shift": _warning("the loss is slightly higher than before"),
     "loss.grad-norm": _warning("the gradient norm is far above the one before"),
     "loss.later": _warning("the loss or the gradient norm rises behind steps that agree"),
+    "loss.ema": _warning("the loss of the averaged weights differs"),
     "loss.copied": _warning("rows that appear to be trained again are copies"),
     "loss.constant": _warning("the loss does not vary, so equal rows prove nothing"),
     "loss.other-data": _warning("steps logged twice saw other batches"),

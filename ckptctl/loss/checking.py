@@ -16,7 +16,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import command_line, counted, verb
-from ckptctl.loss.evidence import Fault, Missing, faults, missing
+from ckptctl.loss.evidence import Fault, Missing, missing
 from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
 from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
@@ -63,8 +63,7 @@ class LossReport:
     findings: tuple[Finding, ...]
     """Findings about the logs as a whole, worst first."""
     faults: tuple[Fault, ...]
-    """The ways in which a resume goes wrong, excluded ones first; a fault that was found is not
-    among them."""
+    """The ways in which a resume goes wrong: found, excluded, then open ones."""
     missing: tuple[Missing, ...]
     """What the logs should also contain."""
     report: ResumeReport | None
@@ -315,8 +314,8 @@ def _answer(
         n_resumes=max(0, parts.n_segments - 1),
         assessments=assessments,
         findings=findings,
-        faults=() if worst is None else faults(worst),
-        missing=() if worst is None else missing(worst),
+        faults=() if worst is None else worst.faults,
+        missing=() if worst is None else tuple(missing(worst.resume, worst.replay, worst.level)),
         report=options.report,
         next_commands=_next_commands(verdict, deciding, options.report),
     )

@@ -12,9 +12,11 @@ from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
+from ckptctl.formatting import counted
+from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, Check
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row
-from ckptctl.loss.segments import log_interval
+from ckptctl.loss.segments import Boundary, log_interval
 
 _N_RECENT = 20
 _LR_SAME = 1e-3  # relative
@@ -25,20 +27,56 @@ _LR_ROWS = 50
 _N_LOST = 5  # rows
 
 
-def check_counters(resume: LoggedResume) -> Iterator[Finding]:
-    """Yield a finding for each number that does not continue across the resume.
+def counter_checks(resume: LoggedResume) -> Iterator[Check]:
+    """Yield a check for each number that has to continue across the resume.
 
-    `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.tokens`, `loss.batch`,
-    `loss.lr`, `loss.lr-lower`, `loss.data`, `loss.other-samples`.
+    The findings are `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.gap`,
+    `loss.tokens`, `loss.batch`, `loss.lr`, `loss.lr-lower`, `loss.data`, `loss.other-samples`.
     """
-    yield from _step(resume)
+    is_named = resume.resume_point is not None and resume.boundary is not Boundary.ASKED
+    follows = "the first step follows the step of the checkpoint"
+    yield Check(COUNTER, follows if is_named else "", findings=tuple(_step(resume)))
     if resume.restarted:
-        yield _restarted(resume)
+        yield Check(COUNTER, findings=(_restarted(resume),))
         return
-    yield from _not_finite(resume)
-    yield from _tokens(resume)
-    yield from _learning_rate(resume)
-    yield from _samples_seen(resume)
+    n_losses = sum(row.loss is not None for row in resume.after)
+    finite = f"{counted(n_losses, 'loss', 'losses')} after the resume are finite"
+    lacks = "no loss after the resume"
+    yield Check(NOT_FINITE, finite if n_losses else "", lacks, findings=tuple(_not_finite(resume)))
+    counts = tuple(_tokens(resume))
+    yield Check(BATCH, _counts_compared(resume), "log tokens or samples", findings=counts)
+    rates = tuple(_learning_rate(resume))
+    yield Check(RATE, _rates_compared(resume), "log the learning rate", findings=rates)
+    yield Check(DATA, _digests_compared(resume), findings=tuple(_samples_seen(resume)))
+
+
+def _counts_compared(resume: LoggedResume) -> str:
+    """Which counts were compared; empty where none were."""
+    for what, count in (("tokens", _tokens_of), ("samples", _samples_of)):
+        n = len(list(_twice(resume, count)))
+        if n:
+            return f"the {what} of {counted(n, 'step')} logged twice agree"
+        if _batches(resume, count) is not None:
+            return f"a step has as many {what} as before"
+    return ""
+
+
+def _rates_compared(resume: LoggedResume) -> str:
+    """Which learning rates were compared; empty where none were."""
+    n = len(list(_twice(resume, _lr_of)))
+    if n:
+        return f"the learning rates of {counted(n, 'step')} logged twice agree"
+    before = [row for row in resume.before if row.lr is not None]
+    first = next((row for row in resume.after if row.lr is not None), None)
+    if first is None or len(before) < _RISING or _lr_trend(before[-_N_RECENT:], first) is None:
+        return ""
+    return f"the learning rate of step {first.step:,} continues that of the steps before"
+
+
+def _digests_compared(resume: LoggedResume) -> str:
+    old = {row.step for row in resume.overwritten if row.samples_digest}
+    is_compared = any(row.samples_digest and row.step in old for row in resume.after)
+    return "the digests of the samples agree" if is_compared else ""
 
 
 def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
@@ -292,11 +330,10 @@ def _counted_from_report(
 
 def _batch(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     """A finding for another count per step, which means another global batch."""
-    after = [row for row in resume.after[:_N_RECENT] if count(row) is not None]
-    now = _per_step(after, count)
-    then = _per_step([row for row in resume.before if count(row)][-_N_RECENT:], count)
-    if len(now) < 2 or len(then) < 2 or _is_coarse(after, count):
+    batches = _batches(resume, count)
+    if batches is None:
         return None
+    after, now, then = batches
     # Batches may vary without a resume; only a value outside all of them is a finding.
     low, high = min(then) * (1 - _BATCH), max(then) * (1 + _BATCH)
     if low <= median(now) <= high or list(_twice(resume, count)):
@@ -308,6 +345,18 @@ def _batch(resume: LoggedResume, what: str, count: Count) -> Finding | None:
         expected=f"{median(then):,.0f} {what} per step",
         found=f"{median(now):,.0f} {what} per step",
     )
+
+
+def _batches(
+    resume: LoggedResume, count: Count
+) -> tuple[list[Row], list[float], list[float]] | None:
+    """The first rows after, and the counts per step after and before; None where too few."""
+    after = [row for row in resume.after[:_N_RECENT] if count(row) is not None]
+    now = _per_step(after, count)
+    then = _per_step([row for row in resume.before if count(row)][-_N_RECENT:], count)
+    if len(now) < 2 or len(then) < 2 or _is_coarse(after, count):
+        return None
+    return after, now, then
 
 
 def _is_coarse(rows: Sequence[Row], count: Count) -> bool:

@@ -19,6 +19,8 @@ N_BEFORE = 1_000
 """Rows before a resume that are compared."""
 N_AFTER = 1_000
 """Rows after a resume that are compared."""
+_N_SAMPLED = 500
+"""Rows of the whole history that are sampled."""
 
 _LOST_ROWS = 20
 
@@ -70,6 +72,8 @@ class LoggedResume:
     """The line that marks the start; null where there is none."""
     restarted: bool = False
     """The job started from the beginning instead of resuming."""
+    history: tuple[Row, ...] = ()
+    """A sample of all rows before the resume, from the first one on."""
 
     @property
     def first_step(self) -> int:
@@ -199,7 +203,8 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
     i = holding[-1]
     return LoggedResume(
         number=1,
-        before=_history(run.segments, i, first),
+        before=_history(run.segments, i, first)[-N_BEFORE:],
+        history=_sampled(_history(run.segments, i, first)),
         overwritten=tuple(row for row in run.segments[i].rows if row.step >= first),
         after=segment.rows[:N_AFTER],
         boundary=Boundary.CANARY,
@@ -221,9 +226,11 @@ def _resume(
     # same checkpoint, and may have failed in the same way.
     is_retry = not earlier and resume_point is not None and 0 < resume_point.step <= first
     rows = segments[compared].rows
+    history = () if is_retry else _history(segments, compared, first)
     return LoggedResume(
         number=number,
-        before=() if is_retry else _history(segments, compared, first),
+        before=history[-N_BEFORE:],
+        history=_sampled(history),
         overwritten=() if is_retry else tuple(row for row in rows if row.step >= first),
         after=segment.rows[:N_AFTER],
         boundary=segment.boundary,
@@ -234,16 +241,20 @@ def _resume(
 
 
 def _history(segments: Sequence[Segment], i: int, below: int) -> tuple[Row, ...]:
-    """The newest rows below a step: of segment `i`, then of the segments it continued."""
+    """The rows below a step: of segment `i`, and of the segments that it continued."""
     rows: tuple[Row, ...] = ()
-    while len(rows) < N_BEFORE:
+    while True:
         rows = (*(row for row in segments[i].rows if row.step < below), *rows)
         below = segments[i].first_step
         earlier = [j for j in range(i) if segments[j].first_step < below]
         if not earlier:
             break
         i = earlier[-1]
-    return rows[-N_BEFORE:]
+    return rows
+
+
+def _sampled(rows: Sequence[Row]) -> tuple[Row, ...]:
+    return tuple(rows[:: -(-len(rows) // _N_SAMPLED) or 1])
 
 
 def _divided(
@@ -257,9 +268,11 @@ def _divided(
     if resume_point.source == "report" and not _is_between(segment, resume_point):
         return None
     after = tuple(row for row in segment.rows if row.step > resume_point.step)
+    history = _history(segments, i, resume_point.step + 1)
     return LoggedResume(
         number=n_dropped + i + 1,
-        before=_history(segments, i, resume_point.step + 1),
+        before=history[-N_BEFORE:],
+        history=_sampled(history),
         overwritten=(),
         after=after[:N_AFTER],
         boundary=Boundary.ASKED,

@@ -25,6 +25,7 @@ NUMBERS = (
     "loss",
     "lr",
     "grad_norm",
+    "ema_loss",
     "tokens",
     "samples",
     "throughput",
@@ -57,6 +58,8 @@ _NAMES = {
         traininnerlr trainsampleslr currentlr currentlearningrate""",
     "grad_norm": """gradnorm gradientnorm gnorm traingradnorm optimtotalgradnorm
         l2normgradglobal trainl2normgradglobal totalgradnorm traininnergnorm""",
+    "ema_loss": """emaevalloss evalemaloss evallossema emavalloss valemaloss vallossema
+        emavalidationloss validationlossema""",
     "tokens": """consumedtokens totaltokens tokens tokensseen numtokens numinputtokensseen
         trainnuminputtokensseen throughputtotaltokens timetoken traintimetoken
         traintokens ntokensseen metricstokens""",
