@@ -26,6 +26,7 @@ from ckptctl.loss.resumes import (
     ResumePoint,
     canary_of,
     recomputed_by,
+    resume_alone,
     resume_at,
     resume_numbered,
     resumes,
@@ -222,6 +223,8 @@ def check_split(
         n_resumes = max(0, parts.n_segments - 1)
         raise UsageError(f"--resume {options.which}: the logs hold {n_resumes} resumes")
     assessments = tuple(assess(each) for each in chosen)
+    if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
+        assessments = _alone(parts, options.resume_point)
     of_logs = _of_logs(parts, assessments, resume_point, waits_for)
     findings = in_order([*of_logs, *_damage(damage)])
     answer = _answer(parts, assessments, findings, logs, options)
@@ -231,6 +234,16 @@ def check_split(
     first = suspect_from(parts.segments)
     suspect = None if first is None else SuspectSteps(first, _last_step(parts))
     return replace(answer, recomputed=recomputed, suspect=suspect)
+
+
+def _alone(parts: Split, resume_point: ResumePoint | None) -> tuple[Assessment, ...]:
+    """The assessment of a log without the rows before the resume, where it shows a fault."""
+    resume = resume_alone(parts, resume_point)
+    if resume is None:
+        return ()
+    assessment = assess(resume)
+    is_wrong = assessment.verdict in (LossVerdict.DISCONTINUOUS, LossVerdict.SUSPECT)
+    return (assessment,) if is_wrong else ()
 
 
 _RECENT = 100

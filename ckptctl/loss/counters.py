@@ -14,6 +14,7 @@ from statistics import median
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted
 from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, Check
+from ckptctl.loss.replay import Agreement, Replay
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import Boundary, log_interval
@@ -25,9 +26,10 @@ _BATCH = 0.02  # relative
 _RISING = 4  # rows
 _LR_ROWS = 50
 _N_LOST = 5  # rows
+_N_LOST_ROW = 10  # rows that agree behind one that is missing
 
 
-def counter_checks(resume: LoggedResume) -> Iterator[Check]:
+def counter_checks(resume: LoggedResume, replay: Replay) -> Iterator[Check]:
     """Yield a check for each number that has to continue across the resume.
 
     The findings are `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.gap`,
@@ -35,7 +37,10 @@ def counter_checks(resume: LoggedResume) -> Iterator[Check]:
     """
     is_named = resume.resume_point is not None and resume.boundary is not Boundary.ASKED
     follows = "the first step follows the step of the checkpoint"
-    yield Check(COUNTER, follows if is_named else "", findings=tuple(_step(resume)))
+    if lacks_first_row(resume, replay):
+        yield Check(COUNTER, "every other step after the checkpoint was logged twice, and agrees")
+    else:
+        yield Check(COUNTER, follows if is_named else "", findings=tuple(_step(resume)))
     if resume.restarted:
         yield Check(COUNTER, findings=(_restarted(resume),))
         return
@@ -85,7 +90,9 @@ def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
     `later` is the resume with its boundary behind the steps that agree.
     """
     yield from _tokens(later)
-    yield from _learning_rate_by_trend(later)
+    # A schedule that restarted before may do so right behind the steps that agree.
+    if not _has_cycles([row for row in later.before if row.lr is not None]):
+        yield from _learning_rate_by_trend(later)
 
 
 def _restarted(resume: LoggedResume) -> Finding:
@@ -142,6 +149,20 @@ def _bad(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.loss and not math.isfinite(row.loss.value)]
 
 
+def lacks_first_row(resume: LoggedResume, replay: Replay) -> bool:
+    """Whether only the first row after the resume is missing, and all others repeat exactly."""
+    if resume.resume_point is None or replay.agreement is not Agreement.IDENTICAL:
+        return False
+    spacing = _spacing(resume)
+    latest = resume.resume_point.step + spacing + (spacing > 1)
+    is_close = latest < resume.first_step <= latest + spacing
+    return is_close and replay.is_proof and len(replay.rows) >= _N_LOST_ROW
+
+
+def _spacing(resume: LoggedResume) -> int:
+    return max(1, resume.interval, log_interval(resume.after[:_N_RECENT]))
+
+
 def _step(resume: LoggedResume) -> Iterator[Finding]:
     """Compare the first step with the step of the checkpoint, where that is known.
 
@@ -151,8 +172,9 @@ def _step(resume: LoggedResume) -> Iterator[Finding]:
     resume_point, first = resume.resume_point, resume.first_step
     if resume_point is None:
         return
-    spacing = max(1, resume.interval, log_interval(resume.after[:_N_RECENT]))
-    last = resume_point.step + spacing
+    spacing = _spacing(resume)
+    # fairseq logs its first row an interval and one step after the checkpoint.
+    last = resume_point.step + spacing + (spacing > 1)
     if resume_point.step <= first <= last:
         return
     if first < resume_point.step:
@@ -211,6 +233,8 @@ def _samples_of(row: Row) -> Number | None:
 def _count(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     twice = list(_twice(resume, count))
     rates = _per_step(resume.after[:_N_RECENT], count)
+    if _counts_in_process(resume, twice):
+        return None
     for row, a, b in twice:
         if abs(a.value - b.value) > max(a.quantum, b.quantum):
             if rates and _follows_ranks(resume, row, a.value, b.value, median(rates)):
@@ -228,6 +252,22 @@ def _count(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     if _follows_ranks(resume, row, expected, found, per_step):
         return None
     return _count_finding(resume.after[0], what, expected, found, "the steps before lead to")
+
+
+def _counts_in_process(resume: LoggedResume, twice: Sequence[tuple[Row, Number, Number]]) -> bool:
+    """Whether a count begins anew with each process, and its increments repeat.
+
+    TRL's counts of tokens do. Increments that vary show that the data is the same; equal
+    ones would repeat with any data.
+    """
+    if not twice or twice[0][0] is not resume.after[0]:
+        return False
+    gaps = [(later[1].value - row[1].value, later[2].value - row[2].value)
+            for row, later in pairwise(twice)]  # fmt: skip
+    allowed = max(max(a.quantum, b.quantum) for _, a, b in twice)
+    if len({was for was, _ in gaps}) < _RISING or any(abs(a - b) > allowed for a, b in gaps):
+        return False
+    return 0 < twice[0][2].value <= 2 * max(now for _, now in gaps)
 
 
 def _follows_ranks(
@@ -258,6 +298,8 @@ def _follows_ranks(
 
 def _count_jump(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     """A finding for a count that jumps between two rows after the resume."""
+    if _counts_in_process(resume, list(_twice(resume, count))):
+        return None  # its increments vary with the data
     after = [row for row in resume.after if count(row) is not None]
     rates = _per_step(after, count)
     if len(rates) < 2 or median(rates) <= 0:

@@ -389,10 +389,10 @@ def _agreement(
         return Agreement.OTHER_DATA
     if len(d) < GOOD_ROWS:
         return Agreement.DIFFERENT  # so few rows can rise and fall together by chance
-    middle = median(d)
-    if middle > _SURE * _error(d, rounding):
-        return Agreement.HIGHER
-    return Agreement.LOWER if middle < 0 else Agreement.DIFFERENT
+    middle, sure = median(d), _SURE * _error(d, rounding)
+    if abs(middle) <= sure:
+        return Agreement.DIFFERENT
+    return Agreement.HIGHER if middle > 0 else Agreement.LOWER
 
 
 def _rms(values: Sequence[float]) -> float:

@@ -106,7 +106,8 @@ class LoggedResume:
 
         Where the rows up to `step` agree, a fault can still begin after them.
         """
-        trained = tuple(row for row in self.overwritten if row.step <= step)
+        # Those of the resumed job: a counter of the process continues within it.
+        trained = tuple(row for row in self.after if row.step <= step)
         return replace(
             self,
             before=(*self.before, *trained)[-N_BEFORE:],
@@ -186,6 +187,30 @@ def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
     return any(each.last_step + lost >= resume_point.step for each in earlier)
 
 
+def resume_alone(split: Split, resume_point: ResumePoint | None) -> LoggedResume | None:
+    """The resume of a log that holds only the rows of the resumed job; None for other logs."""
+    if len(split.segments) != 1 or split.n_dropped:
+        return None
+    (segment,) = split.segments
+    marker = segment.marker
+    if resume_point is None and marker is not None and marker.step is not None:
+        resume_point = ResumePoint(marker.step, "log")
+    is_resumed = marker is not None and not marker.fresh
+    if resume_point is not None:
+        is_resumed = is_resumed or segment.first_step >= resume_point.step > 0
+    if not is_resumed:
+        return None
+    return LoggedResume(
+        number=1,
+        before=(),
+        overwritten=(),
+        after=segment.rows[:N_AFTER],
+        boundary=segment.boundary,
+        resume_point=resume_point,
+        marker=marker,
+    )
+
+
 def canary_of(run: Split, canary: Split) -> LoggedResume | None:
     """The last segment of a canary as a resume, compared with the log of the run.
 
@@ -262,7 +287,7 @@ def _divided(
 ) -> LoggedResume | None:
     """The last segment, divided at the step; None where it does not hold the step."""
     i = len(segments) - 1
-    if i < 0 or not segments[i].first_step <= resume_point.step < segments[i].last_step:
+    if i < 0 or not segments[i].first_step < resume_point.step < segments[i].last_step:
         return None
     segment = segments[i]
     if resume_point.source == "report" and not _is_between(segment, resume_point):

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import counted
-from ckptctl.loss.counters import check_later_counters, counter_checks
+from ckptctl.loss.counters import check_later_counters, counter_checks, lacks_first_row
 from ckptctl.loss.evidence import (
     REQUIRED,
     SMALLEST_JUMP,
@@ -85,8 +85,8 @@ FORCES: Mapping[str, LossVerdict] = {
         ),
         (
             LossVerdict.INCONCLUSIVE,
-            """loss.copied loss.constant loss.other-data loss.too-little loss.noisy loss.no-resume
-            loss.none loss.interleaved loss.unread""",
+            """loss.copied loss.constant loss.other-data loss.other-ranks loss.too-little
+            loss.noisy loss.no-resume loss.none loss.interleaved loss.unread""",
         ),
     )
     for code in codes.split()
@@ -118,13 +118,14 @@ class Assessment:
 
 def assess(resume: LoggedResume) -> Assessment:
     """Assess one resume."""
-    counters = list(counter_checks(resume))
-    findings = [finding for check in counters for finding in check.findings]
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
     else:
         replay = compare_replay(resume)
         level = measure_level(resume.before, resume.after)
+    counters = list(counter_checks(resume, replay))
+    findings = [finding for check in counters for finding in check.findings]
+    if not resume.restarted:
         findings += _loss_findings(resume, replay, level, {each.code for each in findings})
     losses = list(loss_checks(resume, replay, level, findings))
     findings += [each for check in losses for each in check.findings if each not in findings]
@@ -174,6 +175,14 @@ def _loss_findings(
     resume: LoggedResume, replay: Replay, level: LossLevel, counters: Container[str]
 ) -> Iterator[Finding]:
     """Yield what the losses show; `counters` are the codes of what the counters show."""
+    if lacks_first_row(resume, replay):
+        yield Finding(
+            "loss.row-missing",
+            str(resume.position),
+            f"the first row after the resume is step {resume.first_step:,}; the one before it is "
+            f"missing in the log, and the {len(replay.rows)} steps behind it agree",
+            found=f"step {resume.first_step:,}",
+        )
     yield from of_replay(resume, replay)
     yield from of_other_data(resume, replay)
     if replay.agrees:
@@ -277,8 +286,8 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     code, meaning = _MEANINGS[replay.agreement]
     if replay.same_first_norm is not None:
         meaning = _BY_NORM.get((code, replay.same_first_norm), meaning)
-    if code == "loss.higher" and resume.interval > 1:
-        meaning = "the same batches at a higher loss, so the weights or their updates are wrong"
+    if _is_of_ranks(resume, replay):
+        code, meaning = "loss.other-ranks", _OTHER_RANKS
     if replay.agreement in (Agreement.HIGHER, Agreement.LOWER):
         how = f"differ by {signed(replay.middle)} in the median"
     elif replay.agreement is Agreement.DRIFT:
@@ -295,6 +304,23 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     )
 
 
+_OTHER_RANKS = (
+    "the same batches on another number of ranks; dropout and batch normalization may explain it"
+)
+
+
+def _is_of_ranks(resume: LoggedResume, replay: Replay) -> bool:
+    """Whether another number of ranks can be the cause: other random numbers and statistics.
+
+    These change single losses more than their median.
+    """
+    if resume.resume_point is None or resume.resume_point.growth == 1:
+        return False
+    if replay.agreement is Agreement.HIGHER:
+        return replay.middle <= LEAST_RISE or replay.z_score <= _Z_JUMP
+    return replay.agreement in (Agreement.DIFFERENT, Agreement.LOWER)
+
+
 _MEANINGS = {
     Agreement.DRIFT: (
         "loss.drift",
@@ -302,9 +328,9 @@ _MEANINGS = {
     ),
     Agreement.HIGHER: (
         "loss.higher",
-        "the same batches at a higher loss, so the weights are wrong",
+        "the same batches at a higher loss",
     ),
-    Agreement.LOWER: ("loss.lower", "the same batches at a lower loss, so these are other weights"),
+    Agreement.LOWER: ("loss.lower", "the same batches at a lower loss"),
     Agreement.DIFFERENT: (
         "loss.differs",
         "the same batches, but other results (random numbers, or a small change of weights)",
