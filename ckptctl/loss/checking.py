@@ -128,6 +128,7 @@ def check_loss(
     format: str | None = None,  # noqa: A002 - the name of the option on the command line
     pattern: str | None = None,
     keys: Mapping[str, str] | None = None,
+    ignore: Sequence[str] = (),
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> LossReport:
@@ -143,8 +144,8 @@ def check_loss(
 
     `canary` is the log of a separate short resume over steps that `logs` hold too: only
     the steps that both logged are compared. `format`, `pattern` and `keys` replace the
-    detection of the log format. A log that is damaged in the middle is read up to the
-    damage, which is a finding.
+    detection of the log format; the metrics named in `ignore` are not read. A log that is
+    damaged in the middle is read up to the damage, which is a finding.
 
     Raises nothing for the content of a log. Raises `UsageError` for a wrong argument or a
     missing file, `StorageError` where a storage could not be read. Memory is bounded by
@@ -157,7 +158,7 @@ def check_loss(
     checkpoint = NamedCheckpoint(
         resume_step, resume_tokens, resume_samples, report, world_size, saved_world_size
     )
-    log_format = LogFormat(format, pattern, keys)
+    log_format = LogFormat(format, pattern, keys, tuple(ignore))
     resume_point, found = checkpoint.resolve(storage)
     options = CheckOptions(resume_point, found, resume, strict)
     damage = DamageLog()

@@ -177,12 +177,13 @@ def _step(resume: LoggedResume) -> Iterator[Finding]:
     last = resume_point.step + spacing + (spacing > 1)
     if resume_point.step <= first <= last:
         return
+    knows_spacing = max(len(resume.before), len(resume.after)) > 2
     if first < resume_point.step:
         code, how = "loss.step", "starts before"
-    elif resume_point.source == "asked":
+    elif resume_point.source == "asked" and knows_spacing:
         # The caller names the checkpoint, so the first step is that of another one.
         code, how = "loss.step", "leaves a gap after"
-    elif _tokens_explain_gap(resume):
+    elif not knows_spacing or _tokens_explain_gap(resume):
         return
     else:
         code, how = "loss.gap", "leaves a gap after"

@@ -235,7 +235,8 @@ def _origin(
             return Origin.COPIED, "their times repeat, which would not happen in another attempt"
     if differs:
         return Origin.RETRAINED, ""
-    is_tail = resume.after[-1].step <= resume.overwritten[-1].step
+    last_step = resume.last_step or resume.after[-1].step
+    is_tail = last_step <= resume.overwritten[-1].step
     if is_tail and resume.boundary is not Boundary.CANARY:
         last = resume.overwritten[-1].step
         return Origin.COPIED, f"no time differs in them and no step follows {last:,}"

@@ -72,6 +72,8 @@ class LoggedResume:
     """The line that marks the start; null where there is none."""
     restarted: bool = False
     """The job started from the beginning instead of resuming."""
+    last_step: int | None = None
+    """The last step of the resumed job, where `after` does not hold all of its rows."""
     history: tuple[Row, ...] = ()
     """A sample of all rows before the resume, from the first one on."""
 
@@ -120,8 +122,8 @@ class LoggedResume:
 
 def resumes(split: Split) -> tuple[LoggedResume, ...]:
     """Every resume in the segments that were kept, oldest first."""
-    segments, n_dropped = split.segments, split.n_dropped
-    return tuple(_resume(segments, i, n_dropped + i, None) for i in range(1, len(segments)))
+    segments = split.segments
+    return tuple(_resume(segments, i, None) for i in range(1, len(segments)))
 
 
 def resume_numbered(
@@ -132,15 +134,16 @@ def resume_numbered(
     The resume point applies to it where the caller named its step, where it matches the
     segment, or where the resume is the last one. A report of another resume is ignored.
     """
-    i = number - split.n_dropped
-    if not 1 <= i < len(split.segments):
+    numbers = [segment.number - 1 for segment in split.segments]
+    if number not in numbers[1:]:
         return None
+    i = numbers.index(number)
     applies = resume_point is not None and (
         resume_point.source == "asked"
         or i == len(split.segments) - 1
         or _follows(split.segments[i], resume_point)
     )
-    return _resume(split.segments, i, number, resume_point if applies else None)
+    return _resume(split.segments, i, resume_point if applies else None)
 
 
 def _follows(segment: Segment, resume_point: ResumePoint) -> bool:
@@ -162,13 +165,13 @@ def resume_at(
     that the dead job logged after its checkpoint are indistinguishable, so a resume point from a
     report divides a log only where the times of the rows place the resume between them.
     """
-    segments, n_dropped = split.segments, split.n_dropped
+    segments = split.segments
     last = len(segments) - 1
     if may_divide and not (last > 0 and _is_tested(segments, resume_point)):
-        divided = _divided(segments, resume_point, n_dropped)
+        divided = _divided(segments, resume_point)
         if divided is not None:
             return divided
-    return _resume(segments, last, n_dropped + last, resume_point) if last > 0 else None
+    return _resume(segments, last, resume_point) if last > 0 else None
 
 
 def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
@@ -238,9 +241,7 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
     )
 
 
-def _resume(
-    segments: Sequence[Segment], i: int, number: int, resume_point: ResumePoint | None
-) -> LoggedResume:
+def _resume(segments: Sequence[Segment], i: int, resume_point: ResumePoint | None) -> LoggedResume:
     segment = segments[i]
     first = segment.first_step
     earlier = [j for j in range(i) if segments[j].first_step < first]
@@ -253,7 +254,7 @@ def _resume(
     rows = segments[compared].rows
     history = () if is_retry else _history(segments, compared, first)
     return LoggedResume(
-        number=number,
+        number=segment.number - 1,
         before=history[-N_BEFORE:],
         history=_sampled(history),
         overwritten=() if is_retry else tuple(row for row in rows if row.step >= first),
@@ -261,6 +262,7 @@ def _resume(
         boundary=segment.boundary,
         resume_point=resume_point,
         marker=segment.marker,
+        last_step=segment.last_step,
         restarted=not earlier and not is_retry,
     )
 
@@ -282,9 +284,7 @@ def _sampled(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(rows[:: -(-len(rows) // _N_SAMPLED) or 1])
 
 
-def _divided(
-    segments: Sequence[Segment], resume_point: ResumePoint, n_dropped: int
-) -> LoggedResume | None:
+def _divided(segments: Sequence[Segment], resume_point: ResumePoint) -> LoggedResume | None:
     """The last segment, divided at the step; None where it does not hold the step."""
     i = len(segments) - 1
     if i < 0 or not segments[i].first_step < resume_point.step < segments[i].last_step:
@@ -295,7 +295,7 @@ def _divided(
     after = tuple(row for row in segment.rows if row.step > resume_point.step)
     history = _history(segments, i, resume_point.step + 1)
     return LoggedResume(
-        number=n_dropped + i + 1,
+        number=segment.number,
         before=history[-N_BEFORE:],
         history=_sampled(history),
         overwritten=(),

@@ -43,6 +43,8 @@ _RANDOM = 0.02  # of the noise between batches
 _ROUNDED = 1e-5  # what weights rounded to bfloat16 change at least
 _DRIFT_ROWS = 20
 _DRIFT_UNITS, _LEAST_DRIFT = 4.0, 2e-5
+_COARSE_UNIT, _MAX_UNEQUAL = 0.3, 0.1
+_FOR_MEDIAN = 8  # rows
 
 # Differences of neighbours of a mean over all steps so far shrink with their number.
 _MEAN_ROWS, _MEAN_SHRINKS, _MEAN_TURNS = 48, 2.5, -0.3
@@ -210,8 +212,12 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
     drifts = False
     if interval == 1 and not exact and replay.rows:
         rest = max(sizes[1:_DRIFT_ROWS], default=0.0)
-        drifts = sizes[0] <= unit and rest > max(_DRIFT_UNITS * unit, _LEAST_DRIFT)
-    by_noise = max(median(sizes), replay.rounding) if sizes else math.inf
+        n_unequal = sum(size > replay.rounding for size in sizes)
+        # Where the last digit hides most noise, it hides that of a right resume in most rows.
+        is_coarse = unit > _COARSE_UNIT * update.size and n_unequal > _MAX_UNEQUAL * len(sizes)
+        drifts = sizes[0] <= unit and (is_coarse or rest > max(_DRIFT_UNITS * unit, _LEAST_DRIFT))
+    usual = median if len(sizes) >= _FOR_MEDIAN else max
+    by_noise = max(usual(sizes), replay.rounding) if sizes else math.inf
     return Sensitivity(
         update=update,
         noise=replay.noise,
