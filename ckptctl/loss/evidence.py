@@ -137,8 +137,9 @@ def loss_checks(
     rows, all_agree = _usable(replay), _usable(replay) or _differing(replay)
     twice = f"{counted(len(replay.rows), 'step')} logged twice agree"
     first = twice if replay.agrees else "the first step logged twice agrees"
+    stale = f"{first}; a tensor that changes the loss by {share(shown.smallest_weights)} would show"
     weights = rows or _differing(replay) * (not replay.first_is_equal)
-    yield _by_rows(WEIGHTS, shown.excludes_weights, first, weights or _weights_text(shown))
+    yield _by_rows(WEIGHTS, shown.excludes_weights, stale, weights or _weights_text(shown))
     jump = level.smallest_jump
     sees_jump = jump is not None and jump <= SMALLEST_JUMP
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""

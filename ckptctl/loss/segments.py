@@ -31,6 +31,7 @@ KEEP_ROWS = 200_000
 """Rows that are kept of all segments; the newest segments are always kept."""
 _KEEP_NEWEST = 4
 _RECENT = 20  # rows
+_LEAST_START_S = 2.0  # no process starts, loads a checkpoint and trains in less
 _SAMPLED = 100
 """One in so many of the rows that are not kept is tested for a finite loss: a test parses it."""
 
@@ -214,13 +215,23 @@ class Splitter:
         if self._markers:
             return Boundary.MARKER
         if row.position.file != last.position.file:
-            continues = last.step < row.step <= last.step + self._open.interval
-            if continues and is_rotation_of(last.position.file, row.position.file):
-                return None
-            return Boundary.FILE
+            return None if self._is_next_part(self._open, row) else Boundary.FILE
         if row.step < last.step or (row.step == last.step and not self._open.repeats(row)):
             return Boundary.STEP
         return None
+
+    def _is_next_part(self, segment: _OpenSegment, row: Row) -> bool:
+        """Whether a new file continues the log before it: rotated, or divided by a shipper.
+
+        The step that the caller names is a boundary, wherever it is.
+        """
+        last = segment.last
+        if not last.step < row.step <= last.step + segment.interval:
+            return False
+        if self._around is not None and last.step <= self._around < row.step:
+            return False
+        rotated = rotated_base(last.position.file) == rotated_base(row.position.file)
+        return rotated or segment.continues_at_once(row)
 
     def _count(self, row: Row, segment: _OpenSegment | None) -> None:
         if segment is not None:
@@ -256,13 +267,8 @@ class Splitter:
 _ROTATED = re.compile(r"(?:[.-]\d{1,8})?(?:\.(?:gz|bz2|xz|zst))?$")
 
 
-def is_rotation_of(earlier: str, later: str) -> bool:
-    """Whether two names are of one log that was rotated: `train.log.1`, `train.log-20260102.gz`."""
-    return rotated_base(earlier) == rotated_base(later)
-
-
 def rotated_base(name: str) -> str:
-    """The name of a log before it was rotated."""
+    """The name of a log before it was rotated: `train.log.1`, `train.log-20260102.gz`."""
     return _ROTATED.sub("", name)
 
 
@@ -295,6 +301,15 @@ class _OpenSegment:
         """Steps from one row to the next, at the end of the segment."""
         recent = [row.step for row in islice(reversed(self._last or self._first), _RECENT)]
         return max(1, max((a - b for a, b in pairwise(recent)), default=1))
+
+    def continues_at_once(self, row: Row) -> bool:
+        """Whether a row follows the last one sooner than another process could write it."""
+        recent = [each.at for each in islice(reversed(self._last or self._first), _RECENT)]
+        times = [at for at in reversed(recent) if at is not None]
+        if row.at is None or len(times) < len(recent) or len(times) < 2:
+            return False
+        usual = median(later - earlier for earlier, later in pairwise(times))
+        return 0 <= row.at - times[-1] <= usual + _LEAST_START_S
 
     def announces(self, markers: Sequence[Marker]) -> bool:
         """Whether lines name the checkpoint that the line above this segment named."""

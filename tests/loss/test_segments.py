@@ -262,6 +262,20 @@ def test_a_rotated_log_that_continues_is_the_same_attempt():
     assert len(split(other).segments) == 2
 
 
+def test_a_file_whose_rows_follow_at_once_is_a_part_of_the_log_before():
+    def part(name, first, last, start):
+        return [
+            replace(each, position=LogPosition(name, each.step), at=start + each.step)
+            for each in rows(first, last)
+        ]
+
+    parts = [*part("a", 1, 100, 0.0), *part("b", 101, 140, 1.0)]
+    assert len(split(parts).segments) == 1
+    assert len(split(parts, around=100).segments) == 2
+    later = [*part("a", 1, 100, 0.0), *part("b", 101, 140, 60.0)]
+    assert len(split(later).segments) == 2
+
+
 def test_the_segment_that_others_repeat_is_kept():
     items = [*rows(1, 320)]
     for attempt in range(2, 82):
