@@ -229,6 +229,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
 _ALSO: Mapping[str, tuple[str, ...]] = {
     "Finding": ("severity", "verdict"),
     "Report": ("usable", "interrupted", "damaged"),
+    "Fault": ("excluded",),
     "LoggedResume": ("first_step", "position"),
     "LossLevel": ("smallest_jump",),
     "Trial": ("passed",),
@@ -237,7 +238,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
 }
 # Fields that documents leave out: rows of a log by the thousand.
 _WITHOUT: Mapping[str, frozenset[str]] = {
-    "LoggedResume": frozenset({"before", "overwritten", "after"}),
+    "LoggedResume": frozenset({"before", "overwritten", "after", "history"}),
     "TrainState": frozenset({"tensor_keys"}),
 }
 OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})

@@ -98,6 +98,13 @@ def loss(
             "--key FIELD=NAME", "The name of a field in JSON lines or in a table: loss=train/ce."
         ),
     ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        option(
+            "--ignore KEY",
+            "The name of a metric that is not read, such as a counter that each process restarts.",
+        ),
+    ] = None,
     plot: Annotated[
         str | None,
         option(
@@ -189,7 +196,7 @@ def loss(
                 saved_world_size,
             ),
             follow=FollowOptions(timeout, max_steps, with_throughput=print_throughput),
-            log_format=LogFormat(format, pattern, keys),
+            log_format=LogFormat(format, pattern, keys, tuple(ignore or ())),
             storage=storage,
             strict=strict,
         )
@@ -209,6 +216,7 @@ def loss(
             format=format,
             pattern=pattern,
             keys=keys,
+            ignore=ignore or (),
             storage=storage,
         )
     if html is not None:

@@ -20,12 +20,14 @@ from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, listed
 from ckptctl.loss.checking import LossReport
+from ckptctl.loss.evidence import FaultState
+from ckptctl.loss.level import share, signed
 from ckptctl.loss.plots import Curve, Point, curve_of, svg_of
 from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number
 from ckptctl.loss.speed import Pace
-from ckptctl.loss.verdict import Assessment, LossVerdict, share, signed
+from ckptctl.loss.verdict import Assessment, LossVerdict
 
 STYLES: Mapping[LossVerdict, Style] = {
     LossVerdict.DISCONTINUOUS: "bad",
@@ -210,9 +212,16 @@ def _level_lines(assessment: Assessment) -> Iterator[Line]:
         yield line(f"  a jump below {share(level.smallest_jump)} would not be detected", hang=4)
 
 
+_FAULT_TITLES = (
+    (FaultState.EXCLUDED, "excluded faults"),
+    (FaultState.OPEN, "faults not excluded"),
+)
+"""A fault that was found is among the findings."""
+
+
 def _fault_lines(report: LossReport) -> Iterator[Line]:
-    for excluded, title in ((True, "excluded faults"), (False, "faults not excluded")):
-        chosen = [fault for fault in report.faults if fault.excluded is excluded]
+    for state, title in _FAULT_TITLES:
+        chosen = [fault for fault in report.faults if fault.state is state]
         if chosen:
             yield line(StyledText(title, "strong"))
         for fault in chosen:

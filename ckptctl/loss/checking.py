@@ -16,7 +16,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import command_line, counted, verb
-from ckptctl.loss.evidence import Fault, Missing, faults, missing
+from ckptctl.loss.evidence import Fault, Missing, missing
 from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
 from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
@@ -26,6 +26,7 @@ from ckptctl.loss.resumes import (
     ResumePoint,
     canary_of,
     recomputed_by,
+    resume_alone,
     resume_at,
     resume_numbered,
     resumes,
@@ -63,8 +64,7 @@ class LossReport:
     findings: tuple[Finding, ...]
     """Findings about the logs as a whole, worst first."""
     faults: tuple[Fault, ...]
-    """The ways in which a resume goes wrong, excluded ones first; a fault that was found is not
-    among them."""
+    """The ways in which a resume goes wrong: found, excluded, then open ones."""
     missing: tuple[Missing, ...]
     """What the logs should also contain."""
     report: ResumeReport | None
@@ -128,6 +128,7 @@ def check_loss(
     format: str | None = None,  # noqa: A002 - the name of the option on the command line
     pattern: str | None = None,
     keys: Mapping[str, str] | None = None,
+    ignore: Sequence[str] = (),
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> LossReport:
@@ -143,8 +144,8 @@ def check_loss(
 
     `canary` is the log of a separate short resume over steps that `logs` hold too: only
     the steps that both logged are compared. `format`, `pattern` and `keys` replace the
-    detection of the log format. A log that is damaged in the middle is read up to the
-    damage, which is a finding.
+    detection of the log format; the metrics named in `ignore` are not read. A log that is
+    damaged in the middle is read up to the damage, which is a finding.
 
     Raises nothing for the content of a log. Raises `UsageError` for a wrong argument or a
     missing file, `StorageError` where a storage could not be read. Memory is bounded by
@@ -157,7 +158,7 @@ def check_loss(
     checkpoint = NamedCheckpoint(
         resume_step, resume_tokens, resume_samples, report, world_size, saved_world_size
     )
-    log_format = LogFormat(format, pattern, keys)
+    log_format = LogFormat(format, pattern, keys, tuple(ignore))
     resume_point, found = checkpoint.resolve(storage)
     options = CheckOptions(resume_point, found, resume, strict)
     damage = DamageLog()
@@ -223,6 +224,8 @@ def check_split(
         n_resumes = max(0, parts.n_segments - 1)
         raise UsageError(f"--resume {options.which}: the logs hold {n_resumes} resumes")
     assessments = tuple(assess(each) for each in chosen)
+    if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
+        assessments = _alone(parts, options.resume_point)
     of_logs = _of_logs(parts, assessments, resume_point, waits_for)
     findings = in_order([*of_logs, *_damage(damage)])
     answer = _answer(parts, assessments, findings, logs, options)
@@ -232,6 +235,16 @@ def check_split(
     first = suspect_from(parts.segments)
     suspect = None if first is None else SuspectSteps(first, _last_step(parts))
     return replace(answer, recomputed=recomputed, suspect=suspect)
+
+
+def _alone(parts: Split, resume_point: ResumePoint | None) -> tuple[Assessment, ...]:
+    """The assessment of a log without the rows before the resume, where it shows a fault."""
+    resume = resume_alone(parts, resume_point)
+    if resume is None:
+        return ()
+    assessment = assess(resume)
+    is_wrong = assessment.verdict in (LossVerdict.DISCONTINUOUS, LossVerdict.SUSPECT)
+    return (assessment,) if is_wrong else ()
 
 
 _RECENT = 100
@@ -315,8 +328,8 @@ def _answer(
         n_resumes=max(0, parts.n_segments - 1),
         assessments=assessments,
         findings=findings,
-        faults=() if worst is None else faults(worst),
-        missing=() if worst is None else missing(worst),
+        faults=() if worst is None else worst.faults,
+        missing=() if worst is None else tuple(missing(worst.resume, worst.replay, worst.level)),
         report=options.report,
         next_commands=_next_commands(verdict, deciding, options.report),
     )

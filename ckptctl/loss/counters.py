@@ -12,9 +12,12 @@ from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
+from ckptctl.formatting import counted
+from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, Check
+from ckptctl.loss.replay import Agreement, Replay
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row
-from ckptctl.loss.segments import log_interval
+from ckptctl.loss.segments import Boundary, log_interval
 
 _N_RECENT = 20
 _LR_SAME = 1e-3  # relative
@@ -23,22 +26,62 @@ _BATCH = 0.02  # relative
 _RISING = 4  # rows
 _LR_ROWS = 50
 _N_LOST = 5  # rows
+_N_LOST_ROW = 10  # rows that agree behind one that is missing
 
 
-def check_counters(resume: LoggedResume) -> Iterator[Finding]:
-    """Yield a finding for each number that does not continue across the resume.
+def counter_checks(resume: LoggedResume, replay: Replay) -> Iterator[Check]:
+    """Yield a check for each number that has to continue across the resume.
 
-    `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.tokens`, `loss.batch`,
-    `loss.lr`, `loss.lr-lower`, `loss.data`, `loss.other-samples`.
+    The findings are `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.gap`,
+    `loss.tokens`, `loss.batch`, `loss.lr`, `loss.lr-lower`, `loss.data`, `loss.other-samples`.
     """
-    yield from _step(resume)
+    is_named = resume.resume_point is not None and resume.boundary is not Boundary.ASKED
+    follows = "the first step follows the step of the checkpoint"
+    if lacks_first_row(resume, replay):
+        yield Check(COUNTER, "every other step after the checkpoint was logged twice, and agrees")
+    else:
+        yield Check(COUNTER, follows if is_named else "", findings=tuple(_step(resume)))
     if resume.restarted:
-        yield _restarted(resume)
+        yield Check(COUNTER, findings=(_restarted(resume),))
         return
-    yield from _not_finite(resume)
-    yield from _tokens(resume)
-    yield from _learning_rate(resume)
-    yield from _samples_seen(resume)
+    n_losses = sum(row.loss is not None for row in resume.after)
+    finite = f"{counted(n_losses, 'loss', 'losses')} after the resume are finite"
+    lacks = "no loss after the resume"
+    yield Check(NOT_FINITE, finite if n_losses else "", lacks, findings=tuple(_not_finite(resume)))
+    counts = tuple(_tokens(resume))
+    yield Check(BATCH, _counts_compared(resume), "log tokens or samples", findings=counts)
+    rates = tuple(_learning_rate(resume))
+    yield Check(RATE, _rates_compared(resume), "log the learning rate", findings=rates)
+    yield Check(DATA, _digests_compared(resume), findings=tuple(_samples_seen(resume)))
+
+
+def _counts_compared(resume: LoggedResume) -> str:
+    """Which counts were compared; empty where none were."""
+    for what, count in (("tokens", _tokens_of), ("samples", _samples_of)):
+        n = len(list(_twice(resume, count)))
+        if n:
+            return f"the {what} of {counted(n, 'step')} logged twice agree"
+        if _batches(resume, count) is not None:
+            return f"a step has as many {what} as before"
+    return ""
+
+
+def _rates_compared(resume: LoggedResume) -> str:
+    """Which learning rates were compared; empty where none were."""
+    n = len(list(_twice(resume, _lr_of)))
+    if n:
+        return f"the learning rates of {counted(n, 'step')} logged twice agree"
+    before = [row for row in resume.before if row.lr is not None]
+    first = next((row for row in resume.after if row.lr is not None), None)
+    if first is None or len(before) < _RISING or _lr_trend(before[-_N_RECENT:], first) is None:
+        return ""
+    return f"the learning rate of step {first.step:,} continues that of the steps before"
+
+
+def _digests_compared(resume: LoggedResume) -> str:
+    old = {row.step for row in resume.overwritten if row.samples_digest}
+    is_compared = any(row.samples_digest and row.step in old for row in resume.after)
+    return "the digests of the samples agree" if is_compared else ""
 
 
 def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
@@ -47,7 +90,9 @@ def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
     `later` is the resume with its boundary behind the steps that agree.
     """
     yield from _tokens(later)
-    yield from _learning_rate_by_trend(later)
+    # A schedule that restarted before may do so right behind the steps that agree.
+    if not _has_cycles([row for row in later.before if row.lr is not None]):
+        yield from _learning_rate_by_trend(later)
 
 
 def _restarted(resume: LoggedResume) -> Finding:
@@ -104,6 +149,20 @@ def _bad(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.loss and not math.isfinite(row.loss.value)]
 
 
+def lacks_first_row(resume: LoggedResume, replay: Replay) -> bool:
+    """Whether only the first row after the resume is missing, and all others repeat exactly."""
+    if resume.resume_point is None or replay.agreement is not Agreement.IDENTICAL:
+        return False
+    spacing = _spacing(resume)
+    latest = resume.resume_point.step + spacing + (spacing > 1)
+    is_close = latest < resume.first_step <= latest + spacing
+    return is_close and replay.is_proof and len(replay.rows) >= _N_LOST_ROW
+
+
+def _spacing(resume: LoggedResume) -> int:
+    return max(1, resume.interval, log_interval(resume.after[:_N_RECENT]))
+
+
 def _step(resume: LoggedResume) -> Iterator[Finding]:
     """Compare the first step with the step of the checkpoint, where that is known.
 
@@ -113,16 +172,18 @@ def _step(resume: LoggedResume) -> Iterator[Finding]:
     resume_point, first = resume.resume_point, resume.first_step
     if resume_point is None:
         return
-    spacing = max(1, resume.interval, log_interval(resume.after[:_N_RECENT]))
-    last = resume_point.step + spacing
+    spacing = _spacing(resume)
+    # fairseq logs its first row an interval and one step after the checkpoint.
+    last = resume_point.step + spacing + (spacing > 1)
     if resume_point.step <= first <= last:
         return
+    knows_spacing = max(len(resume.before), len(resume.after)) > 2
     if first < resume_point.step:
         code, how = "loss.step", "starts before"
-    elif resume_point.source == "asked":
+    elif resume_point.source == "asked" and knows_spacing:
         # The caller names the checkpoint, so the first step is that of another one.
         code, how = "loss.step", "leaves a gap after"
-    elif _tokens_explain_gap(resume):
+    elif not knows_spacing or _tokens_explain_gap(resume):
         return
     else:
         code, how = "loss.gap", "leaves a gap after"
@@ -173,6 +234,8 @@ def _samples_of(row: Row) -> Number | None:
 def _count(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     twice = list(_twice(resume, count))
     rates = _per_step(resume.after[:_N_RECENT], count)
+    if _counts_in_process(resume, twice):
+        return None
     for row, a, b in twice:
         if abs(a.value - b.value) > max(a.quantum, b.quantum):
             if rates and _follows_ranks(resume, row, a.value, b.value, median(rates)):
@@ -190,6 +253,22 @@ def _count(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     if _follows_ranks(resume, row, expected, found, per_step):
         return None
     return _count_finding(resume.after[0], what, expected, found, "the steps before lead to")
+
+
+def _counts_in_process(resume: LoggedResume, twice: Sequence[tuple[Row, Number, Number]]) -> bool:
+    """Whether a count begins anew with each process, and its increments repeat.
+
+    TRL's counts of tokens do. Increments that vary show that the data is the same; equal
+    ones would repeat with any data.
+    """
+    if not twice or twice[0][0] is not resume.after[0]:
+        return False
+    gaps = [(later[1].value - row[1].value, later[2].value - row[2].value)
+            for row, later in pairwise(twice)]  # fmt: skip
+    allowed = max(max(a.quantum, b.quantum) for _, a, b in twice)
+    if len({was for was, _ in gaps}) < _RISING or any(abs(a - b) > allowed for a, b in gaps):
+        return False
+    return 0 < twice[0][2].value <= 2 * max(now for _, now in gaps)
 
 
 def _follows_ranks(
@@ -220,6 +299,8 @@ def _follows_ranks(
 
 def _count_jump(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     """A finding for a count that jumps between two rows after the resume."""
+    if _counts_in_process(resume, list(_twice(resume, count))):
+        return None  # its increments vary with the data
     after = [row for row in resume.after if count(row) is not None]
     rates = _per_step(after, count)
     if len(rates) < 2 or median(rates) <= 0:
@@ -292,11 +373,10 @@ def _counted_from_report(
 
 def _batch(resume: LoggedResume, what: str, count: Count) -> Finding | None:
     """A finding for another count per step, which means another global batch."""
-    after = [row for row in resume.after[:_N_RECENT] if count(row) is not None]
-    now = _per_step(after, count)
-    then = _per_step([row for row in resume.before if count(row)][-_N_RECENT:], count)
-    if len(now) < 2 or len(then) < 2 or _is_coarse(after, count):
+    batches = _batches(resume, count)
+    if batches is None:
         return None
+    after, now, then = batches
     # Batches may vary without a resume; only a value outside all of them is a finding.
     low, high = min(then) * (1 - _BATCH), max(then) * (1 + _BATCH)
     if low <= median(now) <= high or list(_twice(resume, count)):
@@ -308,6 +388,18 @@ def _batch(resume: LoggedResume, what: str, count: Count) -> Finding | None:
         expected=f"{median(then):,.0f} {what} per step",
         found=f"{median(now):,.0f} {what} per step",
     )
+
+
+def _batches(
+    resume: LoggedResume, count: Count
+) -> tuple[list[Row], list[float], list[float]] | None:
+    """The first rows after, and the counts per step after and before; None where too few."""
+    after = [row for row in resume.after[:_N_RECENT] if count(row) is not None]
+    now = _per_step(after, count)
+    then = _per_step([row for row in resume.before if count(row)][-_N_RECENT:], count)
+    if len(now) < 2 or len(then) < 2 or _is_coarse(after, count):
+        return None
+    return after, now, then
 
 
 def _is_coarse(rows: Sequence[Row], count: Count) -> bool:

@@ -234,3 +234,18 @@ def _logs(rows: Sequence[Row]) -> list[float]:
         for row in rows
         if row.grad_norm and row.grad_norm.value > 0 and math.isfinite(row.grad_norm.value)
     ]
+
+
+def share(value: float) -> str:
+    """A fraction in percent, with two digits, or all before the point."""
+    return f"{100 * value:{_digits(value)}} %"
+
+
+def signed(value: float) -> str:
+    """A relative difference in percent, with its sign and two digits, or all before the point."""
+    return f"{100 * value:+{_digits(value)}} %"
+
+
+def _digits(value: float) -> str:
+    # `.2g` writes 113 % as 1.1e+02 %.
+    return ".2g" if abs(value) < 0.995 else ",.0f"

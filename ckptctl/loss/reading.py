@@ -18,12 +18,14 @@ from ckptctl.formats.wrapped_logs import Unwrapper
 from ckptctl.formatting import command_line
 from ckptctl.loss.formats.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
 from ckptctl.loss.formats.console import pattern_format
-from ckptctl.loss.formats.fields import check_keys
+from ckptctl.loss.formats.fields import check_keys, with_ignored
 from ckptctl.loss.formats.records import TrainerState, is_document
 from ckptctl.loss.rows import Marker, Row
+from ckptctl.loss.segments import rotated_base
 from ckptctl.loss.sources import expanded, log_pieces, natural
 from ckptctl.loss.text_logs import TEXT_FORMATS, TextLog
 from ckptctl.options import StorageOptions
+from ckptctl.outside_numbers import clamped
 from ckptctl.storage.logs import STDIN
 
 FORMATS: tuple[str, ...] = (
@@ -43,13 +45,15 @@ class LogFormat:
     """How rows are found in a log, as far as the caller replaces the detection.
 
     `name` is one of `FORMATS`. `pattern` is a regular expression whose groups are named as
-    the fields of `Row`. `keys` maps a field to the name that the log has for it. Raises
+    the fields of `Row`. `keys` maps a field to the name that the log has for it; the names in
+    `ignored` are those of no field. Raises
     `UsageError` for an unknown format or field, and for `name` together with `pattern`.
     """
 
     name: str | None = None
     pattern: str | None = None
     keys: Mapping[str, str] | None = None
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.name is not None and self.name not in FORMATS:
@@ -63,6 +67,11 @@ class LogFormat:
         if self.pattern is not None:
             pattern_format(self.pattern)
         check_keys(self.keys or {})
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The names that replace those of the table, by their fields."""
+        return with_ignored(self.keys or {}, self.ignored)
 
 
 class Log(Protocol):
@@ -178,7 +187,7 @@ class LogReader:
             yield from self._log.feed(data)
 
     def _binary_log(self, head: bytes) -> Log | None:
-        name, pattern, keys = self._options.name, self._options.pattern, self._options.keys
+        name, pattern, keys = self._options.name, self._options.pattern, self._options.names
         detected = name is None and pattern is None
         if name == EventFile.format or (detected and is_event_file(head)):
             return EventFile(self.name, keys)
@@ -187,7 +196,7 @@ class LogReader:
         return None
 
     def _text_log(self, head: bytes) -> Log:
-        name, pattern, keys = self._options.name, self._options.pattern, self._options.keys
+        name, pattern, keys = self._options.name, self._options.pattern, self._options.names
         detected = name is None and pattern is None
         if name == TrainerState.format or (detected and is_document(self.name, head)):
             return TrainerState(self.name, keys)
@@ -312,12 +321,26 @@ def _in_order(
         path: _first_clock(LogReader(path, log_format, deadline=deadline), storage)
         for path in paths
     }
-    clocks = {path: at for path, at in first.items() if at is not None}
+    # A time of the day without a date orders nothing.
+    clocks = {path: at for path, at in first.items() if at is not None and at > _A_DAY_S}
     if len(clocks) == len(first):
         # The sort is stable: logs with the same first time keep the order of the caller.
         return sorted(paths, key=lambda path: clocks[path])
+    if len({rotated_base(path) for path in paths}) == 1:
+        return sorted(paths, key=_rotated)
     shapes = {re.sub(r"\d+", "0", path) for path in paths}
     return sorted(paths, key=natural) if len(shapes) == 1 else paths
+
+
+_A_DAY_S = 86_400
+
+
+def _rotated(path: str) -> tuple[bool, int, str]:
+    """Orders the files of a rotated log: `.2`, `.1`, then the log; dates rise."""
+    suffix = path[len(rotated_base(path)) :]
+    digits = "".join(filter(str.isdigit, suffix.partition(".gz")[0]))
+    number = clamped(digits) if digits else 0
+    return not digits, number if len(digits) >= 6 else -number, path
 
 
 def _first_clock(reader: LogReader, storage: StorageOptions) -> float | None:

@@ -41,9 +41,11 @@ FINE_DIGITS = "five significant digits"
 # repeated five or more losses and gradient norms to four digits.
 _COARSE = 1e-3
 
+EXACT = 1e-6
+"""What single precision leaves of an exact resume, relative to the loss."""
 # Measured on resumes of Megatron-LM on three generations of GPUs: the median of the
 # relative difference was 3e-6, at most 2e-5 in nine of ten, never above 5.5e-4.
-_EXACT, _SAME_MEDIAN, _SAME_MOST = 1e-6, 3e-4, 1.5e-3
+_SAME_MEDIAN, _SAME_MOST = 3e-4, 1.5e-3
 # Numerical noise shrinks in a mean of several steps, at most to a third.
 _MOST_AVERAGED = 10
 _BY_CHANCE = 0.05
@@ -205,7 +207,7 @@ def compare_replay(resume: LoggedResume) -> Replay:
         not_compared=not_compared,
         origin=origin,
         copied_because=copied_because,
-        varies=_varies(shapes[0], recent, max(_EXACT, 2 * rounding, most)),
+        varies=_varies(shapes[0], recent, max(EXACT, 2 * rounding, most)),
         fine_enough=rounding <= FINE or _norms_repeat(rows, rounding),
         same_first_norm=same_norm,
     )
@@ -233,7 +235,8 @@ def _origin(
             return Origin.COPIED, "their times repeat, which would not happen in another attempt"
     if differs:
         return Origin.RETRAINED, ""
-    is_tail = resume.after[-1].step <= resume.overwritten[-1].step
+    last_step = resume.last_step or resume.after[-1].step
+    is_tail = last_step <= resume.overwritten[-1].step
     if is_tail and resume.boundary is not Boundary.CANARY:
         last = resume.overwritten[-1].step
         return Origin.COPIED, f"no time differs in them and no step follows {last:,}"
@@ -368,12 +371,12 @@ def _agreement(
     if len(d) < MIN_ROWS:
         return Agreement.FEW
     sizes = [abs(each) for each in d]
-    if max(sizes) <= max(_EXACT, 2 * rounding):
+    if max(sizes) <= max(EXACT, 2 * rounding):
         return Agreement.IDENTICAL
     same_batches = _same_batches(d, shapes, noise)
     # With coarse printing or similar batches, other batches may begin equal by chance.
     by_chance = _BY_CHANCE * math.sqrt(2) * noise
-    equal = max(_EXACT, rounding)
+    equal = max(EXACT, rounding)
     begins_equal = sizes[0] <= equal and (equal < by_chance or same_batches)
     if begins_equal and _rms(d[1:_DRIFT_ROWS]) > max(_DRIFT, 3 * rounding):
         return Agreement.DRIFT
@@ -387,10 +390,10 @@ def _agreement(
         return Agreement.OTHER_DATA
     if len(d) < GOOD_ROWS:
         return Agreement.DIFFERENT  # so few rows can rise and fall together by chance
-    middle = median(d)
-    if middle > _SURE * _error(d, rounding):
-        return Agreement.HIGHER
-    return Agreement.LOWER if middle < 0 else Agreement.DIFFERENT
+    middle, sure = median(d), _SURE * _error(d, rounding)
+    if abs(middle) <= sure:
+        return Agreement.DIFFERENT
+    return Agreement.HIGHER if middle > 0 else Agreement.LOWER
 
 
 def _rms(values: Sequence[float]) -> float:
@@ -401,7 +404,7 @@ def _error(d: Sequence[float], noise: float) -> float:
     """The standard error of the median, from the spread of the differences or `noise`."""
     middle = median(d)
     spread = _MAD * median(abs(each - middle) for each in d)
-    return max(spread, math.sqrt(2) * noise, _EXACT) * math.sqrt(_MEDIAN_LOSS / len(d))
+    return max(spread, math.sqrt(2) * noise, EXACT) * math.sqrt(_MEDIAN_LOSS / len(d))
 
 
 def _same_median(rounding: float, interval: int = 1) -> float:

@@ -19,6 +19,8 @@ N_BEFORE = 1_000
 """Rows before a resume that are compared."""
 N_AFTER = 1_000
 """Rows after a resume that are compared."""
+_N_SAMPLED = 500
+"""Rows of the whole history that are sampled."""
 
 _LOST_ROWS = 20
 
@@ -70,6 +72,10 @@ class LoggedResume:
     """The line that marks the start; null where there is none."""
     restarted: bool = False
     """The job started from the beginning instead of resuming."""
+    last_step: int | None = None
+    """The last step of the resumed job, where `after` does not hold all of its rows."""
+    history: tuple[Row, ...] = ()
+    """A sample of all rows before the resume, from the first one on."""
 
     @property
     def first_step(self) -> int:
@@ -102,7 +108,8 @@ class LoggedResume:
 
         Where the rows up to `step` agree, a fault can still begin after them.
         """
-        trained = tuple(row for row in self.overwritten if row.step <= step)
+        # Those of the resumed job: a counter of the process continues within it.
+        trained = tuple(row for row in self.after if row.step <= step)
         return replace(
             self,
             before=(*self.before, *trained)[-N_BEFORE:],
@@ -115,8 +122,8 @@ class LoggedResume:
 
 def resumes(split: Split) -> tuple[LoggedResume, ...]:
     """Every resume in the segments that were kept, oldest first."""
-    segments, n_dropped = split.segments, split.n_dropped
-    return tuple(_resume(segments, i, n_dropped + i, None) for i in range(1, len(segments)))
+    segments = split.segments
+    return tuple(_resume(segments, i, None) for i in range(1, len(segments)))
 
 
 def resume_numbered(
@@ -127,15 +134,16 @@ def resume_numbered(
     The resume point applies to it where the caller named its step, where it matches the
     segment, or where the resume is the last one. A report of another resume is ignored.
     """
-    i = number - split.n_dropped
-    if not 1 <= i < len(split.segments):
+    numbers = [segment.number - 1 for segment in split.segments]
+    if number not in numbers[1:]:
         return None
+    i = numbers.index(number)
     applies = resume_point is not None and (
         resume_point.source == "asked"
         or i == len(split.segments) - 1
         or _follows(split.segments[i], resume_point)
     )
-    return _resume(split.segments, i, number, resume_point if applies else None)
+    return _resume(split.segments, i, resume_point if applies else None)
 
 
 def _follows(segment: Segment, resume_point: ResumePoint) -> bool:
@@ -157,13 +165,13 @@ def resume_at(
     that the dead job logged after its checkpoint are indistinguishable, so a resume point from a
     report divides a log only where the times of the rows place the resume between them.
     """
-    segments, n_dropped = split.segments, split.n_dropped
+    segments = split.segments
     last = len(segments) - 1
     if may_divide and not (last > 0 and _is_tested(segments, resume_point)):
-        divided = _divided(segments, resume_point, n_dropped)
+        divided = _divided(segments, resume_point)
         if divided is not None:
             return divided
-    return _resume(segments, last, n_dropped + last, resume_point) if last > 0 else None
+    return _resume(segments, last, resume_point) if last > 0 else None
 
 
 def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
@@ -180,6 +188,30 @@ def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
     # The last rows of a job that died are often lost in a buffer.
     lost = _LOST_ROWS * log_interval(last.rows[:100])
     return any(each.last_step + lost >= resume_point.step for each in earlier)
+
+
+def resume_alone(split: Split, resume_point: ResumePoint | None) -> LoggedResume | None:
+    """The resume of a log that holds only the rows of the resumed job; None for other logs."""
+    if len(split.segments) != 1 or split.n_dropped:
+        return None
+    (segment,) = split.segments
+    marker = segment.marker
+    if resume_point is None and marker is not None and marker.step is not None:
+        resume_point = ResumePoint(marker.step, "log")
+    is_resumed = marker is not None and not marker.fresh
+    if resume_point is not None:
+        is_resumed = is_resumed or segment.first_step >= resume_point.step > 0
+    if not is_resumed:
+        return None
+    return LoggedResume(
+        number=1,
+        before=(),
+        overwritten=(),
+        after=segment.rows[:N_AFTER],
+        boundary=segment.boundary,
+        resume_point=resume_point,
+        marker=marker,
+    )
 
 
 def canary_of(run: Split, canary: Split) -> LoggedResume | None:
@@ -199,7 +231,8 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
     i = holding[-1]
     return LoggedResume(
         number=1,
-        before=_history(run.segments, i, first),
+        before=_history(run.segments, i, first)[-N_BEFORE:],
+        history=_sampled(_history(run.segments, i, first)),
         overwritten=tuple(row for row in run.segments[i].rows if row.step >= first),
         after=segment.rows[:N_AFTER],
         boundary=Boundary.CANARY,
@@ -208,9 +241,7 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
     )
 
 
-def _resume(
-    segments: Sequence[Segment], i: int, number: int, resume_point: ResumePoint | None
-) -> LoggedResume:
+def _resume(segments: Sequence[Segment], i: int, resume_point: ResumePoint | None) -> LoggedResume:
     segment = segments[i]
     first = segment.first_step
     earlier = [j for j in range(i) if segments[j].first_step < first]
@@ -221,45 +252,52 @@ def _resume(
     # same checkpoint, and may have failed in the same way.
     is_retry = not earlier and resume_point is not None and 0 < resume_point.step <= first
     rows = segments[compared].rows
+    history = () if is_retry else _history(segments, compared, first)
     return LoggedResume(
-        number=number,
-        before=() if is_retry else _history(segments, compared, first),
+        number=segment.number - 1,
+        before=history[-N_BEFORE:],
+        history=_sampled(history),
         overwritten=() if is_retry else tuple(row for row in rows if row.step >= first),
         after=segment.rows[:N_AFTER],
         boundary=segment.boundary,
         resume_point=resume_point,
         marker=segment.marker,
+        last_step=segment.last_step,
         restarted=not earlier and not is_retry,
     )
 
 
 def _history(segments: Sequence[Segment], i: int, below: int) -> tuple[Row, ...]:
-    """The newest rows below a step: of segment `i`, then of the segments it continued."""
+    """The rows below a step: of segment `i`, and of the segments that it continued."""
     rows: tuple[Row, ...] = ()
-    while len(rows) < N_BEFORE:
+    while True:
         rows = (*(row for row in segments[i].rows if row.step < below), *rows)
         below = segments[i].first_step
         earlier = [j for j in range(i) if segments[j].first_step < below]
         if not earlier:
             break
         i = earlier[-1]
-    return rows[-N_BEFORE:]
+    return rows
 
 
-def _divided(
-    segments: Sequence[Segment], resume_point: ResumePoint, n_dropped: int
-) -> LoggedResume | None:
+def _sampled(rows: Sequence[Row]) -> tuple[Row, ...]:
+    return tuple(rows[:: -(-len(rows) // _N_SAMPLED) or 1])
+
+
+def _divided(segments: Sequence[Segment], resume_point: ResumePoint) -> LoggedResume | None:
     """The last segment, divided at the step; None where it does not hold the step."""
     i = len(segments) - 1
-    if i < 0 or not segments[i].first_step <= resume_point.step < segments[i].last_step:
+    if i < 0 or not segments[i].first_step < resume_point.step < segments[i].last_step:
         return None
     segment = segments[i]
     if resume_point.source == "report" and not _is_between(segment, resume_point):
         return None
     after = tuple(row for row in segment.rows if row.step > resume_point.step)
+    history = _history(segments, i, resume_point.step + 1)
     return LoggedResume(
-        number=n_dropped + i + 1,
-        before=_history(segments, i, resume_point.step + 1),
+        number=segment.number,
+        before=history[-N_BEFORE:],
+        history=_sampled(history),
         overwritten=(),
         after=after[:N_AFTER],
         boundary=Boundary.ASKED,

@@ -57,6 +57,8 @@ class Row(_Unparsed):
     """The learning rate."""
     grad_norm: Number | None = None
     """The norm of the gradient."""
+    ema_loss: Number | None = None
+    """The loss of the averaged weights (EMA) in an evaluation."""
     tokens: Number | None = None
     """Tokens since the start of the run."""
     samples: Number | None = None

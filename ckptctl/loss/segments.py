@@ -10,11 +10,12 @@ compared.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 
 from ckptctl.data_classes import dataclass, replace
@@ -24,8 +25,13 @@ KEEP_FIRST = 1_000
 """Rows that are kept from the beginning of a segment."""
 KEEP_LAST = 20_000
 """Rows that are kept from the end of a segment: a checkpoint interval is rarely longer."""
-KEEP_SEGMENTS = 8
-"""Segments that are kept, the newest ones."""
+KEEP_SEGMENTS = 64
+"""Segments that are kept: the newest ones, and those that they continue."""
+KEEP_ROWS = 200_000
+"""Rows that are kept of all segments; the newest segments are always kept."""
+_KEEP_NEWEST = 4
+_RECENT = 20  # rows
+_LEAST_START_S = 2.0  # no process starts, loads a checkpoint and trains in less
 _SAMPLED = 100
 """One in so many of the rows that are not kept is tested for a finite loss: a test parses it."""
 
@@ -140,7 +146,7 @@ class Splitter:
 
     def __init__(self, *, around: int | None = None) -> None:
         self._around = around
-        self._done: deque[Segment] = deque(maxlen=KEEP_SEGMENTS)
+        self._done: list[Segment] = []
         self._open: _OpenSegment | None = None
         self._markers: list[Marker] = []
         self._n_segments = 0
@@ -202,14 +208,30 @@ class Splitter:
     def _boundary(self, row: Row) -> Boundary | None:
         if self._open is None:
             return Boundary.MARKER if self._markers else None
+        last = self._open.last
+        if self._markers and row.step > last.step and self._open.announces(self._markers):
+            # Another rank announces the resume of this segment, after some of its rows.
+            self._markers = []
         if self._markers:
             return Boundary.MARKER
-        last = self._open.last
         if row.position.file != last.position.file:
-            return Boundary.FILE
+            return None if self._is_next_part(self._open, row) else Boundary.FILE
         if row.step < last.step or (row.step == last.step and not self._open.repeats(row)):
             return Boundary.STEP
         return None
+
+    def _is_next_part(self, segment: _OpenSegment, row: Row) -> bool:
+        """Whether a new file continues the log before it: rotated, or divided by a shipper.
+
+        The step that the caller names is a boundary, wherever it is.
+        """
+        last = segment.last
+        if not last.step < row.step <= last.step + segment.interval:
+            return False
+        if self._around is not None and last.step <= self._around < row.step:
+            return False
+        rotated = rotated_base(last.position.file) == rotated_base(row.position.file)
+        return rotated or segment.continues_at_once(row)
 
     def _count(self, row: Row, segment: _OpenSegment | None) -> None:
         if segment is not None:
@@ -221,6 +243,7 @@ class Splitter:
     def _begin(self, boundary: Boundary, before: _OpenSegment | None) -> _OpenSegment:
         if before is not None:
             self._done.append(before.segment(self._n_segments))
+            self._drop()
             short = boundary is Boundary.STEP and before.n_rows <= _SHORT_SEGMENT_ROWS
             self._n_short = self._n_short + 1 if short else 0
             self._interleaved = self._interleaved or self._n_short >= _MIN_SHORT_SEGMENTS
@@ -228,6 +251,25 @@ class Splitter:
         self._open = _OpenSegment(boundary, _start_marker(self._markers), self._around)
         self._markers = []
         return self._open
+
+    def _drop(self) -> None:
+        """Drop segments that are too many: first those whose steps were all trained again."""
+        while len(self._done) > KEEP_SEGMENTS or (
+            len(self._done) > _KEEP_NEWEST
+            and sum(len(segment.rows) for segment in self._done) > KEEP_ROWS
+        ):
+            older = range(len(self._done) - _KEEP_NEWEST)
+            earliest = min(segment.first_step for segment in self._done[-_KEEP_NEWEST:])
+            retries = (i for i in older if self._done[i].first_step >= earliest)
+            del self._done[next(retries, 0)]
+
+
+_ROTATED = re.compile(r"(?:[.-]\d{1,8})?(?:\.(?:gz|bz2|xz|zst))?$")
+
+
+def rotated_base(name: str) -> str:
+    """The name of a log before it was rotated: `train.log.1`, `train.log-20260102.gz`."""
+    return _ROTATED.sub("", name)
 
 
 class _OpenSegment:
@@ -253,6 +295,26 @@ class _OpenSegment:
     @property
     def n_steps(self) -> int:
         return self.last.step - self.first_step + 1
+
+    @property
+    def interval(self) -> int:
+        """Steps from one row to the next, at the end of the segment."""
+        recent = [row.step for row in islice(reversed(self._last or self._first), _RECENT)]
+        return max(1, max((a - b for a, b in pairwise(recent)), default=1))
+
+    def continues_at_once(self, row: Row) -> bool:
+        """Whether a row follows the last one sooner than another process could write it."""
+        recent = [each.at for each in islice(reversed(self._last or self._first), _RECENT)]
+        times = [at for at in reversed(recent) if at is not None]
+        if row.at is None or len(times) < len(recent) or len(times) < 2:
+            return False
+        usual = median(later - earlier for earlier, later in pairwise(times))
+        return 0 <= row.at - times[-1] <= usual + _LEAST_START_S
+
+    def announces(self, markers: Sequence[Marker]) -> bool:
+        """Whether lines name the checkpoint that the line above this segment named."""
+        own = None if self._marker is None else self._marker.step
+        return own is not None and all(marker.step == own for marker in markers)
 
     def row_of(self, step: int) -> Row | None:
         kept = (self._last, self._pinned, self._first)

@@ -150,7 +150,9 @@ class TextLog:
         self._keys = keys
         self._splitter = LineSplitter()
         self._markers = markers.HintFinder()
-        self._ranks = RankDeduplicator()
+        self._ranks: RankDeduplicator = RankDeduplicator(
+            None if earlier is None else earlier._ranks
+        )
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
         # Most lines of a log without rows have none of the literals: few formats read them.
@@ -411,15 +413,16 @@ class RankDeduplicator:
 
     The first rank that prints a row is kept; the others repeat it. Where another rank
     prints three steps while the kept one prints none, the kept rank is silent, and the
-    other one is kept from then on, with all the rows it printed meanwhile. After a marker
-    any rank can be kept. The launcher's prefix identifies ranks; it is None where lines
+    other one is kept from then on, with all the rows it printed meanwhile. So it is after a
+    restart, and in the next log: ranks may print losses of their own, and only those of one
+    rank are compared. The launcher's prefix identifies ranks; it is None where lines
     have no prefix. In such a log, if its first step occurs several times, only the first
     row of each step is kept.
     """
 
-    def __init__(self) -> None:
-        self._rank: int | None = None
-        self._has_rank = False
+    def __init__(self, earlier: RankDeduplicator | None = None) -> None:
+        self._rank: int | None = None if earlier is None else earlier._rank
+        self._has_rank: bool = earlier is not None and earlier._has_rank
         self._last_step: int | None = None
         self._n_steps = 0
         self._repeats_steps = False
@@ -455,7 +458,7 @@ class RankDeduplicator:
             self._marked_by.add(rank)
             return None
         self._marker, self._marked_by = marker, {rank}
-        self._has_rank, self._last_step, self._n_steps, self._repeats_steps = False, None, 0, False
+        self._last_step, self._n_steps, self._repeats_steps = None, 0, False
         self._held.clear()
         return marker
 

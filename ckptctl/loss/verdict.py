@@ -1,18 +1,26 @@
 """Turn the measurements of one resume into findings and a verdict.
 
-The verdict `continuous` requires steps that were logged twice, by two attempts. A wrong
-counter outweighs all other evidence. Behind steps that agree the counters and the level
-are checked again. What the log does not hold never counts as good.
+The verdict `continuous` requires steps that were logged twice, by two attempts, and that
+they exclude the faults of `REQUIRED`. A wrong counter outweighs all other evidence. Behind
+steps that agree the counters and the level are checked again. What the log does not hold
+never counts as good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import counted
-from ckptctl.loss.counters import check_counters, check_later_counters
+from ckptctl.loss.counters import check_later_counters, counter_checks, lacks_first_row
+from ckptctl.loss.evidence import (
+    REQUIRED,
+    SMALLEST_JUMP,
+    Fault,
+    decide,
+    loss_checks,
+)
 from ckptctl.loss.level import (
     LEAST_RISE,
     MIN_BEFORE,
@@ -21,6 +29,8 @@ from ckptctl.loss.level import (
     check_grad_norm,
     is_above,
     measure_level,
+    share,
+    signed,
 )
 from ckptctl.loss.replay import (
     FINE,
@@ -71,12 +81,12 @@ FORCES: Mapping[str, LossVerdict] = {
         (
             LossVerdict.SUSPECT,
             """loss.gap loss.lr-lower loss.other-samples loss.drift loss.differs loss.lower
-            loss.level-shift loss.grad-norm loss.later""",
+            loss.level-shift loss.grad-norm loss.ema loss.later""",
         ),
         (
             LossVerdict.INCONCLUSIVE,
-            """loss.copied loss.constant loss.other-data loss.too-little loss.noisy loss.no-resume
-            loss.none loss.interleaved loss.unread""",
+            """loss.copied loss.constant loss.other-data loss.other-ranks loss.too-little
+            loss.noisy loss.no-resume loss.none loss.interleaved loss.unread""",
         ),
     )
     for code in codes.split()
@@ -100,6 +110,8 @@ class Assessment:
     """The level of the loss before and after."""
     findings: tuple[Finding, ...]
     """The findings, worst first."""
+    faults: tuple[Fault, ...]
+    """The ways in which a resume goes wrong: found, excluded, then open ones."""
     throughput: Throughput
     """The speed after the resume, compared with the band before it."""
 
@@ -108,19 +120,28 @@ def assess(resume: LoggedResume) -> Assessment:
     """Assess one resume."""
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
-        findings = in_order(check_counters(resume))
     else:
         replay = compare_replay(resume)
         level = measure_level(resume.before, resume.after)
-        findings = in_order([*_findings(resume, replay, level), *check_throughput(resume)])
-    verdict = _verdict(findings, replay)
+    counters = list(counter_checks(resume, replay))
+    findings = [finding for check in counters for finding in check.findings]
+    if not resume.restarted:
+        findings += _loss_findings(resume, replay, level, {each.code for each in findings})
+    losses = list(loss_checks(resume, replay, level, findings))
+    findings += [each for check in losses for each in check.findings if each not in findings]
+    if not resume.restarted:
+        findings += check_throughput(resume)
+    ordered = in_order(findings)
+    faults = decide([*counters, *losses])
+    verdict = _verdict(ordered, replay, faults)
     return Assessment(
         verdict,
-        _message(verdict, findings, replay, level),
+        _message(verdict, ordered, replay, level, faults),
         resume,
         replay,
         level,
-        findings,
+        ordered,
+        faults,
         measure_throughput(resume),
     )
 
@@ -137,22 +158,36 @@ def decisive(findings: Iterable[Finding], verdict: LossVerdict) -> Finding | Non
     return min(forcing, key=lambda finding: order.index(finding.code), default=None)
 
 
-def _verdict(findings: Iterable[Finding], replay: Replay) -> LossVerdict:
+def _verdict(findings: Iterable[Finding], replay: Replay, faults: Iterable[Fault]) -> LossVerdict:
     forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
     if forced:
         return worst_of(forced)
-    return LossVerdict.CONTINUOUS if replay.is_proof else LossVerdict.NO_JUMP
+    is_proof = replay.is_proof and not _not_excluded(faults)
+    return LossVerdict.CONTINUOUS if is_proof else LossVerdict.NO_JUMP
 
 
-def _findings(resume: LoggedResume, replay: Replay, level: LossLevel) -> Iterator[Finding]:
-    counters = list(check_counters(resume))
-    yield from counters
+def _not_excluded(faults: Iterable[Fault]) -> list[Fault]:
+    """The faults that keep the verdict from `continuous`."""
+    return [each for each in faults if each.name in REQUIRED and not each.excluded]
+
+
+def _loss_findings(
+    resume: LoggedResume, replay: Replay, level: LossLevel, counters: Container[str]
+) -> Iterator[Finding]:
+    """Yield what the losses show; `counters` are the codes of what the counters show."""
+    if lacks_first_row(resume, replay):
+        yield Finding(
+            "loss.row-missing",
+            str(resume.position),
+            f"the first row after the resume is step {resume.first_step:,}; the one before it is "
+            f"missing in the log, and the {len(replay.rows)} steps behind it agree",
+            found=f"step {resume.first_step:,}",
+        )
     yield from of_replay(resume, replay)
     yield from of_other_data(resume, replay)
     if replay.agrees:
-        known = {finding.code for finding in counters}
         later = of_later(resume.beyond(replay.rows[-1].step), replay)
-        yield from (finding for finding in later if finding.code not in known)
+        yield from (finding for finding in later if finding.code not in counters)
     else:
         yield from of_level(resume, level)
         yield from check_grad_norm(resume)
@@ -161,7 +196,11 @@ def _findings(resume: LoggedResume, replay: Replay, level: LossLevel) -> Iterato
 
 
 def _message(
-    verdict: LossVerdict, findings: tuple[Finding, ...], replay: Replay, level: LossLevel
+    verdict: LossVerdict,
+    findings: tuple[Finding, ...],
+    replay: Replay,
+    level: LossLevel,
+    faults: Iterable[Fault],
 ) -> str:
     """The verdict and its reason in one line."""
     deciding = decisive(findings, verdict)
@@ -171,8 +210,12 @@ def _message(
     if verdict is LossVerdict.CONTINUOUS:
         exact = replay.agreement is Agreement.IDENTICAL
         how = "to the last printed digit" if exact else f"within {share(replay.most)}"
-        few = "" if n >= GOOD_ROWS else f"; detecting a lost optimizer takes {GOOD_ROWS} or more"
-        return f"{n} steps were logged twice and agree {how}{few}"
+        return f"{n} steps were logged twice and agree {how}"
+    if replay.is_proof:
+        fault = _not_excluded(faults)[0]
+        return (
+            f"{n} steps were logged twice and agree, but not excluded is {fault.name}: {fault.why}"
+        )
     if replay.agrees and replay.fine_enough:
         return (
             f"{n} steps were logged twice and are equal, and nothing shows that another attempt "
@@ -192,9 +235,6 @@ def _message(
     )
     return f"the loss does not jump, but {twice}{unseen}"
 
-
-SMALLEST_JUMP = 0.05
-"""The largest undetectable jump with which the level alone is an answer."""
 
 # A rise is a jump where it exceeds the threshold by the first factor, or in two windows by
 # the second.
@@ -246,8 +286,8 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     code, meaning = _MEANINGS[replay.agreement]
     if replay.same_first_norm is not None:
         meaning = _BY_NORM.get((code, replay.same_first_norm), meaning)
-    if code == "loss.higher" and resume.interval > 1:
-        meaning = "the same batches at a higher loss, so the weights or their updates are wrong"
+    if _is_of_ranks(resume, replay):
+        code, meaning = "loss.other-ranks", _OTHER_RANKS
     if replay.agreement in (Agreement.HIGHER, Agreement.LOWER):
         how = f"differ by {signed(replay.middle)} in the median"
     elif replay.agreement is Agreement.DRIFT:
@@ -264,6 +304,23 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     )
 
 
+_OTHER_RANKS = (
+    "the same batches on another number of ranks; dropout and batch normalization may explain it"
+)
+
+
+def _is_of_ranks(resume: LoggedResume, replay: Replay) -> bool:
+    """Whether another number of ranks can be the cause: other random numbers and statistics.
+
+    These change single losses more than their median.
+    """
+    if resume.resume_point is None or resume.resume_point.growth == 1:
+        return False
+    if replay.agreement is Agreement.HIGHER:
+        return replay.middle <= LEAST_RISE or replay.z_score <= _Z_JUMP
+    return replay.agreement in (Agreement.DIFFERENT, Agreement.LOWER)
+
+
 _MEANINGS = {
     Agreement.DRIFT: (
         "loss.drift",
@@ -271,9 +328,9 @@ _MEANINGS = {
     ),
     Agreement.HIGHER: (
         "loss.higher",
-        "the same batches at a higher loss, so the weights are wrong",
+        "the same batches at a higher loss",
     ),
-    Agreement.LOWER: ("loss.lower", "the same batches at a lower loss, so these are other weights"),
+    Agreement.LOWER: ("loss.lower", "the same batches at a lower loss"),
     Agreement.DIFFERENT: (
         "loss.differs",
         "the same batches, but other results (random numbers, or a small change of weights)",
@@ -295,6 +352,9 @@ _BY_NORM = {
 }
 
 
+_JUMPS = ("loss.jump", "loss.spike")
+
+
 def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield findings for what stops continuing behind the steps that agree."""
     if not later.after:
@@ -303,7 +363,9 @@ def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     level = measure_level(later.before, later.after)
     # A rise that the steps logged twice hold as well belongs to the run.
     is_new = is_above(later.after, [row.before for row in replay.rows], level.noise)
-    for finding in (*(of_level(later, level) if is_new else ()), *check_grad_norm(later)):
+    # The resume has worked so far, so a rise at the limit of what is usual is no evidence.
+    jumps = [each for each in of_level(later, level) if is_new and each.code in _JUMPS]
+    for finding in (*jumps, *check_grad_norm(later)):
         yield Finding(
             "loss.later",
             finding.where,
@@ -384,18 +446,3 @@ def too_little(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
             expected=f"a jump of {share(SMALLEST_JUMP)} can be detected",
             found=f"a jump of {share(smallest)}",
         )
-
-
-def share(value: float) -> str:
-    """A fraction in percent, with two digits, or all before the point."""
-    return f"{100 * value:{_digits(value)}} %"
-
-
-def signed(value: float) -> str:
-    """A relative difference in percent, with its sign and two digits, or all before the point."""
-    return f"{100 * value:+{_digits(value)}} %"
-
-
-def _digits(value: float) -> str:
-    # `.2g` writes 113 % as 1.1e+02 %.
-    return ".2g" if abs(value) < 0.995 else ",.0f"

@@ -14,8 +14,9 @@ from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_loss
 from ckptctl.loss.formats.console import Rounds
 from ckptctl.loss.formats.fields import FIELDS
+from ckptctl.loss.formats.markers import HintFinder, read_marker
 from ckptctl.loss.reading import FORMATS, LogFormat, LogReader
-from ckptctl.loss.rows import Marker, Number, Row
+from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 
 SAMPLES = json.loads((Path(__file__).parent / "data" / "samples.json").read_text())
 PREFIXES = ("", "0: ", "[rank0]:", "[default7]:", "[rank 0] ", "\x1b[32m", "17: ")
@@ -414,3 +415,60 @@ def test_a_log_that_is_not_read_is_answered_with_its_first_mention_of_a_loss(tmp
 )
 def test_a_number_that_is_no_step_and_a_loss_of_validation_make_no_row(line):
     assert rows(line + "\n") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Loaded checkpoint ckpt/step_300.pt",
+        "Loading checkpoint from ckpt/step_300.pt",
+        "=> loaded checkpoint 'ckpt/step_300.pt' (epoch 3)",
+        "Checkpoint loaded from ckpt/step_300.pt",
+        "Checkpoint loaded successfully (step 300)",
+        "Restored checkpoint from ckpt, step=300",
+        "Restoring from checkpoint /data/checkpoint-300",
+        "Resuming from checkpoint ckpt/step_300.pt",
+        "INFO: resume from ckpt/step_300.pt",
+        "Continuing from step 300",
+        "Starting from step 300",
+        "Restarting training at step 300",
+        "Loaded model and optimizer state from ckpt/step_300.pt",
+    ],
+)
+def test_common_lines_about_a_loaded_checkpoint_are_markers(line):
+    assert HintFinder().find(f"{line}\n".encode())
+    marker = read_marker(line, LogPosition("a", 1))
+    assert marker is not None
+    assert (marker.step, marker.fresh) == (300, False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Saved checkpoint ckpt/step_300.pt",
+        "Checkpoint stored at ckpt/step_300",
+        "Starting checkpoint save at step 300",
+        "Starting evaluation at step 300",
+        "you can resume from step_300.pt",
+        "failed to load checkpoint ckpt/step_300.pt",
+        "Loaded checkpoint for the teacher",
+        "step 300 | continue | loss 2.3",
+    ],
+)
+def test_lines_about_saves_and_advice_are_no_markers(line):
+    assert read_marker(line, LogPosition("a", 1)) is None
+
+
+def test_a_time_of_the_day_before_a_line_is_its_clock():
+    found = rows("".join(f"[12:03:{n}] step {n} loss 2.3{n}\n" for n in range(10, 40)))
+    assert [row.at for row in found[:3]] == [43390.0, 43391.0, 43392.0]
+
+
+def test_a_number_before_its_unit_is_the_throughput():
+    found = rows("".join(f"step {n} | loss 2.3{n} | 8,9{n} tok/s\n" for n in range(10, 40)))
+    assert [row.throughput.value for row in found[:2]] == [8910, 8911]
+
+
+def test_the_learning_rate_with_a_colon_behind_an_iteration():
+    found = rows("".join(f"iter {n}: loss 2.3{n}, lr: 0.0030{n}\n" for n in range(10, 40)))
+    assert [row.lr.value for row in found[:2]] == [0.00301, 0.003011]

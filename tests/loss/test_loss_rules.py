@@ -43,10 +43,15 @@ def verdicts(bench, document):
 
 
 @pytest.mark.parametrize("interval", [1, 10])
-def test_correct_resumes_are_continuous(verdicts, bench, interval):
-    counts = verdicts(interval=interval)
-    for fault in bench["HARMLESS"]:
-        assert set(counts[fault]) == {"continuous"}
+def test_correct_resumes_are_continuous(verdicts, interval):
+    assert set(verdicts(interval=interval)["correct"]) == {"continuous"}
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+def test_noise_that_could_hide_an_older_tensor_is_no_proof_and_no_fault(verdicts, interval):
+    """The noise is 0.003 %; at half of the peak learning rate a tensor may change no more."""
+    counts = verdicts(interval=interval)["correct, other additions"]
+    assert counts == {"continuous": 4, "no-jump": 4}
 
 
 def test_a_lost_optimizer_is_seen_in_every_resume(verdicts, bench):
@@ -104,3 +109,42 @@ def test_the_rules_of_others_are_what_the_page_says(bench, document):
         for name, rule in rules.items():
             fired[name] += rule(before, losses(case.after))
     assert fired == {"megatron": 0, "first row": 8, "ema z": 10}
+
+
+# Late in the schedule.
+
+
+@pytest.fixture(scope="module")
+def late(bench):
+    return json.loads(lzma.decompress(bench["LATE_FIXTURE"].read_bytes()))
+
+
+def late_reports(bench, late):
+    """Each resume as eight and twenty rows, with four decimals and the whole float."""
+    for run in late["runs"]:
+        for resume in run["resumes"]:
+            if resume["fault"] == "random numbers lost" and not run["random"]:
+                continue
+            for n_twice, decimals in ((8, 4), (8, 16), (20, 4), (20, 16)):
+                with_rate = "learning rate" not in resume["fault"]
+                report = bench["late_report"](run, resume, n_twice, decimals, with_rate=with_rate)
+                yield resume["fault"], decimals, report
+
+
+def test_no_fault_late_in_a_schedule_is_continuous_or_excluded(bench, late):
+    for fault, _, report in late_reports(bench, late):
+        if fault in bench["LISTED"]:
+            excluded = {each.name for each in report.faults if each.excluded}
+            assert bench["LISTED"][fault] not in excluded, (fault, report.message)
+            if fault != "rounded weights":
+                assert report.verdict.value != "continuous", fault
+
+
+def test_right_resumes_late_in_a_schedule_are_continuous_or_name_what_the_log_cannot_show(
+    bench, late
+):
+    for fault, decimals, report in late_reports(bench, late):
+        if fault not in bench["LISTED"]:
+            assert report.verdict.value in ("continuous", "no-jump")
+            if decimals > 4:
+                assert report.verdict.value == "continuous", report.message

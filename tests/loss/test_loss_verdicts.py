@@ -542,3 +542,127 @@ def test_whatever_the_log_holds_there_is_an_answer(items, every):
     report = check_rows(items, CheckOptions(which="all" if every else "last"))
     assert report.exit_code in (0, 30, 31, 32)
     assert report.message
+
+
+# Another number of ranks, rows that are missing, counters of a process.
+
+OTHER_RANKS = ResumePoint(SAVED, "asked", world_size=4, saved_world_size=8)
+
+
+def test_other_results_on_another_number_of_ranks_are_no_fault_and_no_proof():
+    def wobble(each):
+        return times(1 + 3e-3 * math.cos(2.4 * each.step))(each)
+
+    report = check_rows(resumed(wobble), CheckOptions(OTHER_RANKS))
+    assert found(report) == ("inconclusive", ["loss.other-ranks"])
+    assert check_rows(resumed(), CheckOptions(OTHER_RANKS)).verdict is LossVerdict.CONTINUOUS
+
+
+def test_a_loss_that_is_much_higher_is_a_fault_on_any_number_of_ranks():
+    report = check_rows(resumed(times(1.05)), CheckOptions(OTHER_RANKS))
+    assert "loss.higher" in found(report)[1]
+
+
+def test_a_first_row_that_is_missing_before_equal_rows_is_a_note():
+    named = CheckOptions(ResumePoint(SAVED, "asked"))
+    untold = changed(tokens=lambda _: None)
+    items = [
+        each if isinstance(each, Marker) else untold(each)
+        for each in resumed(first=SAVED + 2, died=DIED + 8)
+    ]
+    report = check_rows(items, named)
+    assert found(report) == ("continuous", [])
+    assert "loss.row-missing" in {f.code for f in report.assessments[0].findings}
+    further = check_rows(resumed(first=SAVED + 4, died=DIED + 8), named)
+    assert "loss.step" in found(further)[1]
+
+
+def test_a_first_row_one_step_behind_the_interval_leaves_no_gap():
+    before = [each for each in rows(1, DIED + 50) if each.step % 10 == 1 or each.step == SAVED]
+    after = [each for each in rows(SAVED + 11, END + 100) if each.step % 10 == 1]
+    report = check_rows([*before, *after], CheckOptions(ResumePoint(SAVED, "asked")))
+    assert "loss.step" not in found(report)[1]
+
+
+def with_counter_of_process(first, last, since):
+    def count(step):
+        return sum(400 + 37 * (each * each % 11) for each in range(since, step + 1))
+
+    return [replace(each, tokens=Number(count(each.step), 1)) for each in rows(first, last)]
+
+
+def test_a_counter_that_each_process_restarts_is_compared_by_its_increments():
+    before, after = (
+        with_counter_of_process(1, DIED, 1),
+        with_counter_of_process(SAVED + 1, END, SAVED + 1),
+    )
+    report = check_rows([*before, *after], CheckOptions(ResumePoint(SAVED, "asked")))
+    assert found(report) == ("continuous", [])
+
+
+def test_a_schedule_that_restarts_behind_equal_rows_as_it_did_before_is_no_fault():
+    period = 52
+
+    def cyclic(each):
+        if isinstance(each, Marker):
+            return each
+        return replace(each, lr=Number(1e-3 * (1 - 0.9 * (each.step % period) / period), 1e-9))
+
+    died = 4 * period - 1
+    report = check_rows([cyclic(each) for each in resumed(died=died)])
+    assert "loss.lr" not in found(report)[1]
+
+
+# A log of the resumed job alone.
+
+
+def test_a_loss_that_is_not_finite_needs_no_rows_before_the_resume():
+    lost = [replace(each, loss=Number(math.nan, 0)) for each in rows(SAVED, SAVED + 2)]
+    named = CheckOptions(ResumePoint(SAVED, "asked"))
+    assert "loss.not-finite" in found(check_rows(lost, named))[1]
+    mark = Marker(LogPosition("a", 1), "Resuming training from out", None)
+    assert found(check_rows([mark, *lost]))[0] == "discontinuous"
+
+
+def test_a_first_step_before_the_checkpoint_needs_no_rows_before_the_resume():
+    mark = Marker(LogPosition("a", 1), "loaded", step=SAVED)
+    report = check_rows([mark, *rows(SAVED - 19, SAVED + 40)])
+    assert "loss.step" in found(report)[1]
+    report = check_rows([mark, *rows(SAVED + 1, SAVED + 40)])
+    assert found(report) == ("inconclusive", ["loss.no-resume"])
+
+
+# What each answer rests on.
+
+
+def test_a_learning_rate_that_could_not_be_compared_is_not_excluded():
+    bare = changed(lr=lambda _: None)
+    before = [bare(each) for each in rows(1, SAVED)]
+    report = check_rows([*before, *rows(SAVED + 1, SAVED + 3)], CheckOptions(OTHER_RANKS))
+    (rate,) = [f for f in report.faults if f.name == "learning rate of another step"]
+    assert rate.state == "open"
+
+
+def test_the_loss_of_averaged_weights_is_compared():
+    def averaged(shift):
+        def change(each):
+            if isinstance(each, Marker) or each.step % 5:
+                return each
+            moved = shift if each.position.line > 10_000 else 0
+            return replace(each, ema_loss=Number(2 + 1 / each.step + moved, 1e-6))
+
+        return change
+
+    def report(shift):
+        items = [averaged(0)(each) for each in resumed()]
+        cut = next(i for i, each in enumerate(items) if isinstance(each, Marker)) + 1
+        moved = [
+            replace(each, ema_loss=Number(each.ema_loss.value + shift, 1e-6))
+            if each.ema_loss
+            else each
+            for each in items[cut:]
+        ]
+        return check_rows([*items[:cut], *moved])
+
+    assert found(report(0)) == ("continuous", [])
+    assert found(report(0.01)) == ("suspect", ["loss.ema"])

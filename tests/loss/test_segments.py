@@ -226,3 +226,61 @@ def test_a_report_divides_a_log_only_where_the_clock_shows_that_the_resume_lies_
 
 def test_a_log_is_not_divided_where_that_is_not_allowed():
     assert resume_at(split(rows(1, 100)), ResumePoint(60, "asked"), may_divide=False) is None
+
+
+# What is no resume, or the same one.
+
+
+def announced(line, step):
+    return Marker(LogPosition("train.log", line), f"rank resumed at step {step}", step)
+
+
+def test_a_resume_that_a_second_rank_announces_later_is_one_resume():
+    items = [*rows(1, 41), announced(42, 32), *rows(33, 35), announced(46, 32), *rows(36, 64)]
+    assert [(each.first_step, each.last_step) for each in split(items).segments] == [
+        (1, 41),
+        (33, 64),
+    ]
+
+
+def test_the_same_checkpoint_loaded_again_is_another_resume():
+    again, last = rows(33, 40, attempt=2), rows(33, 64, attempt=3)
+    items = [*rows(1, 41), announced(42, 32), *again, announced(51, 32), *last]
+    assert [each.first_step for each in split(items).segments] == [1, 33, 33]
+
+
+def of_file(name, first, last):
+    return [replace(each, position=LogPosition(name, each.step)) for each in rows(first, last)]
+
+
+def test_a_rotated_log_that_continues_is_the_same_attempt():
+    items = [*of_file("train.log.1", 1, 100), *of_file("train.log", 101, 140)]
+    assert len(split(items).segments) == 1
+    again = [*of_file("train.log.1", 1, 100), *of_file("train.log", 91, 140)]
+    assert [each.first_step for each in split(again).segments] == [1, 91]
+    other = [*of_file("first.log", 1, 100), *of_file("second.log", 101, 140)]
+    assert len(split(other).segments) == 2
+
+
+def test_a_file_whose_rows_follow_at_once_is_a_part_of_the_log_before():
+    def part(name, first, last, start):
+        return [
+            replace(each, position=LogPosition(name, each.step), at=start + each.step)
+            for each in rows(first, last)
+        ]
+
+    parts = [*part("a", 1, 100, 0.0), *part("b", 101, 140, 1.0)]
+    assert len(split(parts).segments) == 1
+    assert len(split(parts, around=100).segments) == 2
+    later = [*part("a", 1, 100, 0.0), *part("b", 101, 140, 60.0)]
+    assert len(split(later).segments) == 2
+
+
+def test_the_segment_that_others_repeat_is_kept():
+    items = [*rows(1, 320)]
+    for attempt in range(2, 82):
+        items += [announced(1, 300), *rows(301, 330, attempt=attempt)]
+    parts = split(items)
+    assert parts.segments[0].first_step == 1
+    assert parts.n_segments == 81
+    assert parts.segments[-1].number == 81

@@ -21,6 +21,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 
+from ckptctl.loss.formats.fields import parse_step
 from ckptctl.loss.formats.records import RecordFile, RecordRows, decode_record, flat_pairs
 from ckptctl.loss.rows import LogPosition, Marker, Row
 
@@ -291,6 +292,9 @@ _PART = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _MAX_RECORD = 1 << 20
 
+# W&B counts its own step from 0 in each process.
+_STEPS_OF_RUN = ("train/global_step", "trainer/global_step")
+
 _HISTORY = 2  # field of Record
 _ITEM, _STEP = 1, 2  # fields of HistoryRecord
 
@@ -307,6 +311,7 @@ class WandbFile(RecordFile):
         self._offset = 0
         self._record = bytearray()
         self._whole: bytes | None = None
+        self._has_steps_of_run = False
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
@@ -371,8 +376,13 @@ class WandbFile(RecordFile):
                     pairs += _item(packed(part))
                 elif inner == _STEP:
                     step = next((signed(v) for n, v in fields(packed(part)) if n == 1), 0)
-            position = LogPosition(self._name, self._n_records)
-            yield from self._rows.add(pairs, position, step=step)
+            of_run = next((text for name, text in pairs if name in _STEPS_OF_RUN), None)
+            self._has_steps_of_run = self._has_steps_of_run or of_run is not None
+            if self._has_steps_of_run:
+                step = None if of_run is None else parse_step(of_run)
+            if step is not None:
+                position = LogPosition(self._name, self._n_records)
+                yield from self._rows.add(pairs, position, step=step)
 
 
 def _item(item: bytes) -> Iterator[tuple[str, str]]:

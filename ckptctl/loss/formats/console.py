@@ -19,6 +19,9 @@ from ckptctl.outside_numbers import whole
 
 _MAX_WRAPS = 8
 
+# A throughput whose unit is behind it; that of one device is left out.
+_RATES = re.compile(r"(?<![\w.,/])(\d[\d,.]{0,20}[kKM]?) ?tok(?:en)?s?/s(?:ec)?(?![\w/])")
+
 EPOCH_HINT = "poch"
 _EPOCH_ABOVE = re.compile(
     r"(?i)^\W{0,40}(?:\d{4}-\d\d-\d\d[^a-z]{1,40})?(?:(?:INFO|DEBUG)\W{1,9}(?:[\w.]{1,80}\W{1,9})?)?"
@@ -137,9 +140,17 @@ class LineReader(RankReader):
             return None
         if self._tail is not None and not self._tail.search(text, head.start()):
             return None
-        found = self._pairs.finditer(text, head.start())
-        best = self._maker.best((match[1], match.span(2)) for match in found)
+        best = self._maker.best(self._named(text, head.start()))
         return {field: span for field, (_, span, _) in best.items()} | {"step": head.span("step")}
+
+    def _named(self, text: str, start: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        """The names in a line, and where their values are."""
+        if self._pairs is None:
+            return
+        for match in self._pairs.finditer(text, start):
+            yield match[1], match.span(2)
+        for match in _RATES.finditer(text, start):
+            yield "tok/s", match.span(1)
 
     def precision(self, field: str) -> Precision:
         """The precision of a field so far."""
@@ -192,7 +203,7 @@ class LineReader(RankReader):
         if gain := groups.get("gain"):
             pairs.append(("loss", str(1 - Decimal(gain))))
         if self._pairs is not None:
-            pairs += self._pairs.findall(text, head.start())
+            pairs += [(name, text[slice(*at)]) for name, at in self._named(text, head.start())]
         counts = self.format.counts
         row = self._maker.row(pairs, position, step=step, at=clock_in(text), counts=counts)
         if row is None:

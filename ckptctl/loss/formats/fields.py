@@ -25,6 +25,7 @@ NUMBERS = (
     "loss",
     "lr",
     "grad_norm",
+    "ema_loss",
     "tokens",
     "samples",
     "throughput",
@@ -57,7 +58,10 @@ _NAMES = {
         traininnerlr trainsampleslr currentlr currentlearningrate""",
     "grad_norm": """gradnorm gradientnorm gnorm traingradnorm optimtotalgradnorm
         l2normgradglobal trainl2normgradglobal totalgradnorm traininnergnorm""",
-    "tokens": """consumedtokens totaltokens tokens tokensseen numtokens numinputtokensseen
+    "ema_loss": """emaevalloss evalemaloss evallossema emavalloss valemaloss vallossema
+        emavalidationloss validationlossema""",
+    # Not TRL's `num_tokens`, which counts from the start of the process.
+    "tokens": """consumedtokens totaltokens tokens tokensseen numinputtokensseen
         trainnuminputtokensseen throughputtotaltokens timetoken traintimetoken
         traintokens ntokensseen metricstokens""",
     "samples": "consumedsamples samples samplesseen numsamples timesample traintimesample",
@@ -67,11 +71,11 @@ _NAMES = {
     "device_throughput": """tokenspersecpergpu tokenspersecondpergpu tokenssdevice
         throughputdevicetps throughputmetricstps throughputpergputflopsgpu tflopsdevice""",
     "step_time_s": """steptime steptimes itertimes iterationtime timeperiteration secperstep
-        seconds time itertime""",
+        seconds time itertime elapsed elapsedtime elapsedseconds elapseds""",
     "step_time_ms": """elapsedtimeperiterationms timeperiterationms steptimems itertimems ms
         dtms""",
     "mfu": "mfu throughputdevicemfu trainmfu perfmfu throughputmfu",
-    "at": "at timestamp _timestamp walltime createdat ts datetime",
+    "at": "at timestamp _timestamp walltime createdat ts datetime date",
     "samples_digest": "samplesdigest",
     "attempt": """attempt attemptid run runid restart restarts restartcount jobid slurmjobid
         processid pid""",
@@ -94,6 +98,9 @@ _OTHER_COUNTS = {
 # The last record of a Hugging Face trainer summarises the run; its loss is not of a step.
 _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
 _SUMMARY_FIELD = "summary"
+
+# Its event files and W&B name that loss `train_loss`, and those of steps `loss`.
+_OF_STEPS, _OF_RUN = "loss", "trainloss"
 
 # Lightning logs the mean of the epoch at the step of its last batch, beside the loss of that.
 _OF_EPOCH = "trainlossepoch"
@@ -136,6 +143,11 @@ def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
     return keys
 
 
+def with_ignored(keys: Mapping[str, str], ignored: Iterable[str]) -> dict[str, str]:
+    """The key map, in which names that are ignored are those of fields that no row has."""
+    return {**keys, **{f"ignored {name}": name for name in ignored}}
+
+
 def _within(name: str) -> str:
     """The plain name of a metric without the folders that loggers add."""
     return plain_name(_VALUE_OF.sub("", _FOLDERS.sub("", name.lower())))
@@ -155,6 +167,7 @@ class RowMaker:
         self.precision = {name: Precision() for name in NUMBERS}
         self._known: dict[str, tuple[str, int] | None] = {}
         self._has_losses_of_steps = False
+        self._has_loss = False
 
     @property
     def own(self) -> bool:
@@ -221,6 +234,11 @@ class RowMaker:
         if _SUMMARY_FIELD in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
         if "loss" in best:
+            name = _within(best["loss"][2])
+            self._has_loss = self._has_loss or name == _OF_STEPS
+            if name == _OF_RUN and self._has_loss:
+                del best["loss"]
+        if "loss" in best:
             if plain_name(best["loss"][2]) != _OF_EPOCH:
                 self._has_losses_of_steps = True
             elif self._has_losses_of_steps:
@@ -233,6 +251,8 @@ class RowMaker:
             counts = counts or _OTHER_COUNTS.get(name)
         values = self._values({field: text for field, (_, text, _) in best.items()})
         clock = parse_clock(best["at"][1]) if "at" in best else None
+        if clock is None and "step_time_s" in best:
+            clock = _clock_among_durations(best["step_time_s"][1])
         interval = best.get("interval")
         digest = best.get("samples_digest")
         attempt = best.get("attempt")
@@ -276,6 +296,14 @@ class RowMaker:
         return values
 
 
+def _clock_among_durations(text: str) -> float | None:
+    """The time in a field such as `time`, which holds a duration in other logs."""
+    value = finite(text)
+    if value is None:
+        return clock_in(text)
+    return parse_clock(text) if value > _EPOCH_S else None
+
+
 def parse_step(text: str) -> int | None:
     """A step as printed: `1,200`, `0001200`, `1200.0`, `1200/5000`; None for anything else."""
     step = whole(text, least=-MOST)
@@ -297,9 +325,10 @@ def _fraction(mfu: Number | None, text: str) -> Number | None:
 
 
 _CLOCK = re.compile(
-    r"(?:(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)"
-    r"|(?P<month_us>\d\d)/(?P<day_us>\d\d)/(?P<year_us>\d{4}))"
-    r"[ T](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?"
+    r"(?:(?:(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)"
+    r"|(?P<month_us>\d\d)/(?P<day_us>\d\d)/(?P<year_us>\d{4}))[ T]"
+    # At the beginning of a line, a time of the day.
+    r"|^[\[(]?)(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?"
     r"(?P<zone>Z|[-+]\d\d:?\d\d(?!\d))?"
 )
 
@@ -312,10 +341,15 @@ def clock_in(text: str) -> float | None:
     match = _CLOCK.search(text)
     if match is None:
         return None
-    midnight = _midnight(
-        clamped(match["year"] or match["year_us"]),
-        clamped(match["month"] or match["month_us"]),
-        clamped(match["day"] or match["day_us"]),
+    has_date = match["year"] or match["year_us"]
+    midnight = (
+        0
+        if not has_date
+        else _midnight(
+            clamped(match["year"] or match["year_us"]),
+            clamped(match["month"] or match["month_us"]),
+            clamped(match["day"] or match["day_us"]),
+        )
     )
     if midnight is None:
         return None

@@ -106,8 +106,8 @@ LINE_FORMATS = (
         "nanogpt",
         "iter ",
         r"\biter\s+(?P<step>\d+):\s+(?=loss)",
-        r"(?<![a-z])([a-z]{1,40}) ([^\s,]+)",
-        tail=r"time \S+ms",
+        r"(?<![a-z])([a-z]{1,40}):? ([^\s,]+)",
+        tail=r"time \S+ms|\blr:? \S",
     ),
     LineFormat(
         "verl",

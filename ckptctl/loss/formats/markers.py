@@ -30,6 +30,8 @@ def _phrase(pattern: str, *, fresh: bool = False, first_step: bool = False) -> _
     return _Phrase(re.compile(pattern, re.IGNORECASE), fresh, first_step)
 
 
+_STEP = r"(?:step|iter(?:ation)?|checkpoint|ckpt)[ _:=\-]{1,3}(?P<step>\d{1,12})(?![.\-_]?\d)\b"
+
 # The first phrase that matches counts.
 _PHRASES = (
     # Megatron-LM, Megatron Bridge
@@ -67,8 +69,25 @@ _PHRASES = (
     _phrase(
         r"\bresum(?:ed|ing)\b.{0,160}?\b(?:step|iteration|iter)[ _:=\-]{1,3}(?P<step>\d{1,12})"
     ),
+    # Custom training loops that name the file or the folder. Only what is named a step is one:
+    # the number of a file can be that of an epoch.
+    _phrase(
+        r"(?<!to )\b(?:load|(?:re)?loaded|restored|loading|restoring) (?:from )?"
+        r"(?:the |a |full |training |trainer |model |optimizer |all |and ){0,6}"
+        r"(?:checkpoint|ckpt|snapshot|state (?=from))\b(?! for )"
+        rf"(?:.{{0,300}}?{_STEP})?"
+    ),
+    _phrase(
+        r"\b(?:checkpoint|ckpt|snapshot)(?: \S{1,300})? (?:was |has been )?(?:successfully )?"
+        rf"(?:(?:re)?loaded|restored)\b(?:.{{0,300}}?{_STEP})?"
+    ),
+    _phrase(rf"(?<!can )(?<!to )\bresume (?:training )?(?:from|at) .{{0,300}}?{_STEP}"),
+    _phrase(
+        r"\b(?:continu(?:e|ing)|restart(?:ing|ed)?|start(?:ing)?)(?: the)?(?: training)? "
+        rf"(?:from|at|after) .{{0,200}}?{_STEP}"
+    ),
     # nanoGPT, without a step
-    _phrase(r"Resuming training from \S+"),
+    _phrase(r"(?:^|[^\w\s'] ?)resuming (?:training )?from \S+"),
 )
 
 HINTS: Sequence[bytes] = (
@@ -81,10 +100,18 @@ HINTS: Sequence[bytes] = (
     b"estored all states",
     b"esumed ",
     b"esuming ",
+    b"esume ",
     b"tarting training",
     b"Continuing training",
     b"oading checkpoint from",
     b"from scratch",
+    b"heckpoint",
+    b"ckpt",
+    b"napshot",
+    b"tate from",
+    b"ontinu",
+    b"tarting ",
+    b"Start from",
     b"NEW RUN",
     b"Trainer.fit` stopped",
     b"accumulate_grad_batches",
@@ -93,8 +120,16 @@ HINTS: Sequence[bytes] = (
 
 # Each literal contains one of these.
 _ROOTS = (
-    *(b"checkpoint", b"raining starts", b"ing training", b"fresh start", b"from scratch"),
-    *(b"estored all states", b"esumed ", b"esuming ", b"NEW RUN", b"accumulate_grad_batches"),
+    *(b"heckpoint", b"ckpt", b"napshot", b"tate from", b"ontinu", b"tarting ", b"Start from"),
+    *(b"raining starts", b"ing training", b"fresh start", b"from scratch"),
+    *(
+        b"estored all states",
+        b"esumed ",
+        b"esuming ",
+        b"esume ",
+        b"NEW RUN",
+        b"accumulate_grad_batches",
+    ),
     b"Trainer.fit` stopped",
 )
 # With few kinds of characters kept, a line has a tenth of its length, and lines that differ

@@ -311,7 +311,7 @@ _NAME = re.compile(
 )
 _CELL = re.compile(r"[-+]?[\d.]{1,40}(?:e[-+]?\d{1,4})?%?|nan|[-+]?inf|(?:\d{1,4}:)?\d\d:\d\d")
 
-_FOR_EPOCHS = {"epoch": "step", "time": "elapsed"}
+_FOR_EPOCHS = {"epoch": "step", "time": "since_start"}
 """Columns of a table with a row for each epoch: timm, Keras, Ultralytics."""
 
 # TensorBoard's download of one tag; the name of the file holds the tag.
