@@ -161,7 +161,7 @@ class LogReader:
         self._n_ranks = 0
         self._step = -1
         self._clocked = ""
-        self._looked_at = -1
+        self._scanned_to = -1
         self._first_clocked = ""
         self._before_clock = 0
         self._until_clock = 0
@@ -185,7 +185,7 @@ class LogReader:
         block boundaries.
         """
         hits = find_literals([raw for _, raw in block])
-        self._looked_at = -1
+        self._scanned_to = -1
         for index, (number, raw) in enumerate(block):
             if index in hits.inits:
                 self._guarded(number, "", partial(self._place, raw))
@@ -209,13 +209,13 @@ class LogReader:
     def _find_clock(self, block: Sequence[tuple[int, str]], index: int) -> None:
         """Find the last line with a time, up to that of the index.
 
-        Cost: no line is looked at twice, and those before the one that is found never.
+        Cost: no line is scanned twice, and none before the one that is found.
         """
-        for at in range(index, self._looked_at, -1):
+        for at in range(index, self._scanned_to, -1):
             if _has_clock(block[at][1]):
                 self._clocked, self._until_clock = block[at][1], self.n_progress
                 break
-        self._looked_at = max(self._looked_at, index)
+        self._scanned_to = max(self._scanned_to, index)
 
     def _guarded(self, number: int, rule: str, work: Callable[[], T]) -> T | None:
         """The result of `work` on a line; None where ckptctl fails in it, which is noted."""
