@@ -635,7 +635,6 @@ def test_a_file_of_torch_save_is_refused_and_loads_once_it_is_converted(tmp_path
     new.data = Place()
     with pytest.raises(UsageError, match=r"ckpt_3\.pt is one file of torch\.save") as error:
         moved(tmp_path / "run", new)
-    (tmp_path / "run-dcp").mkdir()
     done = run_ckptctl(*error.value.next_command.split()[1:])
     assert done.returncode == 0, done.stderr
     moved(tmp_path / "run-dcp", new)
