@@ -62,6 +62,9 @@ def check_names(names: Mapping[str, str], parts: Parts) -> None:
             f"names maps {unknown[0]!r}, which is not a kind of state; expected one of "
             f"{', '.join((*NAMED, *parts.extra))}"
         )
+    for kind, key in names.items():
+        if not isinstance(key, str) or not key:
+            raise UsageError(f"names maps {kind} to {key!r}; expected a key of the step, as text")
 
 
 def is_of_another_program(saved: Metadata) -> bool:

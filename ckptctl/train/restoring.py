@@ -473,7 +473,7 @@ def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
     known = ((file, kind_of_file(layout, file)) for file in files)
     held = [f"{file} ({', '.join(kind.names)})" for file, kind in known if kind is not None]
     return UsageError(
-        f"{path} was not saved by dcp.save with one metadata, and Checkpointer loads no other "
+        f"{path} was not saved by dcp.save with collectives, and Checkpointer loads no other "
         f"steps; it holds {some_of(held or files or ['metadata of each rank'])}. Let the script "
         "that saved it load it once, and save it with a Checkpointer in a new root",
         next_command=command_line("show", path),

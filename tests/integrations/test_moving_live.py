@@ -6,8 +6,14 @@ import re
 import subprocess
 
 import pytest
-from command_line import REPOSITORY
-from live_frameworks import interpreter, job_environment, torchrun, version_of
+
+torch = pytest.importorskip("torch")
+
+from command_line import REPOSITORY  # noqa: E402
+from live_frameworks import interpreter, job_environment, torchrun, version_of  # noqa: E402
+
+from ckptctl.errors import UsageError  # noqa: E402
+from ckptctl.train import Checkpointer  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -29,3 +35,7 @@ def test_the_code_of_the_page_compares_the_steps_after_a_move(framework, tmp_pat
     )
     assert done.returncode == 0, done.stdout
     assert "ckptctl: resumed from step 4" in done.stdout
+    if framework == "accelerate":
+        checkpointer = Checkpointer(str(tmp_path / "run-a"), model=torch.nn.Linear(2, 2))
+        with pytest.raises(UsageError, match=r"optimizer\.bin \(optimizer\).* in a new root"):
+            checkpointer.resume()

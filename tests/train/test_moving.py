@@ -273,6 +273,8 @@ def test_a_key_that_the_step_does_not_hold_is_refused_with_those_that_it_holds(t
 def test_a_kind_of_state_that_is_not_known_is_refused_at_once(tmp_path):
     with pytest.raises(UsageError, match="names maps 'optim', which is not a kind of state"):
         moved(tmp_path, Job(), names={"optim": "optimizer"})
+    with pytest.raises(UsageError, match=r"names maps optimizer to \['a'\]; expected a key"):
+        moved(tmp_path, Job(), names={"optimizer": ["a"]})
 
 
 def test_names_and_state_keys_are_one_mapping_for_the_choice_and_for_the_load(tmp_path):
@@ -635,7 +637,6 @@ def test_a_file_of_torch_save_is_refused_and_loads_once_it_is_converted(tmp_path
     new.data = Place()
     with pytest.raises(UsageError, match=r"ckpt_3\.pt is one file of torch\.save") as error:
         moved(tmp_path / "run", new)
-    (tmp_path / "run-dcp").mkdir()
     done = run_ckptctl(*error.value.next_command.split()[1:])
     assert done.returncode == 0, done.stderr
     moved(tmp_path / "run-dcp", new)
