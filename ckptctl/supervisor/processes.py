@@ -34,6 +34,7 @@ from ckptctl.distributed.process_table import (
     machine,
     table,
 )
+from ckptctl.supervisor.slurm_steps import without_told_steps
 
 MARKER = "CKPTCTL_SUPERVISED"
 """The variable that marks the processes of a job; its value is `RUN@ROOT`."""
@@ -124,11 +125,12 @@ def end_processes(
 ) -> list[Process]:
     """End what `find` finds, with SIGTERM and a grace, then SIGKILL; those that remained.
 
-    `find` is called again until it finds none: a process that is being ended can still
-    start others. The grace ends early once somebody `hurries`.
+    The tasks of an srun get the signal in its place, which would kill them. `find` is called
+    again until it finds none: a process that is being ended can still start others. The grace
+    ends early once somebody `hurries`.
     """
     if grace_s > 0 and not hurries():
-        signal_all(find(), signal.SIGTERM)
+        signal_all(without_told_steps(find(), signal.SIGTERM), signal.SIGTERM)
         until_s = time.monotonic() + grace_s
         while find() and time.monotonic() < until_s and not hurries():
             time.sleep(_POLL_S)

@@ -40,11 +40,12 @@ SRUN = (
 while [[ $1 == -* ]]; do shift; done
 export SLURM_STEP_NODELIST=node001 SLURM_STEP_NUM_NODES=${TASKS:-1} SLURM_STEP_NUM_TASKS=${TASKS:-1}
 for ((n = 0; n < SLURM_STEP_NUM_TASKS; n++)); do
-    SLURM_PROCID=$n SLURM_NODEID=$n SLURMD_NODENAME=node00$((n + 1)) "$@" &
+    SLURM_STEP_ID=0 SLURM_PROCID=$n SLURM_NODEID=$n SLURMD_NODENAME=node00$((n + 1)) "$@" &
     tasks+=($!)
 done
 trap 'kill -KILL "${tasks[@]}"' TERM
 echo "${tasks[@]}" > "$CALLS.tasks"
+echo $$ > "$CALLS.srun"
 highest=0
 for task in "${tasks[@]}"; do
     while wait "$task"; code=$?; kill -0 "$task" 2> /dev/null; do :; done
@@ -54,6 +55,17 @@ exit "$highest"
 """
 )
 SCANCEL = RECORD + 'kill -TERM $(< "$CALLS.tasks")\n'
+SCONTROL = (
+    RECORD
+    + """\
+if [[ "$1 $2" == "show step" ]]; then
+    echo "StepId=$3.0 UserId=0 State=RUNNING SrunHost:Pid=node001:$(< "$CALLS.srun")"
+else
+    echo node001
+fi
+"""
+)
+"""The form is that of Slurm 22.05."""
 TRAIN = """\
 import pathlib, signal, sys, time
 told = []
@@ -77,7 +89,7 @@ def folder(framework_roots: Path, tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "bin").mkdir()
     command(tmp_path, "ckptctl", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptctl "$@"\n')
-    command(tmp_path, "scontrol", RECORD + "echo node001\n")
+    command(tmp_path, "scontrol", SCONTROL)
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     return tmp_path
 
@@ -254,13 +266,14 @@ def test_run_is_requeued_only_where_waiting_helps(code, requeued, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="`ckptctl run` sends SIGTERM to srun, which kills its tasks")
 def test_run_passes_the_end_of_the_time_on_and_is_requeued_with_its_budget(folder):
+    command(folder, "scancel", SCANCEL)
     job = step_of_run(folder, 'shift 5; exec python train.py "$@"')
     wait_for(folder / "started")
     job.send_signal(signal.SIGTERM)
     assert job.wait() == 143
     assert (folder / "saved").exists()
+    assert lines_of(folder, "scancel") == ["scancel --signal=TERM 88123.0"]
     assert lines_of(folder, "scontrol requeue 88123")
     again = step_of_run(folder, "exit 0", SLURM_RESTART_COUNT="1")
     assert again.wait() == 0
