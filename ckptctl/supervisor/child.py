@@ -24,7 +24,7 @@ from ckptctl.distributed.process_table import Process
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, some_of
 from ckptctl.supervisor.processes import GRACE_S, MARKER, CtrlC, JobProcesses, children, receiving
-from ckptctl.supervisor.slurm_steps import tell_step
+from ckptctl.supervisor.slurm_steps import signal_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Signals:
     def _forward(self, number: int) -> None:
         if number in _ENDS_THE_JOB and self.asked is None:
             self.asked = signal.Signals(number)
-        if self._child is not None and not tell_step(self._child.pid, number):
+        if self._child is not None and not signal_step(self._child.pid, number):
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)
 

@@ -34,7 +34,7 @@ from ckptctl.distributed.process_table import (
     machine,
     table,
 )
-from ckptctl.supervisor.slurm_steps import without_told_steps
+from ckptctl.supervisor.slurm_steps import without_signalled_steps
 
 MARKER = "CKPTCTL_SUPERVISED"
 """The variable that marks the processes of a job; its value is `RUN@ROOT`."""
@@ -130,7 +130,7 @@ def end_processes(
     ends early once somebody `hurries`.
     """
     if grace_s > 0 and not hurries():
-        signal_all(without_told_steps(find(), signal.SIGTERM), signal.SIGTERM)
+        signal_all(without_signalled_steps(find(), signal.SIGTERM), signal.SIGTERM)
         until_s = time.monotonic() + grace_s
         while find() and time.monotonic() < until_s and not hurries():
             time.sleep(_POLL_S)

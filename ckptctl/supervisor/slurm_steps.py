@@ -24,23 +24,23 @@ _ASK_S = 10.0
 """How long the controller of Slurm is waited for."""
 
 
-def tell_step(pid: int, number: int) -> bool:
+def signal_step(pid: int, number: int) -> bool:
     """Send the tasks of an srun a signal that would make it kill them; whether that was done.
 
     False for any other process and signal, and where the controller does not answer or knows no
     step of this srun. Cost: none but for an srun; else two calls of Slurm's commands.
     """
-    return bool(number in _KILLS_TASKS and _tell([pid], number))
+    return bool(number in _KILLS_TASKS and _signal([pid], number))
 
 
-def without_told_steps(processes: Sequence[Process], number: int) -> list[Process]:
+def without_signalled_steps(processes: Sequence[Process], number: int) -> list[Process]:
     """The processes that are still to be signalled, once the tasks of each srun were told.
 
-    An srun that was not told (see `tell_step`) is among them. Its tasks on this node are not,
+    An srun that was not told (see `signal_step`) is among them. Its tasks on this node are not,
     nor its second process, which ends with it.
     """
     sruns = {one.pid for one in processes if _name(one.pid) == "srun"}
-    steps = _tell(sruns, number)
+    steps = _signal(sruns, number)
     if not steps:
         return [*processes]
     ids = {os.fsencode(f"SLURM_STEP_ID={step.rpartition('.')[2]}") for step in steps}
@@ -48,14 +48,14 @@ def without_told_steps(processes: Sequence[Process], number: int) -> list[Proces
     return [one for one in others if ids.isdisjoint(environment_of(one.pid))]
 
 
-def _tell(pids: Iterable[int], number: int) -> list[str]:
+def _signal(pids: Iterable[int], number: int) -> list[str]:
     """Signal the tasks of those processes that are an srun of this job; their steps."""
     sruns = {pid for pid in pids if _name(pid) == "srun"}
     job = os.environ.get("SLURM_JOB_ID")
     steps = [step for step, pid in _steps(job) if pid in sruns] if sruns and job else []
     name = signal.Signals(number).name.removeprefix("SIG")
-    told = steps and _slurm("scancel", f"--signal={name}", *steps) is not None
-    return steps if told else []
+    done = steps and _slurm("scancel", f"--signal={name}", *steps) is not None
+    return steps if done else []
 
 
 def _name(pid: int) -> str:
