@@ -114,7 +114,7 @@ class Person:
     def entering(self, state: State) -> None:
         self.shown.append(f"== {state.name}")
 
-    def about_to(self, block: Block, values: Mapping[str, str]) -> None:
+    def about_to(self, block: Block, command: str | None, values: Mapping[str, str]) -> None:
         self.shown.append(f"$ {block.name} {dict(values)}")
 
     def printed(self, text: str) -> None:
@@ -122,6 +122,12 @@ class Person:
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         self.shown.append(f"{block.name}: {outcome.because}")
+
+    def silent(self, waited_s: float) -> None:
+        pass
+
+    def asked(self, wanted: Input, suggestion: str | None) -> str | None:
+        return ""
 
     attended = True
     assumes = False
