@@ -11,6 +11,7 @@ from typing import Literal
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, UsageError
+from ckptctl.findings import EXIT_NONE_USABLE
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.own.run_events import MAX_TEXT, Event, OpenedEvent, ResumedEvent
 from ckptctl.formatting import command_line
@@ -351,6 +352,9 @@ def _next(
         return left.advice
     if left.over and left.exit_code == UsageError.exit_code:
         return command_line("runbook", "show", book.called)
+    if left.over and left.exit_code == EXIT_NONE_USABLE and not (left.undecided or left.missing):
+        # No command makes a step usable: a person looks for one elsewhere.
+        return command_line("explain", EXIT_NONE_USABLE)
     # The operator fills in what is missing, such as a log.
     missing = {name: name.rpartition("_")[2] for name in left.missing}
     if left.over and left.decision is not None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 from pathlib import Path
 
 import pytest
 from command_line import validated
+from made_logs import rows
 from next_commands import run_and_follow as run_ckptctl
 from rb_7_inputs import RB_7, settings
 
@@ -336,30 +336,7 @@ def test_a_dry_run_does_not_wait_for_the_log_of_a_job_that_it_does_not_start(roo
     assert document["exit_code"] == 31
     ended = {one["block"]: one for one in document["events"] if one["event"] == "ended"}
     assert (ended["loss"]["not_run"], ended["loss"]["exit_code"]) == ("dry run", None)
-    assert ended["loss"]["because"].startswith("a dry run starts no job, so NEW_LOG holds nothing")
-
-
-def loss_at(step: int) -> float:
-    own = random.Random(step)
-    return (2.5 + 3 / step**0.5) * (1 + own.gauss(0, 0.002))
-
-
-def rows(first: int, last: int, *, pace: float = 1.0, skipped_tokens: int = 0) -> str:
-    """What a job logs of these steps; no two attempts have the same throughput."""
-    return "".join(
-        json.dumps(
-            {
-                "step": step,
-                "loss": loss_at(step),
-                "tokens": step * 4096 + skipped_tokens,
-                "tokens_per_second": 1000
-                * pace
-                * (1 + random.Random(f"{step} {first}").gauss(0, 0.01)),
-            }
-        )
-        + "\n"
-        for step in range(first, last + 1)
-    )
+    assert ended["loss"]["because"].startswith("a dry run starts no job")
 
 
 def watched(root: Path, tmp_path: Path, before: str, after: str, **inputs: object):
