@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -339,6 +340,7 @@ class TerminalPrompts:
         self.dry_run = dry_run
         self.repeated = repeated
         self._explained: set[str] = set()
+        self._burst = _Burst()
 
     @property
     def attended(self) -> bool:
@@ -375,6 +377,7 @@ class TerminalPrompts:
 
     def about_to(self, block: Block, command: str | None, values: Mapping[str, Value]) -> None:
         """The command that runs; the block of the page if it is several, or with `verbose`."""
+        self._burst = _Burst(block.brief and self._is_short)
         text = block.code if command is None or self.verbose else command
         self._say(*(_command(each) for each in text.splitlines()))
         self._say(
@@ -396,17 +399,24 @@ class TerminalPrompts:
         Not its next command, except with `verbose`: the run itself decides what is next.
         """
         is_next = text.startswith("next:")
-        if text and (self.verbose or not is_next):
-            self._say(line(" " * BLOCK_INDENT, text, hang=BLOCK_INDENT, solid=is_next))
+        if text and (self.verbose or not is_next) and self._burst.shows(text):
+            self._say(_printed(text))
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         """What was found, and what was expected if that is something else."""
+        if ended is None and self._is_beside(block, outcome):
+            return
         usual = block.outcomes[0]
         is_usual = ended is not None and ended.exit_code == usual.first
         if ended is None:
             how = "assumed in a dry run" if self.dry_run and outcome is usual else "not run"
         else:
             how = f"exit code {ended.exit_code}"
+            hidden = self._burst.hidden
+            if is_usual and hidden:
+                self._say(_printed(f"({counted(len(hidden), 'more line')}: see the transcript)"))
+            else:
+                self._say(*map(_printed, hidden))
             if not is_usual:
                 expected = f"  expected: exit code {usual.first}: {usual.because}"
                 self._say(line(expected, hang=4))
@@ -420,6 +430,16 @@ class TerminalPrompts:
                 hang=4,
             )
         )
+
+    def _is_beside(self, block: Block, outcome: Outcome) -> bool:
+        """Whether a block that did not run needs no line: nobody was asked, and the run goes on."""
+        is_asked = block.asks or block.changes or block.decides is not None
+        return self._is_short and not (self.dry_run or is_asked or outcome.then == STOP)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether not everything is shown: a person reads along, and the transcript has it all."""
+        return self.out.err.terminal and not self.verbose
 
     @property
     def assumes(self) -> bool:
@@ -507,6 +527,38 @@ class TerminalPrompts:
     def _say(self, *lines: Line) -> None:
         if self.out.talks:
             self.out.lines(lines, to=self.out.err)
+
+
+_SHOWN_LINES = 6
+_PAUSE_S = 2.0
+
+
+class _Burst:
+    """What a brief block prints at once: after the first lines the others are held back.
+
+    A line after a pause begins anew, so that a wait shows what it waits for.
+    """
+
+    def __init__(self, is_brief: bool = False) -> None:
+        self.hidden: list[str] = []
+        self._is_brief = is_brief
+        self._last_s = 0.0
+        self._n_lines = 0
+
+    def shows(self, text: str) -> bool:
+        """Whether this line is shown now."""
+        now_s = time.monotonic()
+        if now_s - self._last_s > _PAUSE_S:
+            self._n_lines, self.hidden = 0, []
+        self._last_s, self._n_lines = now_s, self._n_lines + 1
+        if not self._is_brief or self._n_lines <= _SHOWN_LINES:
+            return True
+        self.hidden.append(text)
+        return False
+
+
+def _printed(text: str) -> Line:
+    return line(" " * BLOCK_INDENT, text, hang=BLOCK_INDENT, solid=text.startswith("next:"))
 
 
 def _command(text: str) -> Line:

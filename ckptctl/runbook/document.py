@@ -126,7 +126,8 @@ class Block:
 
     `changes` marks a block that changes something: the operator is asked first. With
     `attended`, `--yes` does not confirm it. With `repeats`, it may run again, so a recorded
-    end is not relied on. `decides` names an input that states a person's decision: the
+    end is not relied on. Of a `brief` one that ends as expected, a terminal shows the first lines.
+    `decides` names an input that states a person's decision: the
     block runs once that input is given. A decision that `overrides` is against what a check
     found: the run then ends with `EXIT_OVERRIDDEN` instead of 0. The block does not run unless
     every input of `needs` is given; those of `asks` are asked for at a terminal. `runs` names
@@ -140,6 +141,7 @@ class Block:
     changes: bool
     attended: bool
     repeats: bool
+    brief: bool
     decides: str | None
     overrides: bool
     asks: tuple[str, ...]
@@ -333,9 +335,9 @@ def _state(book: Runbook, state: State) -> Iterator[str]:
 
 
 def _block(book: Runbook, block: Block) -> Iterator[str]:
-    if block.on("other") is None:
+    if block.on("other") is None and block.decides is None:
         yield "the table has no row `other`, so an unexpected end leads nowhere"
-    elif block.outcomes[-1].event != "other" and block.on("other") is not None:
+    elif block.on("other") is not None and block.outcomes[-1].event != "other":
         yield "rows behind `other` are never reached"
     if (block.attended or block.repeats) and not block.changes:
         yield "`attended` and `repeats` are for a block that `changes`"

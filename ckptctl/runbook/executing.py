@@ -109,7 +109,7 @@ def as_typed(code: str, variables: Mapping[str, Value]) -> str | None:
     items = dict(_items(lists))
     texts = {name: value for name, value in variables.items() if isinstance(value, str)}
     script = f"ckptctl() {{ printf '%s\\0' \"$@\"; }}\n{_arrays(lists, items)}{code}"
-    environment = _environment({**texts, "PICTURE": "", **items}, without=lists)
+    environment = _environment({**texts, "PICTURE": "picture.svg", **items}, without=lists)
     try:
         done = subprocess.run(
             ("bash", "-c", script),

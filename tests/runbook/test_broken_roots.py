@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from command_line import run_ckptctl
 from damage import flip
-from made_logs import rows
 from next_commands import next_command
 from rb_7_inputs import RB_7, settings
+from resumed_logs import rows
 
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from command_line import validated
-from made_logs import rows
 from next_commands import run_and_follow as run_ckptctl
 from rb_7_inputs import RB_7, settings
+from resumed_logs import rows
 
 from ckptctl.runbook.executing import execute
 from ckptctl.runbook.reading import find_runbook, runbook_names

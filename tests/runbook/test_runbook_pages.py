@@ -69,7 +69,7 @@ def broken(old: str, new: str) -> Runbook:
             "    WatchLoss --> Celebrate: yes\n    Cadence --> [*]",
             "the state 'Celebrate' of the diagram has no section with a command block",
         ),
-        ("name=verify reads", "name=scan reads", "the block name 'scan' occurs 2 times"),
+        ("name=verify reads brief", "name=scan reads", "the block name 'scan' occurs 2 times"),
         ("`WORLD_SIZE: number`", "`WORLD_SIZE: rank`", "`WORLD_SIZE` has the type 'rank'; types"),
         ("| `3600` |", "| `1h` |", "the default of `WAIT` must be a whole number"),
         (

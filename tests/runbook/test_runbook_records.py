@@ -67,6 +67,7 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
         ended("Locate", "reject-suspect", "next", **not_run),
         ended("Locate", "scan", "next"),
         ended("Locate", "preflight", "Nodes", printed=[str(step)]),
+        ended("Nodes", "old-enough", "next", **not_run),
         ended("Nodes", "nodes", "Capacity"),
         ended("Capacity", "capacity", "Verify"),
         ended("Verify", "verify", "next"),
