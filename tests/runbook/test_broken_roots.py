@@ -14,6 +14,8 @@ from next_commands import next_command
 from rb_7_inputs import RB_7, settings
 from resumed_logs import rows
 
+from ckptctl.runbook.engine import who
+
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
 
 
@@ -168,7 +170,7 @@ def test_a_suspect_loss_is_accepted_by_name_and_never_a_plain_success(root, tmp_
     options = ("--new", "--transcript", str(tmp_path / "t"))
     done = run(root, *options, **logs, DIFFERENCE="the new data mix is harder")
     assert done.returncode == 35, done.stderr
-    accepted = "accepted against what was found: the loss is suspect (the new data mix is harder)"
+    accepted = f"accepted against what was found: the loss is suspect ({who()}: the new data mix"
     assert accepted in done.stdout.replace("\n  ", " ")
     assert next_command(done.stdout) is None
     head = (tmp_path / "t" / "transcript.md").read_text().partition("## ")[0]

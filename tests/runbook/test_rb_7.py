@@ -207,7 +207,7 @@ def test_train_state_that_no_step_holds_is_a_decision(root):
     exit_code, _, document = run(root, WITHOUT="the job draws no random numbers")
     assert resumed(root) == "step_500"
     assert exit_code == 31
-    assert "accepted against what was found: the step lacks train state (the" in document["reason"]
+    assert "accepted against what was found: the step lacks train state (" in document["reason"]
 
 
 def flip(step: Path) -> None:
