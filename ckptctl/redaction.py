@@ -116,7 +116,8 @@ HARMLESS_OPTIONS = frozenset(
         *("quiet", "remote-checksums", "replace", "require", "require-seal", "resume"),
         *("resume-samples", "resume-step", "resume-tokens", "room-for", "saved-world-size"),
         *("scheduler", "seed", "skip", "step", "steps", "strict", "subset", "take-over", "tensors"),
-        *("timeout", "unsealed", "values", "world-size", "world-sizes", "yes", "help", "version"),
+        *("timeout", "unsealed", "values", "verbose", "world-size", "world-sizes", "yes"),
+        *("help", "version"),
         # Times and sizes.
         *("backoff", "bandwidth", "compile", "connect", "deadline", "file-size", "hang-after"),
         *("interval", "load", "memory", "mtbf", "out-of-section-timeout", "patience"),

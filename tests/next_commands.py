@@ -33,11 +33,11 @@ ENDLESS = {"run"}
 _CHANGING = {"--apply", "--create", "--probe-storage", "--notify", "--replace"}
 _SHOWN = {"--json", "--quiet", "-q", "--debug"}
 _PLACEHOLDER = re.compile(
-    r"(?:\w+=)?(?:ROOT|STEP|SRC|DST|LOG|FILE|CMD|NAME|CODE|DIR|TARGET)(?:@\w+)?"
+    r"(?:\w+=)?(?:ROOT|STEP|SRC|DST|LOG|FILE|CMD|NAME|CODE|DIR|TARGET|TIME|NODES|RATE)(?:@\w+)?"
 )
 _LIMIT_BYTES = 256 << 20
 _MAX_LINKS = 8
-_USABLE = (0, 3, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 31, 32, 75, 77, 93)
+_USABLE = (0, 3, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 31, 32, 35, 75, 77, 93)
 """How a command may end that was understood and could do its work."""
 
 EXIT_BUG = 1

@@ -134,7 +134,8 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
             at = argv.index(command)
             behind = command_line(*argv[at:], *argv[:at])
             return UsageError("options stand behind the command", next_command=behind)
-        mistyped = re.fullmatch(r"no such command '(.*)'; did you mean '(.*)'\?", message)
+        # typer names the closest commands; the first is the most similar.
+        mistyped = re.match(r"no such command '([^']*)'; did you mean '([^']*)'", message)
         if mistyped and mistyped[1] in argv:
             return UsageError(message, instead_of=mistyped[1], instead=mistyped[2])
         return UsageError(message, next_command=_help_command(argv))

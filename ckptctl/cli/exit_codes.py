@@ -139,6 +139,13 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "nodes out of the pool, and resume elsewhere from a step before the value.",
         "yes, on other nodes",
     ),
+    35: ExitCode(
+        "done, with something that a person accepted against what was found",
+        "Only `runbook run` returns it: the run reached its end, and somebody accepted lost train "
+        "state, a suspect loss or a lower throughput. The last line and the transcript name who "
+        "and why. Continue if you accept it too.",
+        "not needed",
+    ),
     75: ExitCode(
         "the storage did not answer",
         "Nothing is known about the step, good or bad. Too little memory for the inspection has "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import ckptctl
@@ -11,7 +12,7 @@ from ckptctl.cli.options import HtmlOpt, argument, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
 from ckptctl.errors import UsageError
-from ckptctl.formatting import counted
+from ckptctl.formatting import counted, duration, verb
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.reading import LogFormat
@@ -19,6 +20,8 @@ from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import StorageOptions
+from ckptctl.storage.logs import STDIN
+from ckptctl.storage.opening import local_path
 
 EXAMPLES = (
     "ckptctl loss train.log",
@@ -200,7 +203,7 @@ def loss(
             storage=storage,
             strict=strict,
         )
-        report = _last(reports, out)
+        report = _last(reports, out, paths, timeout)
     else:
         report = ckptctl.check_loss(
             paths[:-1] if canary else paths,
@@ -267,18 +270,41 @@ def _check(paths: list[str], resume: str, *, canary: bool, follow: bool) -> None
         )
 
 
-def _last(reports: Iterator[ckptctl.LossReport], out: Output) -> ckptctl.LossReport:
+def _last(
+    reports: Iterator[ckptctl.LossReport],
+    out: Output,
+    paths: Sequence[str],
+    timeout_s: float | None,
+) -> ckptctl.LossReport:
     """The last report; with `--json`, print each report that differs from the one before."""
     last: ckptctl.LossReport | None = None
+    limit = "without a limit" if timeout_s is None else f"for up to {duration(timeout_s)}"
+    _say(out, f"waiting for steps after the resume in {paths[-1]}, {limit}{_absent(paths)}")
     for report in reports:
         is_new = last is None or (report.verdict, report.message) != (last.verdict, last.message)
         if out.as_json and is_new:
             out.document_line(document_of("loss", report))
-        out.progress(f"watching: {_so_far(report)}")
+        out.progress(f"watching: {_so_far(report)}{_absent(paths)}")
         last = report
     if last is None:
         raise UsageError("no log was named")
+    if absent := _absent(paths):
+        _say(out, f"the wait has ended{absent}")
     return last
+
+
+def _absent(paths: Sequence[str]) -> str:
+    """That logs do not exist yet."""
+    local = [(path, local_path(path)) for path in paths if path != STDIN]
+    absent = [path for path, file in local if file is not None and not os.path.exists(file)]
+    return (
+        f"; {', '.join(absent)} {verb(len(absent), 'does', 'do')} not exist yet" if absent else ""
+    )
+
+
+def _say(out: Output, text: str) -> None:
+    if out.talks:
+        out.lines([line(text, hang=2)], to=out.err)
 
 
 def _so_far(report: ckptctl.LossReport) -> str:

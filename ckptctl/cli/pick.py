@@ -89,8 +89,12 @@ def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
     if printed == "reason":
         return () if found.reason is None else (found.reason.value,)
     if printed == "damaged":
-        reports = [over.report for over in found.passed_over if over.report.damaged]
-        return tuple(one.url for one in reports if not one.has_finding("step.rejected"))
+        damaged = [over for over in found.passed_over if over.report.damaged]
+        return tuple(
+            f"{over.report.url}\t{over.reason}"
+            for over in damaged
+            if not over.report.has_finding("step.rejected")
+        )
     if found.chosen is None:
         return ()
     return (found.path,) if printed == "path" else (str(found.step),)

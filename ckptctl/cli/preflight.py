@@ -130,6 +130,11 @@ def preflight(
         return 0
     with ExitStack() as stack:
         group = process_group(stack, out)
+        launchers = parse_launchers(launcher, storage.timeout_s)
+        for each in launchers if out.talks and group.is_first else ():
+            limit = f"at most {each.timeout_s:,.0f} s"
+            waits = f"waiting for the processes that {each.words[0]} starts, {limit}"
+            out.lines([line(waits)], to=out.err)
         found = ckptctl.preflight(
             *roots,
             optional_roots=optional_root or (),
@@ -140,7 +145,7 @@ def preflight(
             room_for=room_for,
             probe_storage=probe_storage,
             logs=log or (),
-            launchers=parse_launchers(launcher, storage.timeout_s),
+            launchers=launchers,
             group=group,
             policy=policy,
             requirements=requirements,

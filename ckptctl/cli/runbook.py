@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,7 +26,7 @@ from ckptctl.cli.rendering import (
     wrapped,
 )
 from ckptctl.errors import UsageError
-from ckptctl.formatting import command_line, counted
+from ckptctl.formatting import command_line, counted, duration
 from ckptctl.options import StorageOptions
 from ckptctl.runbook.document import (
     DONE,
@@ -39,8 +40,9 @@ from ckptctl.runbook.document import (
     Value,
     problems,
     shown,
+    used_names,
 )
-from ckptctl.runbook.engine import NoTerminal
+from ckptctl.runbook.engine import EXIT_OVERRIDDEN, NoTerminal
 from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.position import is_argument
 from ckptctl.runbook.reading import find_runbook, led_to, runbook_names
@@ -55,7 +57,7 @@ EXAMPLES = (
     "ckptctl runbook run rb-7 s3://bucket/run-1234 --set 'RESUME=sbatch job.sh' --yes",
     "ckptctl runbook lint my-runbooks/rb-12.md",
 )
-EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 30, 31, 32, 75, 77, 93)
+EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 30, 31, 32, 35, 75, 77, 93)
 
 
 def runbook(
@@ -111,6 +113,10 @@ def runbook(
     folder: Annotated[
         str | None, option("--folder DIR", "A folder with your own runbooks.")
     ] = None,
+    verbose: Annotated[
+        bool,
+        option("--verbose", "Also show what each state is for, and each block as the page has it."),
+    ] = False,
     notify: NotifyOpt = None,
     *,
     storage: StorageOptions,
@@ -161,7 +167,7 @@ def runbook(
                 book,
                 roots[0],
                 _inputs(inputs),
-                TerminalPrompts(out, yes=yes, dry_run=dry_run, repeated=repeated),
+                TerminalPrompts(out, yes=yes, dry_run=dry_run, verbose=verbose, repeated=repeated),
                 how=_how(dry_run=dry_run, new=new, go_on=go_on),
                 take_over=take_over,
                 storage=storage,
@@ -284,6 +290,9 @@ def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
         yield line(StyledText("left", "warn"), f" in {ran.state}; the run {ran.run} waits for you")
     elif ran.exit_code == 0:
         yield line(StyledText("done", "good"), f": {ran.reason}", hang=2)
+    elif ran.exit_code == EXIT_OVERRIDDEN:
+        done = StyledText(f"done with exit code {ran.exit_code}", "warn")
+        yield line(done, f": {ran.reason}", hang=2)
     else:
         stop = StyledText(f"stopped in {ran.state} with exit code {ran.exit_code}", "bad")
         yield line(stop, f": {ran.reason}", hang=2)
@@ -311,18 +320,27 @@ _WAYS = {DONE: "done", STOP: "stop", NEXT: "continue"}
 class TerminalPrompts:
     """Shows each step as it is done; without a terminal it asks nobody.
 
-    `yes` agrees to every change that the page allows; `dry_run` to none. `repeated` are the
-    options of the call that a next command needs again.
+    `yes` agrees to every change that the page allows; `dry_run` to none. `verbose` also shows
+    what each state is for, and the blocks as the page has them. `repeated` are the options of
+    the call that a next command needs again.
     """
 
     def __init__(
-        self, out: Output, *, yes: bool, dry_run: bool, repeated: Sequence[str] = ()
+        self,
+        out: Output,
+        *,
+        yes: bool,
+        dry_run: bool,
+        verbose: bool = False,
+        repeated: Sequence[str] = (),
     ) -> None:
         self.out = out
+        self.verbose = verbose
         self.yes = yes
         self.dry_run = dry_run
         self.repeated = repeated
         self._explained: set[str] = set()
+        self._burst = _Burst()
 
     @property
     def attended(self) -> bool:
@@ -349,41 +367,79 @@ class TerminalPrompts:
         return self._asked("Continue it? [y]es, [n]o, start another, [l]eave: ")
 
     def entering(self, state: State) -> None:
-        """The heading of a state, and the first time what it is for."""
+        """The heading of a state; with `verbose` also what it is for, the first time."""
         self._say(EMPTY, line(StyledText(f"== {state.name}", "strong")))
-        if state.name in self._explained:
+        if state.name in self._explained or not self.verbose:
             return
         self._explained.add(state.name)
         for paragraph in state.about.split("\n\n"):
             self._say(line("  ", prose(paragraph), hang=2))
 
-    def about_to(self, block: Block, values: Mapping[str, Value]) -> None:
-        """The exact command, and what the names in it stand for."""
-        self._say(EMPTY, *(_command(each) for each in block.code.splitlines()))
+    def about_to(self, block: Block, command: str | None, values: Mapping[str, Value]) -> None:
+        """The command that runs; the block of the page if it is several, or with `verbose`."""
+        self._burst = _Burst(block.brief and self._is_short)
+        text = block.code if command is None or self.verbose else command
+        self._say(*(_command(each) for each in text.splitlines()))
         self._say(
             *(
                 line("    ", StyledText(f"{name}={shown(value)}", "name"), solid=True)
                 for name, value in values.items()
+                if self.verbose or (value and name in used_names(text))
             )
         )
 
+    def silent(self, waited_s: float) -> None:
+        """That the command still runs."""
+        text = f"still running after {duration(waited_s, digits=2)}; Ctrl-C leaves the run here"
+        self._say(line(" " * BLOCK_INDENT, text))
+
     def printed(self, text: str) -> None:
-        """A line of the command, indented below it."""
+        """A line of the command, indented below it.
+
+        Not its next command, except with `verbose`: the run itself decides what is next.
+        """
         is_next = text.startswith("next:")
-        self._say(line(" " * BLOCK_INDENT, text, hang=BLOCK_INDENT, solid=is_next))
+        if text and (self.verbose or not is_next) and self._burst.shows(text):
+            self._say(_printed(text))
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
-        """What was expected where it is not what was found, and where that leads."""
+        """What was found, and what was expected if that is something else."""
+        if ended is None and self._is_beside(block, outcome):
+            return
         usual = block.outcomes[0]
-        if ended is not None and ended.exit_code != usual.first:
-            self._say(line(f"  expected: exit code {usual.first}: {usual.because}", hang=4))
-        not_run = "assumed in a dry run" if self.dry_run and outcome is usual else "not run"
-        found = not_run if ended is None else f"exit code {ended.exit_code}"
-        style: Style = "good" if ended is not None and ended.exit_code == usual.first else "warn"
+        is_usual = ended is not None and ended.exit_code == usual.first
+        if ended is None:
+            how = "assumed in a dry run" if self.dry_run and outcome is usual else "not run"
+        else:
+            how = f"exit code {ended.exit_code}"
+            hidden = self._burst.hidden
+            if is_usual and hidden:
+                self._say(_printed(f"({counted(len(hidden), 'more line')}: see the transcript)"))
+            else:
+                self._say(*map(_printed, hidden))
+            if not is_usual:
+                expected = f"  expected: exit code {usual.first}: {usual.because}"
+                self._say(line(expected, hang=4))
         leads = _WAYS.get(outcome.then, f"next: {outcome.then}")
+        style: Style = "good" if is_usual else "warn"
         self._say(
-            line("  found: ", StyledText(found, style), f": {outcome.because} ({leads})", hang=4)
+            line(
+                f"  {block.name}: ",
+                StyledText(how, style),
+                f": {outcome.because} ({leads})",
+                hang=4,
+            )
         )
+
+    def _is_beside(self, block: Block, outcome: Outcome) -> bool:
+        """Whether a block that did not run needs no line: nobody was asked, and the run goes on."""
+        is_asked = block.asks or block.changes or block.decides is not None
+        return self._is_short and not (self.dry_run or is_asked or outcome.then == STOP)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether not everything is shown: a person reads along, and the transcript has it all."""
+        return self.out.err.terminal and not self.verbose
 
     @property
     def assumes(self) -> bool:
@@ -399,17 +455,32 @@ class TerminalPrompts:
                 f"the block {block.name!r} needs a decision, and there is no terminal to ask at; "
                 f"--set {decision.name}=TEXT makes it, --yes makes none"
             )
-        self.report(f"  A person decides: {decision.meaning}")
+        wanted = "" if decision.type == "text" else f" ({decision.mistake('')})"
+        self.report(f"  A person decides: {decision.meaning}{wanted}")
+        return self._answer(decision, "  Type it, or [n]o, [l]eave here: ")
+
+    def asked(self, wanted: Input, suggestion: str | None) -> Value | None:
+        """Ask for an input that was not given."""
+        self.report(f"  {wanted.name} was not given: {wanted.meaning}")
+        found = "" if suggestion is None else f"Enter for {suggestion}, "
+        typed = self._answer(wanted, f"  Type it, or {found}[n]one, [l]eave here: ", suggestion)
+        return typed if not typed or not wanted.is_list else tuple(typed.split())
+
+    def _answer(self, wanted: Input, question: str, suggestion: str | None = None) -> str | None:
+        """A value of an input; empty for none, None to leave the run."""
         while True:
-            typed = self._typed("  Type it, or [n]o, [l]eave here: ")
-            text = typed.strip()
+            typed = self._typed(question)
+            text = typed.strip() or (suggestion or "" if typed else "")
             if not typed or text.lower() in ("l", "leave"):
                 return None
-            if text.lower() in ("n", "no"):
+            if text.lower() in ("n", "no", "none") and text not in wanted.words:
                 return ""
-            if text and is_argument(text):
+            if mistake := wanted.mistake(text):
+                self.report(f"  {wanted.name} must be {mistake}.")
+            elif is_argument(text):
                 return text
-            self.report("  It cannot be empty, begin with a hyphen or hold control characters.")
+            else:
+                self.report("  It cannot begin with a hyphen or hold control characters.")
 
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         """Ask whether a block may change something."""
@@ -456,6 +527,38 @@ class TerminalPrompts:
     def _say(self, *lines: Line) -> None:
         if self.out.talks:
             self.out.lines(lines, to=self.out.err)
+
+
+_SHOWN_LINES = 6
+_PAUSE_S = 2.0
+
+
+class _Burst:
+    """What a brief block prints at once: after the first lines the others are held back.
+
+    A line after a pause begins anew, so that a wait shows what it waits for.
+    """
+
+    def __init__(self, is_brief: bool = False) -> None:
+        self.hidden: list[str] = []
+        self._is_brief = is_brief
+        self._last_s = 0.0
+        self._n_lines = 0
+
+    def shows(self, text: str) -> bool:
+        """Whether this line is shown now."""
+        now_s = time.monotonic()
+        if now_s - self._last_s > _PAUSE_S:
+            self._n_lines, self.hidden = 0, []
+        self._last_s, self._n_lines = now_s, self._n_lines + 1
+        if not self._is_brief or self._n_lines <= _SHOWN_LINES:
+            return True
+        self.hidden.append(text)
+        return False
+
+
+def _printed(text: str) -> Line:
+    return line(" " * BLOCK_INDENT, text, hang=BLOCK_INDENT, solid=text.startswith("next:"))
 
 
 def _command(text: str) -> Line:

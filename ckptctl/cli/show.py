@@ -35,7 +35,7 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 75, 77)
 
 
-Printed = Literal["train-step", "tokens", "world-size"]
+Printed = Literal["step", "train-step", "tokens", "world-size"]
 """The one value that `show --print` puts on standard output."""
 
 
@@ -51,8 +51,9 @@ def show(
         Printed | None,
         option(
             "--print",
-            "Print only this: the training step that the train state holds, its token count, "
-            "or how many ranks saved it; nothing where it is not known.",
+            "Print only this: the number in the step's name, the training step that the train "
+            "state holds, its token count, or how many ranks saved it; nothing where it is not "
+            "known.",
         ),
     ] = None,
     *,
@@ -80,6 +81,7 @@ def show(
 def _values(contents: Contents, printed: Printed) -> tuple[str, ...]:
     ranks = None if contents.world_size is None else contents.world_size.size
     values = {
+        "step": contents.number,
         "train-step": contents.train_step,
         "tokens": contents.state.tokens.value,
         "world-size": ranks,

@@ -21,7 +21,9 @@ from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formats.own.supervision import SupervisorDocument
 from ckptctl.formatting import duration
 from ckptctl.loss.checking import check_loss
+from ckptctl.runbook.engine import EXIT_OVERRIDDEN
 from ckptctl.runbook.record import newest as newest_record
+from ckptctl.selection.picking import pick
 from ckptctl.starting import child_environment, own_command, python_command
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.nodes import Nodes
@@ -340,8 +342,11 @@ class _Trial:
         inputs = {
             "LOG": str(job.log),
             "NEW_LOG": str(log),
+            "MENDED": "the drill itself injected the failure",
             "SEEN_BY": "the drill has this node only",
+            "WITHOUT": "the drill resumes from what the job saves",
             "CADENCE": "the drill injects its failures",
+            "WORLD_SIZE": str(self._saved_ranks()),
             # Its words may be secrets, and stand in no argument and no record.
             "RESUME": f': "$STEP"; eval "${RESUME_VARIABLE}"',
             "WAIT": f"{job.options.patience_s:.0f}",
@@ -371,13 +376,22 @@ class _Trial:
             self._tell(f"restarted after {duration(self._restarted_s)}{self._smaller()}")
             stalled = StalledStorage(job) if self._name == STALLED else None
         self._runbook = job.await_("end of RB-7", led.poll)
-        if self._runbook:
+        # A job that saves no RNG or data position is resumed without.
+        if self._runbook not in (0, EXIT_OVERRIDDEN):
             raise TrialFailed(f"RB-7 ended with {self._runbook}")
         job.await_(
             "save after the resume", lambda: (job.newest() or 0) > best or job.has_ended() or None
         )
         if stalled is not None:
             stalled.end()
+
+    def _saved_ranks(self) -> int:
+        """How many ranks saved the newest usable step: the same command starts as many.
+
+        1 where no step shows it; RB-7 compares nothing then.
+        """
+        chosen = pick(str(self._job.root), allow_missing_state=True).chosen
+        return 1 if chosen is None or chosen.world_size is None else chosen.world_size.size
 
     def _node_inputs(self) -> dict[str, str]:
         """What RB-7 must know of the nodes that `ckptctl run` excluded."""

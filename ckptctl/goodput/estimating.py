@@ -305,12 +305,12 @@ def _check(
     if times["mtbf"] is None and (n_nodes is None) != (times["failures-per-node-day"] is None):
         raise UsageError(
             "--nodes and --failures-per-node-day belong together",
-            next_command="ckptctl cost --interval 1h --nodes 2048 --failures-per-node-day 0.0065",
+            next_command="ckptctl cost --interval TIME --nodes NODES --failures-per-node-day RATE",
         )
     if root is None and times["interval"] is None:
         raise UsageError(
             "the interval between saves is unknown: give the root of a run, or --interval",
-            next_command="ckptctl cost ROOT --mtbf 8h",
+            next_command="ckptctl cost ROOT --mtbf TIME",
         )
 
 
@@ -395,12 +395,12 @@ def _next(
 ) -> str | None:
     words = ["cost"] if root is None else ["cost", root]
     if interval_s is None:
-        return command_line(*words, "--interval", "1h", "--mtbf", "8h")
+        return command_line(*words, "--interval", "TIME", "--mtbf", "TIME")
     if root is None:
         words += ["--interval", f"{interval_s:g}"]
     if mtbf_s is None:
-        return command_line(*words, "--mtbf", "8h")
-    return None if save_s else command_line(*words, "--mtbf", f"{mtbf_s:g}", "--save-time", "60")
+        return command_line(*words, "--mtbf", "TIME")
+    return None if save_s else command_line(*words, "--mtbf", f"{mtbf_s:g}", "--save-time", "TIME")
 
 
 def _duration(seconds: float) -> str:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
+from ckptctl.formatting import listed
 
 DONE = "done"
 STOP = "stop"
@@ -32,7 +33,10 @@ Value = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value that the operator gives; `default` is None if there is none."""
+    """A value that the operator gives; `default` is None if there is none.
+
+    `type` is one of `TYPES`, or the words that are allowed: `yes/no`.
+    """
 
     name: str
     """The name in commands."""
@@ -46,6 +50,47 @@ class Input:
     """The value if none is given."""
     otherwise: str
     """What a run does without a value."""
+    type: str = "text"
+    """What a value must be."""
+    is_decision: bool = False
+    """Whether a person decides it, where the run needs it."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that are allowed; none if any text of the type is."""
+        return tuple(self.type.split("/")) if "/" in self.type else ()
+
+    def mistake(self, text: str) -> str | None:
+        """What a value must be, if this one is not; None if it is sound."""
+        if self.words:
+            return None if text in self.words else listed(self.words, "or")
+        wanted, is_sound = TYPES[self.type]
+        return None if is_sound(text) else wanted
+
+
+def _is_reason(text: str) -> bool:
+    """Whether a text is more than an answer out of habit."""
+    words = re.findall(r"\w+", text.lower())
+    return len(words) >= _REASON_WORDS and len(set(words) - _REFLEXES) > 1
+
+
+def _is_duration(text: str) -> bool:
+    number = _DURATION.fullmatch(text)
+    return number is not None and float(number[1]) > 0
+
+
+_REASON_WORDS = 3
+_REFLEXES = frozenset({"y", "yes", "ok", "okay", "yeah", "yep", "sure", "n", "no", "none", "x"})
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:s|m|min|h|d)?", re.ASCII)
+
+TYPES: Mapping[str, tuple[str, Callable[[str], bool]]] = {
+    "text": ("a text", lambda text: bool(text.strip())),
+    "reason": ("a reason in three words or more", _is_reason),
+    "log": ("the path of a log", lambda text: bool(text.strip())),
+    "number": ("a whole number", lambda text: text.isascii() and text.isdigit()),
+    "duration": ("a time like 90s, 5m, 8h or 2d", _is_duration),
+}
+"""The types of inputs: what a value is, and whether a text is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +126,12 @@ class Block:
 
     `changes` marks a block that changes something: the operator is asked first. With
     `attended`, `--yes` does not confirm it. With `repeats`, it may run again, so a recorded
-    end is not relied on. `decides` names an input that states a person's decision: the
-    block runs once that input is given. The block does not run unless every input of
-    `needs` is given; `runs` names inputs that it passes to a program as commands. `sets`
+    end is not relied on. Of a `brief` one that ends as expected, a terminal shows the first lines.
+    `decides` names an input that states a person's decision: the
+    block runs once that input is given. A decision that `overrides` is against what a check
+    found: the run then ends with `EXIT_OVERRIDDEN` instead of 0. The block does not run unless
+    every input of `needs` is given; those of `asks` are asked for at a terminal. `runs` names
+    inputs that it passes to a program as commands. `sets`
     takes the last line of standard output, or all lines if it names a list. The block runs
     at most `at_most` times in one run; 0 means no limit.
     """
@@ -93,7 +141,10 @@ class Block:
     changes: bool
     attended: bool
     repeats: bool
+    brief: bool
     decides: str | None
+    overrides: bool
+    asks: tuple[str, ...]
     needs: tuple[str, ...]
     runs: tuple[str, ...]
     sets: str | None
@@ -226,6 +277,11 @@ def _sections(book: Runbook) -> Iterator[str]:
 def _inputs(book: Runbook) -> Iterator[str]:
     if not any(given.name == "ROOT" and given.required for given in book.inputs):
         yield "the input `ROOT` is missing, or not required: the state of a run lies under it"
+    for given in book.inputs:
+        if not given.words and given.type not in TYPES:
+            yield f"`{given.name}` has the type {given.type!r}; types are {', '.join(TYPES)}"
+        elif given.default is not None and given.mistake(given.default) is not None:
+            yield f"the default of `{given.name}` must be {given.mistake(given.default)}"
     for name in book.variables:
         if _OF_THE_SHELL.fullmatch(name):
             yield f"`{name}` changes how a shell or a program works, and cannot be an input"
@@ -279,14 +335,20 @@ def _state(book: Runbook, state: State) -> Iterator[str]:
 
 
 def _block(book: Runbook, block: Block) -> Iterator[str]:
-    if block.on("other") is None:
+    if block.on("other") is None and block.decides is None:
         yield "the table has no row `other`, so an unexpected end leads nowhere"
-    elif block.outcomes[-1].event != "other" and block.on("other") is not None:
+    elif block.on("other") is not None and block.outcomes[-1].event != "other":
         yield "rows behind `other` are never reached"
     if (block.attended or block.repeats) and not block.changes:
         yield "`attended` and `repeats` are for a block that `changes`"
-    if block.decides is not None and (book.input(block.decides) is None):
-        yield f"it decides {block.decides}, which is not an input"
+    if block.overrides and block.decides is None:
+        yield "`overrides` is for a block that `decides`"
+    decision = book.input(block.decides) if block.decides is not None else None
+    if block.decides is not None and (decision is None or not decision.is_decision):
+        yield f"it decides {block.decides}, which is not in the table of decisions"
+    for name in block.asks:
+        if book.input(name) is None:
+            yield f"it asks for {name}, which is not an input"
     if (block.needs or block.changes or block.decides) and block.on("not run") is None:
         yield "it may be skipped, but the table has no row `not run`"
     if block.at_most and block.on("too often") is None:

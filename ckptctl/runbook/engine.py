@@ -24,10 +24,21 @@ from ckptctl.formats.own.run_events import (
     Event,
     FinishedEvent,
 )
-from ckptctl.runbook.document import DONE, STOP, Block, Input, Outcome, Runbook, State, Value
-from ckptctl.runbook.executing import Ended, execute
+from ckptctl.runbook.document import (
+    DONE,
+    STOP,
+    Block,
+    Input,
+    Outcome,
+    Runbook,
+    State,
+    Value,
+    used_names,
+)
+from ckptctl.runbook.executing import Ended, as_typed, execute
 from ckptctl.runbook.position import Position, position_of
 from ckptctl.runbook.record import RunRecord, myself
+from ckptctl.runbook.suggesting import suggestion
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.same_root import SeenRoots
 
@@ -38,8 +49,10 @@ MAX_BLOCKS = 200
 """A run that has executed more blocks than this is stopped."""
 
 EXIT_DO_NOT_RESTART = 93
+EXIT_OVERRIDDEN = 35
+"""A run that reached its end with a decision against what a check found."""
 
-_STEP_HOLDS = (0, 31, 32)
+_STEP_HOLDS = (0, 31, 32, EXIT_OVERRIDDEN)
 """Exit codes of a run after which the chosen step remains verified."""
 
 
@@ -85,8 +98,16 @@ class Talk(Protocol):
         """A state begins."""
         ...
 
-    def about_to(self, block: Block, values: Mapping[str, Value]) -> None:
-        """A block is about to run, or would be; `values` are those of the names in it."""
+    def about_to(self, block: Block, command: str | None, values: Mapping[str, Value]) -> None:
+        """A block is about to run, or would be in a dry run.
+
+        `command` is what bash makes of it, None if it is more than one simple command;
+        `values` are those of the names in it.
+        """
+        ...
+
+    def silent(self, waited_s: float) -> None:
+        """The command of the block has run for so long, and printed nothing for a while."""
         ...
 
     def printed(self, text: str) -> None:
@@ -101,6 +122,13 @@ class Talk(Protocol):
         """The person's decision for a block that needs one; empty for no, None to leave the run.
 
         Raises `NoTerminal`.
+        """
+        ...
+
+    def asked(self, wanted: Input, suggestion: str | None) -> Value | None:
+        """The value of an input that the next block needs; empty for none, None to leave the run.
+
+        Called only where a person can be asked.
         """
         ...
 
@@ -120,7 +148,8 @@ class Left:
 
     `step` is the chosen step, unless the run ended with a code outside `_STEP_HOLDS`.
     `leads` is the runbook to run next, `missing` are the inputs that the last block needed,
-    and `undecided` means that a decision was not made.
+    and `undecided` means that it stopped at a person's decision, which `decision` names, or
+    consent. `advice` is the next command of the command with which the run stopped.
     """
 
     exit_code: int
@@ -132,6 +161,8 @@ class Left:
     leads: str = ""
     missing: tuple[str, ...] = ()
     undecided: bool = False
+    decision: str | None = None
+    advice: str | None = None
 
 
 def left_by_operator(position: Position, *, attended: bool) -> Left:
@@ -176,6 +207,8 @@ class _Engine:
         self.handed_on = handed_on
         self.n_found = n_found
         self._seen_roots = SeenRoots()
+        self._declined: set[str] = set()
+        self._advice: str | None = None
         self.position = position_of(book, record.events, n_found, attended=talk.attended)
 
     def _check_root(self) -> None:
@@ -191,6 +224,7 @@ class _Engine:
         self._check_root()
         if self.n_found:
             self._read_again()
+            self._return_to_changed()
         shown_state = ""
         for _ in range(MAX_BLOCKS):
             if position.over is not None:
@@ -205,6 +239,8 @@ class _Engine:
                     position.leads,
                     position.missing,
                     position.undecided,
+                    position.block.decides,
+                    self._advice,
                 )
             if self._went_back():
                 continue
@@ -248,6 +284,20 @@ class _Engine:
                 f"continued in {position.state}; earlier results are taken from the record"
             )
 
+    def _return_to_changed(self) -> None:
+        """Return to the first block that uses an input which this call changes.
+
+        Not to one before the last change: that is not done twice.
+        """
+        position = self.position
+        if not position.changed or not self.talk.attended:
+            return
+        for state, block in position.since_change:
+            used = {*used_names(block.code), *block.needs, *block.asks, block.decides}
+            if changed := sorted(position.changed.intersection(filter(None, used))):
+                self._back(f"{', '.join(changed)} changed", state, block=block.name)
+                return
+
     def _went_back(self) -> bool:
         """Return to where a value is determined that a command of the next block would use.
 
@@ -269,14 +319,18 @@ class _Engine:
         """Run the next block, or decide that it is not to be run; False if the operator leaves."""
         position, talk = self.position, self.talk
         block = position.block
+        if not self._ask(block):
+            return False
         used = position.used(self.record.url)
         reason = self._reason_not_to_run()
-        talk.about_to(block, used)
         if reason is None and block.decides is not None:
             reason = self._decide(block, block.decides)
             if reason == _LEFT:
                 return False
             used = position.used(self.record.url)
+        names = position.names(self.record.url)
+        if reason is None and block.decides is None:
+            talk.about_to(block, as_typed(block.code, names), used)
         # The names whose values a command of the block would take from the record.
         found = tuple(name for name in used if name in position.found) if block.commands else ()
         if reason is None and (block.changes or found):
@@ -290,8 +344,7 @@ class _Engine:
             self.record.add(
                 BeganEvent(state=state, block=block.name, command=block.code, values=used)
             )
-            names = position.names(self.record.url)
-            ended = execute(block.code, names, self.handed_on, talk.printed)
+            ended = execute(block.code, names, self.handed_on, talk.printed, talk.silent)
             self._check_root()
             outcome = block.outcome(ended.exit_code, ended.printed[-1] if ended.printed else "")
         else:
@@ -305,19 +358,48 @@ class _Engine:
         talk.ended(block, outcome, ended)
         self._add(_end_of(position, reason, outcome, ended))
         if outcome.then in (DONE, STOP):
-            exit_code = 0 if outcome.then == DONE else _exit_code(outcome, ended)
             position.leads = outcome.leads
-            self._add(FinishedEvent(exit_code=exit_code, because=outcome.because))
+            self._advice = _advice_of(ended)
+            exit_code, because = self._end(outcome, ended)
+            self._add(FinishedEvent(exit_code=exit_code, because=because))
+        return True
+
+    def _end(self, outcome: Outcome, ended: Ended | None) -> tuple[int, str]:
+        """The exit code of the run and why it ended, with what a person accepted."""
+        because = outcome.because
+        if self.position.overridden:
+            accepted = "; ".join(self.position.overridden.values())
+            because = f"accepted against what was found: {accepted}. {because}"
+        if outcome.then == STOP:
+            return _exit_code(outcome, ended), because
+        return EXIT_OVERRIDDEN if self.position.overridden else 0, because
+
+    def _ask(self, block: Block) -> bool:
+        """Ask for the inputs that the block asks for and that have no value; False to leave."""
+        position, talk = self.position, self.talk
+        if not talk.attended or talk.assumes:
+            return True
+        for name in block.asks:
+            wanted = self.book.input(name)
+            if wanted is None or position.variables.get(name) or name in self._declined:
+                continue
+            value = talk.asked(wanted, suggestion(wanted, position.variables))
+            if value is None:
+                return False
+            if value:
+                self._add(DecidedEvent(by=who(), inputs={name: value}))
+            else:
+                self._declined.add(name)
         return True
 
     def _reason_not_to_run(self) -> str | None:
         position, block = self.position, self.position.block
+        if self.talk.assumes and block.on(_ASSUMED) is not None:
+            return _ASSUMED
         if position.missing:
             return "not run"
-        if block.at_most and position.times.get(block.name, 0) >= block.at_most:
-            return "too often"
-        is_assumed = self.talk.assumes and block.on(_ASSUMED) is not None
-        return _ASSUMED if is_assumed else None
+        is_too_often = block.at_most and position.times.get(block.name, 0) >= block.at_most
+        return "too often" if is_too_often else None
 
     def _decide(self, block: Block, name: str) -> str | None:
         """Ask for a decision and record it; the reason not to run the block if there is none.
@@ -373,6 +455,15 @@ def _end_of(
         report=ended.report,
         picture=ended.picture,
     )
+
+
+def _advice_of(ended: Ended | None) -> str | None:
+    """The next command of a command that failed; None if it has none."""
+    report = None if ended is None or not ended.exit_code else ended.report
+    if ended is None or report is None or report.get("exit_code") != ended.exit_code:
+        return None
+    advice = report.get("next_command")
+    return advice if isinstance(advice, str) and "runbook" not in advice else None
 
 
 def _exit_code(outcome: Outcome, ended: Ended | None) -> int:

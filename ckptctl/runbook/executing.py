@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import shlex
 import signal
@@ -25,12 +26,16 @@ from typing import IO
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formatting import command_line
 from ckptctl.runbook.document import Value
 from ckptctl.starting import child_environment, own_command
 from ckptctl.storage.shared_places import HeldFolder, open_folder
 
 OnLine = Callable[[str], None]
 """Called with one line of either stream, without its end."""
+
+OnSilence = Callable[[float], None]
+"""Called with the seconds since the command began, where it has printed nothing for a while."""
 
 KEPT_LINES = 400
 _MAX_LINE = 4000
@@ -40,6 +45,8 @@ _MAX_READ = 1 << 20
 """The most that a pipe holds. Source: `/proc/sys/fs/pipe-max-size`."""
 _MAX_FILE_BYTES = 2 << 20
 _POLL_S = 0.1
+_SILENT_S = 30.0
+_EVALUATES = re.compile(r'eval "\$[A-Z][A-Z0-9_]*"')
 _GRACE_S = 5.0
 
 _HANDED_ON = frozenset(
@@ -62,7 +69,7 @@ _OF_THE_RUNBOOK = frozenset(
     f"CKPTCTL_{name}"
     for name in (
         *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TAKE_OVER"),
-        *("TRANSCRIPT", "FOLDER"),
+        *("TRANSCRIPT", "FOLDER", "VERBOSE"),
     )
 )
 """The variables for the runbook command itself."""
@@ -85,6 +92,38 @@ class Ended:
     picture: str | None
 
 
+_SIMPLE = re.compile(r'ckptctl (?:[^;|&<>`\n"]|"[^;|&<>`\n"]*")*(?: 2>/dev/null)?')
+
+
+def as_typed(code: str, variables: Mapping[str, Value]) -> str | None:
+    """A block's command as a person would type it, with its values.
+
+    None for a block that is more than one simple command. Bash itself expands it, so what is
+    shown is what runs.
+    """
+    if _EVALUATES.fullmatch(code):
+        return str(variables.get(code[len('eval "$') : -1], ""))
+    if "$(" in code or _SIMPLE.fullmatch(code) is None:
+        return None
+    lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
+    items = dict(_items(lists))
+    texts = {name: value for name, value in variables.items() if isinstance(value, str)}
+    script = f"ckptctl() {{ printf '%s\\0' \"$@\"; }}\n{_arrays(lists, items)}{code}"
+    environment = _environment({**texts, "PICTURE": "picture.svg", **items}, without=lists)
+    try:
+        done = subprocess.run(
+            ("bash", "-c", script),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GRACE_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return command_line(*(os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]))
+
+
 def dropped_variables() -> tuple[str, ...]:
     """The ckptctl variables in this environment that blocks do not inherit, sorted."""
     ours = {name for name in os.environ if name.startswith("CKPTCTL_")}
@@ -92,7 +131,11 @@ def dropped_variables() -> tuple[str, ...]:
 
 
 def execute(
-    code: str, variables: Mapping[str, Value], handed_on: Mapping[str, str], on_line: OnLine
+    code: str,
+    variables: Mapping[str, Value],
+    handed_on: Mapping[str, str],
+    on_line: OnLine,
+    on_silence: OnSilence = lambda _: None,
 ) -> Ended:
     """Run `code` with these shell variables, and wait until it ends.
 
@@ -121,7 +164,7 @@ def execute(
         items = dict(_items(lists))
         environment |= items
         words = ("bash", "-c", f"{_prelude()}{_arrays(lists, items)}{code}", "bash")
-        heard = _Heard(on_line)
+        heard = _Heard(on_line, on_silence)
         exit_code = _run(words, environment, heard)
         return Ended(
             exit_code if exit_code >= 0 else 128 - exit_code,
@@ -190,8 +233,9 @@ def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[
 class _Heard:
     """The output of both streams so far."""
 
-    def __init__(self, on_line: OnLine) -> None:
+    def __init__(self, on_line: OnLine, on_silence: OnSilence) -> None:
         self.on_line = on_line
+        self.on_silence = on_silence
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
         self.printed: deque[str] = deque(maxlen=KEPT_LINES)
         self._begun: dict[int, bytes] = {}
@@ -205,6 +249,7 @@ class _Heard:
         stdout, stderr = process.stdout, process.stderr
         assert stdout is not None and stderr is not None  # noqa: S101, PT018 - both are pipes
         is_over = False
+        began_s = silent_since_s = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for stream in (stderr, stdout):
                 selector.register(stream, selectors.EVENT_READ, stream is stdout)
@@ -212,6 +257,12 @@ class _Heard:
                 # What a command wrote before it ended is in the pipes by then.
                 is_over = process.poll() is not None
                 ready = [key for key, _ in selector.select(0.0 if is_over else _POLL_S)]
+                now_s = time.monotonic()
+                if ready:
+                    silent_since_s = now_s
+                elif now_s - silent_since_s >= _SILENT_S:
+                    silent_since_s = now_s
+                    self.on_silence(now_s - began_s)
                 for key in sorted(ready, key=lambda key: bool(key.data)):
                     if not self._read(key.fd, is_stdout=key.data):
                         selector.unregister(key.fd)

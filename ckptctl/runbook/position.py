@@ -41,6 +41,10 @@ class Position:
     `after_change` is the position after the last block that may change something, with
     `times` as it was there: an existing record is relied on up to that position. `repeats`
     is the state and name of the first block whose recorded end is never relied on.
+    `given_by` names who gave each input. `overridden` is what a person accepted against what a
+    check found, by block.
+    `since_change` are the blocks that ended after `after_change`, with their states, and
+    `changed` the inputs to which a call that continues the run gave other values.
     """
 
     book: Runbook
@@ -55,6 +59,10 @@ class Position:
     after_change: tuple[str, int, dict[str, int]] = ("", 0, {})
     leads: str = ""
     repeats: tuple[str, str] | None = None
+    given_by: dict[str, str] = field(default_factory=dict)
+    overridden: dict[str, str] = field(default_factory=dict)
+    since_change: list[tuple[str, Block]] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
 
     @property
     def block(self) -> Block:
@@ -68,9 +76,8 @@ class Position:
 
     @property
     def undecided(self) -> bool:
-        """Whether the block needs a decision that was not made."""
-        decides = self.block.decides
-        return decides is not None and not self.variables.get(decides)
+        """Whether a person decides or agrees to the block, and nobody else can."""
+        return self.block.attended or self.block.decides is not None
 
     def step(self, *, attended: bool) -> str | None:
         """The chosen step; None if it comes from a record and cannot be confirmed."""
@@ -105,12 +112,21 @@ class Position:
             case OpenedEvent() | ResumedEvent():
                 if isinstance(event, OpenedEvent) and event.title != self.book.title:
                     raise _OffThePage("it has another title")
-                self._take_inputs(event.inputs, found=found)
+                if isinstance(event, ResumedEvent) and not found:
+                    self.changed = {
+                        name
+                        for name, value in event.inputs.items()
+                        if name != "ROOT" and shown(value) != shown(self.variables.get(name, ""))
+                    }
+                if self.over is not None and self.block.decides is not None:
+                    # The run stopped at this decision, so it is made again.
+                    self.variables.pop(self.block.decides, None)
+                self._take_inputs(event.inputs, event.by, found=found)
                 self.over = None
             case BackEvent():
                 self._take_back(event)
             case DecidedEvent():
-                self._take_inputs(event.inputs, found=found)
+                self._take_inputs(event.inputs, event.by, found=found)
             case BeganEvent():
                 self._check_place(event)
                 self.begun.add(event.block)
@@ -121,10 +137,15 @@ class Position:
                     self.repeats = self.repeats or (state, block.name)
                 elif block.changes and (attended or not (found and block.attended)):
                     self.after_change = (self.state, self.index, dict(self.times))
+                    self.since_change = []
+                    return
+                self.since_change.append((state, block))
             case FinishedEvent():
-                self.over = event.exit_code
+                self.over, self.because = event.exit_code, event.because
 
-    def _take_inputs(self, given: Mapping[str, str | Sequence[str]], *, found: bool) -> None:
+    def _take_inputs(
+        self, given: Mapping[str, str | Sequence[str]], by: str, *, found: bool
+    ) -> None:
         """Take the inputs that the page declares, and no others."""
         for each in self.book.inputs:
             value = given.get(each.name)
@@ -135,7 +156,10 @@ class Position:
             items = (value,) if isinstance(value, str) else tuple(value)
             if found and each.name not in self.book.commands and not all(map(is_argument, items)):
                 raise _OffThePage(f"the input {each.name} is not a valid argument")
+            if found and any(item and each.mistake(item) for item in items):
+                raise _OffThePage(f"the input {each.name} is no {each.type}")
             self.variables[each.name] = items if each.is_list else items[0]
+            self.given_by[each.name] = by
             self.found.discard(each.name)
             # A default always comes from the page, never from the record.
             if found and value != each.default:
@@ -150,6 +174,9 @@ class Position:
         ran = event.exit_code is not None
         self.times[block.name] = self.times.get(block.name, 0) + ran
         self.because = event.because
+        if block.overrides and event.exit_code == 0 and block.decides is not None:
+            value, by = self.variables.get(block.decides, ""), self.given_by.get(block.decides, "")
+            self.overridden[block.name] = f"{event.because} ({by}: {shown(value)})"
         if block.sets is not None and event.exit_code == 0:
             printed = (
                 () if event.printed is None or isinstance(event.printed, str) else event.printed

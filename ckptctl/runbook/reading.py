@@ -21,13 +21,16 @@ _TITLE = re.compile(r"# (?P<name>[A-Za-z0-9][A-Za-z0-9-]*): (?P<title>\S.*)")
 _HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
 _FENCE = re.compile(r"```(?P<info>.*)")
 _ARROW = re.compile(r"(?P<source>\S+) --> (?P<target>[^\s:]+)(?:: *(?P<label>.*))?")
-_INPUT_NAME = re.compile(r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?`")
+_INPUT_NAME = re.compile(
+    r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?(?:: (?P<type>[a-z]+(?:/[a-z]+)*))?`"
+)
 _CODED = re.compile(r"`(?P<text>.*)`")
 _CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")
 
 _COUNT = re.compile(r"[0-9]{1,3}")
 
 _INPUTS_HEAD = ("input", "what it is", "if not given")
+_DECISIONS_HEAD = ("decision", "what a person states", "if nobody does")
 _OUTCOMES_HEAD = ("ends with", "prints", "then", "because")
 _EVENTS = ("not run", "too often", "dry run", "other")
 _OF_A_BLOCK = frozenset(
@@ -37,7 +40,10 @@ _OF_A_BLOCK = frozenset(
         "changes",
         "attended",
         "repeats",
+        "brief",
         "decides",
+        "overrides",
+        "asks",
         "needs",
         "runs",
         "sets",
@@ -137,7 +143,9 @@ def parse(text: str, file: str) -> Runbook:
         if level == 2:
             sections.append(heading)
         if heading == "Inputs":
-            inputs = tuple(reader.inputs(body))
+            inputs = (*reader.inputs(body, _INPUTS_HEAD), *inputs)
+        elif heading == "Decisions":
+            inputs = (*inputs, *reader.inputs(body, _DECISIONS_HEAD))
         elif heading == "Flow":
             arrows = tuple(reader.arrows(body))
         elif blocks := tuple(reader.blocks(body)):
@@ -193,11 +201,13 @@ class _Reader:
             raise self.error(len(self.lines), "a block is not closed: ``` is missing")
         yield heading, level, body
 
-    def inputs(self, body: _Body) -> Iterator[Input]:
-        for number, (name, meaning, otherwise) in self._table(body, _INPUTS_HEAD):
+    def inputs(self, body: _Body, head: Sequence[str]) -> Iterator[Input]:
+        for number, (name, meaning, otherwise) in self._table(body, head):
             found = _INPUT_NAME.fullmatch(name)
             if found is None:
-                raise self.error(number, f"an input is a name like `ROOT`, not {name}")
+                raise self.error(
+                    number, f"an input is a name like `ROOT` or `N: number`, not {name}"
+                )
             coded = _CODED.fullmatch(otherwise)
             yield Input(
                 found["name"],
@@ -206,6 +216,8 @@ class _Reader:
                 otherwise == "required",
                 coded["text"] if coded else None,
                 otherwise,
+                found["type"] or "text",
+                head is _DECISIONS_HEAD,
             )
 
     def arrows(self, body: _Body) -> Iterator[Arrow]:
@@ -254,7 +266,10 @@ class _Reader:
             "changes" in given,
             "attended" in given,
             "repeats" in given,
+            "brief" in given,
             given.get("decides"),
+            "overrides" in given,
+            tuple(filter(None, given.get("asks", "").split(","))),
             tuple(filter(None, given.get("needs", "").split(","))),
             tuple(filter(None, given.get("runs", "").split(","))),
             given.get("sets"),

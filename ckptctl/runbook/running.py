@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import AccessDenied, PathNotFound, UsageError
+from ckptctl.errors import AccessDenied, UsageError
+from ckptctl.findings import EXIT_NONE_USABLE
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.own.run_events import MAX_TEXT, Event, OpenedEvent, ResumedEvent
 from ckptctl.formatting import command_line
@@ -18,12 +19,24 @@ from ckptctl.model import ExitCode
 from ckptctl.options import StorageOptions
 from ckptctl.redaction import hide_words, words_of
 from ckptctl.runbook.document import Runbook, Value, shown
-from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
+from ckptctl.runbook.engine import (
+    EXIT_OVERRIDDEN,
+    Left,
+    NoTerminal,
+    Talk,
+    left_by_operator,
+    proceed,
+    who,
+)
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.position import is_argument, position_of
 from ckptctl.runbook.reading import led_to
 from ckptctl.runbook.record import RunFull, RunRecord, Unwritten, begun, held, newest
 from ckptctl.runbook.transcript import transcript
+from ckptctl.selection.empty_roots import check_empty, is_step_itself
+from ckptctl.selection.history import has_sentinel
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.targets import check_root_there
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store, parent_url
 
@@ -82,8 +95,7 @@ def run_runbook(
     _check_text("ROOT", root, is_command=False)
     handed_on = _handed_on(storage, talk.columns)
     with open_store(root, storage) as store:
-        # Searching must not create a root that does not exist.
-        _check_there(store)
+        _check_is_root(book, store)
         if dropped := dropped_variables():
             talk.report(
                 f"not passed to the blocks: {', '.join(dropped)}; the page alone defines the checks"
@@ -142,6 +154,12 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
             raise UsageError(f"the input {name} takes one value, but {len(items)} were given")
         for item in items:
             _check_text(name, item, is_command=name in book.commands)
+            # An empty text is no value, so that a script can pass on one that is not set.
+            if item and (mistake := declared.mistake(item)) is not None:
+                raise UsageError(
+                    f"the input {name} is {item[:60]!r}, and must be {mistake}: {declared.meaning}",
+                    next_command=command_line("runbook", "show", book.called),
+                )
             if name in book.commands:
                 hide_words(words_of(item))
         checked[name] = items if declared.is_list else items[0]
@@ -164,14 +182,20 @@ def _check_text(name: str, text: str, *, is_command: bool) -> None:
         )
 
 
-def _check_there(store: Store) -> None:
-    try:
-        store.list_dir()
-    except PathNotFound as error:
-        raise PathNotFound(
-            f"{error.message}; a runbook writes its record under the checkpoint root",
-            next_command=command_line("scan", parent_url(store.url)),
-        ) from error
+def _check_is_root(book: Runbook, store: Store) -> None:
+    """Raise for an address under which no record may be written: not there, a file, a step."""
+    listing = list_root(store)
+    check_root_there(store, listing)
+    if listing.steps or has_sentinel(store):
+        return
+    if is_step_itself(store, listing):
+        raise UsageError(
+            f"{store.url} is a step itself, not a root that holds steps; a runbook writes its "
+            "record under the root",
+            next_command=command_line("runbook", "run", book.called, parent_url(store.url)),
+        )
+    if not listing.known:  # else the runbook itself states what the content means
+        check_empty(store, listing)
 
 
 def _record(
@@ -199,7 +223,11 @@ def _record(
     dates = f"started by {opened.by} at {opened.at}, last entry at {last.events[-1].at}"
     talk.report(f"a run of {book.name} was found under this root: {last.name}, {dates}")
     taken = _taken(book, last, given)
-    talk.report(f"its record sets {', '.join(taken)}" if taken else "its record sets no input")
+    talk.report(
+        f"its record sets {', '.join(taken)}; --set NAME=VALUE changes one"
+        if taken
+        else "its record sets no input"
+    )
     if how == "auto":
         continues = _continues(book, last, talk, given)
         return last, None if continues is None else last if continues else new
@@ -292,6 +320,8 @@ def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -
     return command_line(*_words(book.called, root, inputs), *talk.repeated)
 
 
+_OF_A_LOG = (30, 31, 32)
+"""Exit codes about the resumed job, after which this run goes on and not another command."""
 _ROOTS = ("OTHER_ROOTS", "OPTIONAL_ROOTS")
 
 
@@ -313,15 +343,22 @@ def _next(
     book: Runbook, root: str, given: Mapping[str, Value], talk: Talk, how: How, left: Left
 ) -> str | None:
     """The next command after a run that ended so; never the command that just ran."""
-    if left.over and left.exit_code == 0:
+    if left.over and left.exit_code in (0, EXIT_OVERRIDDEN):
         return None
     if left.leads:
         roots = {name: left.variables[name] for name in _ROOTS if name in left.variables}
         return command_line(*_words(led_to(book, left.leads), root, roots))
+    if left.over and left.advice is not None and left.exit_code not in _OF_A_LOG:
+        return left.advice
     if left.over and left.exit_code == UsageError.exit_code:
         return command_line("runbook", "show", book.called)
+    if left.over and left.exit_code == EXIT_NONE_USABLE and not (left.undecided or left.missing):
+        # No command makes a step usable: a person looks for one elsewhere.
+        return command_line("explain", EXIT_NONE_USABLE)
     # The operator fills in what is missing, such as a log.
     missing = {name: name.rpartition("_")[2] for name in left.missing}
+    if left.over and left.decision is not None:
+        given = {name: value for name, value in given.items() if name != left.decision}
     # Consent to a change is not a decision: without --yes a person is asked.
     dropped = {"--dry-run", *(["--yes"] if left.undecided else [])}
     repeated = [word for word in talk.repeated if word not in dropped]

@@ -17,7 +17,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 
-from ckptctl.data_classes import dataclass, field, replace
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights
@@ -288,9 +288,7 @@ def check_empty(
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
     if not (listing.exists and holds_other):
         _check_path(store, exists=listing.exists)
-    elif _is_step(base_name(store.url)):
-        listing = replace(listing, is_step=True)
-    if listing.is_step:
+    if is_step_itself(store, listing):
         raise UsageError(
             f"{store.url} is a step itself, not a root that holds steps",
             next_command=command_line("verify", store.url),
@@ -378,6 +376,13 @@ def _check_path(store: Store, *, exists: bool) -> None:
         )
     if not exists:
         check_is_folder(store)
+
+
+def is_step_itself(store: Store, listing: RootListing) -> bool:
+    """Whether the address of a root without steps is that of a step, by its files or its name."""
+    holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
+    is_named = listing.exists and bool(holds_other) and _is_step(base_name(store.url))
+    return listing.is_step or is_named
 
 
 def _is_step(name: str) -> bool:

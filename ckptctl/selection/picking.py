@@ -299,7 +299,7 @@ def none_usable(done: Search) -> NoneUsable:
             f"--max-fallback {done.policy.max_fallback} allows: check the storage before using an "
             f"older step; {_newest_sound(choice)}"
         )
-        return NoneUsable(NoStepReason.TOO_MANY_DAMAGED, message, storage_corruption(roots))
+        return NoneUsable(NoStepReason.TOO_MANY_DAMAGED, message, past_damaged(roots))
     word = next(word for word in _BY_STEP if any(one.word is word for one in over))
     reason = NoStepReason.ALL_DAMAGED if word is NoStepReason.DAMAGED else word
     newest = next(one.report for one in over if one.word is word)
@@ -379,12 +379,16 @@ def _none_left(done: Search) -> tuple[str, str]:
 
 
 def storage_corruption(roots: Roots) -> str:
-    """The runbook command for a root in which no step can be used."""
-    words = ["runbook", "run", "storage-corruption", roots.first]
-    others = [url for url in roots.urls if url != roots.first]
-    if others:
-        words += ["--set", f"OTHER_ROOT={others[0]}"]
-    return command_line(*words)
+    """The runbook command for a root in which no step is sound."""
+    return command_line("runbook", "run", "storage-corruption", *roots.words)
+
+
+def past_damaged(roots: Roots) -> str:
+    """The runbook command that leads past more damaged steps than `--max-fallback` allows.
+
+    RB-7 shows them with their findings, and a person states how far back is acceptable.
+    """
+    return command_line("runbook", "run", "rb-7", *roots.words)
 
 
 def _newest_sound(choice: Choice) -> str:

@@ -176,7 +176,7 @@ def _is_done(root: str, options: RunOptions) -> bool:
         except StorageUnavailable as error:
             if time.monotonic() >= until_s:
                 raise
-            options.tell(f"waiting for {root}: {error.message}")
+            options.tell(f"waiting for {root}, at most {options.wait_s:.0f} s: {error.message}")
             time.sleep(_PAUSE_S)
         else:
             attempts = state["attempts"] if state else []

@@ -24,7 +24,7 @@ from ckptctl.model import Level
 from ckptctl.options import SETTLE_S, PickPolicy, Requirements
 from ckptctl.selection.choosing import refusal
 from ckptctl.selection.empty_roots import decide_beginning
-from ckptctl.selection.picking import pick_step
+from ckptctl.selection.picking import past_damaged, pick_step
 from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import Roots, open_roots
@@ -250,5 +250,5 @@ def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
         f"{counted(len(failed), 'step')} passed inspection but did not load ({steps}): check the "
         "storage before using an older step",
         exit_code=11,
-        next_command=command_line("scan", *roots.words),
+        next_command=past_damaged(roots),
     )

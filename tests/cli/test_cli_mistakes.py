@@ -162,6 +162,8 @@ PLACES = [
     ),
     ("explain job-om", 2, "ckptctl explain job-oom", "did you mean job-oom"),
     ("scn run", 2, "ckptctl scan run", "did you mean 'scan'"),
+    # Several commands are close to this word; the first is meant.
+    ("runbok list", 2, "ckptctl runbook list", "did you mean 'runbook', 'run'?"),
     ("scan run --lst 3", 2, "ckptctl scan --help", "--last"),
     ("runbook show rb-8", 2, "ckptctl runbook list", "there are gpu-fault, mfu-regression"),
     ("runbook list", 0, "ckptctl runbook show rb-7", "storage-corruption"),

@@ -64,7 +64,7 @@ def test_pick_that_gives_up_names_the_newest_step_that_is_sound(ckptctl, corrupt
     done = ckptctl("pick", corrupt_root, *STRICT)
     assert (done.returncode, done.stdout) == (11, "")
     assert "the newest step that is sound at content is 10" in done.stderr
-    assert next_of(done.stderr) == f"ckptctl runbook run storage-corruption {corrupt_root}"
+    assert next_of(done.stderr) == f"ckptctl runbook run rb-7 {corrupt_root}"
     document = validated(ckptctl("pick", corrupt_root, *STRICT, "--json").stdout)
     assert document["newest_sound"] == f"{corrupt_root}/step_10"
 

@@ -112,8 +112,9 @@ def test_the_code_blocks_of_a_page_run(page, folder):
                 assert done.returncode == block.exit_code, f"{command}\n{done.stderr}"
                 check_output(command, shown, done.stdout + done.stderr)
         else:
-            start = "bash" if block.language == "sh" else torch_server().python
-            done = run([start, "-c", block.code], folder)
+            # A reader copies a block into a script, which ends at the first command that fails.
+            start = ["bash", "-e"] if block.language == "sh" else [torch_server().python]
+            done = run([*start, "-c", block.code], folder)
             assert done.returncode == block.exit_code, f"{block.code}\n{done.stderr}"
 
 

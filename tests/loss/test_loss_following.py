@@ -193,6 +193,18 @@ def test_standard_input_can_be_followed(tmp_path):
     assert (done.stdout, done.returncode) == ("discontinuous\n", 30)
 
 
+def test_a_wait_names_what_it_waits_for_and_that_a_log_does_not_exist_yet(tmp_path):
+    (tmp_path / "old.jsonl").write_text("".join(map(line, parts(resumed())[0])))
+    done = run_ckptctl(
+        *("loss", tmp_path / "old.jsonl", "new.jsonl", "--follow", "--timeout", "1"), cwd=tmp_path
+    )
+    first, last = done.stderr.splitlines()[0], done.stderr.splitlines()[-1]
+    assert first.startswith("waiting for steps after the resume in new.jsonl, for up to 1 s; ")
+    assert first.endswith("new.jsonl does not exist yet")
+    assert last == "the wait has ended; new.jsonl does not exist yet"
+    assert done.returncode == 31
+
+
 # The canary.
 
 

@@ -278,6 +278,7 @@ def test_a_storage_that_only_this_node_sees_is_75(root, tmp_path):
     ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))
     assert (ran.returncode, ran.stdout) == (75, "")
     assert f"{socket.gethostname()} cannot read the root" in ran.stderr
+    assert ran.stderr.startswith("waiting for the processes that bash starts, at most ")
     (tmp_path / "other" / "step_300").mkdir()
     shutil.copy(root / "step_300" / ".metadata", tmp_path / "other" / "step_300")
     ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))

@@ -24,6 +24,7 @@ from command_line import COMMAND, clean_environment, validated
 from damage import flip
 from next_commands import next_command
 from next_commands import run_and_follow as run_ckptctl
+from rb_7_inputs import RB_7, settings
 
 from ckptctl.formats.own.run_events import BeganEvent, EndedEvent, Event, OpenedEvent
 from ckptctl.options import StorageOptions
@@ -37,7 +38,7 @@ def run(root: Path, *options: str):
     return run_ckptctl("runbook", "run", "rb-7", root, *SEEN, *options)
 
 
-SEEN = ("--set", "SEEN_BY=the job has this node only")
+SEEN = settings(**RB_7)
 RESUME = ("--set", 'RESUME=echo "$STEP" > "$ROOT/../resumed"')
 
 
@@ -67,7 +68,7 @@ def test_three_damaged_steps_are_a_matter_of_the_storage(root):
         flip(root / f"step_{number}" / "__1_0.distcp")
     done = run(root, "--yes", *RESUME)
     assert done.returncode == 11
-    assert "suspect the storage" in done.stdout
+    assert "nobody stated how far back is acceptable (OLDEST)" in done.stdout
     assert not (root.parent / "resumed").exists()
 
 
@@ -199,6 +200,20 @@ def test_a_terminal_that_is_closed_ends_the_command_with_all_that_it_started(roo
     assert "its result is unknown" in run(root, "--yes", "--continue", *RESUME).stderr
 
 
+def read_until(ours: int, question: bytes) -> bytes:
+    """What a run prints up to a question or its end; inputs that were not given are not typed."""
+    seen, n_answered = b"", 0
+    while question not in seen:
+        try:
+            seen += os.read(ours, 4096)
+        except OSError:
+            break
+        if b"[l]eave here: " in seen[n_answered:] and b"was not given" in seen[n_answered:]:
+            n_answered = len(seen)
+            os.write(ours, b"n\n")
+    return seen
+
+
 def test_a_person_at_a_terminal_is_asked(root):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -210,18 +225,11 @@ def test_a_person_at_a_terminal_is_asked(root):
         close_fds=True,
     )
     os.close(theirs)
-    seen = b""
-    while b"Run it? " not in seen:
-        seen += os.read(ours, 4096)
+    assert b"LOG was not given" in read_until(ours, b"Run it? ")
     os.write(ours, b"maybe\n")
-    while seen.count(b"Run it? ") < 2:
-        seen += os.read(ours, 4096)
+    read_until(ours, b"Run it? ")
     os.write(ours, b"y\n")
-    while process.poll() is None:
-        try:
-            seen += os.read(ours, 4096)
-        except OSError:
-            break
+    assert b"NEW_LOG was not given" in read_until(ours, b"record: ")
     assert process.wait() == 31
     os.close(ours)
     assert resumed(root) == str(root / "step_500")
@@ -238,9 +246,7 @@ def test_ctrl_c_at_a_narrow_terminal_leaves_an_error_that_begins_a_line(root):
         stderr=theirs,
     )
     os.close(theirs)
-    seen = b""
-    while b"[l]eave here: " not in seen:
-        seen += os.read(ours, 4096)
+    seen = read_until(ours, b"[n]o, [l]eave here: ")
     os.write(ours, b"\x03")
     with suppress(OSError):
         while data := os.read(ours, 4096):
@@ -276,10 +282,10 @@ def test_a_run_on_an_object_store_is_continued_from_another_machine(s3, root):
     url = f"s3://{s3.bucket}/{prefix}"
     resume = ("--set", f'RESUME=echo "$STEP" > {root.parent}/resumed')
     here = {**s3.environment, "HOSTNAME": "here"}
-    stopped = run_ckptctl("runbook", "run", "rb-7", url, *resume, env=here)
+    stopped = run_ckptctl("runbook", "run", "rb-7", url, *SEEN, *resume, env=here)
     assert stopped.returncode == 2
     assert "no terminal to ask at" in stopped.stderr
-    options = ("--yes", "--continue", "--json")
+    options = ("--yes", "--continue", "--json", *SEEN)
     refused = run_ckptctl("runbook", "run", "rb-7", url, *options, env=here)
     assert refused.returncode == 2
     assert "RESUME from the record" in refused.stdout
@@ -312,8 +318,9 @@ def test_several_damaged_steps_lead_to_the_runbook_for_the_storage(root):
     other = root.parent / "nvme"
     code, leads = next_of("rb-7", root, "--yes", *SEEN, "--optional-root", other)
     assert (code, leads) == (11, ["storage-corruption", str(root), "--optional-root", str(other)])
-    code, leads = next_of(*leads, "--dry-run")
-    assert (code, leads) == (11, ["storage-corruption", str(root), "--optional-root", str(other)])
+    done = run_ckptctl("runbook", "run", *leads, "--dry-run")
+    assert done.returncode == 11
+    assert next_command(done.stdout) == "ckptctl explain 11"
 
 
 def test_a_decision_that_is_missing_leads_to_a_person_and_not_in_a_circle(root):
@@ -335,7 +342,7 @@ def test_a_log_that_is_missing_is_named_in_the_next_command(root):
     code, leads = next_of("rb-7", root, "--yes", *SEEN)
     assert code == 31
     assert leads == ["rb-7", str(root), *SEEN, "--set", "NEW_LOG=LOG", "--yes", "--continue"]
-    assert next_of("rb-7", root, "--new", "--set", "REQUIRE=bogus") == (2, ["rb-7"])
+    assert next_of("rb-7", root, "--new", "--set", "LEVEL=bogus") == (2, ["rb-7"])
     code, leads = next_of("rb-7", root, "--dry-run", *SEEN)
     assert (code, leads) == (31, ["rb-7", str(root), *SEEN])
 
@@ -346,17 +353,19 @@ def test_the_options_of_the_call_reach_the_commands_of_the_blocks(root):
     assert page == {"CKPTCTL_TIMEOUT": "120.0", "CKPTCTL_STORAGE_OPTION": r'secret="a\u0020b"'}
 
 
-def test_three_damaged_steps_are_resumed_past_once_a_person_has_rejected_them(root):
-    """RB-7 and the runbook for the storage do not lead to each other without an end."""
+def test_three_damaged_steps_are_resumed_past_once_they_are_rejected(root):
+    """The runbook for the storage leads past them as well, and neither leads to the other."""
     for number in (500, 400, 300):
         flip(root / f"step_{number}" / ".metadata")
-    code, leads = next_of("rb-7", root, "--yes", *SEEN, *RESUME)
-    assert (code, leads) == (11, ["storage-corruption", str(root)])
-    done = run_ckptctl("runbook", "run", *leads, "--yes")
+    given = (*SEEN, *RESUME)
+    code, leads = next_of("rb-7", root, "--yes", *given)
+    assert (code, leads) == (11, ["rb-7", str(root), *given, "--continue"])
+    done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes")
     assert done.returncode == 0, done.stderr
-    assert "until they are rejected" in done.stdout + done.stderr
-    for step in run_ckptctl("pick", root, "--print", "damaged").stdout.split():
-        assert run_ckptctl("reject", step, "--reason", "damaged").returncode == 0
+    assert "it asks how far back is acceptable" in done.stdout
+    for row in run_ckptctl("pick", root, "--print", "damaged").stdout.splitlines():
+        step, why = row.split("\t")
+        assert run_ckptctl("reject", step, "--reason", why).returncode == 0
     again = run(root, "--yes", "--new", *RESUME)
     assert again.returncode == 31, again.stderr
     assert resumed(root) == str(root / "step_200")
@@ -364,6 +373,7 @@ def test_three_damaged_steps_are_resumed_past_once_a_person_has_rejected_them(ro
 
 def test_train_state_that_no_step_has_is_no_matter_of_the_storage(checkpoints, tmp_path):
     root = Path(shutil.copytree(checkpoints / "run_bare4", tmp_path / "run"))
-    done = run(root, "--yes", *RESUME, "--set", "REQUIRE=dataloader")
+    done = run(root, "--yes", *RESUME)
     assert done.returncode == 11
+    assert "lacks train state" in done.stdout
     assert "storage-corruption" not in (next_command(done.stdout + done.stderr) or "")

@@ -23,7 +23,8 @@ from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.runbook import record as record_module
 from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, problems
-from ckptctl.runbook.executing import Ended, execute
+from ckptctl.runbook.engine import who
+from ckptctl.runbook.executing import Ended, as_typed, execute
 from ckptctl.runbook.reading import parse
 from ckptctl.runbook.record import (
     RunFull,
@@ -114,7 +115,7 @@ class Person:
     def entering(self, state: State) -> None:
         self.shown.append(f"== {state.name}")
 
-    def about_to(self, block: Block, values: Mapping[str, str]) -> None:
+    def about_to(self, block: Block, command: str | None, values: Mapping[str, str]) -> None:
         self.shown.append(f"$ {block.name} {dict(values)}")
 
     def printed(self, text: str) -> None:
@@ -122,6 +123,12 @@ class Person:
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         self.shown.append(f"{block.name}: {outcome.because}")
+
+    def silent(self, waited_s: float) -> None:
+        pass
+
+    def asked(self, wanted: Input, suggestion: str | None) -> str | None:
+        return ""
 
     attended = True
     assumes = False
@@ -153,6 +160,129 @@ def go(root: Path, person: Person, book: Runbook = BOOK, how: str = "auto", **in
 def log(root: Path) -> list[str]:
     path = root / "log"
     return path.read_text().splitlines() if path.exists() else []
+
+
+DECISION = """## Decisions
+
+| decision | what a person states | if nobody does |
+|---|---|---|
+| `WHY: reason` | why it may burn | 11 |
+
+## Flow
+"""
+DECIDES = (
+    PAGE.replace("## Flow\n", DECISION)
+    .replace(
+        """```sh name=act changes at-most=2
+echo "act $FOUND" >> "$ROOT/log"
+```
+
+| ends with | prints | then | because |
+|---|---|---|---|
+| 0 | | Look | one less |
+| too often | | stop 11 | it does not get less |
+| not run | | stop 93 | a person said no |
+| other | | stop 93 | it failed |
+""",
+        """```sh name=act decides=WHY overrides
+echo "burns because $WHY"
+```
+
+| ends with | prints | then | because |
+|---|---|---|---|
+| 0 | | next | it burns |
+| not run | | stop 11 | nobody accepts that it burns |
+
+```sh name=last reads asks=WORD needs=WORD
+test "$WORD" != again
+```
+
+| ends with | prints | then | because |
+|---|---|---|---|
+| 0 | | done | nothing is left |
+| 1 | | Look | look again |
+| not run | | done | nobody was asked |
+| other | | stop 75 | nobody knows |
+""",
+    )
+    .replace("    Act --> Look", "    Act --> [*]: done\n    Act --> Look")
+)
+
+
+def test_a_decision_against_what_was_found_is_no_plain_success(tmp_path):
+    book = parse(DECIDES, "rb-1.md")
+    assert problems(book) == ()
+    ran = go(tmp_path, Person(), book, WORD="fire", WHY="it is a fireplace")
+    assert ran.exit_code == 35
+    accepted = f"accepted against what was found: it burns ({who()}: it is a fireplace)"
+    assert ran.reason == f"{accepted}. nothing is left"
+    assert ran.next_command is None
+
+
+@pytest.mark.parametrize("reflex", ["y", "yes", "ok", "yes yes yes", "no ok y", "it burns"])
+def test_a_reflex_is_no_reason(tmp_path, reflex):
+    with pytest.raises(UsageError, match="must be a reason in three words or more"):
+        go(tmp_path, Person(), parse(DECIDES, "rb-1.md"), WHY=reflex)
+    assert not (tmp_path / ".ckptctl").exists()
+
+
+@pytest.mark.parametrize(
+    ("type_", "sound", "wrong"),
+    [
+        ("number", ["0", "512"], ["", "four", "-1", "1.5", "\u0663"]),
+        ("duration", ["90", "1.5h", "2 d", "5min"], ["eight hours", "0", "h", "1e3"]),
+        ("yes/no", ["yes", "no"], ["y", "YES", ""]),
+        ("text", ["x"], ["", " "]),
+    ],
+)
+def test_a_value_has_the_type_that_the_page_states(type_, sound, wrong):
+    given = Input("N", False, "", False, None, "", type_)
+    assert [text for text in sound if given.mistake(text)] == []
+    assert [text for text in wrong if not given.mistake(text)] == []
+
+
+class Asked(Person):
+    """Somebody who is asked for inputs that were not given."""
+
+    def asked(self, wanted: Input, suggestion: str | None) -> str | None:
+        self.shown.append(f"asked for {wanted.name}")
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize(("answer", "reason"), [("fire", "nothing is left"), ("", "nobody was")])
+def test_an_input_that_is_missing_is_asked_for_where_it_is_needed(tmp_path, answer, reason):
+    person = Asked(answer)
+    ran = go(tmp_path, person, parse(DECIDES, "rb-1.md"), WHY="it is a fireplace")
+    assert person.shown.count("asked for WORD") == 1
+    assert reason in ran.reason
+
+
+def test_a_call_that_changes_an_input_returns_to_the_block_that_uses_it(tmp_path):
+    book = parse(DECIDES, "rb-1.md")
+    left = go(tmp_path, Person(None), book, WORD="fire")
+    assert not left.finished
+    person = Person("it is a fireplace")
+    ran = go(tmp_path, person, book, how="continue", WORD="nothing")
+    assert "back to Look: WORD changed" in person.shown
+    assert (ran.exit_code, ran.reason) == (0, "nothing is left")
+    assert log(tmp_path) == ["look", "look"]
+
+
+def test_a_decision_at_which_a_run_stopped_is_made_again(tmp_path):
+    book = parse(DECIDES, "rb-1.md")
+    assert go(tmp_path, Person(""), book, WORD="fire").exit_code == 11
+    again = Person("it is a fireplace")
+    assert go(tmp_path, again, book, how="continue").exit_code == 35
+
+
+def test_a_command_is_shown_as_bash_expands_it():
+    names = {"ROOT": "/a b", "LOG": ("x", "y z"), "EMPTY": "", "LEVEL": "content"}
+    code = 'ckptctl pick "$ROOT" "${LOG[@]/#/--log=}" ${EMPTY:+--x "$EMPTY"} --level "$LEVEL"'
+    shown = "ckptctl pick '/a b' --log=x --log='y z' --level content"
+    assert as_typed(code, names) == shown
+    assert as_typed('eval "$LEVEL"', names) == "content"
+    assert as_typed("ckptctl pick; touch /tmp/never", names) is None
+    assert as_typed('ckptctl pick "$(touch /tmp/never)"', names) is None
 
 
 def test_the_page_of_these_tests_is_sound():

@@ -28,10 +28,11 @@ def test_the_flow_of_rb_7_is_that_of_its_tables():
         "MendJob",
         "DrainNode",
         "Locate",
-        "LostState",
+        "Damaged",
         "Nodes",
         "Capacity",
         "Verify",
+        "LostState",
         "Resume",
         "WatchLoss",
         "Confirm",
@@ -54,7 +55,7 @@ def broken(old: str, new: str) -> Runbook:
     [
         ("## Severity", "## Weight", "the section Severity is missing"),
         (
-            "    Resume --> WatchLoss: weights, optimizer, RNG, data\n",
+            "    Resume --> WatchLoss\n",
             "",
             "a table leads from Resume to WatchLoss, but the diagram has no such arrow",
         ),
@@ -68,7 +69,19 @@ def broken(old: str, new: str) -> Runbook:
             "    WatchLoss --> Celebrate: yes\n    Cadence --> [*]",
             "the state 'Celebrate' of the diagram has no section with a command block",
         ),
-        ("name=verify reads", "name=scan reads", "the block name 'scan' occurs 2 times"),
+        ("name=verify reads brief", "name=scan reads", "the block name 'scan' occurs 2 times"),
+        ("`WORLD_SIZE: number`", "`WORLD_SIZE: rank`", "`WORLD_SIZE` has the type 'rank'; types"),
+        ("| `3600` |", "| `1h` |", "the default of `WAIT` must be a whole number"),
+        (
+            "decides=MENDED",
+            "decides=RESUME",
+            "MendJob, block 'mended': it decides RESUME, which is not in the table of decisions",
+        ),
+        (
+            "name=verify reads",
+            "name=verify reads overrides asks=RANKS",
+            "Verify, block 'verify': `overrides` is for a block that `decides`",
+        ),
         (
             "| other | | stop | no step could be chosen |\n",
             "",
@@ -83,8 +96,8 @@ def broken(old: str, new: str) -> Runbook:
             "WatchLoss, block 'loss': `not run` has no exit code; use `stop N`",
         ),
         (
-            "| too often | | stop 11 storage-corruption | ",
-            "| 99 | | stop 11 | ",
+            "| too often | | Damaged | ",
+            "| 99 | | Damaged | ",
             "Fallback, block 'reject': it has at-most, but the table has no row `too often`",
         ),
         (
@@ -93,13 +106,13 @@ def broken(old: str, new: str) -> Runbook:
             "Verify, block 'verify': $DEPTH is not an input, and no block sets it",
         ),
         (
-            "| 0 | | Resume | the number of ranks that saved the step, if it is known |",
-            "| 0 | | next | the number of ranks that saved the step, if it is known |",
-            "Verify, block 'saved-ranks': it is the last of its state, so `next` leads nowhere",
+            "| 0 | | Resume | it holds weights, optimizer, RNG and data position |",
+            "| 0 | | next | it holds weights, optimizer, RNG and data position |",
+            "Verify, block 'state': it is the last of its state, so `next` leads nowhere",
         ),
         (
-            "| `ROOT` | the checkpoint root: the folder or prefix that holds the steps | required",
-            "| `ROOT` | the checkpoint root: the folder or prefix that holds the steps | `/ckpt`",
+            "| `ROOT` | the checkpoint root | required",
+            "| `ROOT` | the checkpoint root | `/ckpt`",
             "the input `ROOT` is missing, or not required: the state of a run lies under it",
         ),
         (
@@ -110,7 +123,7 @@ def broken(old: str, new: str) -> Runbook:
     ],
 )
 def test_the_linter_names_what_is_not_sound(old, new, problem):
-    assert problem in problems(broken(old, new))
+    assert any(found.startswith(problem) for found in problems(broken(old, new)))
 
 
 @pytest.mark.parametrize(
@@ -122,13 +135,17 @@ def test_the_linter_names_what_is_not_sound(old, new, problem):
             'classify --print-word "$LOG"',
             "use the whole list LOG",
         ),
-        ('ckptctl scan "$ROOT" ', "ckptctl scan $ROOT ", "$ROOT is not quoted"),
-        ('ckptctl scan "$ROOT" ', 'ckptctl scan "$(echo $ROOT)" ', "$ROOT is not quoted"),
+        ('ckptctl cost "$ROOT" ', "ckptctl cost $ROOT ", "$ROOT is not quoted"),
+        ('ckptctl cost "$ROOT" ', 'ckptctl cost "$(echo $ROOT)" ', "$ROOT is not quoted"),
         ('eval "$RESUME"\n```', "eval $RESUME\n```", "eval runs one input and nothing else"),
         ('eval "$RESUME"\n```', 'bash -c "$RESUME"\n```', "the value would be run as code"),
         ('eval "$RESUME"\n```', 'eval "resume $STEP"\n```', "eval runs one input and nothing else"),
         ("name=resume changes", "name=resume reads", "it runs an input as a command"),
-        ("| `WAIT` |", "| `BASH_ENV` |", "`BASH_ENV` changes how a shell or a program works"),
+        (
+            "| `WAIT: number` |",
+            "| `BASH_ENV` |",
+            "`BASH_ENV` changes how a shell or a program works",
+        ),
         ("| `DRAIN` |", "| `DRAIN...` |", "$DRAIN is run as a command, but is not an input with"),
         (" runs=LAUNCHER", "", "$LAUNCHER is started by a program, so the block needs"),
     ],
@@ -161,7 +178,7 @@ def test_the_linter_knows_what_bash_splits(code, names):
         ("    [*] --> Classify\n", "", "needs one arrow `[*] --> STATE`"),
         ("name=classify reads needs", "name=classify needs", "a block needs `reads`, `changes`"),
         ("at-most=2", "at-most=two", "at-most is a number up to 999, not 'two'"),
-        ("preflight reads sets=STEP", "preflight reads set=STEP", "a block has no 'set'"),
+        ("survey reads sets=STEP", "survey reads set=STEP", "a block has no 'set'"),
         ("| 20-21 | |", "| bad | |", "a row is for an exit code, `not run`, `too often`"),
         (
             "| stop 93 | a suspected",

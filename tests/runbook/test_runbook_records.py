@@ -13,6 +13,7 @@ import pytest
 from command_line import COMMAND, clean_environment, validated
 from damage import flip
 from next_commands import run_and_follow as run_ckptctl
+from rb_7_inputs import RB_7, settings
 
 from ckptctl.runbook.reading import find_runbook
 from ckptctl.runbook.running import _digest
@@ -59,26 +60,27 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
     """The events of a run that has come to Resume with this step."""
     not_run = {"exit_code": None, "not_run": "not run"}
     return (
-        ended("Classify", "suspects", "next", **not_run),
-        ended("Classify", "classify", "next", **not_run),
-        ended("Classify", "hardware", "Locate", **not_run),
+        ended("Classify", "suspects", "MendJob", **not_run),
+        ended("MendJob", "mended", "next"),
+        ended("MendJob", "also-hardware", "Locate", **not_run),
         ended("Locate", "suspect-steps", "next", **not_run),
         ended("Locate", "reject-suspect", "next", **not_run),
         ended("Locate", "scan", "next"),
-        ended("Locate", "preflight", "next", printed=[str(step)]),
-        ended("Locate", "recomputed", "Nodes", **not_run),
+        ended("Locate", "preflight", "Nodes", printed=[str(step)]),
+        ended("Nodes", "old-enough", "next", **not_run),
         ended("Nodes", "nodes", "Capacity"),
         ended("Capacity", "capacity", "Verify"),
         ended("Verify", "verify", "next"),
-        ended("Verify", "train-step", "next", printed=["500"]),
-        ended("Verify", "tokens", "next"),
-        ended("Verify", "saved-ranks", "Resume", printed=["4"]),
+        ended("Verify", "state", "Resume"),
+        ended("Resume", "train-step", "next", printed=["500"]),
+        ended("Resume", "tokens", "next"),
+        ended("Resume", "saved-ranks", "next", printed=["4"]),
     )
 
 
-def run(root: Path, *options: str, **kwargs: object):
-    seen = ("--set", "SEEN_BY=one node")
-    return run_ckptctl("runbook", "run", "rb-7", root, *seen, *options, **kwargs)
+def run(root: Path, *options: str, mended: str | None = RB_7["MENDED"], **kwargs: object):
+    given = settings(**RB_7 | {"MENDED": mended})
+    return run_ckptctl("runbook", "run", "rb-7", root, *given, *options, **kwargs)
 
 
 def resumed(root: Path) -> str | None:
@@ -87,20 +89,27 @@ def resumed(root: Path) -> str | None:
 
 
 def at_a_terminal(
-    root: Path, answers: list[bytes], *options: str, book: str = "rb-7"
+    root: Path,
+    answers: list[bytes],
+    *options: str,
+    book: str = "rb-7",
+    mended: str | None = RB_7["MENDED"],
 ) -> tuple[int, str]:
-    """Run with a person at a terminal who types these answers, each to one question."""
+    """Run with a person at a terminal who types these answers, each to one question.
+
+    Inputs that were not given are not typed.
+    """
     ours, theirs = pty.openpty()
-    seen_by = ("--set", "SEEN_BY=one node") if book == "rb-7" else ()
+    given = settings(**RB_7 | {"MENDED": mended}) if book == "rb-7" else ()
     process = subprocess.Popen(
-        [*COMMAND, "runbook", "run", book, str(root), *seen_by, *options],
+        [*COMMAND, "runbook", "run", book, str(root), *given, *options],
         env=clean_environment(TERM="dumb"),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
     )
     os.close(theirs)
-    seen, asked = b"", 0
+    seen, n_seen, answers = b"", 0, [*answers]
     while True:
         try:
             data = os.read(ours, 4096)
@@ -109,9 +118,10 @@ def at_a_terminal(
         if not data:
             break
         seen += data
-        if seen.count(b"[l]eave") > asked:
-            os.write(ours, answers[asked] + b"\n")
-            asked += 1
+        if b"[l]eave" in seen[n_seen:]:
+            is_input = b"was not given" in seen[n_seen:]
+            os.write(ours, (b"n" if is_input else answers.pop(0)) + b"\n")
+            n_seen = len(seen)
     code = process.wait()
     os.close(ours)
     return code, seen.decode(errors="replace")
@@ -308,8 +318,7 @@ def test_a_module_that_lies_in_the_current_folder_is_not_imported(root, tmp_path
             "--yes",
             "--set",
             f"RESUME=cd {root} && ckptctl --version",
-            "--set",
-            "SEEN_BY=one node",
+            *settings(**RB_7),
         ),
     )
     assert "exit code 0: the job was started" in done.stderr, done.stderr
@@ -382,7 +391,7 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
         root,
         *before_resume("x")[:5],
         ended("Locate", "scan", "next", report={"schema": "ckptctl.scan/1", "reports": [{}, 3]}),
-        ended("Locate", "preflight", "next", printed=[str(root / "step_500")], report=report),
+        ended("Locate", "preflight", "Nodes", printed=[str(root / "step_500")], report=report),
     )
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode == 31, done.stderr
@@ -433,13 +442,14 @@ GIVEN = ["an NBSP\u00a0 and \u3000", "a\u200cb", "\U0001f468\u200d\U0001f4bb did
 
 @pytest.mark.parametrize("text", GIVEN)
 def test_a_value_that_was_accepted_is_taken_back_from_the_record(root, text):
-    first = run(root, "--yes", "--set", f"CANARY={text}", "--set", f"MENDED={text}")
+    reason = f"{text} and more words"
+    first = run(root, "--yes", "--set", f"CANARY={text}", "--set", f"CONFIRMED={reason}")
     again = run(root, "--yes", "--continue")
     assert (first.returncode, again.returncode) == (31, 31), again.stderr
 
 
 def test_a_value_that_a_record_cannot_give_back_is_refused_when_it_is_given(root):
-    done = run(root, "--yes", "--set", "MENDED=one\nline")
+    done = run(root, "--yes", "--set", "CONFIRMED=more than one\nline")
     assert done.returncode == 2
     assert "cannot contain a line break" in done.stderr
 
@@ -469,28 +479,28 @@ def test_a_decision_in_a_record_decides_nothing_unattended(root, tmp_path):
     log = tmp_path / "train.log"
     log.write_text('Traceback (most recent call last):\n  File "a.py", line 3\nValueError: x\n')
     plant(root, MENDED="everything is fine")
-    done = run(root, "--continue", "--yes", "--set", f"LOG={log}", "--set", f"RESUME={RESUME}")
+    options = settings(LOG=log, RESUME=RESUME)
+    done = run(root, "--continue", "--yes", *options, mended=None)
     assert done.returncode == 93
-    assert "the job itself failed" in done.stdout
+    assert "nobody stated what keeps the job from failing again" in done.stdout
     assert resumed(root) is None
 
 
 def test_a_decision_at_a_terminal_is_typed_and_recorded(root, tmp_path):
     log = tmp_path / "train.log"
     log.write_text('Traceback (most recent call last):\n  File "a.py", line 3\nValueError: x\n')
-    options = ("--set", f"LOG={log}", "--set", f"RESUME={RESUME}")
-    code, seen = at_a_terminal(root, [b"n"], *options)
+    options = settings(LOG=log, RESUME=RESUME)
+    code, seen = at_a_terminal(root, [b"n"], *options, mended=None)
     assert code == 93, seen
-    assert "A person decides: what removes the cause" in seen
-    answers = [b"commit 1a2b3c", b"y"]
-    code, seen = at_a_terminal(
-        root, answers, *options, "--new", "--transcript", str(tmp_path / "t")
-    )
+    assert "A person decides: what ended the job" in seen
+    answers = [b"y", b"yes", b"ok ok ok", b"commit 1a2b3c mends it", b"y"]
+    new = ("--new", "--transcript", str(tmp_path / "t"))
+    code, seen = at_a_terminal(root, answers, *options, *new, mended=None)
     assert code == 31, seen
     assert resumed(root) == str(root / "step_500")
     text = (tmp_path / "t" / "transcript.md").read_text()
     assert "Decided by" in text
-    assert "removed by: commit 1a2b3c" in text
+    assert "removed by: commit 1a2b3c mends it" in text
 
 
 def forged_probe(root: Path) -> None:

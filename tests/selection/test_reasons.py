@@ -61,7 +61,16 @@ def test_more_damaged_steps_than_may_be_passed_over_are_not_called_all(root):
     assert (found.exit_code, found.reason) == (11, NoStepReason.TOO_MANY_DAMAGED)
     assert found.newest_sound == str(root / "step_200")
     assert "the newest step that is sound at structure is 200" in found.message
-    assert found.next_command == f"ckptctl runbook run storage-corruption {root}"
+    assert found.next_command == f"ckptctl runbook run rb-7 {root}"
+
+
+def test_a_next_command_to_a_runbook_names_every_root(root, tmp_path):
+    damage(root, *ALL)
+    other, absent = tmp_path / "other", tmp_path / "nvme"
+    shutil.copytree(root, other)
+    found = ckptctl.pick(str(root), str(other), optional_roots=[str(absent)], max_fallback=10)
+    words = f"{root} {other} --optional-root {absent}"
+    assert found.next_command == f"ckptctl runbook run storage-corruption {words}"
 
 
 def test_every_step_is_damaged(root):

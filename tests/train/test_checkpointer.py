@@ -454,8 +454,9 @@ def test_too_many_steps_that_do_not_load_make_the_storage_suspect(root):
     for step in (6, 9, 12):
         flip_tensor(root / f"step_{step}")
     job = Job(root, level="listing")
-    with pytest.raises(NothingToResume, match="check the storage"):
+    with pytest.raises(NothingToResume, match="check the storage") as refused:
         job.resume()
+    assert refused.value.next_command == f"ckptctl runbook run rb-7 {root}"
     job.die()
 
 
