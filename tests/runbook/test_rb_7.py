@@ -131,8 +131,8 @@ def test_hardware_that_failed_is_named_and_not_resumed_onto(root, tmp_path):
 
 
 def test_hardware_is_drained_also_where_the_job_failed_by_itself(root, tmp_path):
-    logs = [log(tmp_path, "dmesg.log", XID), log(tmp_path, "train.log", BUG)]
-    exit_code, ended, _ = run(root, LOG=logs)
+    bug = log(tmp_path, "train.log", BUG)
+    exit_code, ended, _ = run(root, LOG=bug, NODE=["gpu-17"])
     assert exit_code == 93
     assert "drained" in ended
     assert resumed(root) is None
