@@ -29,6 +29,7 @@ from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import matches, may_hold_state, rank_file
 from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
+from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.parts import is_empty_archive
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
@@ -286,10 +287,8 @@ def check_dropped(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[F
     """
     if opened.is_file or neighbours is None:
         return
-    beside = _opened_beside(opened, neighbours)
-    older = (other.step for other, is_newer in beside if not is_newer)
-    same = (step for step in older if step.layout == opened.step.layout)
-    held = [_kinds_of_files(step) for step in same]
+    older = (other.step for other in _opened(opened, neighbours, neighbours.older()))
+    held = [_kinds_of_files(step) for step in older if step.layout == opened.step.layout]
     kinds = _kinds_of_files(opened.step)
     dropped = sorted(
         kind
@@ -479,9 +478,16 @@ def _opened_beside(
     if neighbours is None:
         return
     for names in (neighbours.older, neighbours.newer):
-        for named in [*names()][:MAX_COMPARED]:
-            with suppress(StorageError):
-                yield neighbours.open(opened.store, named), names is neighbours.newer
+        for other in _opened(opened, neighbours, names()):
+            yield other, names is neighbours.newer
+
+
+def _opened(
+    opened: OpenStep, neighbours: Neighbours, names: Sequence[StepName]
+) -> Iterator[OpenStep]:
+    for named in names[:MAX_COMPARED]:
+        with suppress(StorageError):
+            yield neighbours.open(opened.store, named)
 
 
 def _confirms(families: Iterable[Family], other: _Beside) -> bool:
