@@ -367,7 +367,9 @@ def _next(
         return command_line(*_words(book.called, root, given), *repeated)
     if how == "continue" and left.over and not missing and repeated == list(talk.repeated):
         return None
-    # With --yes no command is taken from the record, so it must be given again.
+    # With --yes nothing is taken from the record, so it must be given again.
+    if "--yes" not in repeated:
+        given = {name: value for name, value in given.items() if name in _ROOTS}
     return command_line(*_words(book.called, root, {**given, **missing}), *repeated, "--continue")
 
 

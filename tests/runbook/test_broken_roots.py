@@ -14,6 +14,7 @@ from next_commands import next_command
 from rb_7_inputs import RB_7, settings
 from resumed_logs import rows
 
+from ckptctl.errors import NothingToResume
 from ckptctl.runbook.engine import who
 
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
@@ -66,6 +67,19 @@ def test_three_damaged_steps_are_passed_over_as_far_as_a_person_accepts(root):
     assert "RB-7: corrupt: __1_0.distcp: the record of" in mark.stdout
     # The decision is recorded: the next incident needs no other.
     assert run_ckptctl("pick", root, "--quiet").stdout == f"{root}/step_200\n"
+
+
+@pytest.mark.torch
+def test_the_library_names_the_same_way_past_damaged_steps(root):
+    from ckptctl.train import resolve
+
+    damage(root, 500, 400, 300)
+    with pytest.raises(NothingToResume) as refused:
+        resolve("auto", str(root))
+    assert (refused.value.exit_code, refused.value.next_command) == (
+        11,
+        f"ckptctl runbook run rb-7 {root}",
+    )
 
 
 def test_more_steps_that_only_their_bytes_show_as_damaged_take_the_same_way(root):

@@ -285,6 +285,15 @@ def test_a_command_is_shown_as_bash_expands_it():
     assert as_typed('ckptctl pick "$(touch /tmp/never)"', names) is None
 
 
+def test_a_command_that_prints_nothing_for_a_while_is_reported(monkeypatch):
+    monkeypatch.setattr("ckptctl.runbook.executing._SILENT_S", 0.2)
+    waited: list[float] = []
+    execute("sleep 0.9; echo over", {}, {}, lambda _: None, waited.append)
+    assert len(waited) >= 2
+    assert waited == sorted(waited)
+    assert waited[0] >= 0.2
+
+
 def test_the_page_of_these_tests_is_sound():
     assert problems(BOOK) == ()
 

@@ -201,14 +201,14 @@ def test_a_command_in_a_record_is_shown_and_asked_for(root):
 
 
 def test_a_found_run_is_continued_only_after_it_was_named(root):
-    plant(root, WORLD_SIZE="4")
+    plant(root, CANARY="old.log")
     done = run(root, "--yes", "--set", f"RESUME={RESUME}")
     assert done.returncode == 2
     assert "the unfinished run 29991231T235959Z-abcdef was found under this root" in done.stderr
     assert "--continue continues it, --new starts another" in done.stderr
     assert resumed(root) is None
     code, seen = at_a_terminal(root, [b"l"])
-    assert "WORLD_SIZE=4" in seen
+    assert "CANARY=old.log" in seen
     assert code == 93
     code, seen = at_a_terminal(root, [b"n", b"l"], "--set", f"RESUME={RESUME}")
     assert "== Classify" in seen
