@@ -106,7 +106,8 @@ class Passes:
         loaded = dict(state)
         record = loaded.pop(RECORD, None)
         self.saved, self.state, self._restored = None, state, None
-        if record is None:  # the step was saved before there were records
+        # The step was saved before there were records, or before the first pass.
+        if record is None or not loaded:
             return loaded
         saved = SavedPass(*(record[name] for name in ("epoch", "before", "n_ended", "finished")))
         self.epoch, self.before, self.n_ended = saved.epoch, saved.before, saved.n_ended
@@ -327,7 +328,8 @@ def _followed(base: Any) -> type:
             passes: Passes = getattr(self, _PASSES)
             if passes.saved is not None:  # nothing was taken since
                 return dict(passes.state)
-            state = super().state_dict()
+            # torchdata would begin a pass for it, which the next `set_epoch` does not reach.
+            state = {} if self._iterator is None else super().state_dict()
             return {**state, RECORD: passes.record(finished=self._is_finished())}
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,11 @@ def rank_main(options: dict[str, Any], rank: int, meet: str, root: str, out: Pat
     return 0
 
 
-def attempt(options: dict[str, Any], folder: Path, name: str) -> int:
+Main = Callable[[dict[str, Any], int, str, str, Path], int]
+"""What a rank does, with the options, its number, the file to meet at, the root, and its rows."""
+
+
+def attempt(options: dict[str, Any], folder: Path, name: str, main: Main) -> int:
     """One attempt of the script; returns the worst exit code of its ranks."""
     meet = tempfile.mktemp(prefix="ckptctl-meet-")
     pids = []
@@ -228,7 +232,7 @@ def attempt(options: dict[str, Any], folder: Path, name: str) -> int:
             code = 1
             try:
                 out = folder / f"{name}.{rank}.jsonl"
-                code = rank_main(options, rank, meet, str(folder / name), out)
+                code = main(options, rank, meet, str(folder / name), out)
             except BaseException:  # noqa: BLE001 - a forked rank must not go on as the launcher
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -248,12 +252,12 @@ def rows_of(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def compared(folder: Path, **given: Any) -> dict[str, Any]:
+def compared(folder: Path, main: Main, **given: Any) -> dict[str, Any]:
     """The rows of a run that nobody killed, and of one that was killed after every save."""
     options = DEFAULTS | given
-    codes = [attempt(options | {"kill": False}, folder, "whole")]
+    codes = [attempt(options | {"kill": False}, folder, "whole", main)]
     while len(codes) < 20 and codes[-1] in (0, -signal.SIGKILL) and (len(codes) == 1 or codes[-1]):
-        codes.append(attempt(options | {"kill": True}, folder, "killed"))
+        codes.append(attempt(options | {"kill": True}, folder, "killed", main))
     return {
         "codes": codes,
         "whole": rows_of(folder, "whole"),
@@ -262,4 +266,4 @@ def compared(folder: Path, **given: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compared(Path(sys.argv[1]), **json.loads(sys.argv[2]))))
+    print(json.dumps(compared(Path(sys.argv[1]), rank_main, **json.loads(sys.argv[2]))))

@@ -48,9 +48,30 @@ ONE = {"ranks": 1, "samples": 10}  # five batches an epoch
     ids=lambda given: " ".join(map(str, given.values())),
 )
 def test_a_run_that_is_killed_after_every_save_equals_an_undisturbed_one(options, tmp_path):
+    assert_equal_if_killed("epoch_job", options, tmp_path)
+
+
+SHAPES = [
+    {"script": "fsdp", "workers": 1, "samples": 16, "save_at": [1, 2, 4, 5]},
+    {"script": "gan"},
+    {"script": "lora"},
+    {"script": "parallel"},
+    {"script": "curriculum"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SHAPES, ids=lambda given: given["script"])
+def test_a_killed_run_of_the_shape_of_a_real_script_equals_an_undisturbed_one(options, tmp_path):
+    """The saves fall on the ends of epochs, too."""
+    ends = {"samples": 12, "save_at": [2, 3, 5, 6, 8]}
+    assert_equal_if_killed("shapes_job", {**ends, **options}, tmp_path)
+
+
+def assert_equal_if_killed(module: str, options: dict[str, Any], tmp_path: Path) -> None:
     paths = f"{Path(__file__).parent}:{REPOSITORY}"
     done = torch_server().run(
-        ["-m", "epoch_job", str(tmp_path), json.dumps(options)],
+        ["-m", module, str(tmp_path), json.dumps(options)],
         env=clean_environment(PYTHONPATH=paths, OMP_NUM_THREADS="1"),
     )
     found = json.loads(done.stdout.splitlines()[-1])
