@@ -94,6 +94,7 @@ bench: $(READY) ## Measure against peers, and write the tables of docs/performan
 
 loss-bench: $(READY) ## Measure which faults of a resume each loss rule detects, and its false alarms
 	@$(BIN)/python bench/loss_rules.py --all
+	@$(BIN)/python bench/loss_rules.py --late fixtures/loss-late-resumes.json.xz
 
 fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, logs and own files, a minute for each
 	@$(BIN)/python -m pip install -qq -c constraints.txt --group fuzz

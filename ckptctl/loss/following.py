@@ -64,8 +64,9 @@ class FollowOptions:
 def is_settled(assessment: Assessment) -> bool:
     """Whether more rows would leave the verdict as it is.
 
-    A wrong counter settles it at once; so do five steps that agree and five that drift. A
-    verdict that rests on the level needs all the rows that are compared.
+    A wrong counter settles it at once; so do five steps that agree and five that drift.
+    Where so few equal steps do not exclude every fault, twenty may. A verdict that rests on
+    the level needs all the rows that are compared.
     """
     replay, level = assessment.replay, assessment.level
     n = len(replay.rows)
@@ -76,6 +77,8 @@ def is_settled(assessment: Assessment) -> bool:
     more_to_replay = _more_to_replay(assessment)
     if more_to_replay and n < GOOD_ROWS:
         return False
+    if replay.is_proof and more_to_replay and assessment.verdict is LossVerdict.NO_JUMP:
+        return n >= WINDOWS[-1]
     if replay.is_proof:
         return n >= (GOOD_ROWS if more_to_replay else MIN_ROWS)
     if more_to_replay and replay.origin is Origin.COPIED:

@@ -264,7 +264,7 @@ class Splitter:
             del self._done[next(retries, 0)]
 
 
-_ROTATED = re.compile(r"(?:[.-]\d{1,8})?(?:\.(?:gz|bz2|xz|zst))?$")
+_ROTATED = re.compile(r"(?:\.\d{1,8}|-\d{6,8})?(?:\.(?:gz|bz2|xz|zst))?$")
 
 
 def rotated_base(name: str) -> str:

@@ -86,7 +86,9 @@ def measure_update(resume: LoggedResume) -> UpdateSize:
     else:
         # The mean rate of a schedule is about half of its peak. A fall of the last rows shows
         # that the rate has not ended.
-        recently = _recent_fall([row.step for row, _ in recent], values, noise)
+        steps = [row.step for row, _ in recent]
+        n = sum(step > steps[-1] - N_NOISE for step in steps)
+        recently = _recent_fall(steps[-n:], values[-n:], noise)
         by_fall = max(2 * _UNKNOWN_SHARE * fallen / n_steps, _OF_RECENT_FALL * recently)
     least_share = min(1.0, max(_UNKNOWN_SHARE, (now or 0.0) / _HIGHEST_RATE))
     by_share = _PER_PEAK_SHARE * (least_share if share is None else share)
@@ -195,7 +197,9 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
     averaged = math.sqrt(min(interval, 10))
     unit = max(EXACT, 2 * replay.rounding)
     sizes = [abs(row.difference) for row in replay.rows]
-    exact = max(sizes, default=0.0) <= max(EXACT, replay.rounding)
+    n_unequal = sum(size > max(EXACT, replay.rounding) for size in sizes)
+    # Tiny noise turns the last digit of few rows; that of a smaller loss is larger beside it.
+    exact = max(sizes, default=0.0) <= 1.3 * unit and n_unequal <= _MAX_UNEQUAL * len(sizes)
     # The number of updates between the checkpoint and the middle of a row.
     updates: list[float] = [
         row.step - resume.first_step + (interval - 1) / 2 if interval > 1 else i
@@ -212,7 +216,6 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
     drifts = False
     if interval == 1 and not exact and replay.rows:
         rest = max(sizes[1:_DRIFT_ROWS], default=0.0)
-        n_unequal = sum(size > replay.rounding for size in sizes)
         # Where the last digit hides most noise, it hides that of a right resume in most rows.
         is_coarse = unit > _COARSE_UNIT * update.size and n_unequal > _MAX_UNEQUAL * len(sizes)
         drifts = sizes[0] <= unit and (is_coarse or rest > max(_DRIFT_UNITS * unit, _LEAST_DRIFT))
@@ -241,14 +244,14 @@ def _of_update_in_noise(n: float) -> float:
 
 
 def _norms(replay: Replay, updates: Sequence[float]) -> list[tuple[float, float, float, float]]:
-    """The changes of the gradient norms, as evidence beside the losses."""
+    """The changes of the gradient norms, as evidence beside the losses, where they are equal."""
     found = []
     for row, n in zip(replay.rows, updates, strict=True):
         a, b = row.before.grad_norm, row.after.grad_norm
         if a is not None and b is not None and a.value > 0 and math.isfinite(a.value + b.value):
             digit = max(EXACT, a.quantum / a.value)
             found.append((abs(b.value / a.value - 1), digit, n, _NORMS))
-    return found
+    return found if all(size <= digit for size, digit, _, _ in found) else []
 
 
 def _smallest_excluded(rows: Sequence[tuple[float, float, float]]) -> float:

@@ -214,7 +214,8 @@ def _message(
     if replay.is_proof:
         fault = _not_excluded(faults)[0]
         return (
-            f"{n} steps were logged twice and agree, but not excluded is {fault.name}: {fault.why}"
+            f"{n} steps were logged twice and agree, which does not exclude {fault.name}: "
+            f"{fault.why}"
         )
     if replay.agrees and replay.fine_enough:
         return (

@@ -19,6 +19,7 @@ from ckptctl.loss.checking import check_loss, check_rows
 from ckptctl.loss.following import FollowOptions, follow_loss, is_settled
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.rows import Marker, Number, Row
+from ckptctl.loss.verdict import LossVerdict
 
 
 def line(each: Row) -> str:
@@ -247,3 +248,22 @@ def test_how_to_make_a_canary_is_explained():
 
 def test_a_canary_without_a_log_to_compare_with_is_refused(tmp_path):
     assert run_ckptctl("loss", "--canary", tmp_path / "a.log").returncode == 2
+
+
+def test_few_equal_steps_that_exclude_too_little_are_waited_for():
+    """Without a learning rate, an update may be as small as the last digit."""
+    bare = [
+        each
+        if isinstance(each, Marker)
+        else replace(
+            each, lr=None, grad_norm=None, loss=Number(round(each.loss.value + 8, 3), 1e-3)
+        )
+        for each in resumed(died=SAVED + 40)
+    ]
+    cut = next(i for i, each in enumerate(bare) if isinstance(each, Marker)) + 1
+    (early,) = check_rows([*bare[:cut], *bare[cut : cut + 5]]).assessments
+    assert early.replay.is_proof
+    assert early.verdict is LossVerdict.NO_JUMP
+    assert not is_settled(early)
+    (late,) = check_rows([*bare[:cut], *bare[cut : cut + 20]]).assessments
+    assert is_settled(late)

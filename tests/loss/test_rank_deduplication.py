@@ -8,6 +8,7 @@ import pytest
 from test_reading_logs import megatron, nanogpt, read, steps
 
 from ckptctl.loss.checking import check_rows
+from ckptctl.loss.reading import read_logs
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.text_logs import _MAX_READERS
 
@@ -234,3 +235,26 @@ def test_validation_losses_are_no_rows():
     assert [row.loss.value for row in read(text)] == pytest.approx([4, 3.9899, 3.9798, 3.9697])
     titan_lines = [titan(1), titan(2), titan(2, loss=9.0).replace("step:", "validate step:")]
     assert steps(read("\n".join([*titan_lines, titan(3)]))) == [1, 2, 3]
+
+
+def test_the_same_rank_is_read_after_a_restart_and_in_the_next_log(tmp_path):
+    def printed(steps, order):
+        return [f"[rank{rank}]:{titan(step, loss=rank)}" for step in steps for rank in order]
+
+    marker = "[rank2]:[titan] Loading the checkpoint at step 5"
+    one = [*printed(range(1, 9), (0, 1, 2)), marker, *printed(range(6, 12), (2, 1, 0))]
+    found = [row for row in read("\n".join(one)) if isinstance(row, Row)]
+    assert [row.loss.value - row.step / 16 for row in found] == [0] * len(found)
+    (tmp_path / "a.log").write_text("\n".join(printed(range(1, 9), (0, 1, 2))))
+    (tmp_path / "b.log").write_text("\n".join(printed(range(6, 12), (2, 1, 0))))
+    logs = [str(tmp_path / "a.log"), str(tmp_path / "b.log")]
+    found = [row for row in read_logs(logs) if isinstance(row, Row)]
+    assert [row.loss.value - row.step / 16 for row in found] == [0] * len(found)
+
+
+def test_a_rotated_log_is_read_from_its_oldest_file(tmp_path):
+    for name, first in (("t.log", 7), ("t.log.1", 4), ("t.log.2", 1)):
+        lines = [f"step {step} loss 2.{step}" for step in range(first, first + 3)]
+        (tmp_path / name).write_text("\n".join(lines))
+    logs = [str(tmp_path / name) for name in ("t.log", "t.log.1", "t.log.2")]
+    assert [row.step for row in read_logs(logs)] == list(range(1, 10))

@@ -21,7 +21,7 @@ from made_logs import (
 
 from ckptctl.errors import LogUnreadable
 from ckptctl.loss.formats.binary_logs import crc32c
-from ckptctl.loss.reading import LogReader, read_logs
+from ckptctl.loss.reading import LogFormat, LogReader, read_logs
 from ckptctl.loss.rows import Marker, Number, Row
 
 
@@ -331,3 +331,43 @@ def test_damage_in_the_middle_is_raised_after_the_rows_or_reported(tmp_path):
     told: list[str] = []
     assert list(read_logs([str(path)], on_damage=told.append))
     assert len(told) == 1
+
+
+def test_the_step_of_the_run_outweighs_the_step_that_wandb_counts():
+    for name in ("train/global_step", "trainer/global_step"):
+        records = [
+            wandb_history(n, {"train/loss": 3 - n / 10, name: 31 + n, "_timestamp": 1.7e9 + n})
+            for n in range(5)
+        ]
+        evaluation = wandb_history(5, {"eval/accuracy": 0.5, "train/loss": 9.0})
+        _, found = read(wandb_file([*records, evaluation]))
+        assert [row.step for row in found] == [31, 32, 33, 34, 35]
+
+
+def test_the_mean_of_a_run_of_the_trainer_is_no_row():
+    data = b"".join(scalar_event(step, {"train/loss": 3.0 - step / 10}) for step in range(1, 6))
+    _, found = read(data + scalar_event(5, {"train/train_loss": 2.7}))
+    assert [row.step for row in found] == [1, 2, 3, 4, 5]
+    _, alone = read(b"".join(scalar_event(step, {"train_loss": 2.7}) for step in range(1, 6)))
+    assert len(alone) == 5
+
+
+@pytest.mark.parametrize(
+    "times", ['"time": 1795165200.5', '"date": "2026-11-20 09:00:00"', '"time": "2026-11-20 09:00"']
+)
+def test_the_time_of_a_record_is_a_clock(times):
+    (found,) = rows(f'{{"step": 7, "loss": 2.5, {times}}}\n')
+    assert (found.at is not None) == ('09:00"' not in times)
+    assert found.step_time_s is None
+
+
+def test_the_time_since_the_start_of_a_record_differs_between_attempts():
+    (found,) = rows('{"step": 7, "loss": 2.5, "elapsed": 61.25}\n')
+    assert found.step_time_s == Number(61.25, 0.01)
+
+
+def test_a_metric_that_is_ignored_is_not_read():
+    text = '{"step": 7, "loss": 2.5, "tokens": 4096}\n'
+    reader = LogReader("log", LogFormat(ignored=("tokens",)))
+    (found,) = [*reader.feed(text.encode()), *reader.end()]
+    assert (found.loss.value, found.tokens) == (2.5, None)

@@ -258,8 +258,13 @@ def test_a_rotated_log_that_continues_is_the_same_attempt():
     assert len(split(items).segments) == 1
     again = [*of_file("train.log.1", 1, 100), *of_file("train.log", 91, 140)]
     assert [each.first_step for each in split(again).segments] == [1, 91]
-    other = [*of_file("first.log", 1, 100), *of_file("second.log", 101, 140)]
-    assert len(split(other).segments) == 2
+    for names in (
+        ("first.log", "second.log"),
+        ("run-1", "run-2"),
+        ("slurm-71.out", "slurm-72.out"),
+    ):
+        other = [*of_file(names[0], 1, 100), *of_file(names[1], 101, 140)]
+        assert len(split(other).segments) == 2
 
 
 def test_a_file_whose_rows_follow_at_once_is_a_part_of_the_log_before():

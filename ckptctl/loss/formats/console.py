@@ -149,8 +149,9 @@ class LineReader(RankReader):
             return
         for match in self._pairs.finditer(text, start):
             yield match[1], match.span(2)
-        for match in _RATES.finditer(text, start):
-            yield "tok/s", match.span(1)
+        if "tok" in text:
+            for match in _RATES.finditer(text, start):
+                yield "tok/s", match.span(1)
 
     def precision(self, field: str) -> Precision:
         """The precision of a field so far."""
