@@ -163,8 +163,10 @@ def test_whatever_three_are_damaged_the_newest_good_one_is_left_and_picked(root,
 
 def test_what_is_interrupted_while_it_goes_is_never_taken(root):
     # The step is large enough for the signal to fall into its removal, or before or after it.
+    written_s = (root / "step_100" / ".metadata").stat().st_mtime
     for number in range(2000):
         (root / "step_100" / f"extra_{number}").write_bytes(b"x")
+        os.utime(root / "step_100" / f"extra_{number}", (written_s, written_s))
     command = (*COMMAND, "prune", root, "--keep", "4", "--apply")
     with started(command, env=clean_environment()) as process:
         while (root / "step_100" / ".metadata").exists() and process.poll() is None:

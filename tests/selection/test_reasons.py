@@ -132,7 +132,8 @@ def test_a_sound_step_that_lacks_state_behind_many_damaged_ones_is_not_called_un
 def test_damaged_steps_that_a_person_rejected_do_not_count(root, n_rejected):
     damage(root, 500, 400, 300)
     assert asked(root).exit_code == 11
-    printed = run_ckptctl("pick", root, "--print", "damaged").stdout.split()
+    lines = run_ckptctl("pick", root, "--print", "damaged").stdout.splitlines()
+    printed = [line.split()[0] for line in lines]
     assert printed == [str(root / f"step_{number}") for number in (500, 400, 300)]
     for step in printed[:n_rejected]:
         ckptctl.mark(step, "rejected", reason="damaged")
