@@ -104,7 +104,8 @@ def _kinds_of_files(step: Step) -> Mapping[str, bool]:
     for sizes in _named_files(step, (), step).values():
         largest: dict[str, int] = {}
         for path, size in sizes.items():
-            if not matches(path, step.layout):
+            # A manifest is written at the first save of a process only.
+            if path != MANIFEST and not matches(path, step.layout):
                 largest[key_of(path)] = max(size, largest.get(key_of(path), 0))
         for key, size in largest.items():
             others = (other for kind, other in largest.items() if kind != key)

@@ -118,3 +118,20 @@ def test_the_epochs_of_torchvision_go_on(tmp_path):
     rows = list(read_logs([str(log)]))
     assert [row.step for row in rows] == [40 * e + b for e, b in done]
     assert max(row.loss.value for row in rows) < 7
+
+
+@pytest.mark.parametrize(
+    ("line", "is_resume"),
+    [
+        ("ckptctl: loss after the resume from step 36: 8 steps were logged twice and agree", False),
+        ("a resume from step 36 would repeat data", False),
+        ("this resume at step 36 took 12 s", False),
+        ("Resume training from checkpoint-36", True),
+        ("resume from run/step_36", True),
+    ],
+)
+def test_a_line_that_tells_of_a_resume_is_none(tmp_path, line, is_resume):
+    log = tmp_path / "train.log"
+    log.write_text(f"step 37 loss 2.5\n{line}\nstep 37 loss 2.5\n")
+    markers = [each for each in read_logs([str(log)]) if isinstance(each, Marker)]
+    assert bool(markers) is is_resume

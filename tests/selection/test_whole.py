@@ -304,6 +304,17 @@ def test_a_file_without_bytes_is_none_of_its_family(tmp_path):
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 10
 
 
+@pytest.mark.parametrize("name", ["53c0cd9580b60b1c", "0000000000000001", "a0d15681da84d7b2"])
+@pytest.mark.parametrize("data", [b"", b"{"])
+def test_a_file_that_ckptctl_did_not_finish_is_none_of_the_save(tmp_path, name, data):
+    state = {"model": {"w": torch.ones(8, 8)}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "step_10")
+    (tmp_path / "step_10" / f".ckptctl-{name}.tmp").write_bytes(data)
+    assert ckptctl.verify(f"{tmp_path}@10", level="content").exit_code == 0
+    (tmp_path / "step_10" / ".metadata").unlink()
+    assert ckptctl.verify(f"{tmp_path}@10", grace_s=0).exit_code == 20
+
+
 def test_a_first_file_that_another_step_lost_does_not_shift_the_numbers(tmp_path):
     for number in (10, 20, 30):
         save_step(tmp_path / f"step-{number}", ("part{r1}.pt", "opt{r1}.pt"), number=number)

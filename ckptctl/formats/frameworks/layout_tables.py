@@ -229,12 +229,13 @@ LEFT_BY_TOOLS = (
     r"(?:.*/)?(?:"
     r"(?:\.[^/]+|__MACOSX|@eaDir|lost\+found)/.+"
     r"|\._.+|\.nfs.+|\.fuse_hidden.+|\.[^/]+\.(?=[^/]*[A-Z])[A-Za-z0-9]{6}"
-    r"|\.DS_Store|Thumbs\.db|desktop\.ini|[^/]* \([0-9]+\)\.[^/.]+)"
+    r"|\.ckptctl-[0-9a-f]{16}\.tmp|\.DS_Store|Thumbs\.db|desktop\.ini|[^/]* \([0-9]+\)\.[^/.]+)"
 )
 """Files in a step that no framework writes: hidden folders, among them those of rsync
 (`.~tmp~`) and of snapshots, its temporary files (`.model.pt.aB3xY9`; a capital letter, which 96 %
 of them have, tells them from `.x.distcp` and `.x.sha256`), what NFS and FUSE keep of a removed
-file that is open, what file managers add to each folder, and second downloads (`model (1).pt`)."""
+file that is open, what file managers add to each folder, second downloads (`model (1).pt`), and
+what ckptctl was writing when it was killed."""
 
 # By the full path below the step; the first row that matches any file decides.
 OTHER_FORMATS = (

@@ -81,7 +81,11 @@ _PHRASES = (
         r"\b(?:checkpoint|ckpt|snapshot)(?: \S{1,300})? (?:was |has been )?(?:successfully )?"
         rf"(?:(?:re)?loaded|restored)\b(?:.{{0,300}}?{_STEP})?"
     ),
-    _phrase(rf"(?<!can )(?<!to )\bresume (?:training )?(?:from|at) .{{0,300}}?{_STEP}"),
+    # "loss after the resume from step 36" tells of one.
+    _phrase(
+        r"(?<!can )(?<!to )(?<!the )(?<!a )(?<!this )(?<!each )\bresume (?:training )?(?:from|at) "
+        rf".{{0,300}}?{_STEP}"
+    ),
     _phrase(
         r"\b(?:continu(?:e|ing)|restart(?:ing|ed)?|start(?:ing)?)(?: the)?(?: training)? "
         rf"(?:from|at|after) .{{0,200}}?{_STEP}"
