@@ -47,6 +47,8 @@ class Claim(msgspec.Struct, frozen=True):
     """What proves or contradicts it; of an unknown one, why it is unknown."""
     would_prove: str | None = None
     """What would prove an unknown claim; null for any other."""
+    finding: str | None = None
+    """The code of the finding that contradicts it, or that leaves it unknown; else null."""
 
     @classmethod
     def proven(cls, name: ClaimName, by: str) -> Claim:
@@ -57,12 +59,6 @@ class Claim(msgspec.Struct, frozen=True):
     def unknown(cls, name: ClaimName, why: str, would_prove: str | None = None) -> Claim:
         """A claim of which nothing is known yet."""
         return cls(name, ClaimState.UNKNOWN, why, would_prove)
-
-    @property
-    def of_finding(self) -> bool:
-        """Whether `by` is a finding: its code, a colon and its message."""
-        code, colon, _ = self.by.partition(": ")
-        return bool(colon) and "." in code and " " not in code
 
     @property
     def is_proven(self) -> bool:

@@ -147,6 +147,12 @@ CODES: Mapping[str, Code] = {
         Verdict.UNVERIFIABLE, "the comparison of the bytes was not finished"
     ),
     "values.not-finite": _warning("a tensor contains NaN or infinity"),
+    "optimizer.zero": _warning("all that the optimizer keeps is zero"),
+    "optimizer.idle": _note("some of what the optimizer keeps is zero"),
+    "optimizer.negative": _warning("means of squares are below zero"),
+    "optimizer.shape": _warning("moments have another shape than their parameter"),
+    "optimizer.unchanged": _warning("the weights have moved, and the moments have not"),
+    "optimizer.unseen": _note("no tensor that an optimizer keeps was read"),
     "format.unsupported": _fault(Verdict.UNVERIFIABLE, "ckptctl does not inspect this format"),
     "format.unlisted": _fault(
         Verdict.UNVERIFIABLE, "nothing states which files belong to the step"
@@ -156,6 +162,7 @@ CODES: Mapping[str, Code] = {
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
     "file.missing": _fault(Verdict.INCOMPLETE, "a file that the layout requires is missing"),
     "file.fewer": _fault(Verdict.UNVERIFIABLE, "fewer ranks left files than in the step before"),
+    "file.dropped": _warning("a kind of file is missing that the steps before hold"),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
     "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),

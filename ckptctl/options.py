@@ -300,13 +300,14 @@ class ContentOptions:
     `subset` compares a part of the records, `3/7` or `10%` of the bytes. After `deadline_s`
     seconds no further byte is read. `jobs` is how many threads read a file system; None
     chooses a number that is good for it. `nan_scan` looks for NaN and infinity in the
-    values of floating-point tensors.
+    values of floating-point tensors, `state_check` at what the optimizer keeps.
     """
 
     subset: str | None = None
     deadline_s: float | None = None
     jobs: int | None = None
     nan_scan: bool = False
+    state_check: bool = False
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None:
@@ -322,6 +323,7 @@ class VerifyKeywords(StepKeywords, total=False):
     deadline_s: float | None
     jobs: int | None
     nan_scan: bool
+    state_check: bool
 
 
 SETTLE_S = 60.0

@@ -101,6 +101,7 @@ HARMLESS_OPTIONS = frozenset(
         *("max-free-restarts", "max-restarts", "max-steps", "min-confidence", "min-world-size"),
         *(
             "nan-scan",
+            "state-check",
             "new",
             "nnodes",
             "node-probe",

@@ -385,6 +385,13 @@ OFFERS: Mapping[type, Mapping[str, Offer]] = {
             "Level content: also look for NaN and infinity in floating-point tensors; what "
             "is found is a warning.",
         ),
+        "state_check": _offer(
+            bool,
+            False,
+            "--state-check",
+            "Level content: also see whether the state of the optimizer is real: moments that "
+            "are zero, below zero, of another shape, or those of the step before.",
+        ),
     },
     StorageOptions: {
         "storage_option": _offer(

@@ -127,7 +127,7 @@ def claim_lines(claims: Sequence[Claim], *, unicode: bool) -> list[Line]:
             "  ",
             f"{claim.name.value:<9}",
             glyph(CLAIM_MARKS[claim.state], unicode),
-            f" {claim.by.partition(': ')[0] if claim.of_finding else claim.by}",
+            f" {claim.finding or claim.by}",
             hang=13,
         )
         for claim in claims

@@ -17,15 +17,16 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
+from ckptctl.formats.frameworks.state_keys import is_moment_name, is_square
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.sealed_bytes import check_sealed_bytes, comparable, proven
 from ckptctl.inspection.structure import SAYS, readable_ranges
-from ckptctl.model import FileInfo, Part
+from ckptctl.model import FileInfo, Part, TensorEntry
 from ckptctl.records.byte_pass import BlockDigests, Limits, RecordRun, Run, read_runs
 from ckptctl.records.content_runs import record_runs
-from ckptctl.records.not_finite import Values
+from ckptctl.records.not_finite import FORMS, Form, Values
 from ckptctl.records.opening import ZSTD
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.verification import NO_ZSTD, Checked
@@ -67,7 +68,7 @@ class ContentCheck:
         choose: Choose | None = None,
     ) -> None:
         self.ranges = ranges
-        self._part_path = part_path
+        self.part_path = part_path
         self._sound: list[int] = []
         self._wrong: dict[tuple[int, str], dict[int, Checked]] = defaultdict(dict)
         self._unverifiable: dict[str, list[int]] = defaultdict(list)
@@ -94,6 +95,11 @@ class ContentCheck:
         n_bytes = sum(self.ranges.lengths[number] for number in self._sound)
         n_values = sum(values.n_values for values in self._values.values())
         return Proven(self.n_asked, n_bytes, len(self._sound), n_values)
+
+    @property
+    def values(self) -> Iterable[tuple[str, Values]]:
+        """What was scanned of each tensor, by FQN."""
+        return self._values.items()
 
     @property
     def outcome(self) -> RecordResults:
@@ -208,7 +214,7 @@ class ContentCheck:
                 f"{len(numbers):,} records {many} ({n_bytes:,} bytes: {names}); the first is "
                 f"that {where}: {why}"
             )
-        return Finding(code, inside(self._part_path, path), message, expected, found)
+        return Finding(code, inside(self.part_path, path), message, expected, found)
 
     def _without_proof(self, sealed: Collection[str]) -> Iterator[Finding]:
         counts = []
@@ -224,7 +230,7 @@ class ContentCheck:
                 counts.append(f"{counted(len(open_), 'record')} {why}")
         if counts:
             yield unverifiable(
-                self._part_path, f"{'; '.join(counts)} ({some_of(sorted(files))})", self._hint
+                self.part_path, f"{'; '.join(counts)} ({some_of(sorted(files))})", self._hint
             )
 
     def _not_finite(self, fqn: str, values: Values) -> Finding:
@@ -235,7 +241,7 @@ class ContentCheck:
         least = "at least " if values.more else ""
         return Finding(
             "values.not-finite",
-            inside(self._part_path, fqn),
+            inside(self.part_path, fqn),
             f"of {counted(values.n_values, 'value')} scanned, {least}{' and '.join(counts)}: "
             "the tensor was saved with them",
             expected="finite values",
@@ -248,7 +254,7 @@ class ContentCheck:
         return "pip install 'ckptctl[zstd]'" if NO_ZSTD in self._unverifiable else None
 
     def _path_in_step(self, number: int) -> str:
-        return inside(self._part_path, self.ranges.file_names[self.ranges.files[number]])
+        return inside(self.part_path, self.ranges.file_names[self.ranges.files[number]])
 
 
 def unverifiable(part_path: str, what: str, next_command: str | None = None) -> Finding:
@@ -275,13 +281,22 @@ def _chosen(ranges: Ranges, by_file: Iterable[Sequence[int]], choose: Choose) ->
 class Asked:
     """How the bytes of a step are to be read, which of its records, and together with whom.
 
-    With `nan_scan` the values of floating-point tensors are scanned too.
+    With `nan_scan` the values of floating-point tensors are scanned too, with `state_check` those
+    that optimizers keep.
     """
 
     limits: Limits = field(default_factory=Limits)
     choose: Choose | None = None
     group: ProcessGroup = field(default_factory=ProcessGroup)
     nan_scan: bool = False
+    state_check: bool = False
+
+    def form_of(self, entry: TensorEntry) -> Form | None:
+        """In which form the values of a tensor are scanned."""
+        form = FORMS.get(entry.dtype)
+        if form is None or not (self.state_check and is_moment_name(entry.fqn)):
+            return form if self.nan_scan else None
+        return replace(form, signs=is_square(entry.fqn))
 
     @property
     def is_helper(self) -> bool:
@@ -297,6 +312,8 @@ class ContentInspection:
     proven: Proven
     n_read: int
     whole: bool
+    values: Mapping[str, Values] = field(default_factory=dict)
+    """What was scanned, by the path of the part and the FQN."""
 
 
 class SealComparison:
@@ -355,7 +372,7 @@ def inspect_content(
     of_records = [
         run
         for part, check in zip(parts, checks, strict=True)
-        for run in record_runs(part.source, check.by_file, check.report, nan_scan=asked.nan_scan)
+        for run in record_runs(part.source, check.by_file, check.report, asked.form_of)
     ]
     group = asked.group
     limits = replace(asked.limits, on_progress=group.watch(asked.limits.on_progress))
@@ -391,7 +408,8 @@ def inspect_content(
         found.append(_not_all(proven, opened.url, "content.unfinished"))
     elif not whole:
         found.append(_not_all(proven, opened.url, "content.partial"))
-    return ContentInspection(tuple(found), proven, n_read, whole)
+    values = {inside(check.part_path, fqn): one for check in checks for fqn, one in check.values}
+    return ContentInspection(tuple(found), proven, n_read, whole, values)
 
 
 def _own_share(asked: Asked) -> Choose | None:

@@ -53,7 +53,6 @@ from ckptctl.inspection.stages import (
 )
 from ckptctl.inspection.step_claims import claims_of, nothing_proven
 from ckptctl.inspection.train_state import check_required
-from ckptctl.inspection.whole import numbered_kinds
 from ckptctl.inspection.world_size import (
     check_bound,
     check_saved_world_size,
@@ -310,9 +309,6 @@ def _names(step: Step, part: Part) -> Iterator[str]:
     # RNG states are compared as a kind of train state: a job of one rank may write one file.
     grids = [grid for grid in part.grids if grid.what != "RNG states"]
     grids = [grid for grid in grids if grid.framework != FAMILY]
-    is_file = any(file.path == step.name for file in step.files)
-    if part.format is PartFormat.RANK_FILES and not part.path and not is_file:
-        yield from numbered_kinds(step)  # of however many ranks
     if not grids:
         yield part.path
     for grid in grids:

@@ -402,22 +402,32 @@ def check_step_before(
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
+class Before:
     """What was read of one older step: checksums by our own ranges."""
 
     opened: OpenStep
     metadata: Metadata
     crcs: dict[int, int]
 
-    def with_more(self, part: OpenPart, numbers: Iterable[int]) -> _Before:
+    def with_more(self, part: OpenPart, numbers: Iterable[int]) -> Before:
         """The same with the checksums of more records."""
         more = _crcs(_folder(self.opened, part), self.metadata, part, numbers)
-        return _Before(self.opened, self.metadata, {**self.crcs, **more})
+        return Before(self.opened, self.metadata, {**self.crcs, **more})
+
+
+def compared_before(
+    neighbours: Neighbours, part: OpenPart, numbers: Sequence[int]
+) -> Before | None:
+    """The checksums of records of a part in the nearest older step that can be read.
+
+    Cost: one metadata, and a short read of each record.
+    """
+    return _compared(neighbours, iter(neighbours.older()), part, numbers)
 
 
 def _compared(
     neighbours: Neighbours, steps: Iterator[StepName], part: OpenPart, numbers: Sequence[int]
-) -> _Before | None:
+) -> Before | None:
     """The checksums of records in the next of `steps` that can be read, None where none can."""
     for named in islice(steps, MAX_TRIED):
         with suppress(StorageError, MemoryError):
@@ -426,7 +436,7 @@ def _compared(
             if metadata is not None:
                 crcs = _crcs(_folder(before, part), metadata, part, numbers)
                 if crcs:
-                    return _Before(before, metadata, crcs)
+                    return Before(before, metadata, crcs)
     return None
 
 

@@ -268,6 +268,14 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             yield finding
 
 
+def dropped(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the kinds of files with those of the steps before; a seal names those of its step."""
+    from ckptctl.inspection.whole import check_dropped
+
+    if context.notes.seal is None and not _has_fault(context.findings):
+        yield from check_dropped(opened, context.neighbours)
+
+
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare names, and a few records of each shard file, with those of the step before."""
     if context.neighbours is None or not context.is_deep:
@@ -520,6 +528,20 @@ def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         )
 
 
+def optimizer_state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """See whether the state of the optimizer is real, where that was asked for."""
+    asked, read = context.asked, context.content
+    if asked is None or not asked.state_check or asked.is_helper or read is None:
+        return
+    from ckptctl.inspection.optimizer_state import check_optimizer_state
+
+    step = context.state.step.value
+    train_step = opened.step.number if step is None else step
+    for finding in check_optimizer_state(opened, read.values, train_step, context.neighbours):
+        if finding.code != "optimizer.unseen" or context.state.optimizer.found:
+            yield finding
+
+
 def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the checksums that the store keeps with those in the seal."""
     if context.requirements.remote_checksums:
@@ -631,9 +653,11 @@ STAGES: tuple[Stage, ...] = (
     pickles,
     state,
     notes,
+    dropped,
     identity,
     lost_weights,
     content,
+    optimizer_state,
     store_checksums,
     one_save,
     seal_compared,

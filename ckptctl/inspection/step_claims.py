@@ -62,6 +62,7 @@ DOUBTS: Mapping[str, ClaimName] = {
     "format.unlisted": ClaimName.WHOLE,
     "format.unsupported": ClaimName.WHOLE,
     "file.fewer": ClaimName.WHOLE,
+    "file.dropped": ClaimName.WHOLE,
     "step.times": ClaimName.ONE_SAVE,
     "shard.stale": ClaimName.ONE_SAVE,
     "index.size": ClaimName.ONE_SAVE,
@@ -94,11 +95,12 @@ def claims_of(
     claims = []
     for name in ClaimName:
         if name in contradicted:
-            by = f"{contradicted[name].code}: {contradicted[name].message}"
-            claims.append(Claim(name, ClaimState.CONTRADICTED, by))
+            fault = contradicted[name]
+            claims.append(Claim(name, ClaimState.CONTRADICTED, fault.message, finding=fault.code))
         elif name in doubts and proofs[name].by != _SEAL:
             doubt = doubts[name]
-            claims.append(Claim.unknown(name, f"{doubt.code}: {doubt.message}", doubt.next_command))
+            unknown = ClaimState.UNKNOWN
+            claims.append(Claim(name, unknown, doubt.message, doubt.next_command, doubt.code))
         else:
             claims.append(proofs[name])
     return tuple(claims)

@@ -27,7 +27,7 @@ from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import may_hold_state, rank_file
+from ckptctl.formats.frameworks.file_names import matches, may_hold_state, rank_file
 from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
 from ckptctl.formats.frameworks.parts import is_empty_archive
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
@@ -91,13 +91,24 @@ def open_families(step: Step) -> tuple[Family, ...]:
     return families_of(saved, step.number, saved)
 
 
-def numbered_kinds(step: Step) -> tuple[str, ...]:
-    """The kinds of files with numbers in their names that nothing lists, whatever the numbers.
+def _kinds_of_files(step: Step) -> Mapping[str, bool]:
+    """The kinds of files of state that nothing lists or knows, each number in a name as `N`.
 
-    That of a single file is no rank, but may be an epoch: `model-epoch1.pt`, `model-epoch2.pt`.
+    The number of a single file is no rank, but may be an epoch: `model-epoch1.pt`. True for those
+    without a number that have the size of another kind under a name of the same shape:
+    `_lost_names` compares them.
     """
-    keys = {path: key_of(path) for path in _unlisted_files(step) if may_hold_state(path)}
-    return tuple(sorted({key for path, key in keys.items() if key != path}))
+    kinds: dict[str, bool] = {}
+    for sizes in _named_files(step, (), step).values():
+        largest: dict[str, int] = {}
+        for path, size in sizes.items():
+            if not matches(path, step.layout):
+                largest[key_of(path)] = max(size, largest.get(key_of(path), 0))
+        for key, size in largest.items():
+            others = (other for kind, other in largest.items() if kind != key)
+            is_named = key in sizes  # without a number
+            kinds[key] = is_named and any(_has_alike({key: size, "": one}) for one in others)
+    return kinds
 
 
 def _unlisted_files(step: Step) -> Mapping[str, int]:
@@ -206,10 +217,7 @@ def _check_unlisted(
     if lost is not None:
         return Wholeness((lost,))
     if not families:
-        has_ranks = any(part.grids for part in opened.step.parts)
-        layout = opened.step.layout
-        is_known = has_ranks and layout != "dcp"
-        return Wholeness(by=f"files as {layout} names them" if is_known else "no name of a rank")
+        return Wholeness(by=_known_or_beside(opened, neighbours))
     mixed = _mixed(opened.step, families)
     if mixed is not None:
         return Wholeness((mixed,))
@@ -248,6 +256,52 @@ def _check_unlisted(
     if not beside and len({family.n_files for family in unstated if family.is_line}) > 1:
         return Wholeness((_unlisted(unstated, beside),))
     return _by_content(opened, unstated, beside)
+
+
+def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
+    """What proves that a step without families has all its files; empty where nothing does.
+
+    Cost: none where a framework names its files, or where there is only one kind of them; else
+    the listing of one step, or of two on each side.
+    """
+    if opened.step.layout != "dcp" and any(part.grids for part in opened.step.parts):
+        return f"files as {opened.step.layout} names them"
+    kinds = _kinds_of_files(opened.step)
+    if len(kinds) < 2:
+        return "one file" if kinds else "no name of a rank"
+    beside = (other for other, _ in _opened_beside(opened, neighbours))
+    same = next((one for one in beside if _kinds_of_files(one.step).keys() <= kinds.keys()), None)
+    return f"{same.name}, which has the same files" if same else ""
+
+
+def check_dropped(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Finding]:
+    """Yield `file.dropped` for kinds of files that the steps before hold and this one lacks.
+
+    Of two steps before, both must hold it: one that a single step has is not of each save.
+    Cost: the listings of two steps, unless they are known.
+    """
+    if opened.is_file or neighbours is None:
+        return
+    beside = _opened_beside(opened, neighbours)
+    older = (other.step for other, is_newer in beside if not is_newer)
+    same = (step for step in older if step.layout == opened.step.layout)
+    held = [_kinds_of_files(step) for step in same]
+    kinds = _kinds_of_files(opened.step)
+    dropped = sorted(
+        kind
+        for kind in (held[0] if held else ())
+        if kind not in kinds
+        and all(kind in one for one in held)
+        and not all(one[kind] for one in held)
+    )
+    if dropped:
+        yield Finding(
+            "file.dropped",
+            dropped[0],
+            f"lacks {some_of(dropped)}, which each step before it holds: a resume from here would "
+            "reset what is in it (--allow-missing-state accepts that)",
+            next_command=command_line("show", opened.url),
+        )
 
 
 def _manifest(opened: OpenStep) -> Manifest | Finding:
@@ -406,18 +460,24 @@ def _beside(
     opened: OpenStep, neighbours: Neighbours | None, families: Mapping[str, Family]
 ) -> Iterator[_Beside]:
     """The steps beside this one with their families, nearest first, until one has the same."""
+    for other, is_newer in _opened_beside(opened, neighbours):
+        held = {family.key: family for family in open_families(other.step)}
+        if held:
+            yield (found := _Beside(other, held, is_newer=is_newer))
+            if _confirms(families.values(), found):
+                return
+
+
+def _opened_beside(
+    opened: OpenStep, neighbours: Neighbours | None
+) -> Iterator[tuple[OpenStep, bool]]:
+    """The nearest steps, older ones first, and whether each is newer. Cost: a listing of each."""
     if neighbours is None:
         return
     for names in (neighbours.older, neighbours.newer):
         for named in [*names()][:MAX_COMPARED]:
             with suppress(StorageError):
-                other = neighbours.open(opened.store, named)
-                held = {family.key: family for family in open_families(other.step)}
-                if not held:
-                    continue
-                yield (found := _Beside(other, held, is_newer=names is neighbours.newer))
-                if _confirms(families.values(), found):
-                    return
+                yield neighbours.open(opened.store, named), names is neighbours.newer
 
 
 def _confirms(families: Iterable[Family], other: _Beside) -> bool:
@@ -481,14 +541,11 @@ def _lost_names(
     if neighbours is None or not (families or any(map(_has_alike, now.values()))):
         return None
     lost: set[str] | None = None
-    for names in (neighbours.older, neighbours.newer):
-        for named in [*names()][:MAX_COMPARED]:
-            with suppress(StorageError):
-                other = neighbours.open(opened.store, named)
-                missing = _lost_of(opened, now, other)
-                lost = missing if lost is None else lost & missing
-                if not lost:
-                    return None
+    for other, _ in _opened_beside(opened, neighbours):
+        missing = _lost_of(opened, now, other)
+        lost = missing if lost is None else lost & missing
+        if not lost:
+            return None
     if not lost:
         return None
     return Finding(

@@ -18,7 +18,7 @@ from ckptctl.formats.archive.directory import TAIL, RecordDirectory, read_direct
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Piece
-from ckptctl.records.not_finite import FORMS, Form
+from ckptctl.records.not_finite import Form
 from ckptctl.records.opening import (
     FRAME_BYTES,
     Unpacker,
@@ -45,30 +45,32 @@ _MAGIC_BYTES = 32
 Report = Callable[[int, Checked], None]
 """Called with the number and result of each record, once each, by one thread at a time."""
 
+FormOf = Callable[[TensorEntry], Form | None]
+"""In which form the values of a tensor are to be scanned; None for one that is not."""
+
 
 def record_runs(
     source: RecordSource,
     by_file: Iterable[Sequence[int]],
     report: Report,
-    *,
-    nan_scan: bool = False,
+    form_of: FormOf | None = None,
 ) -> tuple[RecordRun, ...]:
     """The runs that read the records in `by_file` whole; each result is passed to `report`.
 
-    The numbers of each file are in file order. With `nan_scan` the values of floating-point
-    tensors are scanned for NaN and infinity.
+    The numbers of each file are in file order. The values of the tensors that `form_of` gives a
+    form are scanned.
     """
-    results = _Results(source, report, nan_scan=nan_scan)
+    results = _Results(source, report, form_of)
     return tuple(run for numbers in by_file for run in _runs_of(results, numbers))
 
 
 class _Results:
     """The shared state of the runs of one part: its records, and the parts of spanning records."""
 
-    def __init__(self, source: RecordSource, report: Report, *, nan_scan: bool) -> None:
+    def __init__(self, source: RecordSource, report: Report, form_of: FormOf | None) -> None:
         self._store, self._folder, self.ranges = source
         self._report = report
-        self._nan_scan = nan_scan
+        self._form_of = form_of
         self._lock = threading.Lock()
         self._parts: dict[int, list[RecordPart]] = defaultdict(list)
 
@@ -86,9 +88,9 @@ class _Results:
     def form_of(self, number: int) -> Form | None:
         """The form of a record's values if they are to be scanned."""
         entry = self.ranges.owner(number).entry
-        if not self._nan_scan or not isinstance(entry, TensorEntry):
+        if self._form_of is None or not isinstance(entry, TensorEntry):
             return None
-        return FORMS.get(entry.dtype)
+        return self._form_of(entry)
 
     def report(self, number: int, checked: Checked) -> None:
         """Report the result of a record."""

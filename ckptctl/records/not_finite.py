@@ -1,4 +1,4 @@
-"""Count the NaN and infinite values of a tensor.
+"""Count the NaN and infinite values of a tensor, and see whether it is zero or negative.
 
 Works without torch and numpy, at nearly the speed of reading: sign and most of the exponent
 of a value are in its highest byte, and only those bytes are searched. A value is decoded
@@ -24,13 +24,15 @@ class Form:
 
     `high` are the highest bytes that such a value can have. `exponent` is the mask of its
     exponent, all ones in such a value, and `mantissa` that of its mantissa: zero for an
-    infinity. Without `exponent`, each of `high` is a NaN.
+    infinity. Without `exponent`, each of `high` is a NaN. With `signs` values below zero are
+    counted too.
     """
 
     size: int
     high: bytes
     exponent: int = 0
     mantissa: int = 0
+    signs: bool = False
 
 
 def _ieee(size: int, exponent_bits: int) -> Form:
@@ -60,15 +62,17 @@ FORMS: Mapping[str, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """How many values were scanned, and how many of them are NaN or infinite.
+    """How many values were scanned, and how many of them are NaN, infinite or below zero.
 
-    `more`: there are more than were counted.
+    `more`: there are more than were counted. `is_zero`: all of them are zero.
     """
 
     n_values: int = 0
     n_nan: int = 0
     n_infinite: int = 0
     more: bool = False
+    n_negative: int = 0
+    is_zero: bool = True
 
     def __add__(self, other: Values) -> Values:
         return Values(
@@ -76,6 +80,8 @@ class Values:
             self.n_nan + other.n_nan,
             self.n_infinite + other.n_infinite,
             self.more or other.more,
+            self.n_negative + other.n_negative,
+            self.is_zero and other.is_zero,
         )
 
     @property
@@ -91,20 +97,38 @@ class FiniteScan:
     after the last one are left over, for the caller that has the adjacent bytes.
     """
 
-    __slots__ = ("_form", "_lead", "_n_infinite", "_n_lead", "_n_nan", "_n_values", "_rest")
+    __slots__ = (
+        "_form",
+        "_is_zero",
+        "_lead",
+        "_n_infinite",
+        "_n_lead",
+        "_n_nan",
+        "_n_negative",
+        "_n_values",
+        "_rest",
+    )
 
     def __init__(self, form: Form, at: int = 0) -> None:
         self._form = form
         self._n_lead = -at % form.size
         self._lead = b""
         self._rest = b""
-        self._n_values = self._n_nan = self._n_infinite = 0
+        self._n_values = self._n_nan = self._n_infinite = self._n_negative = 0
+        self._is_zero = True
 
     @property
     def values(self) -> Values:
         """The result for the whole values so far."""
         full = self._n_nan + self._n_infinite >= MAX_COUNTED
-        return Values(self._n_values, self._n_nan, self._n_infinite, full)
+        return Values(
+            self._n_values,
+            self._n_nan,
+            self._n_infinite,
+            full,
+            self._n_negative,
+            self._is_zero,
+        )
 
     @property
     def left_over(self) -> tuple[bytes, bytes]:
@@ -126,6 +150,24 @@ class FiniteScan:
         high = piece[size - 1 : n_whole : size]
         if any(high.find(byte) >= 0 for byte in self._form.high):
             self._count(piece, high)
+        if self._is_zero and piece.count(0, 0, n_whole) != n_whole:
+            self._is_zero = False
+        if self._form.signs:
+            self._count_negative(piece, high)
+
+    def _count_negative(self, piece: bytes, high: bytes) -> None:
+        form = self._form
+        sign = 0x80 << (8 * form.size - 8)
+        for found in re.finditer(b"[\x80-\xff]", high):
+            if self._n_negative >= MAX_COUNTED:
+                return
+            at = found.start() * form.size
+            value = int.from_bytes(piece[at : at + form.size], "little")
+            if form.exponent:
+                is_nan = value & form.exponent == form.exponent and value & form.mantissa
+            else:
+                is_nan = value in form.high
+            self._n_negative += value != sign and not is_nan
 
     def _count(self, piece: bytes, high: bytes) -> None:
         form = self._form

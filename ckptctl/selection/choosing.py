@@ -267,6 +267,7 @@ def why_not(
         refusal(report, policy)
         or _marked_elsewhere(report, others, inspect)
         or _lacking(report, older, inspect, policy)
+        or _dropped(report, policy)
         or _behind(report, newer, policy)
     )
 
@@ -370,6 +371,14 @@ def _lacking(
                 NoStepReason.STATE_MISSING,
             )
     return None
+
+
+def _dropped(report: Report, policy: PickPolicy) -> PassedOver | None:
+    """The refusal of a step without a kind of file that the steps before it hold."""
+    lost = next((one for one in report.findings if one.code == "file.dropped"), None)
+    if lost is None or policy.allow_missing_state:
+        return None
+    return PassedOver(report, lost.message, NoStepReason.STATE_MISSING)
 
 
 def _if_mapped(report: Report, lost: Collection[str]) -> str:

@@ -503,16 +503,16 @@ class _Counted:
 
 
 _DEMANDED = (ClaimName.WHOLE, ClaimName.ONE_SAVE, ClaimName.IDENTITY, ClaimName.BRANCH)
-"""What must not be in doubt of a step for which others are removed."""
+"""What must not be in doubt of a step for which others are removed; the first must be proven."""
 
 
 def _doubt(report: Report) -> str | None:
-    """The finding that leaves a claim unknown, also where `pick` would only warn; else None."""
-    for name in _DEMANDED:
-        claim = report.claim(name)
-        if claim.of_finding and not claim.is_proven:
-            return f"{name.value} is in doubt ({claim.by.partition(': ')[0]})"
-    return None
+    """What a finding leaves unknown, also where `pick` would only warn; None where none does."""
+    whole = report.claim(ClaimName.WHOLE)
+    if not whole.is_proven:
+        return f"whole is not proven ({whole.finding or whole.by})"
+    doubts = ((name, report.claim(name).finding) for name in _DEMANDED)
+    return next((f"{name.value} is in doubt ({code})" for name, code in doubts if code), None)
 
 
 def _unproven(report: Report) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
+from ckptctl.claims import ClaimName
 from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
@@ -111,14 +112,16 @@ def seal_found(
     adopt: str | None = None,
     accept_unverifiable: bool = False,
     root: Store | None = None,
+    state_check: bool = False,
 ) -> Sealed:
     """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes.
 
-    `root` is where the step will be, if it is not published yet.
+    `root` is where the step will be, if it is not published yet. With `state_check` the report
+    says whether the state of the optimizer is real.
     """
     had_one = _check_place(found, replace=replace or adopt is not None)
     first, second = _halves(limits)
-    inspected = found.inspect(requirements, LEVEL, Asked(first))
+    inspected = found.inspect(requirements, LEVEL, Asked(first, state_check=state_check))
     # What is not published yet was written by ckptctl, however long that took.
     report = _with_doubts(inspected.report) if root is None else inspected.report
     unproven = report.verdict is Verdict.UNVERIFIABLE
@@ -296,8 +299,9 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
 
 
 def _with_doubts(report: Report) -> Report:
-    """The report, unverifiable if its files may be of two saves: a seal would call them one."""
-    if report.verdict is Verdict.COMPLETE and report.has_finding("step.times"):
+    """The report, unverifiable where a finding leaves open what a seal would call proven."""
+    codes = {report.claim(name).finding for name in (ClaimName.WHOLE, ClaimName.ONE_SAVE)}
+    if report.verdict is Verdict.COMPLETE and codes - {None, "seal.outdated"}:
         verdict = Verdict.UNVERIFIABLE
         return replace(report, verdict=verdict, exit_code=verdict.exit_code)
     return report

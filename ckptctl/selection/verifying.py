@@ -140,6 +140,7 @@ def _check_no_content(step: str, content: ContentOptions) -> None:
         "deadline": None if content.deadline_s is None else f"{content.deadline_s:g}s",
         "jobs": None if content.jobs is None else str(content.jobs),
         "nan-scan": "" if content.nan_scan else None,
+        "state-check": "" if content.state_check else None,
     }
     for name, value in given.items():
         if value is not None:
@@ -164,7 +165,8 @@ def content_asked(
 
     until_s = None if content.deadline_s is None else time.monotonic() + content.deadline_s
     limits = Limits(content.jobs, until_s, stop or Stop(), on_progress)
-    return Asked(limits, parse_subset(content.subset), group, content.nan_scan)
+    subset = parse_subset(content.subset)
+    return Asked(limits, subset, group, content.nan_scan, content.state_check)
 
 
 class OpenTarget(OpenStep):

@@ -52,6 +52,8 @@ BYTES_PER_S = 100 << 20
 
 _RUNNING = (Verdict.IN_PROGRESS, Verdict.CHANGED)
 _EXCLUDED = (Verdict.REJECTED, Verdict.SUPERSEDED)
+_OF_OPTIMIZER = ("optimizer.zero", "optimizer.negative", "optimizer.shape", "optimizer.unchanged")
+"""What an event says besides: the step is sealed, and its optimizer is not that of the run."""
 
 
 class Event(StrEnum):
@@ -262,9 +264,12 @@ class _Watcher:
             self._limits,
             replace=outdated,
             accept_unverifiable=self._policy.accept_unverifiable,
+            state_check=True,
         )
         if sealed.path is not None:
-            return _Finished("sealed", self._event(Event.SEALED, sealed.report, sealed.message))
+            warned = [one for one in sealed.report.findings if one.code in _OF_OPTIMIZER]
+            message = "; ".join([sealed.message, *(one.message for one in warned)])
+            return _Finished("sealed", self._event(Event.SEALED, sealed.report, message))
         return self._unsealed(sealed.report)
 
     def _unsealed(self, report: Report) -> _Finished:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -442,6 +443,7 @@ def test_a_step_in_an_object_store_is_sealed_and_proven(request, weights, server
         assert ckptctl.seal(f"{url}@20", key=KEY, replace=True, **how).replaced
         proven = ckptctl.verify(f"{url}@20", require_seal=True, key=KEY, **how)
         assert (proven.exit_code, proven.seal) == (0, "sha256 with a key")
+        time.sleep(1.1)  # the store keeps whole seconds
         other = (weights / "step_10" / "__0_1.distcp").read_bytes()
         store.put("step_20/__0_1.distcp", other, replace=True)
         assert ckptctl.verify(f"{url}@20", level=Level.STRUCTURE, **how).exit_code == 20

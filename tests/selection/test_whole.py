@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from every_case import all_cases
 from safetensors.torch import save_file
 
@@ -237,6 +238,51 @@ def test_a_lost_file_without_a_number_is_shown_by_the_steps_beside(tmp_path, wor
     assert chosen_without(root, *(f"step-30/{name.format(words[3])}" for name in names)) == 20
     save(40, 2)
     assert ckptctl.pick(str(root)).step == 40
+
+
+KINDS = {"generator.pt": 9, "discriminator.pt": 33, "ema/weights.bin": 17, "replay.pkl": 70}
+
+
+def save_kinds(step: Path, number: int, *beside: str) -> None:
+    """A step of a script of one process: the optimizer, and files of kinds that nobody lists."""
+    for name, size in {**KINDS, **dict.fromkeys(beside, 5)}.items():
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"w": torch.full((size, 8), float(number))}, step / name)
+    moments = {key: torch.full((8,), float(number)) for key in ("exp_avg", "exp_avg_sq")}
+    state = {0: {"step": torch.tensor(float(number)), **moments}}
+    torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, step / "optim.pt")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("form", ["files", "beside DCP"])
+def test_a_kind_of_file_that_the_steps_before_hold_is_missed(tmp_path, name, form):
+    for number in (10, 20, 30):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number, *(["best.pt"] if number == 20 else []))
+        if form == "beside DCP":
+            torch.distributed.checkpoint.save(
+                {"model": {"w": torch.full((8, 8), float(number))}}, checkpoint_id=step
+            )
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    assert chosen_without(tmp_path, f"step_30/{name}") == 20
+    (tmp_path / "step_30" / name).unlink()
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    whole = report.claim(ClaimName.WHOLE)
+    assert (whole.state, whole.finding) == (ClaimState.UNKNOWN, "file.dropped")
+    assert name in whole.by
+    assert ckptctl.pick(str(tmp_path), allow_missing_state=True, grace_s=0).step == 30
+    assert ckptctl.seal(str(tmp_path / "step_30")).exit_code == 22
+    pruned = ckptctl.prune(str(tmp_path), 1, unsealed=True)
+    assert not any(one.removed for one in pruned.decisions if one.number == 20)
+
+
+def test_the_files_of_an_only_step_are_not_proven_to_be_all(tmp_path):
+    save_kinds(tmp_path / "step_10", 10)
+    assert ckptctl.verify(f"{tmp_path}@10").claim(ClaimName.WHOLE).state is ClaimState.UNKNOWN
+    save_kinds(tmp_path / "step_20", 20)
+    for number in (10, 20):
+        whole = ckptctl.verify(f"{tmp_path}@{number}").claim(ClaimName.WHOLE)
+        assert whole.is_proven, whole
 
 
 def test_a_file_without_bytes_is_none_of_its_family(tmp_path):

@@ -61,6 +61,29 @@ _MOMENTS = _names(
 )
 """What optimizers keep of the gradients, under names that nothing else has."""
 
+_SQUARES = _names(
+    "exp_avg_sq max_exp_avg_sq square_avg exp_avg_sq_row exp_avg_sq_col exp_inf acc_delta"
+)
+"""Those of them that are never below zero: means of squares, and greatest absolute values."""
+
+_LIKE_THEIR_PARAMETER = _MOMENTS - _names("exp_avg_sq_row exp_avg_sq_col prev_flat_grad")
+
+
+def is_moment_name(fqn: str) -> bool:
+    """Whether a tensor is what an optimizer keeps of the gradients, by the end of its name."""
+    return fqn.rpartition(".")[2] in _MOMENTS
+
+
+def is_square(fqn: str) -> bool:
+    """Whether a tensor is one that an optimizer never lets fall below zero."""
+    return fqn.rpartition(".")[2] in _SQUARES
+
+
+def has_shape_of_parameter(fqn: str) -> bool:
+    """Whether a moment has a value for each value of its parameter."""
+    return fqn.rpartition(".")[2] in _LIKE_THEIR_PARAMETER
+
+
 _SLOTS_OF_CLASSES: Sequence[frozenset[str]] = tuple(
     _names(names)
     for names in (

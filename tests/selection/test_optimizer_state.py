@@ -1,0 +1,151 @@
+"""What an optimizer keeps, in steps of real torch optimizers: sound, and broken before the save."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import run_ckptctl
+
+import ckptctl
+from ckptctl import Level
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+pytestmark = pytest.mark.torch
+
+State = dict[str, dict[str, "torch.Tensor"]]
+
+
+def train(root: Path, build: Callable, *, breaks: Callable | None = None, steps: int = 3) -> Path:
+    """Train, and save each step; `breaks` changes the state of the last one before its save."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Linear(40, 4))
+    optimizer = build(model.parameters())
+    before: State = {}
+    for step in range(1, steps + 1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+        weights, held = state_dict.get_state_dict(model, optimizer)
+        held = copy.deepcopy(held)
+        if step == steps and breaks is not None:
+            breaks(held["state"], before)
+        before = copy.deepcopy(held["state"])
+        state = {"model": weights, "optimizer": held, "step": 3 * step}
+        dcp.save(state, checkpoint_id=root / f"step_{3 * step}", no_dist=True)
+    return root
+
+
+def found(root: Path, step: int) -> dict[str, str]:
+    report = ckptctl.verify(f"{root}@{step}", level=Level.CONTENT, state_check=True)
+    return {f.code: f.message for f in report.findings if f.code.startswith("optimizer.")}
+
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sound_state_has_no_finding(tmp_path, name):
+    root = train(tmp_path, OPTIMIZERS[name])
+    for step in (3, 6, 9):
+        assert found(root, step) == {}
+
+
+def zero(state: State, _before: State) -> None:
+    for held in state.values():
+        for key, tensor in held.items():
+            if key != "step":
+                tensor.zero_()
+
+
+def zero_one(state: State, _before: State) -> None:
+    zero({"0.bias": state["0.bias"]}, {})
+
+
+def negative(state: State, _before: State) -> None:
+    state["1.weight"]["exp_avg_sq"][0, 3] = -1e-9
+
+
+def first_moment_as_second(state: State, _before: State) -> None:
+    state["0.weight"]["exp_avg_sq"].copy_(state["0.weight"]["exp_avg"])
+
+
+def of_another_parameter(state: State, _before: State) -> None:
+    state["0.bias"], state["1.bias"] = state["1.bias"], state["0.bias"]
+
+
+def of_the_step_before(state: State, before: State) -> None:
+    for name, held in before.items():
+        for key, tensor in held.items():
+            if key != "step":
+                state[name][key].copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "code", "named"),
+    [
+        (zero, "optimizer.zero", "all 8 tensors"),
+        (zero_one, "optimizer.idle", "2 of 8 tensors"),
+        (negative, "optimizer.negative", "optimizer.state.1.weight.exp_avg_sq"),
+        (first_moment_as_second, "optimizer.negative", "optimizer.state.0.weight.exp_avg_sq"),
+        (of_another_parameter, "optimizer.shape", "0.bias"),
+        (of_the_step_before, "optimizer.unchanged", "step_6"),
+    ],
+)
+def test_broken_state_is_exactly_that_finding(tmp_path, breaks, code, named):
+    root = train(tmp_path, torch.optim.AdamW, breaks=breaks)
+    assert found(root, 6) == {}
+    (only,) = (only for only in found(root, 9).items())
+    assert only[0] == code
+    assert named in only[1]
+
+
+def test_negative_zero_and_a_first_moment_below_zero_are_sound(tmp_path):
+    def breaks(state: State, _before: State) -> None:
+        state["1.weight"]["exp_avg_sq"][0, 3] = -0.0
+        state["1.weight"]["exp_avg"].neg_()
+
+    assert found(train(tmp_path, torch.optim.AdamW, breaks=breaks), 9) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_moments_of_every_width_are_read(tmp_path, dtype):
+    moments = {"exp_avg": torch.ones(9, dtype=dtype), "exp_avg_sq": torch.ones(9, dtype=dtype)}
+    moments["exp_avg_sq"][7] = -1
+    state = {"model": {"w": torch.ones(9)}, "optimizer": {"state": {"w": moments}}}
+    dcp.save(state, checkpoint_id=tmp_path / "step_5", no_dist=True)
+    assert "1 value" in found(tmp_path, 5)["optimizer.negative"]
+
+
+def test_state_that_was_not_looked_at_is_named_as_such(tmp_path):
+    (tmp_path / "step_5").mkdir()
+    torch.save({"state": {0: {"exp_avg": torch.zeros(3)}}}, tmp_path / "step_5" / "optim.pt")
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "step_5", no_dist=True)
+    assert [*found(tmp_path, 5)] == ["optimizer.unseen"]
+
+
+def test_watch_says_what_is_wrong_with_the_optimizer_of_a_step_that_it_seals(tmp_path):
+    root = train(tmp_path, torch.optim.AdamW, breaks=zero)
+    run_ckptctl("watch", root, "--once", "--grace", 0)
+    done = run_ckptctl("watch", root, "--once", "--grace", 0)
+    assert "sealed" in done.stdout
+    assert "zero at train step 9" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_option_is_one_of_level_content(tmp_path):
+    root = train(tmp_path, torch.optim.AdamW, steps=1)
+    with pytest.raises(ckptctl.errors.UsageError, match="state-check is for level content"):
+        ckptctl.verify(f"{root}@3", state_check=True)
