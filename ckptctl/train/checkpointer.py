@@ -34,6 +34,7 @@ from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
+from ckptctl.train.data_ledger import DataLedger
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
 from ckptctl.train.job import Job, Start, Tell
@@ -43,7 +44,7 @@ from ckptctl.train.moving import check_names
 from ckptctl.train.passes import follow_all
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
-from ckptctl.train.samples import check_order
+from ckptctl.train.samples import GlobalLoader, check_order
 from ckptctl.train.saving import SaveTarget, StateToSave, StepSave, check_step_format
 from ckptctl.train.state import (
     Parts,
@@ -75,7 +76,8 @@ class Checkpointer:
     schedulers. `dataloader` is a `GlobalLoader`, a torchdata `StatefulDataLoader`, or any object
     with `state_dict` and `load_state_dict`. `extra` are other such objects, by name. `keep` is
     how many complete and sealed steps stay, of those that `resume` would use; older ones are
-    removed in the background. None removes nothing. `tell` prints a message.
+    removed in the background. None removes nothing. `data_ledger` records the samples of each
+    step; a `GlobalLoader` has one by default. `tell` prints a message.
 
     `options` states how steps are named and sealed, how long ranks wait, and which state
     may be lost; see `docs/train.md`. `policy`, `requirements` and `storage` are those of
@@ -95,6 +97,7 @@ class Checkpointer:
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = None,
+        data_ledger: DataLedger | None = None,
         tell: Tell = to_stderr,
         options: TrainOptions = TrainOptions(),
         policy: PickPolicy = PickPolicy(),
@@ -154,6 +157,11 @@ class Checkpointer:
             options.patience_s
         )  # for asynchronous saves, whose collectives overlap
         self._keep = keep
+        if data_ledger is None and parts.has_global_loader:
+            data_ledger = DataLedger()
+        if data_ledger is not None and isinstance(dataloader, GlobalLoader):
+            data_ledger.follow(dataloader)
+        self._data_ledger = data_ledger
         self._attempt: RankAttempt | None = None
         self._replay: Start | None = None
         self._flight: Future[None] | None = None
@@ -200,9 +208,20 @@ class Checkpointer:
             raise
         attempt.watch()
         self._attempt = attempt
+        self._continue_data(attempt, start)
         _complete_at_exit(self)
         heartbeat("first-step", step=start.step)
         return start
+
+    def _continue_data(self, attempt: RankAttempt, start: Start) -> None:
+        """Continue the data ledger of the step, or begin one and state why."""
+        if self._data_ledger is None:
+            return
+        is_continued = self._data_ledger.begin(start.step, attempt.data)
+        if self._job.group.is_first and not start.fresh and not is_continued:
+            why = attempt.data_lost or "the data set or its order differs from that of the step"
+            self._job.tell(f"note: the data ledger begins after step {start.step}: {why}")
+        attempt.data = None
 
     # Saving
 
@@ -349,11 +368,15 @@ class Checkpointer:
         found = group.from_all(collected)
         compared[0].agree([outline for _, outline in found], group)
         lost = next((why for why, _ in found if why), "")
+        data = None
+        if self._data_ledger is not None:
+            at = self._job.position
+            data = self._data_ledger.collect(step, group, at.dp_rank, at.dp_size)
         if staged is None:
-            return replace(taken[0], lost=lost)
+            return replace(taken[0], lost=lost, data=data)
         copies: list[dict[str, Any]] = []
         group.from_all(lambda: copies.append(staged(taken[0].state)))
-        return replace(taken[0], state=copies[0], lost=lost)
+        return replace(taken[0], state=copies[0], lost=lost, data=data)
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
@@ -375,6 +398,8 @@ class Checkpointer:
         one.run(taken)
         attempt = self._begun()
         attempt.saved = one.number
+        if self._data_ledger is not None:
+            self._data_ledger.saved(taken.data)
         if not self._job.group.is_first:
             return
         if taken.lost:
@@ -420,6 +445,8 @@ class Checkpointer:
         step took it without waiting for others, by default the time since the last call.
         """
         heartbeat("step", step=step, work_s=work_s)
+        if self._data_ledger is not None:
+            self._data_ledger.note(step)
         if self._replay is None:
             self._begun().note(step, loss)
 

@@ -1,0 +1,282 @@
+"""The data ledger: repeated and skipped samples are found, and right runs are not accused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+import xxhash
+
+from ckptctl.data_classes import dataclass
+from ckptctl.distributed.process_group import ProcessGroup
+from ckptctl.errors import OwnFileUnreadable, UsageError
+from ckptctl.formats.own.data_ledger import (
+    MOST_ROWS,
+    DataFields,
+    Row,
+    data_bytes,
+    joined_rows,
+    on_one_branch,
+    parse_data,
+    parse_row,
+    sum_of,
+    sum_of_indices,
+)
+from ckptctl.goodput.data_use import (
+    EpochState,
+    EpochUse,
+    account_of,
+    account_of_rows,
+    data_use,
+    epochs_of,
+)
+from ckptctl.train import DataLedger, GlobalLoader, Order
+
+N_CASES = 200
+KINDS = ("order", "ids", "digests", "rows")
+
+
+# The digest
+
+
+def test_the_digest_does_not_depend_on_the_order_and_adds_up():
+    ids = list(range(5_000))
+    shuffled = random.Random(0).sample(ids, len(ids))
+    assert sum_of(shuffled) == sum_of(ids) == sum_of_indices(5_000)
+    assert (sum_of(ids[:70]) + sum_of(ids[70:])) % 2**128 == sum_of(ids)
+    assert sum_of(()) == 0
+
+
+def test_the_digest_is_the_sum_of_xxh3_hashes_of_eight_bytes_or_of_text():
+    hashes = [xxhash.xxh3_128_intdigest(one) for one in (b"\x07" + 7 * b"\0", b"\xff" * 8)]
+    assert sum_of([7, -1]) == sum(hashes) % 2**128
+    assert sum_of(["a/7", "ü"]) == sum(map(xxhash.xxh3_128_intdigest, (b"a/7", b"\xc3\xbc"))) % (
+        2**128
+    )
+    assert sum_of([7, "a"]) == (sum_of([7]) + sum_of(["a"])) % 2**128
+
+
+@pytest.mark.parametrize("sample", [1.5, None, 2**63, b"a"])
+def test_other_ids_are_refused(sample):
+    with pytest.raises(UsageError, match="expected an integer of 64 bits, or text"):
+        sum_of([1, sample])
+
+
+def test_many_rows_are_joined_and_their_sums_kept():
+    rows = [Row(step, step, step // 9_000, 2, step) for step in range(1, 20_001)]
+    joined = joined_rows(rows)
+    assert len(joined) <= MOST_ROWS
+    for epoch in range(3):
+        own, own_joined = ([r for r in some if r.epoch == epoch] for some in (rows, joined))
+        assert sum(r.total for r in own) == sum(r.total for r in own_joined)
+        assert sum(r.n_samples for r in own) == sum(r.n_samples for r in own_joined)
+        assert (own[0].first, own[-1].last) == (own_joined[0].first, own_joined[-1].last)
+
+
+# Rows of other programs
+
+
+def test_rows_are_read_with_ids_or_a_sum():
+    assert parse_row(b'{"step": 3, "ids": [4, 5], "loss": 0.5}') == Row(
+        3, 3, 0, 2, sum_of([4, 5]), (4, 5)
+    )
+    line = json.dumps({"step": 3, "epoch": 1, "count": 2, "sum": f"{9:032x}"})
+    assert parse_row(line.encode()) == Row(3, 3, 1, 2, 9)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"step": 3}', "neither ids nor a sum"),
+        (b'{"ids": [1]}', "step is None"),
+        (b'{"step": 3, "ids": [1.5]}', "not a list of integers or texts"),
+        (b'{"step": 3, "count": 1, "sum": "9"}', "neither ids nor a sum of 32"),
+        (b'{"step": 3, "ids": [1], "count": 2, "sum": "%032x"}' % 9, "not those of its ids"),
+    ],
+)
+def test_a_row_that_cannot_be_read_states_why(line, why):
+    with pytest.raises(OwnFileUnreadable, match=why):
+        parse_row(line)
+
+
+def test_rows_of_an_abandoned_branch_do_not_count():
+    rows = [Row(step, step, 0, 1, 0) for step in (1, 2, 3, 4)]
+    again = [Row(step, step, 0, 5, 0) for step in (3, 4)]
+    assert list(on_one_branch([*rows, *again])) == [*rows[:2], *again]
+    two_epochs = [Row(1, 1, 0, 1, 0), Row(1, 1, 1, 1, 0)]
+    assert list(on_one_branch(two_epochs)) == two_epochs
+
+
+def test_675_of_736_samples_that_were_skipped_are_counted_by_files_of_rows(tmp_path):
+    files = []
+    for rank in (0, 1):
+        file = tmp_path / f"rank{rank}.jsonl"
+        lines = [{"step": 1, "ids": list(range(rank, 61, 2))}, {"step": 2, "epoch": 1, "ids": []}]
+        file.write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"step": 3, "i')
+        files.append(str(file))
+    use = data_use(rows=files, samples=736)
+    assert (use.verdict, use.exit_code) == ("found", 30)
+    assert use.message.startswith("epoch 0: 675 of 736 samples were skipped")
+    assert use.epochs[0].first_skipped == tuple(range(61, 71))
+
+
+# Made runs
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A made run: what it trained of each epoch, and how much of the order it went through."""
+
+    fields: DataFields
+    files: Sequence[Sequence[Row]]
+    trained: dict[int, Counter[int]]
+    end: int
+
+
+def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
+    """A run of several attempts, of other batch sizes and numbers of ranks, with its ledger.
+
+    `kind` is `order` (a `GlobalLoader`), `ids` (kept), `digests`, or `rows` (files of each rank).
+    Unless it `is_right`, one resume continues at another position.
+    """
+    draw = random.Random(seed)
+    n = draw.randrange(12, 120)
+    n_epochs = draw.randrange(1, 4)
+    end = n * n_epochs + draw.randrange(1, n // 2)
+    n_attempts = draw.randrange(2, 5)
+    bad = 0 if is_right else draw.randrange(1, n_attempts)
+    saved: DataFields | None = None
+    position, step = 0, 0
+    taken: list[int] = []  # of the branch, as positions
+    files: list[list[Row]] = [[] for _ in range(4)]
+    for attempt in range(n_attempts):
+        goal = end if attempt == n_attempts - 1 else draw.randrange(min(position, end - 1), end)
+        if attempt == bad and attempt:
+            limit = max(1, n // 3)
+            shift = draw.choice([*range(-min(limit, position), 0), *range(1, limit)] or [1])
+            position = max(0, position + shift)
+        goal = max(goal, position + 1)
+        loader = GlobalLoader(range(n), draw.randrange(1, n), seed=seed)
+        ledger = DataLedger(samples=n, keep_ids=kind == "ids")
+        if kind == "order":
+            ledger = DataLedger()
+            ledger.follow(loader)
+        assert ledger.begin(step, saved) is (saved is not None)
+        loader.position = position
+        n_ranks = draw.randrange(1, 5)
+        every = draw.randrange(1, 4)
+        branch, now = list(taken), step
+        for batch in loader:
+            places = range(loader.position - len(batch), loader.position)
+            branch += places
+            now += 1
+            epochs = sorted({place // n for place in places})
+            if kind != "order":
+                for epoch in epochs:
+                    ids = [loader.order.sample_at(p) for p in places if p // n == epoch]
+                    ledger.add(now, ids, epoch=epoch)
+                    for rank in range(4):
+                        own = ids[rank::n_ranks] if rank < n_ranks else []
+                        files[rank].append(Row(now, now, epoch, len(own), sum_of(own)))
+            else:
+                ledger.note(now)
+            is_last = loader.position >= goal
+            # Attempts that are not the last end after a step that no save holds.
+            if now % every == 0 or (is_last and attempt == n_attempts - 1):
+                fields = ledger.collect(now, ProcessGroup(), 0, 1)
+                assert fields is not None
+                ledger.saved(fields)
+                saved = parse_data(data_bytes({**fields, "metadata": "0" * 64}))
+                step, position, taken = now, loader.position, list(branch)
+            if is_last:
+                break
+    assert saved is not None
+    trained: dict[int, Counter[int]] = {}
+    for place in taken:
+        sample = loader.order.sample_at(place)
+        trained.setdefault(place // n, Counter())[sample] += 1
+    return Run(saved, files, trained, position)
+
+
+def uses_of(run: Run, kind: str) -> tuple[EpochUse, ...]:
+    expected = run.fields["expected"]
+    assert expected is not None
+    account = account_of(run.fields)
+    if kind == "rows":
+        account = account_of_rows(run.files, expected["count"])
+    return tuple(epochs_of(account))
+
+
+def runs(kind: str, *, is_right: bool) -> Iterator[tuple[int, Run, int]]:
+    n_runs, seed = 0, 0
+    while n_runs < N_CASES // len(KINDS):
+        run = made_run(seed, is_right=is_right, kind=kind)
+        expected = run.fields["expected"]
+        assert expected is not None
+        n = expected["count"]
+        # A fault of an attempt that saved nothing is in no step.
+        if is_right or has_fault(run, seed, n):
+            n_runs += 1
+            yield seed, run, n
+        seed += 1
+
+
+def faults_in(run: Run, seed: int, n: int, epoch: int) -> tuple[set[int], set[int]]:
+    """The samples of an epoch that were repeated, and those that were skipped."""
+    seen = run.trained[epoch]
+    missing = set(range(n)) - set(seen)
+    if epoch == max(run.trained):  # what is behind the last sample is still to come
+        order = [Order(n, seed).sample_at(epoch * n + place) for place in range(n)]
+        missing &= set(order[: 1 + max(order.index(sample) for sample in seen)])
+    return {sample for sample, times in seen.items() if times > 1}, missing
+
+
+def has_fault(run: Run, seed: int, n: int) -> bool:
+    """Whether an epoch has repeated or skipped samples and has ended, so that digests show it."""
+    ended = sorted(run.trained)[:-1]
+    return any(any(faults_in(run, seed, n, epoch)) for epoch in ended)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_runs_of_any_batch_size_world_size_and_epochs_are_not_accused(kind):
+    for seed, run, n in runs(kind, is_right=True):
+        uses = uses_of(run, kind)
+        assert [one.epoch for one in uses] == sorted(run.trained), seed
+        for one in uses:
+            if one.trained == n:
+                assert one.state is EpochState.ONCE, (seed, one)
+            elif kind in ("order", "ids"):
+                assert one.state is EpochState.ONCE_SO_FAR, (seed, one)
+            else:
+                assert one.state is EpochState.UNKNOWN, (seed, one)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeated_and_skipped_samples_are_found_and_counted(kind):
+    n_exact = 0
+    for seed, run, n in runs(kind, is_right=False):
+        uses = {one.epoch: one for one in uses_of(run, kind)}
+        for epoch, seen in run.trained.items():
+            one = uses[epoch]
+            again, missing = faults_in(run, seed, n, epoch)
+            has_ended = epoch < max(run.trained)
+            if not again and not missing:
+                assert one.state is not EpochState.WRONG, (seed, one)
+                continue
+            if has_ended or kind == "order":
+                assert one.state is EpochState.WRONG, (seed, one)
+            if kind in ("ids", "order"):
+                n_exact += 1
+                assert one.repeated == len(again), (seed, one)
+                assert set(one.first_repeated) <= again
+                if has_ended or kind == "order":
+                    assert one.skipped == len(missing), (seed, one)
+                    assert set(one.first_skipped) <= missing
+            assert one.least_repeated <= sum(seen.values()) - len(seen), (seed, one)
+            assert one.least_skipped <= len(missing), (seed, one)
+    assert n_exact or kind not in ("order", "ids")
