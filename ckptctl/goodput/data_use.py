@@ -9,7 +9,7 @@ or the order of a `GlobalLoader`, give exact counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -368,19 +368,27 @@ class _Epoch:
             "first_repeated": _first(again),
         }
         are_indices = self.account.expected is not None and self.account.expected.total is None
-        strange = [one for one in seen if not isinstance(one, int) or not 0 <= one < n]
-        if are_indices and strange:
+        n_left = n - n_seen
+        strange = _strange(seen, n) if are_indices else ()
+        if strange or n_left < 0 or (not n_left and not self._has_all(seen)):
+            such = f", such as {some_of([str(one) for one in strange[:3]])}" if strange else ""
             return self._unknown(
-                f"{counted(len(strange), 'id')} are not of the data set, such as "
-                f"{some_of([str(one) for one in strange[:3]])}",
+                f"ids are not of the data set{such}",
                 "the ids of the data set: DataLedger(samples=...)",
                 **facts,
             )
-        n_left = n - n_seen
+        if self.has_ended and n_left and not are_indices:
+            return self._made(
+                EpochState.WRONG,
+                **facts,
+                least_skipped=n_left,
+                to_come=0,
+                why="the ids of the data set are not kept, only their digest",
+                would_show="numbers from 0 on as ids: DataLedger(samples=N)",
+            )
         if self.has_ended:
-            missing = _missing(seen, n) if are_indices and n_left else ()
             facts |= {"skipped": n_left, "least_skipped": n_left, "to_come": 0}
-            facts |= {"first_skipped": missing}
+            facts |= {"first_skipped": _missing(seen, n) if n_left else ()}
             is_wrong = bool(again or n_left)
             return self._made(EpochState.WRONG if is_wrong else EpochState.ONCE, **facts)
         if again:
@@ -391,6 +399,10 @@ class _Epoch:
                 would_show="the first step of the next epoch that is saved",
             )
         return self._made(EpochState.ONCE_SO_FAR, **facts, skipped=None, to_come=n_left)
+
+    def _has_all(self, seen: Collection[SampleId]) -> bool:
+        """Whether ids, as many as there are in the data set, are its ids."""
+        return self.own.is_whole or sum_of(tuple(seen)) == self.expected_total
 
     def _by_digest(self, n: int) -> EpochUse:
         """What count and digest show without ids."""
@@ -489,7 +501,11 @@ def _first(ids: Iterable[SampleId]) -> tuple[SampleId, ...]:
     return tuple(ids)[:FIRST_IDS]
 
 
-def _missing(seen: Mapping[SampleId, int] | Collection[SampleId], n: int) -> tuple[SampleId, ...]:
+def _strange(seen: Collection[SampleId], n: int) -> list[SampleId]:
+    return [one for one in seen if not isinstance(one, int) or not 0 <= one < n]
+
+
+def _missing(seen: Collection[SampleId], n: int) -> tuple[SampleId, ...]:
     found: list[SampleId] = []
     for one in range(n):
         if len(found) == FIRST_IDS:

@@ -8,12 +8,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 import xxhash
+from command_line import run_ckptctl, validated
+from one_process import Job
+from running import codes_of, rows_of, run_job, samples
 
+import ckptctl
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.data_ledger import (
+    DATA_FILE,
     MOST_ROWS,
     DataFields,
     Row,
@@ -33,7 +39,7 @@ from ckptctl.goodput.data_use import (
     data_use,
     epochs_of,
 )
-from ckptctl.train import DataLedger, GlobalLoader, Order
+from ckptctl.train import Checkpointer, DataLedger, GlobalLoader, Order
 
 N_CASES = 200
 KINDS = ("order", "ids", "digests", "rows")
@@ -121,6 +127,19 @@ def test_675_of_736_samples_that_were_skipped_are_counted_by_files_of_rows(tmp_p
     assert (use.verdict, use.exit_code) == ("found", 30)
     assert use.message.startswith("epoch 0: 675 of 736 samples were skipped")
     assert use.epochs[0].first_skipped == tuple(range(61, 71))
+
+
+@pytest.mark.parametrize("samples", [4, ["a", "b", "c", "d"]])
+def test_ids_that_are_not_of_the_data_set_are_unknown_and_never_right(samples):
+    ledger = DataLedger(samples=samples, keep_ids=True)
+    ids = [0, 1, 2, 4] if isinstance(samples, int) else ["a", "b", "c", "e"]
+    ledger.add(1, ids)
+    ledger.add(2, [], epoch=1)
+    fields = ledger.collect(2, ProcessGroup(), 0, 1)
+    assert fields is not None
+    first, _ = epochs_of(account_of(fields))
+    assert first.state is EpochState.UNKNOWN
+    assert str(first.why).startswith("ids are not of the data set")
 
 
 # Made runs
@@ -280,3 +299,126 @@ def test_repeated_and_skipped_samples_are_found_and_counted(kind):
             assert one.least_repeated <= sum(seen.values()) - len(seen), (seed, one)
             assert one.least_skipped <= len(missing), (seed, one)
     assert n_exact or kind not in ("order", "ids")
+
+
+# With real steps
+
+
+@pytest.mark.torch
+def test_a_resume_continues_the_ledger_of_its_step_and_leaves_an_abandoned_branch_out(tmp_path):
+    first = Job(tmp_path / "run")
+    first.resume()
+    first.train(1, 7)
+    first.ckpt.close()
+    second = Job(tmp_path / "run", batch=5)
+    assert second.resume(3).step == 3
+    second.train(4, 20, save_every=1)
+    second.ckpt.close()
+    use = data_use(str(tmp_path / "run"))
+    assert (use.verdict, use.exit_code, use.step) == ("excluded", 0, 20)
+    assert [(one.epoch, one.state, one.trained) for one in use.epochs] == [
+        (0, EpochState.ONCE, 96),
+        (1, EpochState.ONCE_SO_FAR, 3 * 8 + 17 * 5 - 96),
+    ]
+    assert ckptctl.verify(str(tmp_path / "run" / "step_20"), level="content").usable
+
+
+@pytest.mark.torch
+def test_data_that_a_resume_repeats_or_skips_is_found_with_its_ids_after_prune(tmp_path):
+    job = Job(tmp_path / "run")
+    job.resume()
+    job.train(1, 3)
+    job.ckpt.close()
+    for shift, first, last in ((24, 4, 6), (-8, 7, 9)):
+        job = Job(tmp_path / "run", keep=1)
+        job.resume()
+        job.loader.position += shift
+        job.train(first, last)
+        job.ckpt.close()
+    assert not (tmp_path / "run" / "step_3").exists()  # the next is that of the resume
+    use = data_use(str(tmp_path / "run"))
+    (epoch,) = use.epochs
+    order = [job.loader.order.sample_at(place) for place in range(96)]
+    assert use.message == "epoch 0: 24 of 96 samples were skipped; 8 of 96 samples were repeated"
+    assert (epoch.once, epoch.repeated, epoch.skipped, epoch.to_come) == (56, 8, 24, 8)
+    assert list(epoch.first_skipped) == order[24:34]
+    assert list(epoch.first_repeated) == order[64:72]
+    assert epoch.after_step == 3
+    done = run_ckptctl("data", tmp_path / "run", "--json")
+    assert done.returncode == 30
+    assert validated(done.stdout)["epochs"][0]["skipped"] == 24
+    assert "first after step 3" in run_ckptctl("data", tmp_path / "run").stdout
+
+
+@pytest.mark.torch
+def test_a_ledger_that_is_damaged_or_of_another_save_proves_nothing(tmp_path):
+    job = Job(tmp_path / "run")
+    job.resume()
+    job.train(1, 6)
+    job.ckpt.close()
+    files = [tmp_path / "run" / f"step_{step}" / DATA_FILE for step in (3, 6)]
+    older, newer = (file.read_bytes() for file in files)
+    for damaged, why in (
+        (older, "that of another save"),
+        (
+            newer.replace(b'"count":96', b'"count":95').replace(b'"count":48', b'"count":47'),
+            "digest",
+        ),
+        (None, "has no data ledger"),
+    ):
+        files[1].unlink() if damaged is None else files[1].write_bytes(damaged)
+        use = data_use(str(tmp_path / "run"))
+        assert (use.verdict, use.exit_code, use.step) == ("unknown", 31, None)
+        assert why in use.message
+    job = Job(tmp_path / "run")
+    job.resume()
+    assert "note: the data ledger begins after step 6: step_6 has no data ledger" in job.said
+    job.train(7, 12)
+    job.ckpt.close()
+    use = data_use(str(tmp_path / "run"))
+    assert (use.verdict, use.since) == ("unknown", 6)
+    assert "began after step 6" in use.message
+    assert use.epochs[0].would_show
+
+
+@pytest.mark.torch
+def test_samples_of_a_script_that_adds_them_are_named_and_unrecorded_steps_are_unknown(tmp_path):
+    ledger = DataLedger(samples=[f"line-{number}" for number in range(24)], keep_ids=True)
+    model = torch.nn.Linear(2, 1)
+    with Checkpointer(str(tmp_path), model=model, data_ledger=ledger) as ckpt:
+        ckpt.resume()
+        for step in (1, 2, 3):
+            ledger.add(step, [f"line-{8 * step - one}" for one in range(1, 9 - (step == 2))])
+        ledger.add(4, ["line-1"], epoch=1)
+        ckpt.save(4)
+        use = data_use(str(tmp_path))
+        assert use.verdict == "found"
+        assert use.message.startswith("epoch 0: at least 1 of 24 samples were skipped")
+        ledger.add(6, torch.arange(3), epoch=2)
+        ckpt.save(6)
+        with pytest.raises(UsageError, match="already at step 6"):
+            ledger.add(6, [1])
+    use = data_use(str(tmp_path))
+    assert use.unrecorded_steps == 1
+    assert use.epochs[0].state is EpochState.UNKNOWN
+    assert "1 step recorded no samples" in use.message
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_ranks_that_are_killed_and_restarted_in_other_numbers_train_every_sample_once(tmp_path):
+    kills = ("--kill", "0.1", "metadata:1", "seal:2")
+    ranks = ("--ranks", 4, 2, 3, 1)
+    done = run_job(tmp_path, *ranks, "--steps", 20, "--save-every", 2, *kills)
+    assert codes_of(done)[-1] == 0, done.stderr
+    use = data_use(str(tmp_path / "run"))
+    assert (use.verdict, use.step) == ("excluded", 20)
+    assert [one.trained for one in use.epochs] == [96, 64]
+    rows = rows_of(tmp_path)
+    assert Counter(samples(rows)[:96]) == Counter(range(96))
+    for step in (tmp_path / "run").glob("step_*"):
+        # Each step that a killed attempt left holds what was trained up to it.
+        fields = parse_data((step / DATA_FILE).read_bytes())
+        assert sum(one["count"] for one in fields["epochs"]) == 8 * fields["step"]
+        taken = [one for at in range(1, fields["step"] + 1) for one in rows[at]["ids"]]
+        assert sum(int(one["sum"], 16) for one in fields["epochs"]) % 2**128 == sum_of(taken)
