@@ -27,7 +27,13 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Finding, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, sha256_of
-from ckptctl.formats.frameworks.layouts import METADATA, name_of_attempt, shard_rank, step_name
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    OWN_FOLDER,
+    name_of_attempt,
+    shard_rank,
+    step_name,
+)
 from ckptctl.formats.own.data_ledger import DATA_FILE, DataFields, data_bytes
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.marks import MarkKind
@@ -228,6 +234,9 @@ class StepSave:
         self.digests = ((METADATA, sha256_of(metadata)),)
         if self._data is not None:
             data = data_bytes({**self._data, "metadata": sha256_of(metadata)})
+            if self._store.folders is not None:
+                # Unlike `put`, this fails if a newer attempt has moved the step aside.
+                self._store.folders.make_folder(f"{self.name}/{OWN_FOLDER}")
             self._store.put(f"{self.name}/{DATA_FILE}", data)
         if self._lost:
             held = Held(self._store, self._target.token)
