@@ -337,12 +337,12 @@ class _Epoch:
         """What the ids show where the data set is not known."""
         would_show = "the size of the data set: --samples N, or DataLedger(samples=...)"
         if self.own.ids is None:
-            return self._unknown("the samples of the data set are not known", would_show)
+            return self._unknown("the samples that an epoch has to contain are not known", would_show)
         seen = Counter(self.own.ids)
         again = [one for one, n in seen.items() if n > 1]
         facts = {"once": len(seen) - len(again), "repeated": len(again)}
         if not again:
-            return self._unknown("the samples of the data set are not known", would_show, **facts)
+            return self._unknown("the samples that an epoch has to contain are not known", would_show, **facts)
         return self._made(
             EpochState.WRONG,
             **facts,

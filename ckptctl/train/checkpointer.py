@@ -44,7 +44,7 @@ from ckptctl.train.moving import check_names
 from ckptctl.train.passes import follow_all
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
-from ckptctl.train.samples import GlobalLoader, check_order
+from ckptctl.train.samples import check_order
 from ckptctl.train.saving import SaveTarget, StateToSave, StepSave, check_step_format
 from ckptctl.train.state import (
     Parts,
@@ -77,7 +77,7 @@ class Checkpointer:
     with `state_dict` and `load_state_dict`. `extra` are other such objects, by name. `keep` is
     how many complete and sealed steps stay, of those that `resume` would use; older ones are
     removed in the background. None removes nothing. `data_ledger` records the samples of each
-    step; a `GlobalLoader` has one by default. `tell` prints a message.
+    step; loaders whose samples have ids have one by default. `tell` prints a message.
 
     `options` states how steps are named and sealed, how long ranks wait, and which state
     may be lost; see `docs/train.md`. `policy`, `requirements` and `storage` are those of
@@ -157,11 +157,6 @@ class Checkpointer:
             options.patience_s
         )  # for asynchronous saves, whose collectives overlap
         self._keep = keep
-        if data_ledger is None and parts.has_global_loader:
-            data_ledger = DataLedger()
-        if data_ledger is not None and isinstance(dataloader, GlobalLoader):
-            data_ledger.follow(dataloader)
-        self._data_ledger = data_ledger
         self._attempt: RankAttempt | None = None
         self._replay: Start | None = None
         self._flight: Future[None] | None = None
@@ -171,6 +166,9 @@ class Checkpointer:
         give_generator(self._job.parts, self._job.position, options.seed)
         extra, dp_rank = self._job.parts.extra, self._job.position.dp_rank
         follow_all(dataloader, extra, group, dp_rank, options, tell)
+        own = DataLedger()
+        followed = (data_ledger or own).follow(dataloader, self._job.position.dp_size)
+        self._data_ledger = own if followed and data_ledger is None else data_ledger
 
     # Resuming
 

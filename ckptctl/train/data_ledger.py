@@ -32,10 +32,12 @@ from ckptctl.formats.own.data_ledger import (
     keys_of,
     parse_data,
 )
+from ckptctl.train.batch_ids import has_ids, samples_of_epoch
+from ckptctl.train.passes import passes_of
+from ckptctl.train.samples import GlobalLoader
 
 if TYPE_CHECKING:
     from ckptctl.inspection.open_step import OpenStep
-    from ckptctl.train.samples import GlobalLoader
 
 MOST_IDS = 1_000_000
 """Ids of one epoch that a step keeps; of an epoch with more, none."""
@@ -88,24 +90,30 @@ class _History:
 class DataLedger:
     """Records the samples of each step; a `Checkpointer` saves it with its steps.
 
-    A `GlobalLoader` records what it returns by itself. Any other loop calls `add` in each step,
-    on every data-parallel rank. `samples` is the number of samples of the data set, whose ids are
-    0, 1, 2, …, or all its ids; without it, nothing shows that an epoch is complete. With `keep_ids`
-    a step also holds the ids of epochs that are not complete or not right, so that `ckptctl data`
-    names them.
+    A `GlobalLoader`, and a `StatefulDataLoader` over a data set with an index, record what they
+    return by themselves. Any other loop, and one with `follow_loader=False`, calls `add` in each
+    step, on every data-parallel rank. `samples` is the number of samples of the data set, whose
+    ids are 0, 1, 2, …, or all its ids; without it, and without a loader that shows it, nothing
+    shows that an epoch is complete. With `keep_ids` a step also holds the ids of epochs that are
+    not complete or not right, so that `ckptctl data` names them.
     """
 
     def __init__(
-        self, *, samples: int | Iterable[SampleId] | None = None, keep_ids: bool = False
+        self,
+        *,
+        samples: int | Iterable[SampleId] | None = None,
+        keep_ids: bool = False,
+        follow_loader: bool = True,
     ) -> None:
         self.keep_ids = keep_ids
+        self.follow_loader = follow_loader
         self._expected: ExpectedFields | None = None
         if isinstance(samples, int):
             self._expected = {"count": samples, "sum": None, "order": None}
         elif samples is not None:
             ids = list(samples)
             self._expected = {"count": len(ids), "sum": as_hex(added(ids)), "order": None}
-        self._loader: GlobalLoader | None = None
+        self._loader: Any = None
         self._rows: dict[tuple[int, int, int], _Taken] = {}
         self._open: dict[int, _Taken] = {}
         self._marked = 0
@@ -119,10 +127,13 @@ class DataLedger:
 
         It may be called several times in a step, and `ids` may be empty, a tensor or an array.
         Raises `UsageError` for other ids, for a step that was saved before, and if a
-        `GlobalLoader` records the samples itself.
+        loader records the samples itself.
         """
         if self._loader is not None:
-            raise UsageError("the GlobalLoader records its samples itself: do not call add")
+            raise UsageError(
+                f"the {type(self._loader).__name__} records its samples itself: do not call "
+                "add, or create the DataLedger with follow_loader=False"
+            )
         if step <= self._history.after:
             raise UsageError(
                 f"step {step} is recorded, and the run is already at step {self._history.after}"
@@ -132,9 +143,25 @@ class DataLedger:
 
     # What loaders and the Checkpointer call
 
-    def follow(self, loader: GlobalLoader) -> None:
-        """Record what a loader returns: in the step that is noted or saved next."""
-        self._loader, loader.data_ledger = loader, self
+    def follow(self, loader: Any, dp_size: int) -> bool:
+        """Record what a loader returns: in the step that is noted or saved next.
+
+        Returns False for a loader whose samples have no ids, or if it is not to be followed.
+        """
+        passes = passes_of(loader)
+        if not self.follow_loader:
+            return False
+        if isinstance(loader, GlobalLoader):
+            loader.data_ledger = self
+        elif passes is not None and has_ids(loader):
+            passes.data_ledger = self
+            n = samples_of_epoch(loader, dp_size) if self._expected is None else None
+            if n is not None:
+                self._expected = {"count": n, "sum": None, "order": None}
+        else:
+            return False
+        self._loader = loader
+        return True
 
     def take(self, epoch: int, ids: Sequence[SampleId]) -> None:
         """Record samples of this rank in the step that is noted or saved next."""
@@ -251,7 +278,7 @@ class DataLedger:
 
     def _expected_now(self) -> ExpectedFields | None:
         loader = self._loader
-        if loader is None or self._expected is not None:
+        if self._expected is not None or not isinstance(loader, GlobalLoader):
             return self._expected
         order = loader.order
         return {

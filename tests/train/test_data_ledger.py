@@ -182,7 +182,7 @@ def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
         ledger = DataLedger(samples=n, keep_ids=kind == "ids")
         if kind == "order":
             ledger = DataLedger()
-            ledger.follow(loader)
+            assert ledger.follow(loader, 1)
         assert ledger.begin(step, saved) is (saved is not None)
         loader.position = position
         n_ranks = draw.randrange(1, 5)
@@ -422,3 +422,76 @@ def test_ranks_that_are_killed_and_restarted_in_other_numbers_train_every_sample
         assert sum(one["count"] for one in fields["epochs"]) == 8 * fields["step"]
         taken = [one for at in range(1, fields["step"] + 1) for one in rows[at]["ids"]]
         assert sum(int(one["sum"], 16) for one in fields["epochs"]) % 2**128 == sum_of(taken)
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_stateful_loader_records_its_samples_through_resumes(tmp_path, n_workers, batch_size):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    data = torch.utils.data.TensorDataset(torch.arange(24.0), torch.arange(24))
+    step, seen = 0, []
+    for last in (2, 7, 13, 15):  # each attempt ends in the middle of a pass
+        loader = loaders.StatefulDataLoader(
+            data, batch_size=batch_size, shuffle=True, num_workers=n_workers
+        )
+        ckpt = Checkpointer(
+            str(tmp_path / "run"),
+            model=torch.nn.Linear(1, 1),
+            dataloader=loader,
+            data_ledger=DataLedger(keep_ids=True),
+        )
+        step = ckpt.resume().step
+        seen = seen[: step * (batch_size or 1)]
+        while step < last:
+            for _, ids in loader:
+                step += 1
+                seen += ids.reshape(-1).tolist()
+                if step == last - 1 or step % 6 == 0:
+                    ckpt.save(step)
+                if step == last:
+                    break
+        assert loader.dataset is data
+        ckpt.close()
+    use = data_use(str(tmp_path / "run"))
+    assert (use.verdict, use.step) == ("excluded", 14)
+    assert sum(one.trained for one in use.epochs) == 14 * (batch_size or 1)
+    fields = parse_data((tmp_path / "run" / "step_14" / DATA_FILE).read_bytes())
+    kept = [one for epoch in fields["epochs"] if not epoch["is_whole"] for one in epoch["ids"]]
+    assert kept == seen[len(seen) - len(kept) - (batch_size or 1) : -(batch_size or 1)]
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+def test_a_stateful_loader_that_begins_anew_repeats_samples_and_one_that_drops_some_is_unknown(
+    tmp_path,
+):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    for name, drops, verdict in (("anew", False, "found"), ("drops", True, "unknown")):
+        for first, last in ((1, 1), (2, 5)):
+            n_workers = int(name == "anew" and first > 1)
+            loader = loaders.StatefulDataLoader(
+                data, batch_size=4, drop_last=drops, num_workers=n_workers
+            )
+            ckpt = Checkpointer(
+                str(tmp_path / name),
+                model=torch.nn.Linear(1, 1),
+                dataloader=loader,
+                accept_repetition=True,
+            )
+            ckpt.resume()
+            step = first
+            while step <= last:
+                for _ in loader:
+                    ckpt.save(step)
+                    step += 1
+                    if step > last:
+                        break
+            ckpt.close()
+        use = data_use(str(tmp_path / name))
+        assert use.verdict == verdict
+    assert use.epochs[0].why == "the samples that an epoch has to contain are not known"
+    anew = data_use(str(tmp_path / "anew"))
+    assert anew.message == "epoch 0: at least 4 of 10 samples were repeated"
