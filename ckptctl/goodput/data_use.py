@@ -29,7 +29,7 @@ from ckptctl.formats.own.data_ledger import (
 )
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import ExitCode, Message, NextCommand
-from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
+from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.selection.history import read_attempts
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import open_target
@@ -66,7 +66,9 @@ class EpochUse:
     """The samples of one epoch."""
 
     epoch: int
+    """Its number, as the loader or the script counts."""
     state: EpochState
+    """What is known of its samples."""
     n_samples: int | None
     """Samples of the data set; null where that is not known."""
     trained: int
@@ -108,6 +110,7 @@ class DataUse:
     verdict: Verdict
     """Repeated or skipped samples are found, are excluded up to `step`, or unknown."""
     epochs: tuple[EpochUse, ...]
+    """Every epoch of the ledger, the first one first."""
     unrecorded_steps: int
     """Steps for which no samples were recorded."""
     in_flight_steps: int | None
@@ -154,7 +157,7 @@ def data_use(
     samples: int | None = None,
     requirements: Requirements = Requirements(),
     storage: StorageOptions = StorageOptions(),
-    **keywords: Unpack[StorageKeywords],
+    **keywords: Unpack[StepKeywords],
 ) -> DataUse:
     """Which samples of each epoch were trained once, repeated or skipped.
 
@@ -167,7 +170,7 @@ def data_use(
     Cost: that of `pick`, and one read; a quarter of a second for a million samples of the data
     set, and some more for one that is not right.
     """
-    storage = options_from(keywords, storage)
+    requirements, storage = options_from(keywords, requirements, storage)
     if root is None or rows:
         if root is not None or not rows:
             raise UsageError(
@@ -337,12 +340,16 @@ class _Epoch:
         """What the ids show where the data set is not known."""
         would_show = "the size of the data set: --samples N, or DataLedger(samples=...)"
         if self.own.ids is None:
-            return self._unknown("the samples that an epoch has to contain are not known", would_show)
+            return self._unknown(
+                "the samples that an epoch has to contain are not known", would_show
+            )
         seen = Counter(self.own.ids)
         again = [one for one, n in seen.items() if n > 1]
         facts = {"once": len(seen) - len(again), "repeated": len(again)}
         if not again:
-            return self._unknown("the samples that an epoch has to contain are not known", would_show, **facts)
+            return self._unknown(
+                "the samples that an epoch has to contain are not known", would_show, **facts
+            )
         return self._made(
             EpochState.WRONG,
             **facts,

@@ -49,6 +49,7 @@ class RowFields(TypedDict):
     last: Positive
     """The last of them."""
     epoch: int
+    """The epoch of the samples."""
     count: int
     """How many samples, each as often as it was trained."""
     sum: Sum
@@ -61,6 +62,7 @@ class SpanFields(TypedDict):
     start: int
     """The first position, from 0 on."""
     count: int
+    """How many positions."""
     after: int
     """They were trained after this step."""
 
@@ -69,8 +71,11 @@ class EpochFields(TypedDict):
     """All samples of one epoch since the ledger began, over all ranks and attempts."""
 
     epoch: int
+    """Its number, as the loader or the script counts."""
     count: int
+    """How many samples, each as often as it was trained."""
     sum: Sum
+    """The sum of the hashes of their ids, in hexadecimal."""
     is_whole: bool
     """Each sample of the data set was trained once, besides those in `ids`."""
     ids: list[_StoredId] | None
@@ -83,7 +88,9 @@ class OrderFields(TypedDict):
     """The order of a `GlobalLoader`."""
 
     seed: Annotated[int, ("minimum", -(2**63))]
+    """The seed of the order."""
     shuffle: bool
+    """Each epoch has another order; otherwise samples come by their index."""
 
 
 class ExpectedFields(TypedDict):
@@ -101,8 +108,11 @@ class UnrecordedFields(TypedDict):
     """Steps for which a rank recorded no samples."""
 
     count: Positive
+    """How many steps."""
     first: Positive
+    """The first of them."""
     last: Positive
+    """The last of them."""
 
 
 class DataFields(TypedDict):
@@ -121,7 +131,9 @@ class DataFields(TypedDict):
     unrecorded: UnrecordedFields | None
     """Steps since the ledger began that recorded nothing; null without any."""
     epochs: list[EpochFields]
+    """The totals of each epoch since the ledger began, the first epoch first."""
     rows: list[RowFields]
+    """What the steps since the save before trained, by epoch."""
 
 
 class Row(NamedTuple):
