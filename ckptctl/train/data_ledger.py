@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -32,6 +33,7 @@ from ckptctl.formats.own.data_ledger import (
     keys_of,
     parse_data,
 )
+from ckptctl.formats.own.files import MAX_STRING
 from ckptctl.train.batch_ids import has_ids, samples_of_epoch
 from ckptctl.train.passes import passes_of
 from ckptctl.train.samples import GlobalLoader
@@ -134,6 +136,9 @@ class DataLedger:
                 f"the {type(self._loader).__name__} records its samples itself: do not call "
                 "add, or create the DataLedger with follow_loader=False"
             )
+        step, epoch = index(step), index(epoch)
+        if epoch < 0:
+            raise UsageError(f"epoch is {epoch}; epochs count from 0 on")
         if step <= self._history.after:
             raise UsageError(
                 f"step {step} is recorded, and the run is already at step {self._history.after}"
@@ -190,7 +195,13 @@ class DataLedger:
         self._marked = step
         self._rows, self._open, self._interval, self._spans = {}, {}, [], {}
         self._history = _History(step, step)
-        if fields is None or fields["expected"] != self._expected_now():
+        if fields is None:
+            return False
+        now, before = self._expected_now(), fields["expected"]
+        has_order = isinstance(self._loader, GlobalLoader)
+        if now is None or (before is None and not has_order):
+            self._expected = None  # no epoch of both can be proven to be complete
+        elif now != before:
             return False
         self._history = _history_of(fields)
         self._spans = {epoch: [*spans] for epoch, spans in self._history.spans.items()}
@@ -243,7 +254,7 @@ class DataLedger:
         history, rows = self._history, [row for row in self._interval if row.last <= step]
         epochs = {epoch: replace(one, ids=[*one.ids]) for epoch, one in history.epochs.items()}
         without = set() if self.keep_ids else {*epochs, *(row.epoch for row in rows)}
-        without |= history.without_ids | {row.epoch for row in rows if row.ids is None}
+        without |= history.without_ids | {row.epoch for row in rows if not _can_be_kept(row.ids)}
         for row in rows:
             one = epochs.setdefault(row.epoch, _Taken())
             one.count += row.n_samples
@@ -312,6 +323,13 @@ class DataLedger:
             found["count"] += before["count"]
             found["first"] = before["first"]
         return found
+
+
+def _can_be_kept(ids: Sequence[SampleId] | None) -> bool:
+    """Whether the ids of a row are kept; those that no reader would accept are not."""
+    if ids is None:
+        return False
+    return not any(isinstance(sample, str) and len(sample) > MAX_STRING for sample in ids)
 
 
 def _as_list(ids: Any) -> list[SampleId]:

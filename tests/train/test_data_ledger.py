@@ -142,6 +142,32 @@ def test_ids_that_are_not_of_the_data_set_are_unknown_and_never_right(samples):
     assert str(first.why).startswith("ids are not of the data set")
 
 
+def test_steps_and_epochs_are_whole_numbers_and_long_ids_are_not_kept():
+    ledger = DataLedger(keep_ids=True)
+    with pytest.raises(UsageError, match="epochs count from 0 on"):
+        ledger.add(1, [1], epoch=-1)
+    ledger.add(torch.tensor(1), ["a" * 5_000], epoch=torch.tensor(0))
+    fields = ledger.collect(1, ProcessGroup(), 0, 1)
+    assert fields is not None
+    read = parse_data(data_bytes({**fields, "metadata": "0" * 64}))
+    assert (read["epochs"][0]["count"], read["epochs"][0]["ids"]) == (1, None)
+
+
+def test_a_ledger_continues_where_the_samples_of_an_epoch_are_not_known_and_not_on_other_data():
+    first = DataLedger(samples=4)
+    first.add(1, [0, 1, 2, 3])
+    fields = first.collect(1, ProcessGroup(), 0, 1)
+    for n, continues, count in ((4, True, 5), (None, True, 5), (5, False, 1)):
+        ledger = DataLedger(samples=n)
+        assert ledger.begin(1, fields) is continues
+        ledger.add(2, [3])
+        later = ledger.collect(2, ProcessGroup(), 0, 1)
+        assert later is not None
+        assert later["epochs"][0]["count"] == count
+        (use,) = epochs_of(account_of(later))
+        assert (use.state is EpochState.WRONG) is (n == 4)
+
+
 # Made runs
 
 
