@@ -94,6 +94,7 @@ HARMLESS_OPTIONS = frozenset(
     f"--{name}"
     for name in (
         # Numbers, switches and words of a list.
+        "samples",
         *("accept-unverifiable", "allow-fresh", "allow-missing-state", "apply", "before", "canary"),
         *("color", "continue", "create", "debug", "detailed-exitcode", "dry-run", "exit-code"),
         *("failures-per-node-day", "fault", "follow", "format", "from-step", "gpus", "grace"),
@@ -115,18 +116,7 @@ HARMLESS_OPTIONS = frozenset(
         *("print-suspect", "print-throughput", "print-word", "probe-storage", "progress-level"),
         *("quiet", "remote-checksums", "replace", "require", "require-seal", "resume"),
         *("resume-samples", "resume-step", "resume-tokens", "room-for", "saved-world-size"),
-        *(
-            "samples",
-            "scheduler",
-            "seed",
-            "skip",
-            "step",
-            "steps",
-            "strict",
-            "subset",
-            "take-over",
-            "tensors",
-        ),
+        *("scheduler", "seed", "skip", "step", "steps", "strict", "subset", "take-over", "tensors"),
         *("timeout", "unsealed", "values", "world-size", "world-sizes", "yes", "help", "version"),
         # Times and sizes.
         *("backoff", "bandwidth", "compile", "connect", "deadline", "file-size", "hang-after"),

@@ -112,4 +112,7 @@ def _is_shuffled(sampler: Any) -> bool:
 
 def as_ids(indices: Sequence[Any]) -> list[Any]:
     """The indices as ids: those that are no numbers by their text."""
-    return [index(one) if hasattr(one, "__index__") else str(one) for one in indices]
+    try:
+        return list(map(index, indices))
+    except TypeError:
+        return [index(one) if hasattr(one, "__index__") else str(one) for one in indices]
