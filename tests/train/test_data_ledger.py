@@ -6,11 +6,12 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import xxhash
-from command_line import run_ckptctl, validated
+from command_line import REPOSITORY, clean_environment, run_ckptctl, torch_server, validated
 from one_process import Job
 from running import codes_of, rows_of, run_job, samples
 
@@ -431,11 +432,35 @@ def test_samples_of_a_script_that_adds_them_are_named_and_unrecorded_steps_are_u
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("missing", [[], [3], [2, 3]])
+def test_ranks_that_train_the_same_samples_count_once_and_one_that_records_nothing_is_noticed(
+    missing,
+):
+    paths = f"{Path(__file__).parent}:{REPOSITORY}"
+    done = torch_server().run(
+        ["-m", "ledger_ranks", json.dumps({"missing": missing})],
+        env=clean_environment(PYTHONPATH=paths, OMP_NUM_THREADS="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    fields = json.loads(done.stdout)
+    (use,) = epochs_of(account_of(fields))
+    if 2 in missing:  # the first rank of its position, which counts for both
+        assert fields["unrecorded"] == {"count": 1, "first": 2, "last": 2}
+        assert (use.state, use.trained) == (EpochState.UNKNOWN, 6)
+    else:
+        assert fields["unrecorded"] is None
+        assert (use.state, use.trained) == (EpochState.ONCE, 8)
+
+
+@pytest.mark.torch
 @pytest.mark.slow
-def test_ranks_that_are_killed_and_restarted_in_other_numbers_train_every_sample_once(tmp_path):
+@pytest.mark.parametrize("save", [[], ["--lazy"]], ids=["save", "save_async"])
+def test_ranks_that_are_killed_and_restarted_in_other_numbers_train_every_sample_once(
+    tmp_path, save
+):
     kills = ("--kill", "0.1", "metadata:1", "seal:2")
     ranks = ("--ranks", 4, 2, 3, 1)
-    done = run_job(tmp_path, *ranks, "--steps", 20, "--save-every", 2, *kills)
+    done = run_job(tmp_path, *ranks, "--steps", 20, "--save-every", 2, *save, *kills)
     assert codes_of(done)[-1] == 0, done.stderr
     use = data_use(str(tmp_path / "run"))
     assert (use.verdict, use.step) == ("excluded", 20)
