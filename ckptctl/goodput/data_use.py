@@ -45,6 +45,10 @@ FIRST_IDS = 10
 """Ids that a report names."""
 MOST_SEARCHED = 2_000_000
 """Samples of an epoch in which single ones are searched for."""
+MOST_ORDERED = 20_000_000
+"""Samples of an epoch, and trained in it, whose order is computed: a minute."""
+MOST_SAMPLES = 1_000_000_000
+"""Samples of a data set whose digest is computed: some minutes."""
 MAX_FILE = 1 << 30
 
 Verdict = Literal["found", "excluded", "unknown"]
@@ -286,7 +290,7 @@ def epochs_of(account: Account) -> Iterator[EpochUse]:
 
 
 def _expected_total(expected: Expected | None) -> int:
-    if expected is None:
+    if expected is None or expected.count > MOST_SAMPLES:
         return 0
     return sum_of_indices(expected.count) if expected.total is None else expected.total
 
@@ -307,6 +311,11 @@ class _Epoch:
         if expected is None:
             return self._counted_alone()
         n = expected.count
+        if n > MOST_SAMPLES:
+            return self._unknown(
+                f"the digest of more than {MOST_SAMPLES:,} samples is not computed",
+                "a ledger of a part of the data set",
+            )
         if (own.count, own.total) == (n, self.expected_total):
             return self._made(EpochState.ONCE, once=n, repeated=0, skipped=0, to_come=0)
         if self.is_partial:
@@ -414,9 +423,9 @@ class _Epoch:
     def _by_digest(self, n: int) -> EpochUse:
         """What count and digest show without ids."""
         own = self.own
-        if own.count <= n and not self.has_ended and own.count < n:
+        if own.count < n and not self.has_ended:
             return self._unknown(
-                "the epoch has not ended, and its order and its ids are not known",
+                "the epoch has not ended, and neither an order nor ids show its samples",
                 "the end of the epoch, or DataLedger(keep_ids=True)",
                 to_come=None,
             )
@@ -471,6 +480,9 @@ class _Epoch:
         Cost: some microseconds for each sample.
         """
         n, first = order.n_samples, self.epoch * order.n_samples
+        n_trained = sum(span["count"] for span in spans)
+        if n_trained != self.own.count or max(n, n_trained) > MOST_ORDERED:
+            return None
         times = [0] * n
         after: int | None = None
         end = 0
@@ -485,7 +497,7 @@ class _Epoch:
         trained = [
             order.sample_at(first + place) for place in range(n) for _ in range(times[place])
         ]
-        if len(trained) != self.own.count or sum_of(trained) != self.own.total:
+        if sum_of(trained) != self.own.total:
             return None
         end = n if self.has_ended else max(place + 1 for place in range(n) if times[place])
         again = [place for place in range(n) if times[place] > 1]

@@ -169,6 +169,20 @@ def test_a_ledger_continues_where_the_samples_of_an_epoch_are_not_known_and_not_
         assert (use.state is EpochState.WRONG) is (n == 4)
 
 
+def test_a_ledger_of_a_data_set_beyond_all_bounds_is_unknown_at_once():
+    for n, epoch in ((2**62, 0), (30_000_000, 0)):
+        ledger = DataLedger(samples=n)
+        ledger.add(1, [0], epoch=epoch)
+        fields = ledger.collect(1, ProcessGroup(), 0, 1)
+        assert fields is not None
+        assert fields["expected"] is not None
+        fields["expected"]["order"] = {"seed": 0, "shuffle": True}
+        fields["expected"]["sum"] = f"{0:032x}"
+        fields["epochs"][0]["spans"] = [{"start": 0, "count": 1, "after": 0}]
+        (use,) = epochs_of(account_of(fields))
+        assert use.state is EpochState.UNKNOWN
+
+
 # Made runs
 
 
