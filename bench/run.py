@@ -27,6 +27,7 @@ from pathlib import Path
 
 import checkpointer
 import content_check
+import data_ledger
 import devices
 import listing
 import loss_reading
@@ -53,6 +54,7 @@ AREAS: dict[str, Area] = {
     "logs": loss_reading.rows,
     "saving": checkpointer.rows,
     "replicas": checkpointer.comparisons,
+    "ledger": data_ledger.rows,
     "resharding": reshard.rows,
     "devices": devices.rows,
 }

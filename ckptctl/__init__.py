@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ckptctl.findings import Verdict as Verdict
     from ckptctl.formats.own.marks import Mark as Mark
     from ckptctl.formats.own.marks import MarkKind as MarkKind
+    from ckptctl.goodput.data_use import DataUse as DataUse
+    from ckptctl.goodput.data_use import data_use as data_use
     from ckptctl.goodput.estimating import RecoveryCost as RecoveryCost
     from ckptctl.goodput.estimating import recovery_cost as recovery_cost
     from ckptctl.goodput.history import RunHistory as RunHistory
@@ -94,6 +96,7 @@ _HOMES = {
     "ckptctl.diagnostics.diagnosing": "doctor",
     "ckptctl.diagnostics.advice": "Advice Diagnosis",
     "ckptctl.goodput.estimating": "RecoveryCost recovery_cost",
+    "ckptctl.goodput.data_use": "DataUse data_use",
     "ckptctl.goodput.history": "RunHistory run_history",
     "ckptctl.goodput.timeline": "Goodput PastAttempt",
     "ckptctl.errors": (

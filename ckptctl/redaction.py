@@ -94,6 +94,7 @@ HARMLESS_OPTIONS = frozenset(
     f"--{name}"
     for name in (
         # Numbers, switches and words of a list.
+        "samples",
         *("accept-unverifiable", "allow-fresh", "allow-missing-state", "apply", "before", "canary"),
         *("color", "continue", "create", "debug", "detailed-exitcode", "dry-run", "exit-code"),
         *("failures-per-node-day", "fault", "follow", "format", "from-step", "gpus", "grace"),
@@ -137,6 +138,7 @@ HARMLESS_OPTIONS = frozenset(
             "hosts-file",
             "html",
             "job",
+            "rows",
         ),
         *("key-file", "like", "log", "log-dir", "marks", "metrics", "node-report"),
         *("optional-root", "other-root", "plot", "report", "resume-report", "root", "site"),

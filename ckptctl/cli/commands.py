@@ -24,6 +24,7 @@ SUMMARIES: Mapping[str, str] = {
     "preflight": "Check that a job can start here and now, and choose its step.",
     "run": "Run a job, and restart it after failures within a budget.",
     "history": "Show the attempts of runs, and how much of their time was training that is kept.",
+    "data": "Show which samples of each epoch were trained once, repeated or skipped.",
     "drill": "Inject faults into your own job, on a copy of its newest step, and grade how "
     "it survives.",
     "rerun": "Replay a suspicious step on the same and on other nodes, to find faulty hardware.",

@@ -159,6 +159,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
         "ckptctl run --notify, for an attempt that failed", ("cli.documents:Attempted",)
     ),
     "history": DocumentKind("ckptctl history --json", ("goodput.history:RunHistory",)),
+    "data": DocumentKind("ckptctl data --json", ("goodput.data_use:DataUse",)),
     "cost": DocumentKind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
     "drilled": DocumentKind("ckptctl drill --json", ("drill.results:Drilled",)),
     "rerun": DocumentKind("ckptctl rerun --json", ("rerun.results:Rerun",)),
@@ -177,6 +178,9 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument", "seals"),
     "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "MarkDocument"),
     "proof": _own_file("A proof: .ckptctl/proof.json of a step", "ProofDocument"),
+    "data-ledger": _own_file(
+        "The data ledger of a step: .ckptctl/data.json", "DataFields", "data_ledger"
+    ),
     "watch": _own_file("What a watch saw: .ckptctl/watch.json of a root", "WatchDocument"),
     "root": _own_file("The sentinel of a root: .ckptctl/root.json", "RootDocument"),
     "fence": _own_file("A token: .ckptctl/fence/NUMBER.json of a root", "FenceDocument"),

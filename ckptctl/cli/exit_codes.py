@@ -112,14 +112,16 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     30: ExitCode(
         "the loss is not continuous across the resume",
         "The resume was not correct, or the step is not good. Stop the job. Reject the step with "
-        "the reason (`ckptctl reject STEP`), then choose an older one (`ckptctl pick ROOT`).",
+        "the reason (`ckptctl reject STEP`), then choose an older one (`ckptctl pick ROOT`). From "
+        "`data`: samples were repeated or skipped; the output names the epochs.",
         "no; fall back",
     ),
     31: ExitCode(
         "not enough data to decide whether the loss is continuous",
         "Wait for more logged steps and run the command again. Log every step around saves, and "
         "keep the logs from before the failure. From `rerun`: the replays do not decide; the "
-        "message states what is missing.",
+        "message states what is missing. From `data`: the ledger does not decide whether samples "
+        "were repeated or skipped; the output states what would show it.",
         "yes, with more logged steps",
     ),
     32: ExitCode(

@@ -190,6 +190,17 @@ class ProcessGroup:
         self._communicate(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.handle))
         return tuple(largest.tolist())
 
+    def added(self, *numbers: int) -> tuple[int, ...]:
+        """The sum of each number over all ranks, which must be less than 2^63: one message."""
+        if self.size == 1 or not numbers:
+            return numbers
+        import torch
+        import torch.distributed as dist
+
+        sums = torch.tensor(numbers, device=self._device)
+        self._communicate(lambda: dist.all_reduce(sums, group=self.handle))
+        return tuple(sums.tolist())
+
     def dcp_arguments(self, call: Callable[..., object]) -> dict[str, Any]:
         """The arguments of `dcp.save` or `dcp.load` that make it use this group."""
         arguments: dict[str, Any] = {"process_group": self.handle}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.distributed.process_group import ProcessGroup as ProcessGroup
     from ckptctl.distributed.process_group import make_group as make_group
     from ckptctl.train.checkpointer import Checkpointer as Checkpointer
+    from ckptctl.train.data_ledger import DataLedger as DataLedger
     from ckptctl.train.graceful import GracefulStop as GracefulStop
     from ckptctl.train.graceful import outlive_stop as outlive_stop
     from ckptctl.train.heartbeats import heartbeat as heartbeat
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ckptctl.train.checkpointer": "Checkpointer",
+    "ckptctl.train.data_ledger": "DataLedger",
     "ckptctl.train.job": "Start",
     "ckptctl.distributed.launcher": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop outlive_stop",

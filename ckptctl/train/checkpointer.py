@@ -34,6 +34,7 @@ from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
+from ckptctl.train.data_ledger import DataLedger
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
 from ckptctl.train.job import Job, Start, Tell
@@ -75,7 +76,8 @@ class Checkpointer:
     schedulers. `dataloader` is a `GlobalLoader`, a torchdata `StatefulDataLoader`, or any object
     with `state_dict` and `load_state_dict`. `extra` are other such objects, by name. `keep` is
     how many complete and sealed steps stay, of those that `resume` would use; older ones are
-    removed in the background. None removes nothing. `tell` prints a message.
+    removed in the background. None removes nothing. `data_ledger` records the samples of each
+    step; loaders whose samples have ids have one by default. `tell` prints a message.
 
     `options` states how steps are named and sealed, how long ranks wait, and which state
     may be lost; see `docs/train.md`. `policy`, `requirements` and `storage` are those of
@@ -95,6 +97,7 @@ class Checkpointer:
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = None,
+        data_ledger: DataLedger | None = None,
         tell: Tell = to_stderr,
         options: TrainOptions = TrainOptions(),
         policy: PickPolicy = PickPolicy(),
@@ -163,6 +166,9 @@ class Checkpointer:
         give_generator(self._job.parts, self._job.position, options.seed)
         extra, dp_rank = self._job.parts.extra, self._job.position.dp_rank
         follow_all(dataloader, extra, group, dp_rank, options, tell)
+        own = DataLedger()
+        followed = (data_ledger or own).follow(dataloader, self._job.position.dp_size)
+        self._data_ledger = own if followed and data_ledger is None else data_ledger
 
     # Resuming
 
@@ -200,9 +206,20 @@ class Checkpointer:
             raise
         attempt.watch()
         self._attempt = attempt
+        self._continue_data(attempt, start)
         _complete_at_exit(self)
         heartbeat("first-step", step=start.step)
         return start
+
+    def _continue_data(self, attempt: RankAttempt, start: Start) -> None:
+        """Continue the data ledger of the step, or begin one and state why."""
+        if self._data_ledger is None:
+            return
+        is_continued = self._data_ledger.begin(start.step, attempt.data)
+        if self._job.group.is_first and not start.fresh and not is_continued:
+            why = attempt.data_lost or "the data set or its order differs from that of the step"
+            self._job.tell(f"note: the data ledger begins after step {start.step}: {why}")
+        attempt.data = None
 
     # Saving
 
@@ -349,11 +366,15 @@ class Checkpointer:
         found = group.from_all(collected)
         compared[0].agree([outline for _, outline in found], group)
         lost = next((why for why, _ in found if why), "")
+        data = None
+        if self._data_ledger is not None:
+            at = self._job.position
+            data = self._data_ledger.collect(step, group, at.dp_rank, at.dp_size)
         if staged is None:
-            return replace(taken[0], lost=lost)
+            return replace(taken[0], lost=lost, data=data)
         copies: list[dict[str, Any]] = []
         group.from_all(lambda: copies.append(staged(taken[0].state)))
-        return replace(taken[0], state=copies[0], lost=lost)
+        return replace(taken[0], state=copies[0], lost=lost, data=data)
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
@@ -375,6 +396,8 @@ class Checkpointer:
         one.run(taken)
         attempt = self._begun()
         attempt.saved = one.number
+        if self._data_ledger is not None:
+            self._data_ledger.saved(taken.data)
         if not self._job.group.is_first:
             return
         if taken.lost:
@@ -420,6 +443,8 @@ class Checkpointer:
         step took it without waiting for others, by default the time since the last call.
         """
         heartbeat("step", step=step, work_s=work_s)
+        if self._data_ledger is not None:
+            self._data_ledger.note(step)
         if self._replay is None:
             self._begun().note(step, loss)
 

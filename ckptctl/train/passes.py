@@ -16,15 +16,19 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StateRefused
 from ckptctl.options import TrainOptions
+from ckptctl.train.batch_ids import IndexedBatch, as_ids, ids_returned
 from ckptctl.train.data_identity import describe
 from ckptctl.train.random_states import restore_rng, rng_state
 from ckptctl.train.samples import GlobalLoader, owner_of_epoch
+
+if TYPE_CHECKING:
+    from ckptctl.train.data_ledger import DataLedger
 
 RECORD = "ckptctl"
 """The key of the record in the state of a loader: its pass, and a description of its data."""
@@ -61,7 +65,7 @@ class Passes:
     `data` describes the data. `state` is what was loaded, of which `n_to_skip` batches of a stream
     are taken again, and left out. The generator of the loader that `is_main` is restored, too.
     `numbers` returns the whole numbers that the script keeps in `extra`; `counters` are those that
-    rose with the passes.
+    rose with the passes. `data_ledger` records the samples that are returned.
     """
 
     data: Mapping[str, Any]
@@ -76,6 +80,7 @@ class Passes:
     is_main: bool = False
     numbers: Callable[[], dict[str, int]] = dict
     counters: Collection[str] = ()
+    data_ledger: DataLedger | None = None
     _offsets: Mapping[str, int] = field(default_factory=dict)
     _restored: object = None
 
@@ -299,12 +304,29 @@ def _followed(base: Any) -> type:
             saved, passes.saved = passes.saved, None
             if saved is None:
                 passes.begin(_epoch_of(self), ended=self._is_finished())
-                return iter(super().__iter__())
+                begun = iter(super().__iter__())
+                return begun if passes.data_ledger is None else self._recorded(passes, begun)
             with _random_numbers_kept(self.generator if passes.is_main else None):
                 rest = super().__iter__()
                 for _ in range(passes.n_to_skip):
                     next(rest, None)
-            return self._continued(passes, saved, rest)
+            return self._recorded(passes, self._continued(passes, saved, rest))
+
+        def _get_iterator(self) -> Any:
+            passes: Passes = getattr(self, _PASSES)
+            with ids_returned(self, wanted=passes.data_ledger is not None):
+                return super()._get_iterator()
+
+        def _recorded(self, passes: Passes, batches: Iterator[Any]) -> Iterator[Any]:
+            """The batches of a pass, whose samples are recorded as they are returned."""
+            for batch in batches:
+                if not isinstance(batch, IndexedBatch):
+                    yield batch
+                    continue
+                if passes.data_ledger is not None:
+                    epoch = passes.n_ended if passes.epoch is None else passes.epoch
+                    passes.data_ledger.take(epoch, as_ids(batch.ids))
+                yield batch.batch
 
         def _continued(self, passes: Passes, saved: SavedPass, rest: Any) -> Iterator[Any]:
             """The rest of the pass of a step, or the next pass."""

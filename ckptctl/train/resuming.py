@@ -39,6 +39,7 @@ from ckptctl.train.agreement import (
     wanted_step,
 )
 from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
+from ckptctl.train.data_ledger import read_data
 from ckptctl.train.differences import RankEntries, compare, names_in, refuse_lost
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
@@ -105,6 +106,7 @@ class Resume:
             restored = self._load_and_restore(passed_over)
         previous = history[-1][0] if history else None
         report = first(lambda: self._complete(attempt, restored, previous))
+        first(lambda: self._read_data(attempt, restored))
         attempt.resumed_from = restored.decision.step
         attempt.step = attempt.saved = restored.saved.step
         path = join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json")
@@ -387,6 +389,11 @@ class Resume:
         )
         self._print(report, restored)
         return report
+
+    def _read_data(self, attempt: RankAttempt, restored: Restored) -> None:
+        """Read the data ledger that the job continues; on rank 0 only."""
+        if restored.opened is not None:
+            attempt.data, attempt.data_lost = read_data(restored.opened)
 
     # Replaying
 

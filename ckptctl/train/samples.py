@@ -11,13 +11,16 @@ depend on the number of ranks either.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptctl.train.data_ledger import DataLedger
 
 _MASK = 2**64 - 1
 _ROUNDS = 4
@@ -112,16 +115,22 @@ def samples_digest(start: int, samples: Iterable[int]) -> str:
 
 
 class _Batches:
-    """The batches of one rank from a position on, as a DataLoader requests them."""
+    """The batches of one rank from a position on, as a DataLoader requests them.
+
+    `requested` are the indices of those that the loader has not returned yet.
+    """
 
     def __init__(self, loader: GlobalLoader) -> None:
         self._loader = loader
         self._start = loader.position
+        self.requested: deque[list[int]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self._start
         while size := self._loader.batch_at(start):
-            yield [self._loader.order.sample_at(p) for p in self._loader.own(start, size)]
+            batch = [self._loader.order.sample_at(p) for p in self._loader.own(start, size)]
+            self.requested.append(batch)
+            yield batch
             start += size
 
 
@@ -165,6 +174,7 @@ class GlobalLoader:
         self.stated_fingerprint = fingerprint
         self.fingerprint = fingerprint or f"{type(dataset).__qualname__}, {len(dataset):,} samples"
         self.data: Mapping[str, Any] = {}  # what a Checkpointer describes of the data set
+        self.data_ledger: DataLedger | None = None
         self.position = 0
         self.digest = SamplesDigest()
         self._end = None if n_epochs is None else n_epochs * len(dataset)
@@ -190,17 +200,33 @@ class GlobalLoader:
     def __iter__(self) -> Iterator[Any]:
         from torch.utils.data import DataLoader
 
-        batches: Any = _Batches(self)
+        batches = _Batches(self)
+        sampler: Any = batches
         loader: DataLoader[Any] = DataLoader(
-            self.dataset, batch_sampler=batches, generator=self._generator(), **self.options
+            self.dataset, batch_sampler=sampler, generator=self._generator(), **self.options
         )
         for batch in loader:
             size = self.batch_at(self.position)
             self.digest = SamplesDigest()
-            for position in self.own(self.position, size):
-                self.digest.add(position, self.order.sample_at(position))
+            positions, samples = self.own(self.position, size), batches.requested.popleft()
+            for position, sample in zip(positions, samples, strict=True):
+                self.digest.add(position, sample)
+            if self.data_ledger is not None:
+                for epoch, own in self._by_epoch(positions, samples):
+                    self.data_ledger.take(epoch, own)
+                for epoch, at in self._by_epoch(range(self.position, self.position + size)):
+                    self.data_ledger.take_span(epoch, at.start % self.order.n_samples, len(at))
             self.position += size
             yield batch
+
+    def _by_epoch(self, positions: range, samples: Sequence[Any] | None = None) -> Iterator[Any]:
+        """Each epoch of some positions, with its part of them, or of the samples there."""
+        n, at = self.order.n_samples, 0
+        values = positions if samples is None else samples
+        while at < len(positions):
+            epoch, place = divmod(positions.start + at, n)
+            yield epoch, values[at : at + n - place]
+            at += n - place
 
     def _generator(self) -> torch.Generator:
         import torch

@@ -27,7 +27,14 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Finding, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, sha256_of
-from ckptctl.formats.frameworks.layouts import METADATA, name_of_attempt, shard_rank, step_name
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    OWN_FOLDER,
+    name_of_attempt,
+    shard_rank,
+    step_name,
+)
+from ckptctl.formats.own.data_ledger import DATA_FILE, DataFields, data_bytes
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
@@ -81,11 +88,13 @@ class StateToSave:
     """What a rank saves: its state, why the weights are lost, and the names of buffers.
 
     `lost` is empty where they are not. Buffers are saved from the lowest rank that has them.
+    `data` is the data ledger, on rank 0; None without one.
     """
 
     state: dict[str, Any]
     lost: str = ""
     buffers: Collection[str] = ()
+    data: DataFields | None = None
 
 
 def check_step_format(step_format: str) -> None:
@@ -114,6 +123,7 @@ class StepSave:
         self.moved_aside: str | None = None
         self.digests: tuple[tuple[str, str], ...] = ()
         self._lost = ""
+        self._data: DataFields | None = None
         self._target = target
         self._store = target.store
         self._group = target.group
@@ -131,7 +141,7 @@ class StepSave:
         if another attempt holds the root, `UsageError` if a complete step of that number exists,
         `RanksLost`.
         """
-        self._lost = taken.lost
+        self._lost, self._data = taken.lost, taken.data
         with self._failing("was not saved", "older steps are unchanged"):
             self.moved_aside = self._group.from_first(self._make_place)
             written = self._write(taken)
@@ -217,8 +227,17 @@ class StepSave:
         return writer.written
 
     def _before_metadata(self, metadata: bytes) -> None:
-        """Reject a step of lost weights, and check that the root is still held; on rank 0 only."""
+        """Reject a step of lost weights, and check that the root is still held; on rank 0 only.
+
+        The data ledger is written before: a step that is complete has it.
+        """
         self.digests = ((METADATA, sha256_of(metadata)),)
+        if self._data is not None:
+            data = data_bytes({**self._data, "metadata": sha256_of(metadata)})
+            if self._store.folders is not None:
+                # Unlike `put`, this fails if a newer attempt has moved the step aside.
+                self._store.folders.make_folder(f"{self.name}/{OWN_FOLDER}")
+            self._store.put(f"{self.name}/{DATA_FILE}", data)
         if self._lost:
             held = Held(self._store, self._target.token)
             held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=self._lost)

@@ -47,7 +47,7 @@ HARMLESS = {
         *("--key-file", "--like", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
         *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
         *("--state", "--transcript", "--work", "--endpoint-url", "--site", "--ignore"),
-        "--follow-links",
+        *("--follow-links", "--rows"),
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),
@@ -122,6 +122,7 @@ ARGUMENTS = {
     "classify": "{log}",
     "convert": "{step} {work}/out",
     "cost": "{root}",
+    "data": "{root}",
     "diff": "{step} {step}",
     "doctor": "storage {root}",
     "drill": "--root {root} --work {work}/drill -- true",

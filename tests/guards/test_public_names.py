@@ -16,6 +16,7 @@ PUBLIC = {
     *("Attempt", "NodeOptions", "Supervised", "keep_running"),
     *("Check", "Preflight", "preflight"),
     *("RecoveryCost", "recovery_cost"),
+    *("DataUse", "data_use"),
     *("Goodput", "PastAttempt", "RunHistory", "run_history"),
     *("plan_reshard", "reshard", "RankShare", "Reshard"),
     *("LossReport", "LossVerdict", "check_loss"),

@@ -36,6 +36,7 @@ from ckptctl.errors import (  # noqa: E402
 )
 from ckptctl.formats.own.files import line_bytes  # noqa: E402
 from ckptctl.formats.own.ledger import LedgerEvent, read_line  # noqa: E402
+from ckptctl.formats.own.seals import SEAL  # noqa: E402
 from ckptctl.train import Checkpointer, GlobalLoader, resolve  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -715,12 +716,12 @@ def test_a_seal_that_cannot_be_written_leaves_a_whole_step(half, monkeypatch):
     def in_the_way(*args):
         check(*args)
         if (half / "step_9" / ".metadata").exists():
-            (half / "step_9" / ".ckptctl").write_text("a file where a folder should be")
+            (half / "step_9" / SEAL).mkdir()  # a folder where a file should be
 
     monkeypatch.setattr(saving, "check_token", in_the_way)
     with pytest.raises(SaveFailed, match="step 9 is complete but was not sealed"):
         job.train(7, 9)
-    (half / "step_9" / ".ckptctl").unlink()
+    (half / "step_9" / SEAL).rmdir()
     assert ckptctl.pick(str(half)).step == 9
     job.die()
 

@@ -20,6 +20,7 @@ from running import codes_of, losses, rows_of, run_job, samples  # noqa: E402
 import ckptctl  # noqa: E402
 from ckptctl.errors import Fenced, SaveFailed, UsageError  # noqa: E402
 from ckptctl.findings import Verdict  # noqa: E402
+from ckptctl.formats.own.data_ledger import DATA_FILE  # noqa: E402
 from ckptctl.storage import waiting  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train import LossGuard  # noqa: E402
@@ -123,7 +124,8 @@ def test_ranks_killed_in_a_save_go_on_and_lose_nothing(
         ]
         assert there.pop("step_6.attempt-1") is Verdict.INCOMPLETE
         left = [key for key in keys(s3, root) if key.startswith("step_6.attempt-1/")]
-        marked, *shards = left
+        data, marked, *shards = left
+        assert data == f"step_6.attempt-1/{DATA_FILE}"
         # Its metadata could still be on the way when the job went on from step 3.
         assert "-superseded-" in marked
         assert shards == ["step_6.attempt-1/__0_0.distcp", "step_6.attempt-1/__1_0.distcp"]
