@@ -7,6 +7,7 @@ files of `torch.save` is named as not read.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
@@ -104,16 +105,17 @@ def _zero(
 
 def _other_shape(part: OpenPart) -> Iterator[Finding]:
     tensors = part.metadata[0].tensors
-    of_parameter: dict[str, TensorEntry] = {}
-    for fqn, entry in tensors.items():
-        if not is_moment_name(fqn):
-            of_parameter.setdefault(fqn, entry)
-            of_parameter.setdefault(fqn.partition(".")[2], entry)
+    shapes = _shapes_of_parameters(tensors)
     other = []
+    alike: dict[str, int] = defaultdict(int)
     for fqn, entry in tensors.items():
-        parameter = of_parameter.get(_parameter_of(fqn)) if has_shape_of_parameter(fqn) else None
-        if parameter is not None and parameter.shape != entry.shape:
-            other.append(f"{fqn} {list(entry.shape)} beside {list(parameter.shape)}")
+        expected = shapes.get(_parameter_of(fqn)) if has_shape_of_parameter(fqn) else None
+        if expected and entry.shape in expected:
+            alike[_last(fqn)] += 1
+        elif expected and entry.shape:
+            other.append(f"{fqn} {list(entry.shape)} beside {list(min(expected))}")
+    # An optimizer that keeps all of them in another form has another kind of moment.
+    other = [text for text in other if alike[_last(text.partition(" ")[0])]]
     if other:
         yield Finding(
             "optimizer.shape",
@@ -126,6 +128,23 @@ def _other_shape(part: OpenPart) -> Iterator[Finding]:
         )
 
 
+def _shapes_of_parameters(tensors: Mapping[str, TensorEntry]) -> dict[str, set[tuple[int, ...]]]:
+    """The shapes of the tensors that are no moments, by FQN, and by FQN without the first word.
+
+    Two networks may have parameters of one name below it.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for fqn, entry in tensors.items():
+        if not is_moment_name(fqn):
+            shapes[fqn].add(entry.shape)
+            shapes[fqn.partition(".")[2]].add(entry.shape)
+    return shapes
+
+
+def _last(fqn: str) -> str:
+    return fqn.rpartition(".")[2]
+
+
 def _parameter_of(fqn: str) -> str:
     """The name of the parameter in that of its moment: `optim.state.layers.0.w.exp_avg`."""
     owner = fqn.rpartition(".")[0]
@@ -135,12 +154,18 @@ def _parameter_of(fqn: str) -> str:
 
 def _unchanged(opened: OpenStep, part: OpenPart, neighbours: Neighbours) -> Iterator[Finding]:
     """Yield `optimizer.unchanged` where weights have moved, and no moment has."""
+    tensors = part.metadata[0].tensors
+    trained = {_parameter_of(fqn) for fqn in tensors if is_moment_name(fqn)}
     moments: list[int] = []
     weights: list[int] = []
     for number in range(len(part.crcs)):
         entry = part.ranges.owner(number).entry
-        if isinstance(entry, TensorEntry) and len(entry.shape) and part.crcs[number] != NO_CRC:
-            (moments if is_moment_name(entry.fqn) else weights).append(number)
+        if not isinstance(entry, TensorEntry) or not entry.shape or part.crcs[number] == NO_CRC:
+            continue
+        if is_moment_name(entry.fqn):
+            moments.append(number)
+        elif not trained.isdisjoint((entry.fqn, entry.fqn.partition(".")[2])):
+            weights.append(number)
     moments, weights = _spread(moments), _spread(weights)
     before = compared_before(neighbours, part, [*moments, *weights])
     if before is None:

@@ -298,9 +298,10 @@ def is_file_of_step(opened: OpenStep, path: str, count: int, neighbours: Neighbo
             other = neighbours.open(opened.store, named)
             return _end(opened, path) == _end(other, _path_then(opened, other, path, count))
         return False
-    numbers = sorted({one.number for one in beside})
+    numbers = sorted({one.number for one in beside} - {0})
+    number = opened.step.number or 0
     apart = {later - number for number, later in pairwise(sorted({*numbers, count}))}
-    last = max([*numbers, opened.step.number or 0])
+    last = max([*numbers, number])
     return len(apart) == 1 and len(numbers) > 1 and numbers[0] < count < last
 
 

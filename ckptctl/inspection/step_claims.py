@@ -63,6 +63,7 @@ DOUBTS: Mapping[str, ClaimName] = {
     "format.unsupported": ClaimName.WHOLE,
     "file.fewer": ClaimName.WHOLE,
     "file.dropped": ClaimName.WHOLE,
+    "file.gone": ClaimName.WHOLE,
     "step.times": ClaimName.ONE_SAVE,
     "shard.stale": ClaimName.ONE_SAVE,
     "index.size": ClaimName.ONE_SAVE,

@@ -23,20 +23,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, StorageError
 from ckptctl.findings import Finding
+from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import matches, may_hold_state, rank_file
+from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state, rank_file
 from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.parts import is_empty_archive
+from ckptctl.formats.frameworks.state_keys import entries_of, leaves_of
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.rank_files import check_fewer, empty_file
+from ckptctl.inspection.sidecars import tensors_in_header, value_in_archive
 from ckptctl.model import Step
+from ckptctl.records.reads import read_headers
 
 if TYPE_CHECKING:
     from ckptctl.inspection.stored_tensors import HeldTensor
@@ -92,25 +96,19 @@ def open_families(step: Step) -> tuple[Family, ...]:
     return families_of(saved, step.number, saved)
 
 
-def _kinds_of_files(step: Step) -> Mapping[str, bool]:
-    """The kinds of files of state that nothing lists or knows, each number in a name as `N`.
+def _kinds_of_files(step: Step) -> Mapping[str, str]:
+    """The kinds of files that may hold state and that nothing lists, each with one of its paths.
 
-    The number of a single file is no rank, but may be an epoch: `model-epoch1.pt`. True for those
-    that are no family and have the size of another kind under a name of the same shape:
-    `_lost_names` compares them.
+    A kind is a path with each number in it as `N`: that of a single file is no rank, but may be an
+    epoch (`model-epoch1.pt`). Not among them are a manifest, which is written at the first save of
+    a process only, and random states, which one rank names otherwise than several.
     """
-    kinds: dict[str, bool] = {}
-    numbered = {family.key for family in open_families(step) if family.is_numbered}
-    for sizes in _named_files(step, (), step).values():
-        largest: dict[str, int] = {}
-        for path, size in sizes.items():
-            # A manifest is written at the first save of a process only.
-            if path != MANIFEST and not matches(path, step.layout):
-                largest[key_of(path)] = max(size, largest.get(key_of(path), 0))
-        for key, size in largest.items():
-            others = (other for kind, other in largest.items() if kind != key)
-            is_alike = any(_has_alike({key: size, "": other}) for other in others)
-            kinds[key] = is_alike and key not in numbered
+    kinds: dict[str, str] = {}
+    for path in sorted(_unlisted_files(step)):
+        kind = kind_of_file(step.layout, path)
+        is_random = kind is not None and "rng" in kind.names
+        if may_hold_state(path) and path != MANIFEST and not is_random:
+            kinds.setdefault(key_of(path), path)
     return kinds
 
 
@@ -272,40 +270,97 @@ def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
     """
     if opened.step.layout != "dcp" and any(part.grids for part in opened.step.parts):
         return f"files as {opened.step.layout} names them"
-    kinds = _kinds_of_files(opened.step)
+    kinds = _kinds_of_files(opened.step).keys()
     if len(kinds) < 2:
         return "one file" if kinds else "no name of a rank"
     beside = (other for other, _ in _opened_beside(opened, neighbours))
-    same = next((one for one in beside if _kinds_of_files(one.step).keys() <= kinds.keys()), None)
+    same = next((other for other in beside if _kinds_of_files(other.step).keys() <= kinds), None)
     return f"{same.name}, which has the same files" if same else ""
 
 
 def check_dropped(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Finding]:
-    """Yield `file.dropped` for kinds of files that the steps before hold and this one lacks.
+    """Yield a finding for kinds of files that both steps before hold and this one lacks.
 
-    Of two steps before, both must hold it: one that a single step has is not of each save.
-    Cost: the listings of two steps, unless they are known.
+    It is `file.dropped` if such a file holds tensors of shapes that nothing in this step has: they
+    would begin anew. Else it is `file.gone`: a copy of the best weights, an average, a marker or
+    the output of an evaluation may come and go. A file that has another name here is neither.
+
+    Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
+    header of its file and of each file here.
     """
     if opened.is_file or neighbours is None:
         return
-    older = (other.step for other in _opened(opened, neighbours, neighbours.older()))
-    held = [_kinds_of_files(step) for step in older if step.layout == opened.step.layout]
-    kinds = _kinds_of_files(opened.step)
-    dropped = sorted(
+    older = (other for other in _opened(opened, neighbours, neighbours.older()))
+    same = [other for other in older if other.step.layout == opened.step.layout]
+    if len(same) < MAX_COMPARED:
+        return
+    kinds, held = _kinds_of_files(opened.step), [_kinds_of_files(other.step) for other in same]
+    new = {_shape(kind) for kind in kinds if not all(kind in one for one in held)}
+    gone = sorted(
         kind
-        for kind in (held[0] if held else ())
-        if kind not in kinds
-        and all(kind in one for one in held)
-        and not all(one[kind] for one in held)
+        for kind in held[0]
+        if kind not in kinds and all(kind in one for one in held) and _shape(kind) not in new
     )
-    if dropped:
-        yield Finding(
-            "file.dropped",
-            dropped[0],
-            f"lacks {some_of(dropped)}, which each step before it holds: a resume from here would "
-            "reset what is in it (--allow-missing-state accepts that)",
-            next_command=command_line("show", opened.url),
-        )
+    if _compares_names(opened):
+        alike = _alike_kinds(same[0].step)
+        gone = [kind for kind in gone if kind not in alike]
+    if not gone:
+        return
+    here = _shapes_of_step(opened)
+    dropped = [kind for kind in gone if _shapes_in(same[0], held[0][kind]) - here]
+    named = some_of(dropped or gone)
+    why = (
+        "a resume from here would reset what is in it (--allow-missing-state accepts that)"
+        if dropped
+        else "nothing shows that it was not part of this save"
+    )
+    yield Finding(
+        "file.dropped" if dropped else "file.gone",
+        (dropped or gone)[0],
+        f"lacks {named}, which {same[0].name} and {same[1].name} hold: {why}",
+        next_command=command_line("show", same[0].url),
+    )
+
+
+def _compares_names(opened: OpenStep) -> bool:
+    """Whether `_lost_names` has compared the files that have the size of another one."""
+    families = open_families(opened.step)
+    named = _named_files(opened.step, families, opened.step)
+    return bool(families) or any(map(_has_alike, named.values()))
+
+
+def _alike_kinds(step: Step) -> set[str]:
+    """The kinds that are no family and have the size of another, under a name of one shape."""
+    families = open_families(step)
+    return {
+        key_of(path)
+        for sizes in _named_files(step, families, step).values()
+        for path, size in sizes.items()
+        if any(_has_alike({"": size, path: other}) for one, other in sizes.items() if one != path)
+    }
+
+
+def _shapes_of_step(opened: OpenStep) -> set[tuple[int, ...]]:
+    """The shapes of all tensors that were found in a step."""
+    entries = (one for part in opened.parts for each in part.metadata for one in entries_of(each))
+    shapes = {leaf.shape for _, leaf in entries if leaf.shape}
+    paths = _kinds_of_files(opened.step).values()
+    return shapes.union(*(_shapes_in(opened, path) for path in paths))
+
+
+def _shapes_in(opened: OpenStep, path: str) -> set[tuple[int, ...]]:
+    """The shapes of the tensors in a file of `torch.save` or safetensors; none in any other."""
+    files = [file for file in opened.files if file.path == path]
+    with suppress(StorageError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
+        if path.endswith(SUFFIX):
+            headers = read_headers(opened.store, opened.folder, files)
+            states: list[object] = [tensors_in_header(header) for _, header in headers]
+        else:
+            size = files[0].size
+            states = [value_in_archive(opened.store, opened.in_store(path), size)]
+        leaves = (leaf for state in states for leaf in leaves_of(state or {}))
+        return {leaf.shape for leaf in leaves if leaf.shape and prod(leaf.shape) > 1}
+    return set()
 
 
 def _manifest(opened: OpenStep) -> Manifest | Finding:

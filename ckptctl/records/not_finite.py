@@ -148,11 +148,12 @@ class FiniteScan:
         self._rest = piece[n_whole:]
         self._n_values += n_whole // size
         high = piece[size - 1 : n_whole : size]
-        if any(high.find(byte) >= 0 for byte in self._form.high):
+        form = self._form
+        if any(high.find(byte) >= 0 for byte in form.high):
             self._count(piece, high)
         if self._is_zero and piece.count(0, 0, n_whole) != n_whole:
             self._is_zero = False
-        if self._form.signs:
+        if form.signs:
             self._count_negative(piece, high)
 
     def _count_negative(self, piece: bytes, high: bytes) -> None:

@@ -301,7 +301,7 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
 def _with_doubts(report: Report) -> Report:
     """The report, unverifiable where a finding leaves open what a seal would call proven."""
     codes = {report.claim(name).finding for name in (ClaimName.WHOLE, ClaimName.ONE_SAVE)}
-    if report.verdict is Verdict.COMPLETE and codes - {None, "seal.outdated"}:
+    if report.verdict is Verdict.COMPLETE and codes - {None, "seal.outdated", "file.gone"}:
         verdict = Verdict.UNVERIFIABLE
         return replace(report, verdict=verdict, exit_code=verdict.exit_code)
     return report

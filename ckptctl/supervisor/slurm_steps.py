@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ckptctl.distributed.process_table import Process, environment_of
+from ckptctl.distributed.process_table import Process, entry_of, environment_of
 
 _KILLS_TASKS = (signal.SIGTERM, signal.SIGINT)
 """srun passes other signals on; the first SIGINT it answers with a report alone."""
@@ -39,23 +39,29 @@ def without_signalled_steps(processes: Sequence[Process], number: int) -> list[P
     An srun that was not told (see `signal_step`) is among them. Its tasks on this node are not,
     nor its second process, which ends with it.
     """
-    sruns = {one.pid for one in processes if _name(one.pid) == "srun"}
-    steps = _signal(sruns, number)
-    if not steps:
-        return [*processes]
-    ids = {os.fsencode(f"SLURM_STEP_ID={step.rpartition('.')[2]}") for step in steps}
-    others = (one for one in processes if one.pid not in sruns)
-    return [one for one in others if ids.isdisjoint(environment_of(one.pid))]
+    steps = _signal((one.pid for one in processes), number)
+    ids = {os.fsencode(f"SLURM_STEP_ID={step.rpartition('.')[2]}") for step in steps.values()}
+    return [
+        one
+        for one in processes
+        if not (one.pid in steps or _parent(one.pid) in steps)
+        and ids.isdisjoint(environment_of(one.pid))
+    ]
 
 
-def _signal(pids: Iterable[int], number: int) -> list[str]:
-    """Signal the tasks of those processes that are an srun of this job; their steps."""
+def _signal(pids: Iterable[int], number: int) -> dict[int, str]:
+    """Signal the tasks of those processes that are an srun of this job; their steps, by pid."""
     sruns = {pid for pid in pids if _name(pid) == "srun"}
     job = os.environ.get("SLURM_JOB_ID")
-    steps = [step for step, pid in _steps(job) if pid in sruns] if sruns and job else []
+    steps = {pid: step for step, pid in _steps(job) if pid in sruns} if sruns and job else {}
     name = signal.Signals(number).name.removeprefix("SIG")
-    done = steps and _slurm("scancel", f"--signal={name}", *steps) is not None
-    return steps if done else []
+    done = steps and _slurm("scancel", f"--signal={name}", *steps.values()) is not None
+    return steps if done else {}
+
+
+def _parent(pid: int) -> int:
+    entry = entry_of(pid)
+    return entry.parent if entry else 0
 
 
 def _name(pid: int) -> str:

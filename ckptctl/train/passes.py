@@ -350,8 +350,11 @@ def _followed(base: Any) -> type:
             passes: Passes = getattr(self, _PASSES)
             if passes.saved is not None:  # nothing was taken since
                 return dict(passes.state)
-            # torchdata would begin a pass for it, which the next `set_epoch` does not reach.
-            state = {} if self._iterator is None else super().state_dict()
+            if self._iterator is None:
+                # torchdata would begin a pass for it, which the next `set_epoch` does not reach.
+                state = dict(self.next_iter_state or {})  # what was loaded, and not yet continued
+            else:
+                state = super().state_dict()
             return {**state, RECORD: passes.record(finished=self._is_finished())}
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -121,6 +121,19 @@ def test_negative_zero_and_a_first_moment_below_zero_are_sound(tmp_path):
     assert found(train(tmp_path, torch.optim.AdamW, breaks=breaks), 9) == {}
 
 
+def test_two_networks_with_parameters_of_one_name_are_sound(tmp_path):
+    torch.manual_seed(0)
+    state = {}
+    for name, n_in in (("generator", 3), ("critic", 7)):
+        net = torch.nn.Sequential(torch.nn.Linear(n_in, 5))
+        optimizer = torch.optim.Adam(net.parameters())
+        net(torch.randn(2, n_in)).sum().backward()
+        optimizer.step()
+        state[name], state[f"optim_{name}"] = state_dict.get_state_dict(net, optimizer)
+    dcp.save({**state, "step": 1}, checkpoint_id=tmp_path / "step_1", no_dist=True)
+    assert found(tmp_path, 1) == {}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_moments_of_every_width_are_read(tmp_path, dtype):
     moments = {"exp_avg": torch.ones(9, dtype=dtype), "exp_avg_sq": torch.ones(9, dtype=dtype)}

@@ -138,12 +138,12 @@ def test_one_kind_of_file_is_whole_on_one_rank_too(tmp_path, before, after):
 
 
 def test_a_kind_of_file_that_no_rank_wrote_is_missed(tmp_path):
-    for number in (10, 20):
+    for number in (10, 20, 30):
         save_step(tmp_path / f"step-{number}", SCHEMES[0], number=number)
         for rank in range(4):
             path = tmp_path / f"step-{number}" / f"extra_{rank}.pt"
             torch.save({"anything": torch.ones(2)}, path)
-    for path in (tmp_path / "step-20").glob("extra_*"):
+    for path in (tmp_path / "step-30").glob("extra_*"):
         path.unlink()
     (over,) = ckptctl.pick(str(tmp_path)).passed_over
     assert "extra_N.pt" in over.reason
@@ -274,6 +274,68 @@ def test_a_kind_of_file_that_the_steps_before_hold_is_missed(tmp_path, name, for
     assert ckptctl.seal(str(tmp_path / "step_30")).exit_code == 22
     pruned = ckptctl.prune(str(tmp_path), 1, unsealed=True)
     assert not any(one.removed for one in pruned.decisions if one.number == 20)
+
+
+def named(step: Path, name: str, value: object) -> None:
+    (step / name).parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(value, step / name)
+    elif name.endswith((".pt", ".pth")):
+        torch.save(value, step / name)
+    else:
+        (step / name).write_bytes(b"\x93NUMPY")
+
+
+WEIGHTS = {"w": torch.ones(9, 8)}
+
+
+@pytest.mark.parametrize(
+    ("gone", "new"),
+    [
+        ({"best.pt": WEIGHTS}, {}),
+        ({"ema.pt": {"shadow": WEIGHTS}}, {}),
+        ({"samples.npz": b"", "rank0_trace.json.gz": b"", "DONE": b""}, {}),
+        ({"scaler.pt": {"scale": 65536.0, "growth_tracker": 3}}, {}),
+        ({"net.pt": WEIGHTS}, {"net.safetensors": WEIGHTS}),
+        (
+            {"ckpt_kqwzab.pt": {"x": torch.ones(77, 3)}},
+            {"ckpt_xyrtpl.pt": {"x": torch.ones(77, 3)}},
+        ),
+    ],
+    ids=" ".join,
+)
+def test_files_that_come_and_go_keep_the_newest_step(tmp_path, gone, new):
+    for number in (10, 20, 30):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        for name, value in (new if number == 30 else gone).items():
+            named(step, name, value)
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, chosen.passed_over) == (30, ())
+    assert ckptctl.verify(f"{tmp_path}@30").claim(ClaimName.WHOLE).finding != "file.dropped"
+    # Safetensors have no checksums.
+    assert ckptctl.seal(str(tmp_path / "step_30"), accept_unverifiable=bool(new)).exit_code == 0
+
+
+@pytest.mark.parametrize("lost", ["actor.pt", "critic.pt", "config.json"])
+def test_a_step_that_lost_a_twin_or_a_known_file_is_not_proven_whole(tmp_path, lost):
+    for number in (10, 20, 30):
+        step = tmp_path / f"step_{number}"
+        step.mkdir()
+        for name in ("actor.pt", "critic.pt"):
+            torch.save({"w": torch.full((64, 8), float(number))}, step / name)
+        (step / "config.json").write_text("{}")
+    (tmp_path / "step_30" / lost).unlink()
+    report = ckptctl.verify(f"{tmp_path}@30", level="content", grace_s=0)
+    assert report.claim(ClaimName.WHOLE).state is ClaimState.UNKNOWN
+    pruned = ckptctl.prune(str(tmp_path), 1, unsealed=True)
+    assert not any(one.removed for one in pruned.decisions if one.number == 20)
+
+
+def test_what_only_the_step_before_holds_is_not_of_each_save(tmp_path):
+    for number in (10, 20):
+        save_kinds(tmp_path / f"step_{number}", number, *(["init.pt"] if number == 10 else []))
+    assert ckptctl.pick(str(tmp_path)).step == 20
 
 
 def test_a_kind_that_grows_by_a_file_a_step_is_whole(tmp_path):

@@ -66,7 +66,9 @@ _SQUARES = _names(
 )
 """Those of them that are never below zero: means of squares, and greatest absolute values."""
 
-_LIKE_THEIR_PARAMETER = _MOMENTS - _names("exp_avg_sq_row exp_avg_sq_col prev_flat_grad")
+_LIKE_THEIR_PARAMETER = _MOMENTS - _names(
+    "exp_avg_sq_row exp_avg_sq_col exp_avg_res_row exp_avg_res_col prev_flat_grad"
+)
 
 
 def is_moment_name(fqn: str) -> bool:
