@@ -32,7 +32,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state, 
 from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.parts import is_empty_archive
-from ckptctl.formats.frameworks.state_keys import entries_of, leaves_of
+from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, leaves_of
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import Neighbours
@@ -281,9 +281,10 @@ def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
 def check_dropped(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Finding]:
     """Yield a finding for kinds of files that both steps before hold and this one lacks.
 
-    It is `file.dropped` if such a file holds tensors of shapes that nothing in this step has: they
-    would begin anew. Else it is `file.gone`: a copy of the best weights, an average, a marker or
-    the output of an evaluation may come and go. A file that has another name here is neither.
+    It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
+    and shapes: they would begin anew. Else it is `file.gone`: a copy of the best weights, an
+    average, a marker or the output of an evaluation may come and go. A file that has another name
+    here is neither.
 
     Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
     header of its file and of each file here.
@@ -306,8 +307,8 @@ def check_dropped(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[F
         gone = [kind for kind in gone if kind not in alike]
     if not gone:
         return
-    here = _shapes_of_step(opened)
-    dropped = [kind for kind in gone if _shapes_in(same[0], held[0][kind]) - here]
+    here = _held_in_step(opened)
+    dropped = [kind for kind in gone if not _is_held(_held_in(same[0], held[0][kind]), here)]
     named = some_of(dropped or gone)
     why = (
         "a resume from here would reset what is in it (--allow-missing-state accepts that)"
@@ -340,16 +341,36 @@ def _alike_kinds(step: Step) -> set[str]:
     }
 
 
-def _shapes_of_step(opened: OpenStep) -> set[tuple[int, ...]]:
-    """The shapes of all tensors that were found in a step."""
+def _is_held(gone: Iterable[_Held], here: Iterable[_Held]) -> bool:
+    """Whether each tensor is here under a name that ends with the same words."""
+    by_word = {(words[-1], shape) for words, shape in here}
+    both = {one for one in here if len(one[0]) > 1}
+    short = {(words[-1], shape) for words, shape in here if len(words) == 1}
+    return all(
+        (words, shape) in both or (words[-1], shape) in (by_word if len(words) == 1 else short)
+        for words, shape in gone
+    )
+
+
+_Held = tuple[tuple[str, ...], tuple[int, ...]]
+"""A tensor by the last two words of its name, and its shape: an average has other words before."""
+
+
+def _held_in_step(opened: OpenStep) -> set[_Held]:
+    """All tensors that were found in a step."""
     entries = (one for part in opened.parts for each in part.metadata for one in entries_of(each))
-    shapes = {leaf.shape for _, leaf in entries if leaf.shape}
+    held = {_held(leaf) for _, leaf in entries if leaf.shape}
     paths = _kinds_of_files(opened.step).values()
-    return shapes.union(*(_shapes_in(opened, path) for path in paths))
+    return held.union(*(_held_in(opened, path) for path in paths))
 
 
-def _shapes_in(opened: OpenStep, path: str) -> set[tuple[int, ...]]:
-    """The shapes of the tensors in a file of `torch.save` or safetensors; none in any other."""
+def _held(leaf: Leaf) -> _Held:
+    words = ".".join(map(str, leaf.path)).split(".")
+    return tuple(words[-2:]) if len(words) > 2 else tuple(words[-1:]), leaf.shape or ()
+
+
+def _held_in(opened: OpenStep, path: str) -> set[_Held]:
+    """The tensors in a file of `torch.save` or safetensors; none in any other."""
     files = [file for file in opened.files if file.path == path]
     with suppress(StorageError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
         if path.endswith(SUFFIX):
@@ -359,7 +380,7 @@ def _shapes_in(opened: OpenStep, path: str) -> set[tuple[int, ...]]:
             size = files[0].size
             states = [value_in_archive(opened.store, opened.in_store(path), size)]
         leaves = (leaf for state in states for leaf in leaves_of(state or {}))
-        return {leaf.shape for leaf in leaves if leaf.shape and prod(leaf.shape) > 1}
+        return {_held(leaf) for leaf in leaves if leaf.shape and prod(leaf.shape) > 1}
     return set()
 
 
