@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from damage import flip_tensor
 
 import ckptctl
@@ -40,6 +41,7 @@ def script(root: Path, variant: str = "whole", **options: Any) -> Any:
 
 def make_templates(folder: Path) -> Path:
     """Save every step of `NUMBERS` in every variant: `FOLDER/VARIANT/step_N`, sealed."""
+    pytest.importorskip("torch")
     folder.mkdir(parents=True, exist_ok=True)
     for variant in VARIANTS:
         with script(folder / variant, variant) as ckpt:

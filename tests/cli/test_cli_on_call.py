@@ -165,6 +165,7 @@ def test_no_shard_is_shown_as_checked_where_the_metadata_cannot_be_read(
     assert drawn.count("present, not checked") == 2
 
 
+@pytest.mark.torch
 def test_a_step_of_weights_alone_is_no_green_row_wherever_it_is(ckptctl, torch_root):
     done = ckptctl("scan", torch_root)
     rows = [each.split() for each in done.stdout.splitlines() if " KiB " in each]

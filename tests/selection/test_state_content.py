@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from torch import nn
 
 import ckptctl
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+save_file = pytest.importorskip("safetensors.torch").save_file
+nn = torch.nn
 
 KEYS = ("opt", "optim_state_dict", "last_optimizer_state", "adam", "x", "trainer.updates", "zz_9")
 WRITERS = ("file", "ranks", "dcp", "dcp flattened", "safetensors")

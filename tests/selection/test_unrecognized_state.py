@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from command_line import run_ckptctl
-from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.errors import UsageError
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 
 def weights(prefix: str = "") -> dict[str, torch.Tensor]:

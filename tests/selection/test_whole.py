@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint
 from every_case import all_cases
-from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.claims import ClaimName, ClaimState
 from ckptctl.findings import Severity
 from ckptctl.formats.families import families_of
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed.checkpoint")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 SCHEMES = [
     ("model_{r}.pt", "optimizer_{r}.pt"),
