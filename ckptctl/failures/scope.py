@@ -35,14 +35,13 @@ _SETTLED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class LogSpan:
-    """What one log shows of the attempt that wrote it.
+class _Span:
+    """When and where a program ran.
 
-    `starts` and `ends`: the first or last time is that of the begin or end of the log, not of a
+    `starts` and `ends`: the first or last time is that of the begin or end of a log, not of a
     line between others without a time. `progress_s` is the time of the third newest step.
     """
 
-    file: str
     first_s: float | None
     last_s: float | None
     starts: bool
@@ -55,7 +54,14 @@ class LogSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptScope:
+class LogSpan(_Span):
+    """What one log shows of the attempt that wrote it."""
+
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptScope(_Span):
     """When and where the attempt ran, as far as its own logs show; `files` are these logs.
 
     `earlier` are logs of programs that ended before the attempt began. `other_zone` are logs whose
@@ -65,15 +71,6 @@ class AttemptScope:
     files: frozenset[str]
     earlier: frozenset[str]
     other_zone: frozenset[str]
-    first_s: float | None
-    last_s: float | None
-    starts: bool
-    ends: bool
-    progress_s: float | None
-    hosts: frozenset[str]
-    has_all_hosts: bool
-    pids: frozenset[str]
-    jobs: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
