@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.claims import Claim
 from ckptctl.data_classes import dataclass, field
@@ -270,7 +270,7 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def dropped(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the kinds of files with those of the steps before; a seal names those of its step."""
-    from ckptctl.inspection.whole import check_dropped
+    from ckptctl.inspection.gone_files import check_dropped
 
     if context.notes.seal is None and not _has_fault(context.findings):
         yield from check_dropped(opened, context.neighbours)
@@ -413,16 +413,18 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     step = context.state.step
     found, context.identity = check_identity(opened, step.value, context.neighbours, count_of)
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
-    path, by_optimizer = counting_optimizer(opened) if is_cheap else ("", None)
-    if by_optimizer is not None and not found and (step.value is None or len(step.where) > 1):
+    optimizer = counting_optimizer(opened) if is_cheap else None
+    if optimizer is not None and not found and (step.value is None or len(step.where) > 1):
         beside = context.neighbours
-        is_of_step = partial(_is_of_step, opened, path, neighbours=beside)
-        found, claim = check_identity(opened, by_optimizer, beside, optimizer_count, is_of_step)
-        context.identity = claim if step.value is None or found else context.identity
-    if by_optimizer is not None and step.value is not None and not found:
-        found = check_optimizer_count(
-            opened, (step.value, by_optimizer), context.neighbours, (count_of, optimizer_count)
+        is_of_step = partial(_is_of_step, opened, optimizer.path, neighbours=beside)
+        found, claim = check_identity(
+            opened, optimizer.n_steps, beside, optimizer_count, is_of_step
         )
+        context.identity = claim if step.value is None or found else context.identity
+    if optimizer is not None and step.value is not None and not found:
+        counts = (step.value, optimizer.n_steps)
+        counters = (count_of, optimizer_count)
+        found = check_optimizer_count(opened, counts, context.neighbours, counters)
     # A file that another step left here explains the count, but for one of that whole step.
     named = number_in_metadata(opened)
     is_whole = named is not None and step.value is not None and abs(named - step.value) <= 1
@@ -455,11 +457,19 @@ def _is_of_step(opened: OpenStep, path: str, count: int, neighbours: Neighbours 
 
 def optimizer_count(opened: OpenStep) -> int | None:
     """The steps that an optimizer in a file of `torch.save` counts; see `counting_optimizer`."""
-    return counting_optimizer(opened)[1]
+    found = counting_optimizer(opened)
+    return None if found is None else found.n_steps
 
 
-def counting_optimizer(opened: OpenStep) -> tuple[str, int | None]:
-    """The file of `torch.save` with an optimizer that counts steps, and its count; None if none.
+class CountingOptimizer(NamedTuple):
+    """A file of `torch.save` with an optimizer, and the steps that it counts."""
+
+    path: str
+    n_steps: int
+
+
+def counting_optimizer(opened: OpenStep) -> CountingOptimizer | None:
+    """The first file of `torch.save` with an optimizer that counts steps; None if none does.
 
     Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
@@ -470,8 +480,8 @@ def counting_optimizer(opened: OpenStep) -> tuple[str, int | None]:
         path = opened.name if opened.is_file else opened.in_store(file.path)
         counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
         if counts:
-            return file.path, int(max(counts))
-    return "", None
+            return CountingOptimizer(file.path, int(max(counts)))
+    return None
 
 
 def may_be_optimizer(opened: OpenStep, path: str) -> bool:
