@@ -6,10 +6,12 @@ metadata is decoded once, however many checks and inspections of its root need i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
+from ckptctl.errors import StorageError
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import FileInfo
@@ -71,3 +73,33 @@ class Neighbours(msgspec.Struct, frozen=True):
     def open(self, store: Store, named: StepName) -> OpenStep:
         """One of them; see `RootSteps.open`."""
         return self.steps.open(store, named)
+
+
+def steps_before(
+    opened: OpenStep, neighbours: Neighbours | None, at_most: int
+) -> Iterator[OpenStep]:
+    """The nearest older steps, nearest first, without those that do not answer.
+
+    Cost: a listing of each, unless it is known, and the first bytes of files of unknown names.
+    """
+    if neighbours is not None:
+        yield from _opened(opened, neighbours, neighbours.older()[:at_most])
+
+
+def steps_beside(
+    opened: OpenStep, neighbours: Neighbours | None, at_most: int
+) -> Iterator[OpenStep]:
+    """The nearest older steps, then as many newer ones; see `steps_before`."""
+    yield from steps_before(opened, neighbours, at_most)
+    if neighbours is not None:
+        yield from _opened(opened, neighbours, neighbours.newer()[:at_most])
+
+
+def _opened(
+    opened: OpenStep, neighbours: Neighbours, names: Sequence[StepName]
+) -> Iterator[OpenStep]:
+    for named in names:
+        with suppress(StorageError):
+            other = neighbours.open(opened.store, named)
+            _ = other.step  # what a step consists of may need reads
+            yield other

@@ -28,7 +28,7 @@ from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
-from ckptctl.inspection.beside import Neighbours
+from ckptctl.inspection.beside import Neighbours, steps_beside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import is_unwritten, written_again
 from ckptctl.inspection.shape import weights_in
@@ -237,15 +237,10 @@ def _times_beside(
     opened: OpenStep, neighbours: Neighbours | None
 ) -> Iterator[tuple[SaveTimes, frozenset[str]]]:
     """The times of the steps beside this one, each with the kinds of its files."""
-    if neighbours is None:
-        return
-    for names in (neighbours.older, neighbours.newer):
-        for named in islice(names(), MAX_COMPARED):
-            with suppress(StorageError):
-                other = neighbours.open(opened.store, named).step
-                files = _timed(other)
-                if files:
-                    yield _times(other, files), frozenset(map(key_of, files))
+    for other in steps_beside(opened, neighbours, MAX_COMPARED):
+        files = _timed(other.step)
+        if files:
+            yield _times(other.step, files), frozenset(map(key_of, files))
 
 
 def _by_order(

@@ -12,7 +12,6 @@ the ranks, they add up to the same size.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,34 +22,34 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, StorageError
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.safetensors import SUFFIX
-from ckptctl.formats.families import Family, families_of, key_of
+from ckptctl.formats.families import Family, key_of
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state, rank_file
 from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
-from ckptctl.formats.frameworks.layouts import StepName
-from ckptctl.formats.frameworks.parts import is_empty_archive
-from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, leaves_of
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
-from ckptctl.inspection.beside import Neighbours
+from ckptctl.inspection.beside import Neighbours, steps_beside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.rank_files import check_fewer, empty_file
-from ckptctl.inspection.sidecars import tensors_in_header, value_in_archive
+from ckptctl.inspection.unlisted_files import (
+    INDEX_NAME,
+    SIMILAR,
+    are_alike,
+    has_alike,
+    kinds_of_files,
+    named_files,
+    open_families,
+    shape_of_name,
+    suffix_of,
+)
 from ckptctl.model import Step
-from ckptctl.records.reads import read_headers
 
 if TYPE_CHECKING:
     from ckptctl.inspection.stored_tensors import HeldTensor
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
-
-SIMILAR = 1.1
-"""Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
-third larger than those of four."""
 
 
 class Wholeness(msgspec.Struct, frozen=True):
@@ -84,85 +83,6 @@ class _Beside(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return self.opened.name
-
-
-def open_families(step: Step) -> tuple[Family, ...]:
-    """The families among files whose number nothing else states.
-
-    Metadata states the shards of DCP, an index the files of a model, the names of frameworks
-    those of their ranks, and the content of some layouts the files of each parameter.
-    """
-    saved = _unlisted_files(step)
-    return families_of(saved, step.number, saved)
-
-
-def _kinds_of_files(step: Step) -> Mapping[str, str]:
-    """The kinds of files that may hold state and that nothing lists, each with one of its paths.
-
-    A kind is a path with each number in it as `N`: that of a single file is no rank, but may be an
-    epoch (`model-epoch1.pt`). Not among them are a manifest, which is written at the first save of
-    a process only, and random states, which one rank names otherwise than several.
-    """
-    kinds: dict[str, str] = {}
-    for path in sorted(_unlisted_files(step)):
-        kind = kind_of_file(step.layout, path)
-        is_random = kind is not None and "rng" in kind.names
-        if may_hold_state(path) and path != MANIFEST and not is_random:
-            kinds.setdefault(key_of(path), path)
-    return kinds
-
-
-def _unlisted_files(step: Step) -> Mapping[str, int]:
-    """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
-    if step.layout in _FILES_OF_PARAMETERS:
-        return {}
-    saved = {
-        file.path: file.size
-        for file in step.files
-        if (file.kind == "link" or (file.kind == "file" and not is_empty_archive(file)))
-        and layouts.is_saved(file.path)
-        and not layouts.belongs_to_shards(file.path)
-        and rank_file(file.path, step.layout) is None
-    }
-    indexed = {(match["folder"], match["suffix"]) for path in saved if (match := _INDEX(path))}
-    return {
-        path: size
-        for path, size in saved.items()
-        if (path[: path.rfind("/") + 1], _suffix(path)) not in indexed
-    }
-
-
-def _named_files(
-    step: Step, families: Iterable[Family], as_in: Step
-) -> Mapping[str, Mapping[str, int]]:
-    """The sizes of the files that are in no numbered family, by shape of name and by path.
-
-    Letters, hosts or numbers with holes tell them apart: `shard_a.pt`, `node17/model.pt`. The
-    paths are those that they have in the step `as_in`.
-    """
-    numbered = {family.key for family in families if family.is_numbered}
-    named: dict[str, dict[str, int]] = defaultdict(dict)
-    for path, size in _unlisted_files(step).items():
-        is_state = may_hold_state(path) and not path.endswith(".json")
-        if is_state and key_of(path) not in numbered:
-            there = layouts.path_in_step(path, step.number or 0, as_in.number or 0)
-            named[_shape(path)][there] = size
-    return named
-
-
-def _shape(path: str) -> str:
-    """A path with every word as `W`."""
-    return re.sub("[A-Za-z0-9]+", "W", path.removesuffix(_suffix(path))) + _suffix(path)
-
-
-_FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
-"""Layouts with files for each parameter, which `inspection.rank_files` counts."""
-
-_INDEX = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
-
-
-def _suffix(path: str) -> str:
-    return path[path.rfind(".") :]
 
 
 def check_families(
@@ -270,118 +190,12 @@ def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
     """
     if opened.step.layout != "dcp" and any(part.grids for part in opened.step.parts):
         return f"files as {opened.step.layout} names them"
-    kinds = _kinds_of_files(opened.step).keys()
+    kinds = kinds_of_files(opened.step).keys()
     if len(kinds) < 2:
         return "one file" if kinds else "no name of a rank"
-    beside = (other for other, _ in _opened_beside(opened, neighbours))
-    same = next((other for other in beside if _kinds_of_files(other.step).keys() <= kinds), None)
+    beside = steps_beside(opened, neighbours, MAX_COMPARED)
+    same = next((other for other in beside if kinds_of_files(other.step).keys() <= kinds), None)
     return f"{same.name}, which has the same files" if same else ""
-
-
-def check_dropped(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Finding]:
-    """Yield a finding for kinds of files that both steps before hold and this one lacks.
-
-    It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
-    and shapes: they would begin anew. Else it is `file.gone`: a copy of the best weights, an
-    average, a marker or the output of an evaluation may come and go. A file that has another name
-    here is neither.
-
-    Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
-    header of its file and of each file here.
-    """
-    if opened.is_file or neighbours is None:
-        return
-    older = (other for other in _opened(opened, neighbours, neighbours.older()))
-    same = [other for other in older if other.step.layout == opened.step.layout]
-    if len(same) < MAX_COMPARED:
-        return
-    kinds, held = _kinds_of_files(opened.step), [_kinds_of_files(other.step) for other in same]
-    new = {_shape(kind) for kind in kinds if not all(kind in one for one in held)}
-    gone = sorted(
-        kind
-        for kind in held[0]
-        if kind not in kinds and all(kind in one for one in held) and _shape(kind) not in new
-    )
-    if _compares_names(opened):
-        alike = _alike_kinds(same[0].step)
-        gone = [kind for kind in gone if kind not in alike]
-    if not gone:
-        return
-    here = _held_in_step(opened)
-    dropped = [kind for kind in gone if not _is_held(_held_in(same[0], held[0][kind]), here)]
-    named = some_of(dropped or gone)
-    why = (
-        "a resume from here would reset what is in it (--allow-missing-state accepts that)"
-        if dropped
-        else "nothing shows that it was not part of this save"
-    )
-    yield Finding(
-        "file.dropped" if dropped else "file.gone",
-        (dropped or gone)[0],
-        f"lacks {named}, which {same[0].name} and {same[1].name} hold: {why}",
-        next_command=command_line("show", same[0].url),
-    )
-
-
-def _compares_names(opened: OpenStep) -> bool:
-    """Whether `_lost_names` has compared the files that have the size of another one."""
-    families = open_families(opened.step)
-    named = _named_files(opened.step, families, opened.step)
-    return bool(families) or any(map(_has_alike, named.values()))
-
-
-def _alike_kinds(step: Step) -> set[str]:
-    """The kinds that are no family and have the size of another, under a name of one shape."""
-    families = open_families(step)
-    return {
-        key_of(path)
-        for sizes in _named_files(step, families, step).values()
-        for path, size in sizes.items()
-        if any(_has_alike({"": size, path: other}) for one, other in sizes.items() if one != path)
-    }
-
-
-def _is_held(gone: Iterable[_Held], here: Iterable[_Held]) -> bool:
-    """Whether each tensor is here under a name that ends with the same words."""
-    by_word = {(words[-1], shape) for words, shape in here}
-    both = {one for one in here if len(one[0]) > 1}
-    short = {(words[-1], shape) for words, shape in here if len(words) == 1}
-    return all(
-        (words, shape) in both or (words[-1], shape) in (by_word if len(words) == 1 else short)
-        for words, shape in gone
-    )
-
-
-_Held = tuple[tuple[str, ...], tuple[int, ...]]
-"""A tensor by the last two words of its name, and its shape: an average has other words before."""
-
-
-def _held_in_step(opened: OpenStep) -> set[_Held]:
-    """All tensors that were found in a step."""
-    entries = (one for part in opened.parts for each in part.metadata for one in entries_of(each))
-    held = {_held(leaf) for _, leaf in entries if leaf.shape}
-    paths = _kinds_of_files(opened.step).values()
-    return held.union(*(_held_in(opened, path) for path in paths))
-
-
-def _held(leaf: Leaf) -> _Held:
-    words = ".".join(map(str, leaf.path)).split(".")
-    return tuple(words[-2:]) if len(words) > 2 else tuple(words[-1:]), leaf.shape or ()
-
-
-def _held_in(opened: OpenStep, path: str) -> set[_Held]:
-    """The tensors in a file of `torch.save` or safetensors; none in any other."""
-    files = [file for file in opened.files if file.path == path]
-    with suppress(StorageError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
-        if path.endswith(SUFFIX):
-            headers = read_headers(opened.store, opened.folder, files)
-            states: list[object] = [tensors_in_header(header) for _, header in headers]
-        else:
-            size = files[0].size
-            states = [value_in_archive(opened.store, opened.in_store(path), size)]
-        leaves = (leaf for state in states for leaf in leaves_of(state or {}))
-        return {_held(leaf) for leaf in leaves if leaf.shape and prod(leaf.shape) > 1}
-    return set()
 
 
 def _manifest(opened: OpenStep) -> Manifest | Finding:
@@ -540,31 +354,13 @@ def _beside(
     opened: OpenStep, neighbours: Neighbours | None, families: Mapping[str, Family]
 ) -> Iterator[_Beside]:
     """The steps beside this one with their families, nearest first, until one has the same."""
-    for other, is_newer in _opened_beside(opened, neighbours):
+    for other in steps_beside(opened, neighbours, MAX_COMPARED):
         held = {family.key: family for family in open_families(other.step)}
         if held:
+            is_newer = (other.step.number or 0) > (opened.step.number or 0)
             yield (found := _Beside(other, held, is_newer=is_newer))
             if _confirms(families.values(), found):
                 return
-
-
-def _opened_beside(
-    opened: OpenStep, neighbours: Neighbours | None
-) -> Iterator[tuple[OpenStep, bool]]:
-    """The nearest steps, older ones first, and whether each is newer. Cost: a listing of each."""
-    if neighbours is None:
-        return
-    for names in (neighbours.older, neighbours.newer):
-        for other in _opened(opened, neighbours, names()):
-            yield other, names is neighbours.newer
-
-
-def _opened(
-    opened: OpenStep, neighbours: Neighbours, names: Sequence[StepName]
-) -> Iterator[OpenStep]:
-    for named in names[:MAX_COMPARED]:
-        with suppress(StorageError):
-            yield neighbours.open(opened.store, named)
 
 
 def _confirms(families: Iterable[Family], other: _Beside) -> bool:
@@ -590,8 +386,7 @@ def _confirms(families: Iterable[Family], other: _Beside) -> bool:
 
 def _is_about(family: Family, other: Family) -> bool:
     """Whether a file of one family is about as large as one of another."""
-    sizes = (family.n_bytes / family.n_present, other.n_bytes / other.n_present)
-    return max(sizes) <= SIMILAR * min(sizes)
+    return are_alike(family.n_bytes / family.n_present, other.n_bytes / other.n_present)
 
 
 def _is_open(family: Family) -> bool:
@@ -643,15 +438,16 @@ def _lost_names(
     are those of ranks. Cost: none but for steps with a family or two files of one size; else the
     listing of the nearest step, and of three others where that one has more of them.
     """
-    now = _named_files(opened.step, families, opened.step)
-    if neighbours is None or not (families or any(map(_has_alike, now.values()))):
+    now = named_files(opened.step, families, opened.step)
+    if neighbours is None or not (families or any(map(has_alike, now.values()))):
         return None
     lost: set[str] | None = None
-    for other, _ in _opened_beside(opened, neighbours):
-        missing = _lost_of(opened, now, other)
-        lost = missing if lost is None else lost & missing
-        if not lost:
-            return None
+    for other in steps_beside(opened, neighbours, MAX_COMPARED):
+        with suppress(StorageError):
+            missing = _lost_of(opened, now, other)
+            lost = missing if lost is None else lost & missing
+            if not lost:
+                return None
     if not lost:
         return None
     return Finding(
@@ -663,15 +459,10 @@ def _lost_names(
     )
 
 
-def _has_alike(sizes: Mapping[str, int]) -> bool:
-    ordered = sorted(sizes.values())
-    return any(large <= SIMILAR * small for small, large in pairwise(ordered))
-
-
 def _lost_of(opened: OpenStep, now: Mapping[str, Mapping[str, int]], other: OpenStep) -> set[str]:
     """The files that another step has, and this one lacks beside others of the same size."""
     lost: dict[str, set[str]] = {}
-    beside = _named_files(other.step, open_families(other.step), opened.step)
+    beside = named_files(other.step, open_families(other.step), opened.step)
     for shape, then in beside.items():
         there = now.get(shape, {})
         if there and there.keys() < then.keys():
@@ -679,21 +470,21 @@ def _lost_of(opened: OpenStep, now: Mapping[str, Mapping[str, int]], other: Open
             lost[shape] = {
                 path
                 for path in then.keys() - there.keys()
-                if any(_has_alike({"": then[path], "other": size}) for size in sizes)
+                if any(are_alike(then[path], size) for size in sizes)
             }
     lost = {shape: paths for shape, paths in lost.items() if paths}
     here = {file.path for file in opened.files}
-    held = {(path[: path.rfind("/") + 1], _suffix(path)) for path in here}
+    held = {(path[: path.rfind("/") + 1], suffix_of(path)) for path in here}
     lost_indexes = {
         file.path
         for file in other.files
-        if (match := _INDEX(file.path))
+        if (match := INDEX_NAME(file.path))
         and file.path not in here
         and (match["folder"], match["suffix"]) in held
     }
     if not lost:
         return lost_indexes
-    before, after = (_tensor_sizes(step, lost, _shape) for step in (other, opened))
+    before, after = (_tensor_sizes(step, lost, shape_of_name) for step in (other, opened))
     split = [name for name in after if name in before and _is_split(after[name], before[name])]
     elastic = {shape for fqn, shape in split}
     elastic -= {name[1] for name in split if after[name].n_elements < before[name].n_elements}

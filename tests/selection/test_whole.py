@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 from every_case import all_cases
+from storage.faulty import FaultyStore
 
 import ckptctl
+from ckptctl import Level
 from ckptctl.claims import ClaimName, ClaimState
+from ckptctl.errors import StorageUnavailable
 from ckptctl.findings import Severity
 from ckptctl.formats.families import families_of
+from ckptctl.formats.frameworks.layouts import step_name
+from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.options import Requirements
+from ckptctl.selection.roots import neighbours_of
+from ckptctl.storage.local import LocalStore
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.checkpoint")
@@ -358,6 +367,39 @@ def test_the_files_of_an_only_step_are_not_proven_to_be_all(tmp_path):
     for number in (10, 20):
         whole = ckptctl.verify(f"{tmp_path}@{number}").claim(ClaimName.WHOLE)
         assert whole.is_proven, whole
+
+
+def codes_with(root: Path, failing: str) -> set[str]:
+    """The findings of step 30 where the storage does not answer for a file."""
+    store = FaultyStore(LocalStore(str(root)))
+    store.fail("span", StorageUnavailable("no answer"), path=failing, lasts=True)
+    named = [step_name(f"step_{number}") for number in (30, 20, 10)]
+    beside = neighbours_of(lambda: named[1:], 30)
+    step = OpenStep(store, named[0])
+    asked = Requirements(grace_s=0)
+    found = inspect_step(step, asked, level=Level.LISTING, neighbours=beside)
+    return {finding.code for finding in found.report.findings}
+
+
+def test_what_a_step_before_holds_and_nobody_could_read_is_no_loss(tmp_path):
+    for number in (10, 20, 30):
+        save_kinds(tmp_path / f"step_{number}", number)
+    (tmp_path / "step_30" / "generator.pt").unlink()
+    assert "file.dropped" in codes_with(tmp_path, "")
+    codes = codes_with(tmp_path, "step_20/generator.pt")
+    assert "file.gone" in codes
+    assert not codes & {"file.dropped", "step.unknown"}
+
+
+def test_names_of_a_step_before_that_nobody_could_read_are_no_loss(tmp_path):
+    for number in (10, 20, 30):
+        step = tmp_path / f"step_{number}"
+        step.mkdir()
+        for word in "abcd" if number < 30 else "ab":
+            torch.save({"w": torch.full((64, 8), float(number))}, step / f"{word}.pt")
+    assert "file.missing" in codes_with(tmp_path, "step_20/a.pt")  # step 10 shows it
+    (tmp_path / "step_10").rename(tmp_path / "other")
+    assert "step.unknown" not in codes_with(tmp_path, "step_20/a.pt")
 
 
 def test_a_file_without_bytes_is_none_of_its_family(tmp_path):
