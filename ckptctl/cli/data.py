@@ -86,18 +86,19 @@ def data_lines(use: DataUse) -> Iterator[Line]:
             "holds: a resume trains them again, and they do not count as repeated",
             hang=4,
         )
-    wrong = [one for one in use.epochs if one.state in (EpochState.WRONG, EpochState.UNKNOWN)]
-    shown = {one.epoch: one for one in (*wrong[:MOST_EPOCHS], *use.epochs[-MOST_EPOCHS:])}
+    doubted = (EpochState.WRONG, EpochState.UNKNOWN)
+    wrong = [epoch for epoch in use.epochs if epoch.state in doubted]
+    shown = {epoch.epoch: epoch for epoch in (*wrong[:MOST_EPOCHS], *use.epochs[-MOST_EPOCHS:])}
     if shown:
         yield EMPTY
         yield _row(_COLUMNS, "", "")
-        for _, one in sorted(shown.items()):
-            yield _row(_cells(one), one.state.value, _STYLES[one.state])
+        for _, epoch in sorted(shown.items()):
+            yield _row(_cells(epoch), epoch.state.value, _STYLES[epoch.state])
         if len(shown) < len(use.epochs):
             yield line(f"  {len(use.epochs) - len(shown):,} more epochs: --json has all", hang=2)
-    for one in wrong[:MOST_EPOCHS]:
+    for epoch in wrong[:MOST_EPOCHS]:
         yield EMPTY
-        yield from _details(one)
+        yield from _details(epoch)
     yield from next_line(use.next_command)
 
 

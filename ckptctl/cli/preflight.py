@@ -131,10 +131,11 @@ def preflight(
     with ExitStack() as stack:
         group = process_group(stack, out)
         launchers = parse_launchers(launcher, storage.timeout_s)
-        for each in launchers if out.talks and group.is_first else ():
-            limit = f"at most {each.timeout_s:,.0f} s"
-            waits = f"waiting for the processes that {each.words[0]} starts, {limit}"
-            out.lines([line(waits)], to=out.err)
+        if group.is_first and out.talks:
+            for started in launchers:
+                limit = f"at most {started.timeout_s:,.0f} s"
+                waits = f"waiting for the processes that {started.words[0]} starts, {limit}"
+                out.lines([line(waits)], to=out.err)
         found = ckptctl.preflight(
             *roots,
             optional_roots=optional_root or (),
