@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, islice
 
-from ckptctl.data_classes import dataclass, field
-from ckptctl.errors import UsageError
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import (
-    EXIT_NONE_USABLE,
     EXIT_STATE_MISSING,
     Finding,
     Report,
@@ -48,57 +46,6 @@ class Candidate:
     optional: bool = False
 
 
-@dataclass(slots=True)
-class Choice:
-    """The result of choosing: the chosen report or none, and everything that was skipped.
-
-    `stopped` is why the search ended early: `unknown` for a step that could not be inspected,
-    `suspect` for too many damaged ones, `branch` where the run may have gone back from the step,
-    by the times in `order`, `not-shared` where every step lacks the files of the same ranks.
-    `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
-    the step at which the search stopped that could not be inspected. `further` is set after
-    too many damaged steps: the search for the newest sound step before them, on which a
-    person decides.
-    """
-
-    chosen: Report | None = None
-    no_steps: list[Candidate] = field(default_factory=list)
-    passed_over: list[PassedOver] = field(default_factory=list)
-    unknown: list[Report] = field(default_factory=list)
-    stopped: str | None = None
-    exit_code: int = EXIT_NONE_USABLE
-    further: Choice | None = None
-    order: WriteOrder | None = None
-    not_shared: NotShared | None = None
-
-    @property
-    def damaged(self) -> list[int | None]:
-        """The numbers of damaged steps that nobody has rejected; copies of one count once."""
-        reports = (one.report for one in self.passed_over)
-        return [
-            *dict.fromkeys(
-                report.number
-                for report in reports
-                if report.damaged and not report.has_finding("step.rejected")
-            )
-        ]
-
-    @property
-    def level(self) -> Level:
-        """How deep the next step is inspected at least: after a damaged one, in full."""
-        is_past_damage = any(one.report.damaged for one in self.passed_over)
-        return Level.STRUCTURE if is_past_damage else Level.LISTING
-
-    def add(self, step: Choice) -> bool:
-        """Add what was found of one step; whether it is chosen."""
-        self.no_steps += step.no_steps
-        self.passed_over += step.passed_over
-        self.unknown += step.unknown
-        if step.chosen is not None:
-            self.chosen, self.exit_code = step.chosen, 0
-        return step.chosen is not None
-
-
 Inspect = Callable[[Candidate, Level], Report]
 """Inspect a candidate, at the given level or deeper."""
 
@@ -116,42 +63,137 @@ def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candid
     )
 
 
-def choose(candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy) -> Choice:
-    """Choose the newest candidate that passes; stop if the answer would not be certain.
+class Search:
+    """The search for the step to resume from, from the newest candidate down.
 
-    `candidates` come from `in_order`. Inspects as few as possible: one, if the newest is
-    complete and lacks nothing; its predecessor too, if it lacks state.
+    `stopped` is why it ended before the last candidate: `NOT_INSPECTED`, `TOO_MANY_DAMAGED`,
+    `TWO_BRANCHES` (the run may have gone back, by the times in `order`) or `NOT_SHARED`.
+    `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
+    the step at which the search stopped that could not be inspected. `further` is set after
+    too many damaged steps: the search for the newest sound step before them, on which a
+    person decides.
     """
-    choice = Choice()
-    for copies, older in by_number(candidates):
-        if choice.add(choose_copy(copies, older, inspect, policy, choice)):
-            return choice
-        if choice.unknown:
-            choice.stopped = "unknown"
-            choice.exit_code = max(report.exit_code for report in choice.unknown)
-            return choice
-        if len(choice.damaged) > policy.max_fallback:
-            choice.stopped = "suspect"
-            number = copies[0].named.number
-            rest = [candidate for candidate in candidates if candidate.named.number < number]
-            choice.further = _search_further(rest, inspect, policy)
-            return choice
-    return choice
 
+    def __init__(self, inspect: Inspect, policy: PickPolicy) -> None:
+        self.inspect = inspect
+        self.policy = policy
+        self.chosen: Report | None = None
+        self.no_steps: list[Candidate] = []
+        self.passed_over: list[PassedOver] = []
+        self.unknown: list[Report] = []
+        self.stopped: NoStepReason | None = None
+        self.further: Search | None = None
+        self.order: WriteOrder | None = None
+        self.not_shared: NotShared | None = None
 
-def _search_further(
-    candidates: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
-) -> Choice:
-    """Find the newest sound step before too many damaged ones, without choosing it."""
+    @property
+    def damaged(self) -> list[int | None]:
+        """The numbers of damaged steps that nobody has rejected; copies of one count once."""
+        reports = (one.report for one in self.passed_over)
+        return [
+            *dict.fromkeys(
+                report.number
+                for report in reports
+                if report.damaged and not report.has_finding("step.rejected")
+            )
+        ]
 
-    def inspect_in_full(candidate: Candidate, level: Level) -> Report:
-        return inspect(candidate, max(level, Level.STRUCTURE, key=lambda each: each.place))
+    def choose(self, candidates: Sequence[Candidate]) -> None:
+        """Choose the newest candidate that passes; stop if the answer would not be certain.
 
-    further = Choice()
-    for copies, older in islice(by_number(candidates), MAX_INSPECTED_FURTHER):
-        if further.add(choose_copy(copies, older, inspect_in_full, policy, further)):
-            break
-    return further
+        `candidates` come from `in_order`. Inspects as few as possible: one, if the newest is
+        complete and lacks nothing; its predecessor too, if it lacks state.
+        """
+        for copies, older in by_number(candidates):
+            if self.try_copies(copies, older):
+                return
+            if self.unknown:
+                self.stopped = NoStepReason.NOT_INSPECTED
+                return
+            if len(self.damaged) > self.policy.max_fallback:
+                self.stopped = NoStepReason.TOO_MANY_DAMAGED
+                number = copies[0].named.number
+                self.further = self._search_further(
+                    [candidate for candidate in candidates if candidate.named.number < number]
+                )
+                return
+
+    def try_copies(
+        self,
+        copies: Sequence[Candidate],
+        older: Sequence[Candidate],
+        beside: Sequence[Candidate] = (),
+    ) -> bool:
+        """Choose the first copy of a step that may be resumed from; whether there is one.
+
+        `older` are the steps that it is compared with, `beside` are copies that cannot be chosen
+        but whose marks count. `pick` stops at the first step that is chosen; retention continues
+        until it has counted enough.
+        """
+        # After a damaged step the next one is inspected in full.
+        is_past_damage = any(one.report.damaged for one in self.passed_over)
+        level = Level.STRUCTURE if is_past_damage else Level.LISTING
+        for candidate in copies:
+            report = self.inspect(candidate, level)
+            if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
+                self.no_steps.append(candidate)
+                continue
+            others = [c for c in (*copies, *beside) if c.root_index != candidate.root_index]
+            newer = [over.report for over in self.passed_over]
+            over = why_not(report, older, self.inspect, self.policy, others, newer)
+            if over is None:
+                self.chosen = report
+                return True
+            self.passed_over.append(over)
+            if report.verdict is Verdict.UNKNOWN and not candidate.optional:
+                self.unknown.append(report)
+        return False
+
+    def _search_further(self, candidates: Sequence[Candidate]) -> Search:
+        """Find the newest sound step before too many damaged ones, without choosing it."""
+
+        def inspect_in_full(candidate: Candidate, level: Level) -> Report:
+            return self.inspect(candidate, max(level, Level.STRUCTURE, key=lambda each: each.place))
+
+        further = Search(inspect_in_full, self.policy)
+        for copies, older in islice(by_number(candidates), MAX_INSPECTED_FURTHER):
+            if further.try_copies(copies, older):
+                break
+        return further
+
+    def decide_branch(self, order: WriteOrder) -> None:
+        """Stop the search where the run went back from the chosen step.
+
+        The step with the highest number and the one that was written last are of two branches,
+        and a person, or a record, decides which of them the run is on.
+        """
+        self.order = order
+        if self.chosen is None or order.order is not Order.WENT_BACK:
+            return
+        self.passed_over.append(PassedOver(self.chosen, order.why, NoStepReason.TWO_BRANCHES))
+        self.chosen, self.stopped = None, NoStepReason.TWO_BRANCHES
+
+    def suspect_storage(self) -> Iterator[Finding]:
+        """Yield `root.suspect` if two or more recent steps are damaged.
+
+        Where they all lack the files of the same ranks, it is `root.not-shared` instead.
+        """
+        damaged = self.damaged
+        if self.not_shared is not None:
+            yield self.not_shared.finding
+            return
+        if len(damaged) < 2:
+            return
+        numbers = ", ".join(str(number) for number in damaged)
+        yield Finding(
+            "root.suspect",
+            "",
+            f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage, and check "
+            "the file system before relying on newer saves",
+            expected="at most one damaged step",
+            found=f"{len(damaged)} damaged steps",
+            next_command="ckptctl explain root.suspect",
+        )
 
 
 def by_number(
@@ -163,52 +205,6 @@ def by_number(
         copies = list(group)
         n_seen += len(copies)
         yield copies, candidates[n_seen : n_seen + MAX_PREDECESSORS]
-
-
-def choose_copy(
-    copies: Sequence[Candidate],
-    older: Sequence[Candidate],
-    inspect: Inspect,
-    policy: PickPolicy,
-    before: Choice,
-    beside: Sequence[Candidate] = (),
-) -> Choice:
-    """What is found of the copies of one step: the first that may be resumed from is chosen.
-
-    `older` are the steps that it is compared with, `before` is what was found of newer ones,
-    `beside` are copies that cannot be chosen but whose marks count. `pick` stops at the first
-    step that is chosen; retention continues until it has counted enough.
-    """
-    found = Choice()
-    for candidate in copies:
-        report = inspect(candidate, before.level)
-        if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
-            found.no_steps.append(candidate)
-            continue
-        others = [copy for copy in (*copies, *beside) if copy.root_index != candidate.root_index]
-        newer = [over.report for over in (*before.passed_over, *found.passed_over)]
-        over = why_not(report, older, inspect, policy, others, newer)
-        if over is None:
-            found.chosen, found.exit_code = report, 0
-            return found
-        found.passed_over.append(over)
-        if report.verdict is Verdict.UNKNOWN and not candidate.optional:
-            found.unknown.append(report)
-    return found
-
-
-def decide_branch(choice: Choice, order: WriteOrder) -> None:
-    """Stop the search where the run went back from the chosen step.
-
-    The step with the highest number and the one that was written last are of two branches, and a
-    person, or a record, decides which of them the run is on.
-    """
-    choice.order = order
-    if choice.chosen is None or order.order is not Order.WENT_BACK:
-        return
-    over = PassedOver(choice.chosen, order.why, NoStepReason.TWO_BRANCHES)
-    choice.passed_over.append(over)
-    choice.chosen, choice.stopped, choice.exit_code = None, "branch", UsageError.exit_code
 
 
 def further_by_another_count(
@@ -470,26 +466,3 @@ def _predecessors(
         yield report
         if not ask_all:
             return
-
-
-def suspect_storage(choice: Choice) -> Iterator[Finding]:
-    """Yield `root.suspect` if two or more recent steps are damaged.
-
-    Where they all lack the files of the same ranks, it is `root.not-shared` instead.
-    """
-    damaged = choice.damaged
-    if choice.not_shared is not None:
-        yield choice.not_shared.finding
-        return
-    if len(damaged) < 2:
-        return
-    numbers = ", ".join(str(number) for number in damaged)
-    yield Finding(
-        "root.suspect",
-        "",
-        f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage, and check the "
-        "file system before relying on newer saves",
-        expected="at most one damaged step",
-        found=f"{len(damaged)} damaged steps",
-        next_command="ckptctl explain root.suspect",
-    )

@@ -1,6 +1,6 @@
 """Decide whether roots without a usable step are those of a new run.
 
-`decide_beginning` is the one function that returns "fresh". A job that starts fresh over a
+`without_steps` is the one function that decides that a run is new. A job that starts fresh over a
 good run loses all of it, so the answer needs evidence for it: the root and the folders below
 it hold nothing but files that are known not to be saves, its own record proves that no step
 was ever usable, and no scheduler or supervisor has started the job before. A file that is not
@@ -19,7 +19,7 @@ from functools import partial
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
-from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
+from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights
 from ckptctl.formats.frameworks.layouts import (
     NO_RUN_BELOW,
@@ -33,7 +33,7 @@ from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
-from ckptctl.selection.results import Answer, NoStepReason
+from ckptctl.selection.results import NoStep, NoStepReason
 from ckptctl.selection.roots import (
     RootListing,
     check_listed_again,
@@ -56,39 +56,14 @@ _MAX_NEIGHBOURS = 3
 OpenStore = Callable[[str], Store]
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """What roots without a usable step mean, with the reason in `message`.
-
-    `answer` is `FRESH`, `NONE_USABLE` (11: a step was usable once, or the record cannot
-    prove otherwise) or `UNKNOWN` (75: the first save may still be running). `missing` are
-    the roots that do not exist, and `similar` addresses beside them with similar names;
-    `created` is the message where they are created. `next_command` leads to the unknown files.
-    """
-
-    answer: Answer
-    message: str
-    reason: NoStepReason
-    missing: tuple[str, ...] = ()
-    similar: tuple[str, ...] = ()
-    created: str = ""
-    next_command: str | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the answer."""
-        codes = {Answer.FRESH: EXIT_FRESH, Answer.UNKNOWN: StorageError.exit_code}
-        return codes.get(self.answer, EXIT_NONE_USABLE)
-
-
-def decide_beginning(
+def without_steps(
     opened_roots: Sequence[OpenRoot],
     *,
     interrupted: Sequence[Report] = (),
     pointers: Sequence[Finding] = (),
     open_other: OpenStore | None = None,
     ignore: Collection[str] = (),
-) -> Beginning:
+) -> NoStep:
     """Decide what roots mean that contain no step, or only `interrupted` saves.
 
     `pointers` are the findings about pointers that name a step, which is not usable then.
@@ -123,16 +98,11 @@ def decide_beginning(
         except UsageError as error:
             if not interrupted:
                 raise
-            return Beginning(
-                Answer.NONE_USABLE,
-                error.message,
-                NoStepReason.UNKNOWN_FILES,
-                next_command=error.next_command,
-            )
+            return NoStep(NoStepReason.UNKNOWN_FILES, error.message, error.next_command)
         if history.held is not None or (history.used and history.doubt is not None):
             reason = NoStepReason.RECORD_DOUBT if history.held is None else NoStepReason.LOST_STEPS
             message = _lost(root.store.url, history, interrupted)
-            return Beginning(Answer.NONE_USABLE, message, reason)
+            return NoStep(reason, message)
     counter = restart_counter()
     unused = [
         root.store.url
@@ -148,12 +118,11 @@ def decide_beginning(
         )
     if pointers:
         first = pointers[0]
-        return Beginning(
-            Answer.NONE_USABLE,
+        return NoStep(
+            NoStepReason.LOST_STEPS,
             f"no {('usable ' if interrupted else '')}step is left in {urls}, but "
             f"{first.where} names {first.found}: the saved steps have disappeared; do not start "
             "fresh until the cause is known",
-            NoStepReason.LOST_STEPS,
         )
     if interrupted:
         histories = [
@@ -165,21 +134,20 @@ def decide_beginning(
         return _not_there(missing, open_other)
     holds = verb(len(opened_roots), "holds", "hold")
     message = f"{urls} {holds} no step at all: this is a fresh run"
-    return Beginning(Answer.FRESH, message, NoStepReason.NEW_RUN)
+    return NoStep(NoStepReason.NEW_RUN, message)
 
 
-def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> Beginning:
+def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> NoStep:
     """What roots mean that do not exist: a new run, or a wrong path."""
     similar = [name for store in missing for name in _neighbours(store, open_other)]
     beside = f" (beside it: {some_of([base_name(url) for url in similar])})" if similar else ""
     names = tuple(store.url for store in missing)
     absent = f"{', '.join(names)} {verb(len(missing), 'does', 'do')} not exist"
-    return Beginning(
-        Answer.FRESH,
-        f"{absent}: check the path{beside}",
+    return NoStep(
         NoStepReason.NO_ROOT,
-        names,
-        tuple(similar),
+        f"{absent}: check the path{beside}",
+        missing=names,
+        similar=tuple(similar),
         created=f"{absent}: created{beside}",
     )
 
@@ -207,28 +175,25 @@ def _lost(url: str, history: History, interrupted: Sequence[Report]) -> str:
 
 def _after_interrupted(
     urls: str, histories: Sequence[History], interrupted: Sequence[Report], counter: str | None
-) -> Beginning:
+) -> NoStep:
     saves = _saves(interrupted)
     if not all(history.never_held for history in histories):
-        return Beginning(
-            Answer.NONE_USABLE,
+        return NoStep(
+            NoStepReason.RECORD_DOUBT,
             f"{urls}: {saves}, and no record proves that no step was ever usable: do not start "
             "fresh over them",
-            NoStepReason.RECORD_DOUBT,
         )
     # A counter shows that the attempt which was saving has ended.
     if counter is None and any(one.verdict is Verdict.IN_PROGRESS for one in interrupted):
-        return Beginning(
-            Answer.UNKNOWN,
+        return NoStep(
+            NoStepReason.SAVE_RUNNING,
             f"{urls}: the first save of the run is still being written, or was interrupted a "
             f"moment ago ({saves}); ask again, or pass a shorter --grace",
-            NoStepReason.SAVE_RUNNING,
         )
-    return Beginning(
-        Answer.FRESH,
+    return NoStep(
+        NoStepReason.NEW_RUN,
         f"{urls}: {saves}, and by its record no step of this run was ever usable: this is a "
         "fresh run",
-        NoStepReason.NEW_RUN,
     )
 
 
@@ -282,7 +247,7 @@ def check_empty(
     contains files that are not known to be none of a save; `StorageUnavailable` if it is a
     broken link, if a second listing shows other steps, and if a folder in it cannot be listed.
     `is_root`: ckptctl has used it as a root, so it may contain more folders than are
-    inspected. `ignore`: see `decide_beginning`.
+    inspected. `ignore`: see `without_steps`.
     """
     check_listed_again(store, listing)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links

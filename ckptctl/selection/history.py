@@ -83,7 +83,7 @@ def begin_run(stores: Iterable[Store], step: int | None) -> None:
     """Write the sentinel of each mandatory root of a run, or record the usable step.
 
     Without a step, a missing root is created: nothing else creates one, and the caller has
-    asked `decide_beginning`. A root that cannot be written to can still be resumed from: a
+    asked `without_steps`. A root that cannot be written to can still be resumed from: a
     `StorageError` is raised only without a step.
     """
     stores = tuple(stores)

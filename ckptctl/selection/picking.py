@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import replace
+import msgspec
+
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_STATE_MISSING, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.choosing import KINDS_THAT_COUNT, Choice, demanded
-from ckptctl.selection.results import Answer, NoStepReason, PassedOver, Pick
-from ckptctl.selection.searching import Search, candidates_of, search
+from ckptctl.selection.choosing import KINDS_THAT_COUNT, Search, demanded
+from ckptctl.selection.results import Answer, NoStep, NoStepReason, PassedOver, Pick
+from ckptctl.selection.searching import RunSearch, candidates_of, search
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.selection.write_order import WriteOrder
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptctl.options import PickKeywords
-    from ckptctl.selection.empty_roots import Beginning
 
 
 def pick(
@@ -95,7 +95,7 @@ def pick_step(
 
 
 def answer_of(
-    done: Search,
+    done: RunSearch,
     requirements: Requirements,
     command: str = "pick",
     *,
@@ -107,13 +107,13 @@ def answer_of(
     With `create`, the mandatory roots of a fresh run and their sentinels are created, or the
     chosen step is recorded.
     """
-    begins = done.beginning
-    if done.choice.chosen is not None:
-        found = _found(done, done.choice.chosen, requirements.require)
-    elif begins is not None:
-        found = _without_step(done, begins, command, allow_fresh=allow_fresh, create=create)
+    if done.chosen is not None:
+        found = _found(done, done.chosen, requirements.require)
+    elif done.new_run is not None:
+        found = _new_run(done, done.new_run, command, allow_fresh=allow_fresh, create=create)
     else:
-        found = _none(done)
+        why = why_none(done)
+        found = _without(done, why, why.exit_code)
     if create and (found.answer is Answer.FRESH or found.chosen is not None):
         from ckptctl.selection.history import begin_run
 
@@ -122,115 +122,86 @@ def answer_of(
     return found
 
 
-def _found(done: Search, chosen: Report, require: Collection[str]) -> Pick:
-    return replace(
-        _nothing(
-            done,
-            Answer.FELL_BACK if _newer(done.choice, chosen) else Answer.FOUND,
-            found_message(done.choice, chosen),
-            exit_code=0,
-            next_command=None,
-            reason=None,
-        ),
+def _found(done: RunSearch, chosen: Report, require: Collection[str]) -> Pick:
+    newer = _newer(done, chosen)
+    past = f", falling back past {_numbers(newer)}" if newer else ""
+    return Pick(
+        answer=Answer.FELL_BACK if newer else Answer.FOUND,
+        roots=done.roots.urls,
         chosen=chosen,
+        passed_over=tuple(done.passed_over),
+        findings=tuple(done.findings),
         level=chosen.level,
         level_reason=done.inspect.level_reason(chosen),
+        message=f"resume from step {chosen.number}{past}",
+        exit_code=0,
+        next_command=None,
         required=demanded(chosen, require, done.policy),
         absent=tuple(kind for kind in chosen.state.absent if kind in KINDS_THAT_COUNT),
     )
 
 
-def _nothing(
-    done: Search,
-    answer: Answer,
-    message: str,
-    exit_code: int,
-    next_command: str | None,
-    reason: NoStepReason | None,
-) -> Pick:
-    """The answer without a step."""
-    return Pick(
-        answer=answer,
-        roots=done.roots.urls,
-        chosen=None,
-        passed_over=tuple(done.choice.passed_over),
-        findings=tuple(done.findings),
-        level=None,
-        level_reason=None,
-        message=message,
-        exit_code=exit_code,
-        next_command=next_command,
-        reason=reason,
-    )
-
-
-def _newer(choice: Choice, chosen: Report) -> list[int | None]:
-    numbers = [over.report.number for over in choice.passed_over]
+def _newer(search: Search, chosen: Report) -> list[int | None]:
+    numbers = [over.report.number for over in search.passed_over]
     return [number for number in numbers if number != chosen.number]
 
 
-def found_message(choice: Choice, chosen: Report) -> str:
-    """Which step is chosen, and which newer ones were skipped."""
-    newer = _newer(choice, chosen)
-    past = f", falling back past {_numbers(newer)}" if newer else ""
-    return f"resume from step {chosen.number}{past}"
+def _without(done: RunSearch, why: NoStep, exit_code: int) -> Pick:
+    sound = done.further.chosen if done.further else None
+    return Pick(
+        answer=why.answer,
+        roots=done.roots.urls,
+        chosen=None,
+        passed_over=tuple(done.passed_over),
+        findings=tuple(done.findings),
+        level=None,
+        level_reason=None,
+        message=why.message,
+        exit_code=exit_code,
+        next_command=why.next_command,
+        reason=why.reason,
+        newest_sound=sound.url if sound else None,
+    )
 
 
 _NEW_RUN = "for a new run, `pick` and `preflight` take --allow-fresh --create"
 
 
-def _without_step(
-    done: Search, begins: Beginning, command: str, *, allow_fresh: bool, create: bool
+def _new_run(
+    done: RunSearch, why: NoStep, command: str, *, allow_fresh: bool, create: bool
 ) -> Pick:
-    message, exit_code = begins.message, begins.exit_code
-    next_command: str | None = after_beginning(done, begins, command)
-    if begins.answer is Answer.FRESH and allow_fresh and (create or not begins.missing):
-        message, exit_code, next_command = begins.created or message, 0, None
-    elif begins.missing:
+    message, exit_code = why.message, why.exit_code
+    next_command: str | None = _after_new_run(done, why, command)
+    if why.answer is Answer.FRESH and allow_fresh and (create or not why.missing):
+        message, exit_code, next_command = why.created or message, 0, None
+    elif why.missing:
         fresh = "a new run also needs --create"
         message += f"; {fresh if allow_fresh else _NEW_RUN}"
-    return _nothing(done, begins.answer, message, exit_code, next_command, begins.reason)
+    why = msgspec.structs.replace(why, message=message, next_command=next_command)
+    return _without(done, why, exit_code)
 
 
-def after_beginning(done: Search, begins: Beginning, command: str) -> str:
+def _after_new_run(done: RunSearch, why: NoStep, command: str) -> str:
     """What to run next where there is no usable step; `command` is the caller's."""
-    if begins.answer is Answer.UNKNOWN:
+    if why.answer is Answer.UNKNOWN:
         return command_line(command, *done.roots.words)
-    if begins.missing:  # more often a wrong path than a new run
-        if len(begins.similar) == len(done.roots.urls) == 1:
-            return command_line(command, begins.similar[0])
-        above = parent_url(begins.missing[0])
-        if above != begins.missing[0]:  # an empty bucket has none
+    if why.missing:  # more often a wrong path than a new run
+        if len(why.similar) == len(done.roots.urls) == 1:
+            return command_line(command, why.similar[0])
+        above = parent_url(why.missing[0])
+        if above != why.missing[0]:  # an empty bucket has none
             return command_line("scan", above)
-    if begins.answer is Answer.FRESH:
+    if why.answer is Answer.FRESH:
         chooses = "pick" if command == "scan" else command
         return command_line(chooses, *done.roots.words, "--allow-fresh")
-    if begins.next_command is not None:
-        return begins.next_command
-    over = done.choice.passed_over
+    if why.next_command is not None:
+        return why.next_command
+    over = done.passed_over
     if over and command == "scan":
         return command_line("verify", over[0].report.url)
     # No step is damaged: they are unfinished, gone, or in another place.
     words = done.roots.words if over else (parent_url(done.roots.first),)
     return command_line("scan", *words)
-
-
-def _none(done: Search) -> Pick:
-    choice = done.choice
-    why = none_usable(done)
-    sound = choice.further.chosen if choice.further else None
-    answers = {"unknown": Answer.UNKNOWN, "branch": Answer.UNDECIDED}
-    answer = answers.get(choice.stopped or "", Answer.NONE_USABLE)
-    found = _nothing(done, answer, why.message, choice.exit_code, why.next_command, why.reason)
-    return replace(found, newest_sound=sound.url if sound else None)
-
-
-class NoneUsable(NamedTuple):
-    """Why no step is chosen although there are some, and what to run next."""
-
-    reason: NoStepReason
-    message: str
-    next_command: str
 
 
 _BY_STEP = (
@@ -272,19 +243,18 @@ def _limits(policy: PickPolicy) -> list[str]:
     return [*before, *(["--skip"] if policy.skip else [])]
 
 
-def none_usable(done: Search) -> NoneUsable:
+def why_none(done: RunSearch) -> NoStep:
     """Why no step is chosen although there are some."""
-    roots, choice = done.roots, done.choice
-    over = choice.passed_over
-    if choice.stopped == "unknown":
+    over = done.passed_over
+    if done.stopped is NoStepReason.NOT_INSPECTED:
         return _not_inspected(done)
-    if choice.stopped == "branch" and choice.order is not None:
-        return NoneUsable(NoStepReason.TWO_BRANCHES, *_two_branches(done, choice.order))
-    if choice.stopped == "not-shared" and choice.not_shared is not None:
-        message = f"no usable step: {choice.not_shared.message}; do not start fresh over them"
-        return NoneUsable(NoStepReason.NOT_SHARED, message, "ckptctl explain root.not-shared")
+    if done.stopped is NoStepReason.TWO_BRANCHES and done.order is not None:
+        return _two_branches(done, done.order)
+    if done.stopped is NoStepReason.NOT_SHARED and done.not_shared is not None:
+        message = f"no usable step: {done.not_shared.message}; do not start fresh over them"
+        return NoStep(NoStepReason.NOT_SHARED, message, "ckptctl explain root.not-shared")
     if not over:
-        return NoneUsable(NoStepReason.EXCLUDED, *_none_left(done))
+        return _none_left(done)
     if all(one.report.exit_code == EXIT_STATE_MISSING for one in over):
         first = over[0]
         message = (
@@ -292,14 +262,14 @@ def none_usable(done: Search) -> NoneUsable:
             f"{first.report.number}: {first.reason}"
         )
         show = command_line("show", first.report.url)
-        return NoneUsable(NoStepReason.STATE_MISSING, message, show)
-    if choice.stopped == "suspect":
+        return NoStep(NoStepReason.STATE_MISSING, message, show)
+    if done.stopped is NoStepReason.TOO_MANY_DAMAGED:
         message = (
-            f"{counted(len(choice.damaged), 'damaged step')}, more than "
+            f"{counted(len(done.damaged), 'damaged step')}, more than "
             f"--max-fallback {done.policy.max_fallback} allows: check the storage before using an "
-            f"older step; {_newest_sound(choice)}"
+            f"older step; {_newest_sound(done)}"
         )
-        return NoneUsable(NoStepReason.TOO_MANY_DAMAGED, message, past_damaged(roots))
+        return NoStep(NoStepReason.TOO_MANY_DAMAGED, message, past_damaged(done.roots))
     word = next(word for word in _BY_STEP if any(one.word is word for one in over))
     reason = NoStepReason.ALL_DAMAGED if word is NoStepReason.DAMAGED else word
     newest = next(one.report for one in over if one.word is word)
@@ -308,21 +278,20 @@ def none_usable(done: Search) -> NoneUsable:
         "start fresh over them"
     )
     if not any(one.word in (NoStepReason.REJECTED, NoStepReason.UNVERIFIABLE) for one in over):
-        message += f"; {_newest_sound(choice)}"
+        message += f"; {_newest_sound(done)}"
     faults = [one.report.with_severity(Severity.FAULT) for one in over]
     if all(found and found[0].code == "format.unsupported" for found in faults):
-        return NoneUsable(reason, message, "ckptctl explain format.unsupported")
+        return NoStep(reason, message, "ckptctl explain format.unsupported")
     if reason is NoStepReason.ALL_DAMAGED:
-        return NoneUsable(reason, message, storage_corruption(roots))
+        return NoStep(reason, message, storage_corruption(done.roots))
     shows = "show" if reason is NoStepReason.STATE_MISSING else "verify"
-    return NoneUsable(reason, message, command_line(shows, newest.url))
+    return NoStep(reason, message, command_line(shows, newest.url))
 
 
-def _not_inspected(done: Search) -> NoneUsable:
-    choice = done.choice
-    report = choice.unknown[-1]
+def _not_inspected(done: RunSearch) -> NoStep:
+    report = done.unknown[-1]
     number = report.number
-    why = next(one.reason for one in choice.passed_over if one.report is report)
+    why = next(one.reason for one in done.passed_over if one.report is report)
     message = f"step {number} could not be inspected, so no older one is chosen: {why}"
     next_command = _remedy(report)
     if next_command is None:
@@ -332,10 +301,11 @@ def _not_inspected(done: Search) -> NoneUsable:
             root = done.opened_roots[candidate.root_index].store.url
         message += "; check the storage, then wait and try again, or wait longer with --timeout"
         next_command = command_line("doctor", "storage", root)
-    return NoneUsable(NoStepReason.NOT_INSPECTED, message, next_command)
+    code = max(report.exit_code for report in done.unknown)
+    return NoStep(NoStepReason.NOT_INSPECTED, message, next_command, code)
 
 
-def _two_branches(done: Search, order: WriteOrder) -> tuple[str, str]:
+def _two_branches(done: RunSearch, order: WriteOrder) -> NoStep:
     """That the run went back, and how to choose one of its two branches."""
     last, skipped = order.last.number, ",".join(str(one.number) for one in order.later)
     number = order.own.number if order.own is not None else last
@@ -344,7 +314,8 @@ def _two_branches(done: Search, order: WriteOrder) -> tuple[str, str]:
         f"--before {last + 1} chooses the branch that was written last, --skip {skipped} step "
         f"{number}, and `ckptctl reject` on the steps of the other branch decides it for good"
     )
-    return message, command_line("pick", *done.roots.words, "--before", last + 1)
+    next_command = command_line("pick", *done.roots.words, "--before", last + 1)
+    return NoStep(NoStepReason.TWO_BRANCHES, message, next_command)
 
 
 def _remedy(report: Report) -> str | None:
@@ -356,7 +327,7 @@ def _remedy(report: Report) -> str | None:
     return next((each for each in given if each and not each.startswith("ckptctl verify ")), None)
 
 
-def _none_left(done: Search) -> tuple[str, str]:
+def _none_left(done: RunSearch) -> NoStep:
     """Which options exclude every step, and what to run next.
 
     `verify` leads from a damaged step to `--before` its number: where that is the oldest step,
@@ -373,9 +344,10 @@ def _none_left(done: Search) -> tuple[str, str]:
     )
     message = f"{' and '.join(given)} {verb(len(given), 'excludes', 'exclude')} {excluded}"
     if policy.before == first:
-        return message, storage_corruption(done.roots)
+        return NoStep(NoStepReason.EXCLUDED, message, storage_corruption(done.roots))
     url = join_url(done.opened_roots[oldest.root_index].store.url, oldest.named.name)
-    return message, command_line("verify", url, "--level", "content")
+    next_command = command_line("verify", url, "--level", "content")
+    return NoStep(NoStepReason.EXCLUDED, message, next_command)
 
 
 def storage_corruption(roots: Roots) -> str:
@@ -391,12 +363,12 @@ def past_damaged(roots: Roots) -> str:
     return command_line("runbook", "run", "rb-7", *roots.words)
 
 
-def _newest_sound(choice: Choice) -> str:
+def _newest_sound(search: Search) -> str:
     """Which step is sound although none is chosen, or that there is none."""
-    level = choice.passed_over[-1].report.level.value
-    further = choice.further
+    level = search.passed_over[-1].report.level.value
+    further = search.further
     if further is None or not (further.chosen or further.passed_over):
-        whole = [one for one in choice.passed_over if one.report.verdict is Verdict.COMPLETE]
+        whole = [one for one in search.passed_over if one.report.verdict is Verdict.COMPLETE]
         if whole:
             return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
         return f"no step is sound at {level}"

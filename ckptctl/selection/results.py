@@ -8,9 +8,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import NothingToResume
-from ckptctl.findings import Finding, Report, Verdict
+from ckptctl.errors import NothingToResume, StorageError, UsageError
+from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formatting import safe, some_of
 from ckptctl.model import (
@@ -108,6 +110,47 @@ class NoStepReason(StrEnum):
     """The root is that of a new run (10)."""
     NO_ROOT = "no-root"
     """The root does not exist (10)."""
+
+
+_ANSWERS = {
+    NoStepReason.NEW_RUN: Answer.FRESH,
+    NoStepReason.NO_ROOT: Answer.FRESH,
+    NoStepReason.NOT_INSPECTED: Answer.UNKNOWN,
+    NoStepReason.SAVE_RUNNING: Answer.UNKNOWN,
+    NoStepReason.TWO_BRANCHES: Answer.UNDECIDED,
+}
+
+_EXIT_CODES = {
+    Answer.FRESH: EXIT_FRESH,
+    Answer.UNKNOWN: StorageError.exit_code,
+    Answer.UNDECIDED: UsageError.exit_code,
+}
+
+
+class NoStep(msgspec.Struct, frozen=True):
+    """Why no step is chosen, and what to run next."""
+
+    reason: NoStepReason
+    message: str
+    next_command: str | None = None
+    code: int | None = None
+    """The exit code of an error that is more precise than that of the answer."""
+    missing: tuple[str, ...] = ()
+    """The roots that do not exist."""
+    similar: tuple[str, ...] = ()
+    """Addresses beside them with similar names."""
+    created: str = ""
+    """The message where they are created."""
+
+    @property
+    def answer(self) -> Answer:
+        """The answer of `pick`, which follows from the reason."""
+        return _ANSWERS.get(self.reason, Answer.NONE_USABLE)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the answer: 2, 10, 11, 75 or 77."""
+        return self.code or _EXIT_CODES.get(self.answer, EXIT_NONE_USABLE)
 
 
 @dataclass(frozen=True, slots=True)

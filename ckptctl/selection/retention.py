@@ -33,9 +33,8 @@ from ckptctl.options import PickPolicy, Requirements
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
     Candidate,
-    Choice,
+    Search,
     by_number,
-    choose_copy,
     in_order,
     refusal,
     why_not,
@@ -257,23 +256,23 @@ class RetentionPlan:
 
     def _count(self, prove: Prove) -> None:
         """Find the newest steps that count, in the way that `pick` finds the newest step."""
-        choice = Choice()
+        search = Search(self._inspector, self._rules.policy)
         for copies, older in by_number(self._compared):
             if len(self._counted) == self._rules.keep:
                 return
             beside = [copy for copy in copies if copy.root_index != 0]
             for copy in (copy for copy in copies if copy.root_index == 0):
                 name = copy.named.name
-                taken = partial(self._taken, copy, older, beside, choice, prove)
+                taken = partial(self._taken, copy, older, beside, search, prove)
                 other_count = self._incomparable(copy.named)
-                reason = other_count or self._cannot_count(name, choice) or taken()
+                reason = other_count or self._cannot_count(name, search) or taken()
                 if reason is None:
                     break
                 self._decisions[name] = self._decision(name, f"{reason}: does not count")
                 if self._branches is not None:
                     return
 
-    def _cannot_count(self, name: str, choice: Choice) -> str | None:
+    def _cannot_count(self, name: str, search: Search) -> str | None:
         """Why the listing excludes a step; None if a deeper inspection is useful."""
         inspected = self._inspections[name]
         report = inspected.report
@@ -281,7 +280,7 @@ class RetentionPlan:
             return "not recognised as a checkpoint"
         over = refusal(report, self._rules.policy)
         if over is not None:
-            choice.passed_over.append(over)
+            search.passed_over.append(over)
             if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
                 return SEALED_UNVERIFIABLE
             return report.verdict.value if report.verdict is not Verdict.COMPLETE else over.reason
@@ -299,7 +298,7 @@ class RetentionPlan:
         copy: Candidate,
         older: Sequence[Candidate],
         beside: Sequence[Candidate],
-        choice: Choice,
+        search: Search,
         prove: Prove,
     ) -> str | None:
         """Count a step that `pick` would choose and whose bytes are proven; else why not."""
@@ -309,9 +308,10 @@ class RetentionPlan:
             consulted.append(candidate)
             return self._inspector(candidate, at_least)
 
-        step = choose_copy([copy], older, asked, self._rules.policy, choice, beside)
-        if not choice.add(step):
-            over = step.passed_over
+        search.inspect = asked
+        n_over = len(search.passed_over)
+        if not search.try_copies([copy], older, beside):
+            over = search.passed_over[n_over:]
             # `pick` continues with the options that would accept the step.
             reason = over[0].reason.partition(": a resume from here")[0] if over else ""
             return reason or "not recognised as a checkpoint"

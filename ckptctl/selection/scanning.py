@@ -16,12 +16,12 @@ from ckptctl.formatting import command_line
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.choosing import Candidate, Choice
+from ckptctl.selection.choosing import Candidate, Search
 from ckptctl.selection.empty_roots import check_unnumbered
 from ckptctl.selection.picking import answer_of
 from ckptctl.selection.results import Scan
 from ckptctl.selection.roots import list_all
-from ckptctl.selection.searching import Search, search
+from ckptctl.selection.searching import RunSearch, search
 from ckptctl.selection.targets import roots_in
 from ckptctl.selection.write_order import write_order
 
@@ -73,11 +73,10 @@ def scan(
             storage,
             lambda store, pattern: list_all(store, pattern, last),
         )
-        choice = done.choice
-        steps = [c for c in done.candidates if c not in choice.no_steps]
+        steps = [c for c in done.candidates if c not in done.no_steps]
         shown, older = steps[:last], steps[len(steps[:last]) :]
         # The chosen one is shown wherever it is.
-        beyond = [c for c in older if choice.chosen and done.inspect.found(c) is choice.chosen]
+        beyond = [c for c in older if done.chosen and done.inspect.found(c) is done.chosen]
         reports = _reports(done, [*shown, *beyond], on_report)
         n_older = len(older) - len(beyond)
         more_before = shown[-1].named.number if n_older and shown else None
@@ -85,24 +84,24 @@ def scan(
 
 
 def _reports(
-    done: Search, shown: Iterable[Candidate], on_report: OnReport | None
+    done: RunSearch, shown: Iterable[Candidate], on_report: OnReport | None
 ) -> tuple[Report, ...]:
     reports = []
     # Steps that no longer decide anything are inspected once, at the requested level.
     done.inspect.level = done.policy.level or Level.LISTING
     done.inspect.confirm = False
-    reasons = reasons_of(done.choice)
+    reasons = reasons_of(done)
     for candidate in shown:
         report = done.inspect(candidate, Level.LISTING)
         if candidate.named.bare and not report.parts:
             continue
         reports.append(report)
         if on_report is not None:
-            on_report(report, report is done.choice.chosen, reasons.get(report.url))
+            on_report(report, report is done.chosen, reasons.get(report.url))
     return tuple(_with_branches(done, reports))
 
 
-def _with_branches(done: Search, reports: Sequence[Report]) -> Iterator[Report]:
+def _with_branches(done: RunSearch, reports: Sequence[Report]) -> Iterator[Report]:
     """The reports, with a claim about the branch of each step. Cost: none; all are listed."""
     left = (Verdict.REJECTED, Verdict.SUPERSEDED)
     by_root: dict[int, list[SaveTimes]] = {}
@@ -113,27 +112,26 @@ def _with_branches(done: Search, reports: Sequence[Report]) -> Iterator[Report]:
             by_root.setdefault(candidate.root_index, []).append(times)
             own[inspected.report.url] = candidate.root_index, times
     for report in reports:
-        if report is done.choice.chosen or report.url not in own:
+        if report is done.chosen or report.url not in own:
             yield report
             continue
         place, times = own[report.url]
         yield report.with_claim(write_order(times, by_root[place]).claim)
 
 
-def reasons_of(choice: Choice) -> dict[str, str]:
+def reasons_of(search: Search) -> dict[str, str]:
     """Why `pick` skipped steps, by their addresses."""
-    searches = (choice, choice.further) if choice.further else (choice,)
+    searches = (search, search.further) if search.further else (search,)
     return {over.report.url: over.reason for one in searches for over in one.passed_over}
 
 
 def _answer(
-    done: Search,
+    done: RunSearch,
     requirements: Requirements,
     reports: tuple[Report, ...],
     n_older: int,
     more_before: int | None,
 ) -> Scan:
-    choice = done.choice
     findings = [*done.findings]
     for root in done.opened_roots if done.n_steps else ():
         findings += check_unnumbered(root.store, root.listing)
@@ -150,7 +148,7 @@ def _answer(
         exit_code=found.exit_code,
         next_command=_deeper(chosen) if chosen else found.next_command,
         message=found.message,
-        refused=tuple(reasons_of(choice).items()),
+        refused=tuple(reasons_of(done).items()),
         n_older=n_older,
         more_before=more_before,
         reason=found.reason,

@@ -6,13 +6,13 @@ Opens the roots, lists each once, and lets `choosing` inspect from the newest st
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.claims import Claim
-from ckptctl.data_classes import dataclass, replace
+from ckptctl.data_classes import replace
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import (
@@ -32,15 +32,13 @@ from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import RecordedResume, left_behind, ruled_out
 from ckptctl.selection.choosing import (
     Candidate,
-    Choice,
-    choose,
-    decide_branch,
+    Search,
     further_by_another_count,
     in_order,
-    suspect_storage,
 )
 from ckptctl.selection.doubtful_names import pattern_of
 from ckptctl.selection.not_shared import not_shared
+from ckptctl.selection.results import NoStep, NoStepReason
 from ckptctl.selection.roots import (
     RootListing,
     check_counted_further,
@@ -60,7 +58,6 @@ from ckptctl.storage.opening import base_name, open_store
 
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked
-    from ckptctl.selection.empty_roots import Beginning
 
 ListRoot = Callable[[Store, re.Pattern[str] | None], tuple[RootListing, Trees]]
 
@@ -70,33 +67,188 @@ def names_only(store: Store, pattern: re.Pattern[str] | None) -> tuple[RootListi
     return list_root(store, pattern), {}
 
 
-@dataclass(slots=True)
-class Search:
-    """The roots of one run, open and listed, and the step that was chosen.
+class RunSearch(Search):
+    """The search of the roots of one run, which stay open until the caller's stack ends.
 
-    `candidates` are the steps that the policy allows, newest first. `beginning` explains
-    why no step was chosen, if the roots contain only unfinished saves or nothing.
+    `candidates` are the steps that the policy allows, newest first. `findings` are about the
+    roots, not about a step. `new_run` is what it means that no step was chosen, where the roots
+    contain only unfinished saves or nothing.
     """
 
-    roots: Roots
-    opened_roots: tuple[OpenRoot, ...]
-    policy: PickPolicy
     inspect: CachingInspector
-    candidates: list[Candidate]
-    choice: Choice
-    findings: list[Finding]
-    beginning: Beginning | None
+
+    def __init__(
+        self,
+        roots: Roots,
+        opened_roots: tuple[OpenRoot, ...],
+        inspector: CachingInspector,
+        policy: PickPolicy,
+    ) -> None:
+        super().__init__(inspector, policy)
+        self.roots = roots
+        self.opened_roots = opened_roots
+        self.candidates = in_order(candidates_of(opened_roots), policy)
+        self.findings: list[Finding] = []
+        self.new_run: NoStep | None = None
+
+    @property
+    def chosen_candidate(self) -> Candidate | None:
+        """The candidate that is chosen."""
+        return self.inspect.candidate_of(self.chosen)
 
     @property
     def opened(self) -> OpenStep | None:
         """The chosen step, open."""
-        inspected = self.inspect.inspected.values()
-        return next((one.opened for one in inspected if one.report is self.choice.chosen), None)
+        chosen = self.chosen_candidate
+        return None if chosen is None else self.inspect.inspected[chosen].opened
 
     @property
     def n_steps(self) -> int:
         """The number of all steps, including those that the policy excludes."""
-        return len(candidates_of(self.opened_roots)) - len(self.choice.no_steps)
+        return len(candidates_of(self.opened_roots)) - len(self.no_steps)
+
+    def run(self, storage: StorageOptions) -> None:
+        """Choose a step, and compare it with what the roots show besides; see `search`."""
+        self.choose(self.candidates)
+        self._check_are_steps()
+        self._check_counts()
+        self._check_branch()
+        self._check_shared()
+        self.findings = self._root_findings()
+        if self.chosen is None and self.stopped not in (
+            NoStepReason.TWO_BRANCHES,
+            NoStepReason.NOT_SHARED,
+        ):
+            self.new_run = self._new_run(storage)
+
+    def _check_are_steps(self) -> None:
+        """Raise `UsageError` if all that has the name of a step is the root of a run."""
+        over = [one.report for one in self.passed_over]
+        nested = [r for r in over if any(one.code == "step.nested" for one in r.findings)]
+        if self.chosen is None and nested and nested == over:
+            roots = ", ".join(root.store.url for root in self.opened_roots)
+            inside = some_of([base_name(report.url) for report in nested])
+            do = verb(len(nested), "does", "do")
+            raise UsageError(
+                f"{roots} holds no steps itself, but {inside} in it {do}",
+                next_command=command_line("scan", nested[0].url),
+            )
+
+    def _check_counts(self) -> None:
+        """Raise `UsageError` if a save whose name has another count is further than the chosen."""
+        chosen = self.chosen_candidate
+        other = chosen and further_by_another_count(
+            chosen, self.candidates, self.inspect, self.policy
+        )
+        if chosen is None or other is None:
+            return
+        root = self.opened_roots[other.root_index].store.url
+        counts = [counted_by(one.named.layout) for one in (chosen, other)]
+        raise UsageError(
+            f"{chosen.named.name} counts {counts[0]} and {other.named.name} counts {counts[1]}, so "
+            f"their numbers cannot be compared; {other.named.name} {self._how_far(other)}, and "
+            f"{chosen.named.name} {self._how_far(chosen)}: select the saves of one count by "
+            "--pattern, or give the step itself",
+            next_command=command_line("scan", root, "--pattern", pattern_of(other.named)),
+        )
+
+    def _how_far(self, candidate: Candidate) -> str:
+        """What is known of how far a save is, for a message."""
+        report = self.inspect(candidate, Level.LISTING)
+        step = train_step_of(report.layout, report.number, report.state.step.value)
+        if step is not None:
+            return f"is of training step {step:,}"
+        if report.written_s is not None:
+            return f"was written at {rfc3339(report.written_s, 'seconds')}"
+        return "does not show how far it is"
+
+    def _check_branch(self) -> None:
+        """Claim that the chosen step is on the branch of the run, or stop where it is not."""
+        chosen = self.chosen_candidate
+        if chosen is None:
+            return
+        order = branch_of(chosen, self.candidates, self.opened_roots, self.inspect)
+        self.chosen = self.inspect.claim(chosen, order.claim)
+        self.decide_branch(order)
+
+    def _check_shared(self) -> None:
+        """Recognize steps that lack the same ranks; without a step to choose, it is the answer."""
+        over = {id(one.report) for one in self.passed_over}
+        known = [one for one in self.inspect.inspected.values() if id(one.report) in over]
+        self.not_shared = not_shared(known)
+        if self.not_shared is not None and self.chosen is None and not self.unknown:
+            self.stopped = NoStepReason.NOT_SHARED
+
+    def _root_findings(self) -> list[Finding]:
+        """Findings about the roots themselves.
+
+        Cost: a read of each pointer, an inspection of each older step that one names, and what
+        `check_further` takes.
+        """
+        chosen = self.chosen_candidate
+        number = chosen.named.number if chosen else None
+        findings = [*unavailable(self.opened_roots), *self.suspect_storage()]
+        for root in self.opened_roots:
+            findings += duplicates(root.listing.steps)
+            findings += too_large_numbers(root.listing)
+            named = pointer_numbers(root.store, root.listing)
+            findings += check_pointers(named, root.listing, number)
+            findings += check_reported(root.store, root.listing, chosen.named if chosen else None)
+            if number is not None:
+                findings += check_further(root.store, root.listing, number)
+            if chosen is not None and self.opened_roots[chosen.root_index] is root:
+                known = self.inspect.inspected[chosen]
+                report = known.report
+                trained = train_step_of(report.layout, report.number, report.state.step.value)
+                findings += check_counted_further(root.store, root.listing, known.opened, trained)
+        return [*findings, *self._two_branches()]
+
+    def _two_branches(self) -> Iterator[Finding]:
+        """Yield `root.two-branches` where lower steps were written after the chosen one."""
+        order = self.order
+        if order is None or order.own is None:
+            return
+        if order.order not in (Order.WENT_BACK, Order.DOUBTFUL):
+            return
+        own, last = order.own, order.last
+        message = (
+            f"step {last.number} was written after step {own.number}: they are of two branches of "
+            "the run"
+        )
+        if order.order is Order.DOUBTFUL:
+            message = (
+                f"{order.why}: if they were not copied, the run went back to an earlier step, and "
+                f"step {own.number} is of the branch that it left"
+            )
+        yield Finding(
+            "root.two-branches",
+            last.name,
+            message,
+            expected="steps written in the order of their numbers",
+            found=f"step {last.number} written after step {own.number}",
+            next_command=command_line("pick", *self.roots.urls, "--before", last.number + 1),
+        )
+
+    def _new_run(self, storage: StorageOptions) -> NoStep | None:
+        """What it means that no step was chosen, if the roots hold none but unfinished saves.
+
+        None where they hold anything else: then it is no question whether the run is new.
+        """
+        over = [one.report for one in self.passed_over]
+        n_steps = sum(len(root.listing.steps) for root in self.opened_roots)
+        unfinished = all(report.left_unfinished for report in over)
+        if len(self.no_steps) + len(over) < n_steps or not unfinished:
+            return None
+        from ckptctl.selection.empty_roots import without_steps
+
+        pointers = [finding for finding in self.findings if finding.code == "pointer.differs"]
+        return without_steps(
+            self.opened_roots,
+            interrupted=over,
+            pointers=pointers,
+            open_other=partial(open_store, storage=storage),
+            ignore=self.policy.ignore,
+        )
 
 
 def search(
@@ -107,99 +259,19 @@ def search(
     storage: StorageOptions,
     list_steps: ListRoot = names_only,
     seal_bytes: SealBytes | None = None,
-) -> Search:
+) -> RunSearch:
     """Open the roots until `stack` ends, list each, and choose a step.
 
-    Raises as `open_roots` and `decide_beginning` do. Cost: one call of `list_steps` for each root,
+    Raises as `open_roots` and `without_steps` do. Cost: one call of `list_steps` for each root,
     and the inspection of each step that decides the choice.
     """
     check_marks_file(requirements.marks)
     pattern = compile_pattern(requirements.pattern)
     opened_roots = open_roots(stack, roots, lambda store: list_steps(store, pattern), storage)
     inspector = CachingInspector(opened_roots, requirements, policy.level, seal_bytes)
-    candidates = in_order(candidates_of(opened_roots), policy)
-    choice = choose(candidates, inspector, policy)
-    _check_are_steps(opened_roots, choice)
-    _check_counts(opened_roots, candidates, inspector, policy, choice)
-    _check_branch(opened_roots, candidates, inspector, choice)
-    _check_shared(inspector, choice)
-    findings = root_findings(opened_roots, choice, inspector)
-    beginning = None
-    if choice.chosen is None and choice.stopped not in ("branch", "not-shared"):
-        beginning = _beginning(opened_roots, choice, findings, storage, policy.ignore)
-    return Search(roots, opened_roots, policy, inspector, candidates, choice, findings, beginning)
-
-
-def _check_branch(
-    opened_roots: Sequence[OpenRoot],
-    candidates: Sequence[Candidate],
-    inspector: CachingInspector,
-    choice: Choice,
-) -> None:
-    """Claim that the chosen step is on the branch of the run, or stop where it is not."""
-    chosen = inspector.candidate_of(choice.chosen)
-    if chosen is None or choice.chosen is None:
-        return
-    order = branch_of(chosen, candidates, opened_roots, inspector)
-    choice.chosen = inspector.claim(chosen, order.claim)
-    decide_branch(choice, order)
-
-
-def _check_shared(inspector: CachingInspector, choice: Choice) -> None:
-    """Recognize steps that lack the same ranks; without a step to choose, that is the answer."""
-    over = {id(one.report) for one in choice.passed_over}
-    known = [one for one in inspector.inspected.values() if id(one.report) in over]
-    choice.not_shared = not_shared(known)
-    if choice.not_shared is not None and choice.chosen is None and not choice.unknown:
-        choice.stopped = "not-shared"
-
-
-def _check_are_steps(opened_roots: Sequence[OpenRoot], choice: Choice) -> None:
-    """Raise `UsageError` if all that has the name of a step is the root of a run."""
-    over = [one.report for one in choice.passed_over]
-    nested = [r for r in over if any(one.code == "step.nested" for one in r.findings)]
-    if choice.chosen is None and nested and nested == over:
-        roots = ", ".join(root.store.url for root in opened_roots)
-        inside = some_of([base_name(report.url) for report in nested])
-        do = verb(len(nested), "does", "do")
-        raise UsageError(
-            f"{roots} holds no steps itself, but {inside} in it {do}",
-            next_command=command_line("scan", nested[0].url),
-        )
-
-
-def _check_counts(
-    opened_roots: Sequence[OpenRoot],
-    candidates: Sequence[Candidate],
-    inspector: CachingInspector,
-    policy: PickPolicy,
-    choice: Choice,
-) -> None:
-    """Raise `UsageError` if a save whose name has another count is further than the chosen one."""
-    chosen = inspector.candidate_of(choice.chosen)
-    other = chosen and further_by_another_count(chosen, candidates, inspector, policy)
-    if chosen is None or other is None:
-        return
-    root = opened_roots[other.root_index].store.url
-    counts = [counted_by(one.named.layout) for one in (chosen, other)]
-    raise UsageError(
-        f"{chosen.named.name} counts {counts[0]} and {other.named.name} counts {counts[1]}, so "
-        f"their numbers cannot be compared; {other.named.name} {_how_far(inspector, other)}, and "
-        f"{chosen.named.name} {_how_far(inspector, chosen)}: select the saves of one count by "
-        "--pattern, or give the step itself",
-        next_command=command_line("scan", root, "--pattern", pattern_of(other.named)),
-    )
-
-
-def _how_far(inspector: CachingInspector, candidate: Candidate) -> str:
-    """What is known of how far a save is, for a message."""
-    report = inspector(candidate, Level.LISTING)
-    step = train_step_of(report.layout, report.number, report.state.step.value)
-    if step is not None:
-        return f"is of training step {step:,}"
-    if report.written_s is not None:
-        return f"was written at {rfc3339(report.written_s, 'seconds')}"
-    return "does not show how far it is"
+    found = RunSearch(roots, opened_roots, inspector, policy)
+    found.run(storage)
+    return found
 
 
 class CachingInspector:
@@ -329,31 +401,6 @@ class CachingInspector:
         )
 
 
-def _beginning(
-    opened_roots: Sequence[OpenRoot],
-    choice: Choice,
-    findings: Sequence[Finding],
-    storage: StorageOptions,
-    ignore: Collection[str],
-) -> Beginning | None:
-    """What it means that no step was chosen, where the roots hold none but unfinished saves.
-
-    None where they hold anything else: then it is no question whether the run is new.
-    """
-    over = [one.report for one in choice.passed_over]
-    n_steps = sum(len(root.listing.steps) for root in opened_roots)
-    unfinished = all(report.left_unfinished for report in over)
-    if len(choice.no_steps) + len(over) < n_steps or not unfinished:
-        return None
-    from ckptctl.selection.empty_roots import decide_beginning
-
-    pointers = [finding for finding in findings if finding.code == "pointer.differs"]
-    opened = partial(open_store, storage=storage)
-    return decide_beginning(
-        opened_roots, interrupted=over, pointers=pointers, open_other=opened, ignore=ignore
-    )
-
-
 def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
     """The steps of all roots, each with the place of its root."""
     return [
@@ -361,59 +408,6 @@ def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
         for place, root in enumerate(opened_roots)
         for named in root.listing.steps
     ]
-
-
-def root_findings(
-    opened_roots: Sequence[OpenRoot], choice: Choice, inspector: CachingInspector
-) -> list[Finding]:
-    """Findings about the roots themselves.
-
-    Cost: a read of each pointer, an inspection of each older step that one names, and what
-    `check_further` takes.
-    """
-    chosen = inspector.candidate_of(choice.chosen)
-    number = chosen.named.number if chosen else None
-    findings = [*unavailable(opened_roots), *suspect_storage(choice)]
-    for root in opened_roots:
-        findings += duplicates(root.listing.steps)
-        findings += too_large_numbers(root.listing)
-        named = pointer_numbers(root.store, root.listing)
-        findings += check_pointers(named, root.listing, number)
-        findings += check_reported(root.store, root.listing, chosen.named if chosen else None)
-        if number is not None:
-            findings += check_further(root.store, root.listing, number)
-        if chosen is not None and opened_roots[chosen.root_index] is root:
-            known = inspector.inspected[chosen]
-            report = known.report
-            trained = train_step_of(report.layout, report.number, report.state.step.value)
-            findings += check_counted_further(root.store, root.listing, known.opened, trained)
-    findings += two_branches(choice.order, opened_roots)
-    return findings
-
-
-def two_branches(order: WriteOrder | None, opened_roots: Sequence[OpenRoot]) -> Iterator[Finding]:
-    """Yield `root.two-branches` where lower steps were written after the chosen one."""
-    if order is None or order.own is None or order.order not in (Order.WENT_BACK, Order.DOUBTFUL):
-        return
-    own, last = order.own, order.last
-    message = (
-        f"step {last.number} was written after step {own.number}: they are of two branches of the "
-        "run"
-    )
-    if order.order is Order.DOUBTFUL:
-        message = (
-            f"{order.why}: if they were not copied, the run went back to an earlier step, and step "
-            f"{own.number} is of the branch that it left"
-        )
-    roots = [root.store.url for root in opened_roots]
-    yield Finding(
-        "root.two-branches",
-        last.name,
-        message,
-        expected="steps written in the order of their numbers",
-        found=f"step {last.number} written after step {own.number}",
-        next_command=command_line("pick", *roots, "--before", last.number + 1),
-    )
 
 
 def branch_of(

@@ -23,7 +23,7 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import SETTLE_S, PickPolicy, Requirements
 from ckptctl.selection.choosing import refusal
-from ckptctl.selection.empty_roots import decide_beginning
+from ckptctl.selection.empty_roots import without_steps
 from ckptctl.selection.picking import past_damaged, pick_step
 from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root
@@ -102,9 +102,7 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
         steps = [named for root in opened_roots for named in root.listing.steps]
         if not steps:
             opened = partial(open_store, storage=selection.storage)
-            begins = decide_beginning(
-                opened_roots, open_other=opened, ignore=selection.policy.ignore
-            )
+            begins = without_steps(opened_roots, open_other=opened, ignore=selection.policy.ignore)
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
                     begins.message,

@@ -11,12 +11,12 @@ from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.options import PickPolicy
 from ckptctl.selection.choosing import (
     Candidate,
+    Search,
     absent_kinds,
-    choose,
     demanded,
     in_order,
-    suspect_storage,
 )
+from ckptctl.selection.results import NoStepReason
 
 ALL = STATE_KINDS
 
@@ -67,7 +67,9 @@ class Root:
 
     def choose(self, policy: PickPolicy | None = None):
         policy = policy or PickPolicy()
-        return choose(in_order(self.candidates, policy), self.look, policy)
+        search = Search(self.look, policy)
+        search.choose(in_order(self.candidates, policy))
+        return search
 
 
 def steps(*reports: Report) -> Root:
@@ -94,12 +96,14 @@ def test_a_step_with_a_fault_is_passed_over_with_its_reason(code):
 
 def test_a_step_that_could_not_be_looked_at_stops_the_search():
     choice = steps(report(2, "step.unknown"), report(1)).choose()
-    assert (choice.chosen, choice.stopped, choice.exit_code) == (None, "unknown", 75)
+    assert (choice.chosen, choice.stopped) == (None, NoStepReason.NOT_INSPECTED)
+    assert [one.exit_code for one in choice.unknown] == [75]
 
 
 def test_denied_access_stops_the_search_with_its_own_exit_code():
     choice = steps(report(2, "step.denied"), report(1)).choose()
-    assert (choice.chosen, choice.stopped, choice.exit_code) == (None, "unknown", 77)
+    assert (choice.chosen, choice.stopped) == (None, NoStepReason.NOT_INSPECTED)
+    assert [one.exit_code for one in choice.unknown] == [77]
 
 
 def test_another_root_that_holds_the_unknown_step_answers_for_it():
@@ -112,7 +116,7 @@ def test_an_unknown_step_is_not_forgiven_because_another_root_holds_it_damaged()
         {(0, 2): report(2, "step.unknown"), (1, 2): report(2, "shard.truncated"), (1, 1): report(1)}
     )
     choice = made.choose()
-    assert (choice.chosen, choice.exit_code) == (None, 75)
+    assert (choice.chosen, choice.stopped) == (None, NoStepReason.NOT_INSPECTED)
 
 
 def test_skip_names_the_step_that_does_not_answer():
@@ -140,7 +144,7 @@ def test_two_damaged_steps_are_passed_over_and_the_third_ends_the_search():
     damaged = [report(n, "record.framing") for n in (5, 4, 3)]
     assert steps(*damaged[:2], report(1)).choose().chosen.number == 1
     choice = steps(*damaged, report(1)).choose()
-    assert (choice.chosen, choice.stopped, choice.exit_code) == (None, "suspect", 11)
+    assert (choice.chosen, choice.stopped) == (None, NoStepReason.TOO_MANY_DAMAGED)
 
 
 def test_interrupted_saves_do_not_count_as_damaged():
@@ -150,7 +154,7 @@ def test_interrupted_saves_do_not_count_as_damaged():
 
 def test_max_fallback_0_takes_the_newest_or_nothing():
     choice = steps(report(2, "shard.truncated"), report(1)).choose(PickPolicy(max_fallback=0))
-    assert (choice.chosen, choice.stopped) == (None, "suspect")
+    assert (choice.chosen, choice.stopped) == (None, NoStepReason.TOO_MANY_DAMAGED)
 
 
 def test_after_a_damaged_step_the_next_is_looked_at_more_closely():
@@ -172,13 +176,13 @@ def test_a_copy_in_another_root_does_not_make_a_step_damaged_twice():
 
 def test_two_damaged_steps_make_the_storage_path_suspect():
     choice = steps(report(3, "shard.truncated"), report(2, "range.overlap"), report(1)).choose()
-    (finding,) = suspect_storage(choice)
+    (finding,) = choice.suspect_storage()
     assert finding.code == "root.suspect"
     assert "3, 2" in finding.message
 
 
 def test_one_damaged_step_does_not():
-    assert list(suspect_storage(steps(report(3, "shard.truncated"), report(2)).choose())) == []
+    assert list(steps(report(3, "shard.truncated"), report(2)).choose().suspect_storage()) == []
 
 
 def test_a_step_that_lacks_what_its_predecessor_holds_is_passed_over():
@@ -256,7 +260,7 @@ def test_a_damaged_predecessor_is_not_asked_what_it_holds():
 
 def test_a_weights_only_step_is_not_taken_while_its_predecessor_does_not_answer():
     choice = steps(report(3, held=("model",)), report(2, "step.unknown"), report(1)).choose()
-    assert (choice.chosen, choice.exit_code) == (None, 75)
+    assert (choice.chosen, choice.stopped) == (None, NoStepReason.NOT_INSPECTED)
 
 
 def test_an_unverifiable_step_is_taken_only_where_that_is_accepted():
@@ -268,7 +272,8 @@ def test_an_unverifiable_step_is_taken_only_where_that_is_accepted():
 def test_a_folder_of_digits_without_tensors_is_no_step():
     made = steps(replace(report(2024, "metadata.missing"), parts=()))
     candidates = [Candidate(0, StepName("2024", 2024, "dcp", bare=True))]
-    choice = choose(candidates, made.look, PickPolicy())
+    choice = Search(made.look, PickPolicy())
+    choice.choose(candidates)
     assert (choice.passed_over, len(choice.no_steps)) == ([], 1)
 
 
