@@ -11,6 +11,7 @@ from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
 from ckptctl.cli.options import HtmlOpt, argument, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
+from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, duration, verb
 from ckptctl.loss.following import FollowOptions, follow_loss
@@ -21,11 +22,11 @@ from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import STDIN
-from ckptctl.storage.opening import local_path
+from ckptctl.storage.opening import local_path, parent_url
 
 EXAMPLES = (
     "ckptctl loss train.log",
-    "ckptctl loss old.log new.log --resume-report /shared/ckpt/run-1234",
+    "ckptctl loss old.log new.log --resume-from /shared/ckpt/run-1234/step_1200",
     "ckptctl loss --follow train.log --resume-report /shared/ckpt/run-1234 --timeout 1800",
 )
 EXIT_CODES = (0, 2, 30, 31, 32, 75, 77)
@@ -41,6 +42,14 @@ def loss(
     ] = None,
     log: Annotated[
         list[str] | None, option("--log FILE", "One more log, after those named as LOG.")
+    ] = None,
+    resume_from: Annotated[
+        str | None,
+        option(
+            "--resume-from STEP",
+            "The step that the job was told to resume from: its training step, its tokens and "
+            "the ranks that saved it, and the resume report in its root, are read there.",
+        ),
     ] = None,
     resume_step: Annotated[
         int | None,
@@ -149,6 +158,13 @@ def loss(
             min=0.1,
         ),
     ] = None,
+    print_verdict: Annotated[
+        bool,
+        option(
+            "--print-verdict",
+            "Print only the verdict on standard output, and the evidence on standard error.",
+        ),
+    ] = False,
     print_throughput: Annotated[
         bool,
         option(
@@ -187,17 +203,15 @@ def loss(
     if plot is not None:
         check_plot(plot)
     keys = _keys(key or ())
+    checkpoint = NamedCheckpoint(
+        resume_step, resume_tokens, resume_samples, resume_report, world_size, saved_world_size
+    )
+    if resume_from is not None:
+        checkpoint = _read_from(resume_from, checkpoint, storage)
     if follow:
         reports = follow_loss(
             paths,
-            NamedCheckpoint(
-                resume_step,
-                resume_tokens,
-                resume_samples,
-                resume_report,
-                world_size,
-                saved_world_size,
-            ),
+            checkpoint,
             follow=FollowOptions(timeout, max_steps, with_throughput=print_throughput),
             log_format=LogFormat(format, pattern, keys, tuple(ignore or ())),
             storage=storage,
@@ -207,12 +221,12 @@ def loss(
     else:
         report = ckptctl.check_loss(
             paths[:-1] if canary else paths,
-            resume_step=resume_step,
-            resume_tokens=resume_tokens,
-            resume_samples=resume_samples,
-            world_size=world_size,
-            saved_world_size=saved_world_size,
-            report=resume_report,
+            resume_step=checkpoint.step,
+            resume_tokens=checkpoint.tokens,
+            resume_samples=checkpoint.samples,
+            world_size=checkpoint.world_size,
+            saved_world_size=checkpoint.saved_world_size,
+            report=checkpoint.report,
             resume=_which(resume),
             strict=strict,
             canary=paths[-1] if canary else None,
@@ -235,8 +249,10 @@ def loss(
     if print_suspect:
         found = report.suspect
         bare = () if found is None else (f"{found.first} {found.last}",)
-    bare_only = print_throughput or print_suspect
-    width = None if bare_only else out.out.picture_width  # the chart answers another question
+    bare_only = print_throughput or print_suspect or print_verdict
+    # The chart answers another question than those of the other two.
+    channel = out.err if print_verdict else out.out
+    width = None if print_throughput or print_suspect else channel.picture_width
     out.answer(
         document_of("loss", report),
         lambda: loss_lines(report, width=width, unicode=out.out.unicode),
@@ -252,6 +268,25 @@ def loss(
 
 _WITHOUT_STEPS = ("loss.none", "loss.interleaved", "loss.counter")
 """Findings about logs that have nothing to compare with the step of a checkpoint."""
+
+
+def _read_from(step: str, given: NamedCheckpoint, storage: StorageOptions) -> NamedCheckpoint:
+    """The checkpoint with what a step holds, as far as the caller does not state it.
+
+    A step that counts no training steps, as a copy of weights, gives the report of its root.
+    Raises as `show` does. Cost: that of `show`.
+    """
+    contents = ckptctl.show(step, storage=storage)
+    if given.saved_world_size is None and (saved := contents.world_size) is not None:
+        given = replace(given, saved_world_size=None if saved.at_least else saved.size)
+    if given.step is not None or contents.train_step is None:
+        return given
+    return replace(
+        given,
+        step=contents.train_step,
+        tokens=contents.state.tokens.value if given.tokens is None else given.tokens,
+        report=given.report or parent_url(contents.url),
+    )
 
 
 def _check(paths: list[str], resume: str, *, canary: bool, follow: bool) -> None:

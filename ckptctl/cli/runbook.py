@@ -341,6 +341,7 @@ class TerminalPrompts:
         self.repeated = repeated
         self._explained: set[str] = set()
         self._burst = _Burst()
+        self._has_asked = False
 
     @property
     def attended(self) -> bool:
@@ -378,6 +379,8 @@ class TerminalPrompts:
     def about_to(self, block: Block, command: str | None, values: Mapping[str, Value]) -> None:
         """The command that runs; the block of the page if it is several, or with `verbose`."""
         self._burst = _Burst(block.brief and self._is_short)
+        if self._is_short and command is None and not block.changes:
+            return  # what it prints and what follows is enough of a script that only reads
         text = block.code if command is None or self.verbose else command
         self._say(*(_command(each) for each in text.splitlines()))
         self._say(
@@ -404,19 +407,24 @@ class TerminalPrompts:
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         """What was found, and what was expected if that is something else."""
-        if ended is None and self._is_beside(block, outcome):
+        has_asked, self._has_asked = self._has_asked, False
+        is_beside = ended is None and not has_asked and outcome.then != STOP
+        if is_beside and self._is_short and not self.dry_run:
             return
         usual = block.outcomes[0]
         is_usual = ended is not None and ended.exit_code == usual.first
+        if self._is_short and is_usual and outcome.then != STOP:
+            if hidden := self._burst.hidden:
+                self._say(_printed(f"({counted(len(hidden), 'more line')}: see the transcript)"))
+            mark = StyledText("✓" if self.out.err.unicode else "ok", "good")
+            self._say(line("  ", mark, f" {outcome.because}", hang=4))
+            return
         if ended is None:
             how = "assumed in a dry run" if self.dry_run and outcome is usual else "not run"
         else:
             how = f"exit code {ended.exit_code}"
             hidden = self._burst.hidden
-            if is_usual and hidden:
-                self._say(_printed(f"({counted(len(hidden), 'more line')}: see the transcript)"))
-            else:
-                self._say(*map(_printed, hidden))
+            self._say(*map(_printed, hidden))
             if not is_usual:
                 expected = f"  expected: exit code {usual.first}: {usual.because}"
                 self._say(line(expected, hang=4))
@@ -430,11 +438,6 @@ class TerminalPrompts:
                 hang=4,
             )
         )
-
-    def _is_beside(self, block: Block, outcome: Outcome) -> bool:
-        """Whether a block that did not run needs no line: nobody was asked, and the run goes on."""
-        is_asked = block.asks or block.changes or block.decides is not None
-        return self._is_short and not (self.dry_run or is_asked or outcome.then == STOP)
 
     @property
     def _is_short(self) -> bool:
@@ -468,6 +471,7 @@ class TerminalPrompts:
 
     def _answer(self, wanted: Input, question: str, suggestion: str | None = None) -> str | None:
         """A value of an input; empty for none, None to leave the run."""
+        self._has_asked = True
         while True:
             typed = self._typed(question)
             text = typed.strip() or (suggestion or "" if typed else "")
@@ -511,6 +515,7 @@ class TerminalPrompts:
         return self._asked("This changes something. Run it? [y]es, [n]o, [l]eave here: ")
 
     def _asked(self, question: str) -> bool | None:
+        self._has_asked = True
         while True:
             typed = self._typed(f"  {question}")
             if not typed:

@@ -23,6 +23,9 @@ DONE = "done"
 STOP = "stop"
 NEXT = "next"
 
+NOTHING = "(nothing)"
+"""In the column `prints`: standard output is empty."""
+
 _VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
 _EVALUATED = re.compile(r'\beval "\$\{?([A-Z][A-Z0-9_]*)\}?"')
 
@@ -117,7 +120,7 @@ class Outcome:
         if self.event:
             return self.event == "other"
         inside = self.first is not None and self.first <= exit_code <= (self.last or self.first)
-        return inside and self.prints in ("", printed)
+        return inside and self.prints in ("", printed or NOTHING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,25 @@ def test_the_counts_of_the_checkpoint_are_held_against_the_log_of_after(tmp_path
     assert finding["found"] == f"1,000,064 {what}"
 
 
+def test_the_step_that_was_resumed_from_gives_its_number_and_its_counts(tmp_path, checkpoints):
+    step = checkpoints / "run_fsdp4" / "step_100"
+    old = written(tmp_path / "old.jsonl", rows(1, 140))
+    new = written(tmp_path / "new.jsonl", rows(101, 160))
+    done = run_ckptctl("loss", old, new, "--resume-from", step, "--json")
+    point = validated(done.stdout)["assessments"][0]["resume"]["resume_point"]
+    held = int(run_ckptctl("show", step, "--print", "tokens").stdout)
+    assert (point["step"], point["tokens"], point["saved_world_size"]) == (100, held, 4)
+    other = run_ckptctl("loss", old, new, "--resume-from", step, "--resume-step", 20)
+    assert other.returncode == 30
+    assert run_ckptctl("loss", old, new, "--resume-from", tmp_path / "step_9").returncode == 2
+
+
+def test_the_verdict_alone_is_for_a_script_and_the_report_for_a_person(log):
+    done = run_ckptctl("loss", log(), "--print-verdict")
+    assert (done.returncode, done.stdout) == (0, "continuous\n")
+    assert done.stderr.startswith("continuous: ")
+
+
 def test_a_root_without_a_report_is_a_usage_error(tmp_path, log):
     done = run_ckptctl("loss", log(), "--resume-report", tmp_path)
     assert done.returncode == 2

@@ -23,7 +23,7 @@ from ckptctl.runbook.reading import find_runbook, runbook_names
 
 SENTENCES = (
     ("classify the failure first: infrastructure or job", "Classify: classify", "classify"),
-    ("name the node and the device that failed", "Classify: suspects", "--print-nodes"),
+    ("name the node and the device that failed", "DrainNode: suspects", "--print-nodes"),
     ("drain the bad node before the resume", "DrainNode: drain", 'eval "$DRAIN"'),
     ("do not resume onto hardware that is known to be bad", "DrainNode: drained", "$DRAINED"),
     ("do not resume onto the bug that ended the job", "MendJob: mended", "$MENDED"),
@@ -32,15 +32,14 @@ SENTENCES = (
     ("storage mounted and healthy on the surviving and new nodes", "Nodes: nodes", "--launcher"),
     ("storage that only one node sees is not enough", "Nodes: seen", "$SEEN_BY"),
     ("go back to before the first loss that is not finite", "Locate: reject-suspect", "reject"),
-    ("list the newest checkpoints", "Locate: scan", "ckptctl scan"),
     ("locate the last complete step, not the newest folder", "Locate: preflight", "preflight"),
     ("metadata is there and not empty, all shards are present", "Locate: preflight", "preflight"),
     ("as many shards as the world size that wrote them", "Locate: preflight", "preflight"),
     ("skip an incomplete step and take the one before", "Locate: preflight", "preflight"),
     (
         "weights, optimizer, RNG and data position, not weights alone",
-        "LostState: without",
-        "WITHOUT",
+        "Verify: verify",
+        "--require model,optimizer,rng,dataloader",
     ),
     ("verify the integrity of every shard", "Verify: verify", '--level "$LEVEL"'),
     ("resume the full state from that step", "Resume: resume", 'eval "$RESUME"'),
@@ -51,13 +50,12 @@ SENTENCES = (
         "--print-capacity",
     ),
     ("read the first steps logged after the resume", "WatchLoss: loss", "ckptctl loss"),
-    ("the loss continues from its value before the failure", "WatchLoss: verdict", "--quiet"),
+    ("the loss continues from its value before the failure", "WatchLoss: loss", "--print-verdict"),
     ("a spike stops the run and falls back", "Jump: jumped", "ckptctl reject"),
-    ("step and tokens continue from the checkpoint's values", "WatchLoss: loss", "--resume-step"),
+    ("step and tokens continue from the checkpoint's values", "WatchLoss: loss", "--resume-from"),
     ("the job loaded the step that was chosen", "Jump: loaded", "loss[.]step"),
     ("no proof is no success", "Confirm: confirmed", "$CONFIRMED"),
     ("a suspicion is decided by a person", "Suspect: suspicion", "$DIFFERENCE"),
-    ("step and tokens are those of the train state", "Resume: train-step", "--print train-step"),
     ("throughput returns to its band, or the fabric is suspected", "Throughput: slower", "SLOWER"),
     ("the time between saves is below the MTBF after the loss", "Cadence: recorded", "cost"),
     ("fall back by one checkpoint", "Fallback: reject", "ckptctl reject"),
@@ -349,7 +347,7 @@ def watched(root: Path, tmp_path: Path, before: str, after: str, **inputs: objec
 def test_a_loss_that_continues_is_a_success(root, tmp_path):
     exit_code, ended, document = watched(root, tmp_path, rows(401, 540), rows(501, 600))
     assert exit_code == 0, document["reason"]
-    assert "verdict" not in ended
+    assert ended["loss"]["printed"] == ["continuous"]
     assert any("were logged twice and agree" in text for text in ended["loss"]["lines"])
     assert "was not compared with MTBF" in document["reason"]
 
@@ -434,7 +432,7 @@ def test_the_name_of_a_log_is_no_proof_that_another_step_was_loaded(root, tmp_pa
 
 def test_a_log_that_can_no_longer_be_read_rejects_no_step(root, tmp_path):
     block = next(each for each in find_runbook("rb-7").state("Jump").blocks)
-    lost = {"LOG": (), "NEW_LOG": str(tmp_path / "lost"), "NUMBER": "5", "ROOT": str(root)}
+    lost = {"LOG": (), "NEW_LOG": str(tmp_path / "lost"), "STEP": str(root / "step_500")}
     done = execute(block.code, lost, {}, lambda _: None)
     row = block.outcome(done.exit_code, "")
     assert row is not None
@@ -527,7 +525,7 @@ def test_a_log_that_cannot_be_read_stops_the_run_before_the_resume(root, tmp_pat
     exit_code, ended, document = run(root, LOG=str(tmp_path / "typo.log"))
     assert exit_code == 2
     assert "correct LOG" in document["reason"]
-    assert ended["suspects"]["exit_code"] == 2
+    assert ended["classify"]["exit_code"] == 2
     assert resumed(root) is None
 
 
@@ -537,8 +535,6 @@ def test_each_block_asks_about_the_step_that_was_chosen():
         if "ckptctl pick" in block.code or "ckptctl preflight" in block.code:
             assert "OTHER_ROOTS[@]" in block.code, block.name
             assert "--optional-root=" in block.code, block.name
-    (disk,) = [block for block in blocks if block.name == "file-system"]
-    assert '"$STEP"' in disk.code
 
 
 def test_an_optional_root_may_be_absent(root, tmp_path):

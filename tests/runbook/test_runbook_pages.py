@@ -69,7 +69,7 @@ def broken(old: str, new: str) -> Runbook:
             "    WatchLoss --> Celebrate: yes\n    Cadence --> [*]",
             "the state 'Celebrate' of the diagram has no section with a command block",
         ),
-        ("name=verify reads brief", "name=scan reads", "the block name 'scan' occurs 2 times"),
+        ("name=verify reads brief", "name=survey reads", "the block name 'survey' occurs 2 times"),
         ("`WORLD_SIZE: number`", "`WORLD_SIZE: rank`", "`WORLD_SIZE` has the type 'rank'; types"),
         ("| `3600` |", "| `1h` |", "the default of `WAIT` must be a whole number"),
         (
@@ -101,14 +101,14 @@ def broken(old: str, new: str) -> Runbook:
             "Fallback, block 'reject': it has at-most, but the table has no row `too often`",
         ),
         (
-            'verify "$STEP" --level "$LEVEL"\n',
-            'verify "$STEP" --level "$DEPTH"\n',
+            'verify "$STEP" --level "$LEVEL" --require',
+            'verify "$STEP" --level "$DEPTH" --require',
             "Verify, block 'verify': $DEPTH is not an input, and no block sets it",
         ),
         (
-            "| 0 | | Resume | it holds weights, optimizer, RNG and data position |",
-            "| 0 | | next | it holds weights, optimizer, RNG and data position |",
-            "Verify, block 'state': it is the last of its state, so `next` leads nowhere",
+            "| 0 | | Resume | the step is whole: weights, optimizer, RNG and data position |",
+            "| 0 | | next | the step is whole: weights, optimizer, RNG and data position |",
+            "Verify, block 'verify': it is the last of its state, so `next` leads nowhere",
         ),
         (
             "| `ROOT` | the checkpoint root | required",
@@ -176,7 +176,7 @@ def test_the_linter_knows_what_bash_splits(code, names):
     [
         ("# RB-7: Resume", "# Resume", "rb-7.md:1: a runbook begins with a line `# NAME: TITLE`"),
         ("    [*] --> Classify\n", "", "needs one arrow `[*] --> STATE`"),
-        ("name=classify reads needs", "name=classify needs", "a block needs `reads`, `changes`"),
+        ("name=classify reads asks", "name=classify asks", "a block needs `reads`, `changes`"),
         ("at-most=2", "at-most=two", "at-most is a number up to 999, not 'two'"),
         ("survey reads sets=STEP", "survey reads set=STEP", "a block has no 'set'"),
         ("| 20-21 | |", "| bad | |", "a row is for an exit code, `not run`, `too often`"),

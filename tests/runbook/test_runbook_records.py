@@ -60,21 +60,16 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
     """The events of a run that has come to Resume with this step."""
     not_run = {"exit_code": None, "not_run": "not run"}
     return (
-        ended("Classify", "suspects", "MendJob", **not_run),
-        ended("MendJob", "mended", "next"),
-        ended("MendJob", "also-hardware", "Locate", **not_run),
+        ended("Classify", "classify", "MendJob", **not_run),
+        ended("MendJob", "mended", "DrainNode"),
+        ended("DrainNode", "suspects", "Locate", exit_code=1),
         ended("Locate", "suspect-steps", "next", **not_run),
         ended("Locate", "reject-suspect", "next", **not_run),
-        ended("Locate", "scan", "next"),
         ended("Locate", "preflight", "Nodes", printed=[str(step)]),
         ended("Nodes", "old-enough", "next", **not_run),
         ended("Nodes", "nodes", "Capacity"),
         ended("Capacity", "capacity", "Verify"),
-        ended("Verify", "verify", "next"),
-        ended("Verify", "state", "Resume"),
-        ended("Resume", "train-step", "next", printed=["500"]),
-        ended("Resume", "tokens", "next"),
-        ended("Resume", "saved-ranks", "next", printed=["4"]),
+        ended("Verify", "verify", "Resume"),
     )
 
 
@@ -251,8 +246,8 @@ def test_a_drain_in_a_record_is_none_unattended(root, tmp_path):
     log = tmp_path / "kernel.log"
     log.write_text("Nov 22 03:00:01 gpu-17 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU lost\n")
     events = (
-        ended("Classify", "suspects", "next", printed=["gpu-17"]),
         ended("Classify", "classify", "DrainNode", printed=["infrastructure"]),
+        ended("DrainNode", "suspects", "next", printed=["gpu-17"]),
         ended("DrainNode", "drain", "Locate"),
     )
     plant(root, *events)
@@ -389,8 +384,14 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
     }
     plant(
         root,
-        *before_resume("x")[:5],
-        ended("Locate", "scan", "next", report={"schema": "ckptctl.scan/1", "reports": [{}, 3]}),
+        *before_resume("x")[:3],
+        ended(
+            "Locate",
+            "suspect-steps",
+            "next",
+            report={"schema": "ckptctl.scan/1", "reports": [{}, 3]},
+        ),
+        before_resume("x")[4],
         ended("Locate", "preflight", "Nodes", printed=[str(root / "step_500")], report=report),
     )
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
@@ -398,7 +399,8 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
 
 
 def test_a_picture_in_a_record_that_is_no_text_breaks_no_transcript(root, tmp_path):
-    plant(root, *before_resume("x")[:5], ended("Locate", "scan", "next", picture="<svg>\ud800"))
+    odd = ended("Locate", "suspect-steps", "next", picture="<svg>\ud800")
+    plant(root, *before_resume("x")[:3], odd)
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode == 31, done.stderr
     assert 'src="data:image/svg+xml' in (tmp_path / "t" / "transcript.html").read_text()
@@ -407,9 +409,9 @@ def test_a_picture_in_a_record_that_is_no_text_breaks_no_transcript(root, tmp_pa
 @pytest.mark.parametrize(
     "event",
     [
-        ended("Classify", "suspects", "next") | {"because": "`; rm -rf $HOME`"},
-        ended("Classify", "suspects", "next") | {"state": "# ok"},
-        {"event": "began", "state": "Locate", "block": "scan", "command": "x", "values": {}},
+        ended("Classify", "classify", "DrainNode") | {"because": "`; rm -rf $HOME`"},
+        ended("Classify", "classify", "DrainNode") | {"state": "# ok"},
+        {"event": "began", "state": "Locate", "block": "preflight", "command": "x", "values": {}},
     ],
 )
 def test_a_reason_or_a_state_that_the_page_does_not_have_is_refused(root, event):
@@ -421,7 +423,7 @@ def test_a_reason_or_a_state_that_the_page_does_not_have_is_refused(root, event)
 
 def test_what_a_log_holds_remains_text_in_the_transcript(root, tmp_path):
     text = "```\n# done\n<img src=x>\x1b[8m\u202egnp|`x`"
-    hostile = ended("Classify", "suspects", "next", lines=text.split("\n"))
+    hostile = ended("Classify", "classify", "DrainNode", lines=text.split("\n"))
     folder = plant(root, hostile, LOG=["a`b|c\u202e.log"])
     opened = json.loads((folder / "000001.json").read_text())
     opened["by"] = "`x|y` <img src=x> @everyone"
