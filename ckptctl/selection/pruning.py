@@ -17,7 +17,7 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
-from ckptctl.formatting import command_line, counted
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.seal_and_marks import MarksInFile, read_marks_file
 from ckptctl.model import ExitCode, Level, Message, NextCommand, Positive
@@ -273,6 +273,11 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
             message += f"; --apply first reads {retained.n_to_read:,} bytes to prove what is kept"
     else:
         message = f"nothing is removed: no step older than the {_newest(keep)} may be removed"
+    if retained.unknown:
+        numbers = some_of([report.number for report in retained.unknown])
+        steps, stay = ("step", "stays") if len(retained.unknown) == 1 else ("steps", "stay")
+        message += f"; {steps} {numbers} could not be inspected, and {stay}"
+        command = command_line("verify", retained.unknown[0].url)
     if retained.failures:
         message += f"; {counted(len(retained.failures), 'step')} could not be removed"
         command = again
@@ -284,7 +289,9 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
         n_bytes=sum(one.n_bytes for one in going),
         n_bytes_to_prove=retained.n_to_read,
         message=message,
-        exit_code=max((error.exit_code for error in retained.failures), default=0),
+        exit_code=max(
+            (one.exit_code for one in (*retained.failures, *retained.unknown)), default=0
+        ),
         next_command=command,
     )
 

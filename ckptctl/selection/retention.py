@@ -79,12 +79,14 @@ class Retained:
     """The result of retention: the decision on every step, newest first.
 
     `n_to_read` is the size in bytes of the steps that count only once they are proven.
-    `failures` are the errors that kept steps from being removed.
+    `failures` are the errors that kept steps from being removed, `unknown` the reports of steps
+    that could not be inspected.
     """
 
     decisions: list[PruneDecision] = field(default_factory=list)
     n_to_read: int = 0
     failures: list[CkptctlError] = field(default_factory=list)
+    unknown: list[Report] = field(default_factory=list)
 
 
 Prove = Callable[[Inspection, CachingInspector, Candidate], str | None]
@@ -166,6 +168,10 @@ class RetentionPlan:
                 for candidate in self._order
             ),
             *(self._decided(inspected, named) for named, inspected in old),
+        ]
+        reports = [self._inspections[candidate.named.name].report for candidate in self._order]
+        self._result.unknown = [
+            one for one in reports if one.verdict is Verdict.UNKNOWN and not one.only_archived
         ]
         return self._result
 

@@ -367,7 +367,10 @@ def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
 ):
     put(100, 200, 300, 400)
     deny(monkeypatch, "list_tree", *unknown)
-    prune(root)
+    found = prune(root)
+    assert found.exit_code == AccessDenied.exit_code
+    assert "could not be inspected, and stay" in found.message
+    assert found.next_command == f"ckptctl verify {root / 'step_400'}"
     whole = {path.parent.name for path in root.glob("step_*/.metadata")}
     assert whole == left
 
