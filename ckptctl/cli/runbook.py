@@ -77,7 +77,7 @@ def runbook(
         argument(
             "ROOT",
             "The checkpoint root that it is run on, where its record is kept; more roots that "
-            "hold steps of the same run become OTHER_ROOTS.",
+            "hold steps of the same run become OTHER_ROOTS. NAME=VALUE gives an input, as --set.",
         ),
     ] = None,
     optional_root: OptionalRootOpt = None,
@@ -137,17 +137,13 @@ def runbook(
         return _show(book, out)
     if action == "lint":
         return _lint(book, out)
+    prefixes = tuple(f"{each.name}=" for each in book.inputs)
+    typed = [each for each in roots or () if each.startswith(prefixes)]
+    roots = [each for each in roots or () if each not in typed]
     if not roots:
         raise UsageError(
             f"on which checkpoint root is {book.name} run?",
-            next_command=command_line("runbook", "run", book.called, "ROOT"),
-        )
-    prefixes = tuple(f"{each.name}=" for each in book.inputs)
-    if value := next((each for each in roots if each.startswith(prefixes)), None):
-        raise UsageError(
-            f"{value} is no root: --set gives the value of an input",
-            instead_of=value,
-            instead=f"--set={value}",
+            next_command=command_line("runbook", "run", book.called, "ROOT", *typed),
         )
     if found := _problems(book):
         raise UsageError(
@@ -160,6 +156,7 @@ def runbook(
         *(f"OTHER_ROOTS={each}" for each in roots[1:]),
         *(f"OPTIONAL_ROOTS={each}" for each in optional_root or ()),
         *(given or ()),
+        *typed,
     ]
     with Notifier(notify, out) as notifier:
         try:

@@ -332,10 +332,13 @@ def test_a_decision_that_is_missing_leads_to_a_person_and_not_in_a_circle(root):
     assert next_of("rb-7", root, "--yes", "--continue")[1] == ["rb-7", str(root), "--continue"]
 
 
-def test_an_input_that_is_given_as_a_root_is_no_storage_that_does_not_answer(root):
-    done = run_ckptctl("runbook", "run", "rb-7", root, "LOG=train.log")
+def test_an_input_behind_the_root_is_as_one_of_set(root):
+    code, leads = next_of("rb-7", root, "--yes", *SEEN)
+    words = [word for word in SEEN if word != "--set"]
+    assert next_of("rb-7", root, "--yes", "--new", *words) == (code, leads)
+    done = run_ckptctl("runbook", "run", "rb-7", "LEVEL=content")
     assert done.returncode == 2
-    assert f"next:  ckptctl runbook run rb-7 {root} --set=LOG=train.log" in done.stderr
+    assert "next:  ckptctl runbook run rb-7 ROOT LEVEL=content" in done.stderr
 
 
 def test_a_log_that_is_missing_is_named_in_the_next_command(root):
