@@ -113,7 +113,14 @@ HARMLESS_OPTIONS = frozenset(
             "once",
         ),
         *("only", "per-rank", "print", "print-cadence", "print-capacity", "print-nodes"),
-        *("print-suspect", "print-throughput", "print-word", "probe-storage", "progress-level"),
+        *(
+            "print-suspect",
+            "print-throughput",
+            "print-verdict",
+            "print-word",
+            "probe-storage",
+            "progress-level",
+        ),
         *("quiet", "remote-checksums", "replace", "require", "require-seal", "resume"),
         *("resume-samples", "resume-step", "resume-tokens", "room-for", "saved-world-size"),
         *("scheduler", "seed", "skip", "step", "steps", "strict", "subset", "take-over", "tensors"),
@@ -141,8 +148,8 @@ HARMLESS_OPTIONS = frozenset(
             "rows",
         ),
         *("key-file", "like", "log", "log-dir", "marks", "metrics", "node-report"),
-        *("optional-root", "other-root", "plot", "report", "resume-report", "root", "site"),
-        *("state", "transcript", "work", "ignore"),
+        *("optional-root", "other-root", "plot", "report", "resume-from", "resume-report", "root"),
+        *("site", "state", "transcript", "work", "ignore"),
     )
 )
 """Options of ckptctl whose values are shown; every other option holds a secret."""

@@ -281,6 +281,10 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
     if retained.failures:
         message += f"; {counted(len(retained.failures), 'step')} could not be removed"
         command = again
+    exit_codes = [
+        *(error.exit_code for error in retained.failures),
+        *(report.exit_code for report in retained.unknown),
+    ]
     return Pruned(
         root=root,
         keep=keep,
@@ -289,9 +293,7 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
         n_bytes=sum(one.n_bytes for one in going),
         n_bytes_to_prove=retained.n_to_read,
         message=message,
-        exit_code=max(
-            (one.exit_code for one in (*retained.failures, *retained.unknown)), default=0
-        ),
+        exit_code=max(exit_codes, default=0),
         next_command=command,
     )
 
