@@ -7,10 +7,10 @@ verdict that it forces. Higher layers decide how findings are printed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ckptctl.claims import Claim, ClaimName, ClaimState
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.model import (
     ExitCode,
     FindingCode,

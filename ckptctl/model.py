@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, overload
-
-from ckptctl.data_classes import dataclass, field, replace
 
 # Types of fields of JSON documents. What is beside the type is part of the JSON Schema; a field
 # has a description of its own where it means anything else. Integers are never negative unless

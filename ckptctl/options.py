@@ -15,9 +15,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, overload
 
-from ckptctl.data_classes import dataclass, field, fields, replace
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_option

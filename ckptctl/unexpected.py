@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
-
-from ckptctl.data_classes import dataclass
 
 T = TypeVar("T")
 

@@ -6,14 +6,12 @@ forked command would go into that: this is done once, before forking.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from ckptctl import data_classes
 from ckptctl.cli.app import run
 from ckptctl.formats.frameworks import layout_tables, state_keys
 from ckptctl.formats.frameworks.file_names import FILES, text_in
@@ -35,9 +33,6 @@ for _pattern in {*_texts((*_TABLES, state_keys._RANK)), *(row.name for row in FI
     text_in(_pattern)
     re.compile(_pattern)
 state_keys.kinds_of([state_keys.Leaf(("an entry",))])
-for _each in gc.get_objects():
-    if isinstance(_each, data_classes._OnFirstUse) and _each.name == "__init__":
-        getattr(_each.cls, _each.name)
 
 
 _REPOSITORY = Path(__file__).resolve().parent.parent

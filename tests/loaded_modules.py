@@ -9,11 +9,9 @@ import importlib
 import pkgutil
 from contextlib import suppress
 
-from ckptctl.data_classes import finish
-
 
 def load_all_modules() -> None:
-    """Import the modules of the packages that read checkpoints, and define their classes."""
+    """Import the modules of the packages that read checkpoints."""
     for name in ("formats", "inspection", "records", "selection", "storage", "cli"):
         package = importlib.import_module(f"ckptctl.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -22,4 +20,3 @@ def load_all_modules() -> None:
     for name in ("zstandard", "zlib_ng.zlib_ng", "xxhash", "json", "difflib"):
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    finish()

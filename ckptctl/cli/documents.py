@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypedDict, cast
 
 import msgspec
 
 import ckptctl
-from ckptctl.data_classes import fields
 from ckptctl.errors import CkptctlError
 from ckptctl.findings import Report
 from ckptctl.formatting import rfc3339

@@ -7,6 +7,7 @@ A page of `ckptctl/pages` for each finding code; verdicts, exit codes, the cause
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from typing import Annotated
@@ -15,7 +16,6 @@ from ckptctl.cli import exit_codes
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.diagnostics.advice import CHECKS
 from ckptctl.errors import UsageError
 from ckptctl.failures.results import CLASSES, FailureClass, Restart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import ckptctl
@@ -11,7 +12,6 @@ from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
 from ckptctl.cli.options import HtmlOpt, argument, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
-from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, duration, verb
 from ckptctl.loss.following import FollowOptions, follow_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl.cli.pictures import Symbol
 from ckptctl.cli.rendering import (
@@ -16,7 +17,6 @@ from ckptctl.cli.rendering import (
     padded,
     section,
 )
-from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, listed
 from ckptctl.loss.checking import LossReport

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.cli.rendering import Line, Style, StyledText, line
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import ckptctl
@@ -9,7 +10,6 @@ from ckptctl.cli.main import Stopped, ignore_signals
 from ckptctl.cli.options import LevelOpt, argument, only, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded
-from ckptctl.data_classes import replace
 from ckptctl.formatting import size
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.pruning import Pruned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import ckptctl
@@ -22,7 +23,6 @@ from ckptctl.cli.options import (
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.cli.values import only_model, parse_size, seal_key
-from ckptctl.data_classes import replace
 from ckptctl.formatting import command_line, counted, exact_size, size
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import RankShare, Reshard

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import ckptctl
@@ -36,7 +37,6 @@ from ckptctl.cli.rendering import (
     padded,
     step_name,
 )
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
 from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Literal
 
@@ -22,7 +23,6 @@ from ckptctl.cli.rendering import (
     section,
     state_lines,
 )
-from ckptctl.data_classes import dataclass
 from ckptctl.formatting import counted, exact_size, percent, safe, size, some_of
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.results import Contents, TensorRow

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -35,7 +36,6 @@ from ckptctl.cli.rendering import (
     section,
     state_lines,
 )
-from ckptctl.data_classes import replace
 from ckptctl.findings import ByStore, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, exact_size, size, utc, when
 from ckptctl.model import Level

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import Severity
 from ckptctl.model import ExitCode, NextCommand
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-
-from ckptctl.data_classes import dataclass
+from dataclasses import dataclass
 
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _LAUNCH = re.compile(

@@ -10,9 +10,9 @@ guess. Only `torch.distributed` knows ranks that a script assigns itself (`mp.sp
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
-from ckptctl.data_classes import dataclass, fields, replace
 from ckptctl.formatting import counted, rfc3339, seconds_of
 from ckptctl.model import Time
 

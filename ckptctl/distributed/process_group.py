@@ -11,11 +11,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import LaunchedRank, launched_size
 from ckptctl.errors import CkptctlError, MissingExtra, RanksLost, UsageError
 from ckptctl.options import JOB_TIMEOUT_S

@@ -12,10 +12,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.copying import (
     copy_step,
     fingerprint,

@@ -15,10 +15,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.distributed.process_table import Process, is_alive
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES

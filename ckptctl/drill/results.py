@@ -6,10 +6,10 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import markup
-from ckptctl.data_classes import dataclass
 from ckptctl.formatting import duration, safe
 from ckptctl.markup import as_text, page, table
 from ckptctl.model import ExitCode, NextCommand, NonNegative

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.job import DrillJob, LoggedSteps, Rank, TrialFailed
 from ckptctl.drill.results import Trial
 from ckptctl.formats.own.run_events import BeganEvent

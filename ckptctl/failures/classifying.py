@@ -12,10 +12,10 @@ import shlex
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import UsageError
 from ckptctl.failures.deciding import WeighedEvidence, decide, hardware

@@ -8,9 +8,9 @@ evidence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
-from ckptctl.data_classes import dataclass
 from ckptctl.failures.results import CONFIDENCES, Action, Evidence, Role
 
 SAME_MOMENT_S = 60.0

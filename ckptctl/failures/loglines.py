@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.outside_numbers import clamped, finite, moment_of, whole
 from ckptctl.storage.logs import MAX_MATCHED

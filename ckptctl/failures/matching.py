@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from ckptctl.data_classes import replace
 from ckptctl.deadlines import Deadline
 from ckptctl.failures.loglines import (
     ERROR,

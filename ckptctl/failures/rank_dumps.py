@@ -21,8 +21,8 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.formats.bounded_json import NotJson, decode_json

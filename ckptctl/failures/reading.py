@@ -13,9 +13,9 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
-from ckptctl.data_classes import dataclass
 from ckptctl.deadlines import Deadline
 from ckptctl.errors import BinaryData, CkptctlError, PathNotFound, PathUntrusted, StorageError
 from ckptctl.failures.matching import LogReader, folded

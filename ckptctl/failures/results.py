@@ -7,9 +7,9 @@ Each class states the domain of the failure, what to do, and whether a restart c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptctl.data_classes import dataclass
 from ckptctl.model import Message, Ordered, Positive
 
 

@@ -15,11 +15,11 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import accumulate
 
-from ckptctl.data_classes import dataclass
 from ckptctl.failures.results import Role
 
 

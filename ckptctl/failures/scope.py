@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import RULES
 from ckptctl.formatting import counted, duration

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.failures.reading import log_blocks
 from ckptctl.findings import Finding
 from ckptctl.formatting import listed

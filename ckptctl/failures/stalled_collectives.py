@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.failures.rank_dumps import DEFAULT_GROUP, Call, Dump
 from ckptctl.failures.results import Evidence, Role, StalledCollective
 from ckptctl.formatting import verb

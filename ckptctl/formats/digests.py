@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
-
-from ckptctl.data_classes import dataclass
 
 BLOCK_BYTES = 64 << 20
 """A file has a digest for each block of so many bytes, and one of the whole."""

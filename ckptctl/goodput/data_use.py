@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
 from ckptctl.formats.own.data_ledger import (
     MODULUS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.slow_ranks import slow_in_logs, slow_ranks_finding
 from ckptctl.findings import Finding

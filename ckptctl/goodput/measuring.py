@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.frameworks.layouts import compile_pattern, is_own
 from ckptctl.inspection.open_step import list_step
 from ckptctl.options import StorageOptions

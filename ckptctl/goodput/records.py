@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
 from ckptctl.failures.slow_ranks import SlowRank
 from ckptctl.formats.own.ledger import (

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
-from ckptctl.data_classes import dataclass, fields, replace
 from ckptctl.failures.slow_ranks import SlowRank
 from ckptctl.formatting import DAY_S, rfc3339
 from ckptctl.model import Fraction, NonNegative, Positive, Time

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven

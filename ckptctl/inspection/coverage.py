@@ -11,11 +11,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import prod
 from operator import add
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.findings import Finding
 from ckptctl.formatting import at_most_few, counted, inside, verb
 from ckptctl.model import Chunks, Metadata, RangeColumns, TensorEntry

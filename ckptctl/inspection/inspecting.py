@@ -11,9 +11,9 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     AccessDenied,
     LinkNotFollowed,

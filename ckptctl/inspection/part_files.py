@@ -13,10 +13,10 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL, View, read_directory, tail_needed

@@ -16,11 +16,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice, pairwise, zip_longest
 from math import prod
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import (

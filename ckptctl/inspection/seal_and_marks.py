@@ -11,10 +11,10 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import (
     AccessDenied,
     OwnFileUnreadable,

@@ -11,9 +11,9 @@ on an earlier save of the step are reported and do not apply.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.marks import Mark, MarkKind, in_force

@@ -9,12 +9,12 @@ another that explains it is left to the report, see `inspecting.settled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.claims import Claim
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
 from ckptctl.formats.frameworks import layout_tables as tables

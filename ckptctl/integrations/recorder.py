@@ -9,10 +9,10 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock, Thread
 from typing import TextIO
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import CkptctlError, UsageError

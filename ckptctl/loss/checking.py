@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import merge
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import command_line, counted, verb

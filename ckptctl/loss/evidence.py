@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted
 from ckptctl.loss.level import LossLevel, share

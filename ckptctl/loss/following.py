@@ -10,9 +10,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
 from ckptctl.loss.level import WINDOWS

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.deadlines import Deadline
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.findings import Finding

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 
-from ckptctl.data_classes import dataclass
 from ckptctl.loss.level import finite, measure_for, noise_of, relative_for, rounding_of
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.rows import Number, Row

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from ckptctl.data_classes import dataclass, replace
+from dataclasses import dataclass, replace
+
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own import ledger as own

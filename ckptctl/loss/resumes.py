@@ -8,8 +8,8 @@ Also counts the work that a resume makes the job do again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.formatting import counted
 from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.segments import Boundary, Segment, Split, log_interval

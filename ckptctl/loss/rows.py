@@ -6,9 +6,8 @@ The check of a resume uses nothing else of a log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from ckptctl.data_classes import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice, pairwise
 from statistics import median
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 
 KEEP_FIRST = 1_000

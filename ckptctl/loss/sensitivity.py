@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from ckptctl.data_classes import dataclass
 from ckptctl.loss.level import MIN_BEFORE, N_NOISE, finite, measure_for, noise_of, rounding_of
 from ckptctl.loss.replay import EXACT, Replay
 from ckptctl.loss.resumes import LoggedResume

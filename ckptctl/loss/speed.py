@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formatting import percent
 from ckptctl.loss.resumes import LoggedResume

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.deadlines import Deadline
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers

@@ -9,8 +9,8 @@ never counts as good.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import counted
 from ckptctl.loss.counters import check_later_counters, counter_checks, lacks_first_row

@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO, TypedDict
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions

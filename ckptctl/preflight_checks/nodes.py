@@ -16,9 +16,9 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.digests import sha256_of

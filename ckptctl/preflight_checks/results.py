@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.model import ExitCode, Message, NextCommand, NonNegative, Positive
 from ckptctl.resharding.advising import ReadAdvice

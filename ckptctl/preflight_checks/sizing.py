@@ -12,9 +12,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity

@@ -17,12 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from zlib_ng.zlib_ng import crc32
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import OutOfMemory
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
 from ckptctl.storage.contract import Span, Store, StoreKind, spread

@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import MissingExtra, RecordUnreadable
 from ckptctl.formats.archive.directory import TAIL, RecordDirectory, read_directory
 from ckptctl.formats.digests import BLOCK_BYTES

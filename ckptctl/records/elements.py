@@ -9,11 +9,11 @@ of a tensor without holding its elements in memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, byte_slices

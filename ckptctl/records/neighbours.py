@@ -9,11 +9,11 @@ that differs is reported to the caller, who reads it again and parses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
-from ckptctl.data_classes import dataclass
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.elements import RUN_BYTES
 from ckptctl.records.templates import Template

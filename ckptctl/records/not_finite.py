@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-
-from ckptctl.data_classes import dataclass
+from dataclasses import dataclass
 
 MAX_COUNTED = 10_000
 """The most non-finite values that are counted in one stretch of bytes."""

@@ -13,11 +13,11 @@ short that none expands to more than about 32 MiB; a stream that exceeds its lim
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import (
     MetadataUnreadable,
     MetadataUnsafe,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.archive.directory import View
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, PREFIX, SUFFIX
 from ckptctl.model import FileInfo

@@ -10,10 +10,10 @@ as well, `open_record` would accept it. Every other record is given to `open_rec
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.archive.directory import View, crc_offsets
 from ckptctl.records.opening import Expected, Need, OpenRecord, open_record
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import (
     Member,

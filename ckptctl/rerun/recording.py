@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.formatting import command_line
 from ckptctl.loss.reading import read_logs

@@ -10,9 +10,9 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.distributed.launcher import cluster_context, expand
 from ckptctl.drill.copying import (
     copy_step,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckptctl.data_classes import dataclass
+from dataclasses import dataclass
+
 from ckptctl.model import ExitCode, NextCommand, NonNegative
 from ckptctl.rerun.deciding import ReplayNodes, ValueOrigin
 from ckptctl.rerun.recording import Comparison

@@ -12,9 +12,9 @@ stock loads exceed that. Load time is proportional to bytes (docs/performance.md
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import command_line, size

@@ -13,9 +13,9 @@ states the intent. `importing`, `exporting` and `shard_files` do the work.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX

@@ -11,8 +11,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report

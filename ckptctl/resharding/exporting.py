@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes, is_name

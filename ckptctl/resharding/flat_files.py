@@ -8,10 +8,10 @@ Tensors may share a storage; each is an entry, and the storage is verified once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (

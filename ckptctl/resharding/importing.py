@@ -17,9 +17,9 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import (

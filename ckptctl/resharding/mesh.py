@@ -14,13 +14,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.formatting import command_line
 from ckptctl.records.slices import Dims, TensorSlice

@@ -11,9 +11,9 @@ import hashlib
 import heapq
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_WORLD_SIZE, Finding
 from ckptctl.formats.archive.writing import tensor_frame

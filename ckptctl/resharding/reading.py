@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import Member, read_member

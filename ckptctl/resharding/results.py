@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, Report
 from ckptctl.formatting import command_line, some_of
 from ckptctl.model import ExitCode, Message, NextCommand, Positive, StepNumber

@@ -10,10 +10,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.writing import WRITABLE

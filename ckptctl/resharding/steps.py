@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Severity

@@ -21,12 +21,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32_combine
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.formats.archive.directory import RecordDirectory, read_directory
 from ckptctl.formats.bounded_json import decode_json

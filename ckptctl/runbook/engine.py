@@ -12,9 +12,9 @@ command uses it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formats.own.run_events import (
     BackEvent,

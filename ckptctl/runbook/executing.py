@@ -19,11 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formatting import command_line

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.run_events import (
     MAX_TEXT,

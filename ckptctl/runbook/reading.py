@@ -10,9 +10,9 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import PathUntrusted, UsageError
 from ckptctl.runbook.document import STOP, Arrow, Block, Input, Outcome, Runbook, State
 from ckptctl.storage.shared_places import found_in, open_found, open_named

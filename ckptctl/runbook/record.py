@@ -19,10 +19,10 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import NoReturn, TypeVar
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     AlreadyExists,
     CkptctlError,

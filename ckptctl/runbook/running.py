@@ -7,9 +7,9 @@ the same time, and calls the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, UsageError
 from ckptctl.findings import EXIT_NONE_USABLE
 from ckptctl.formats.digests import sha256_of

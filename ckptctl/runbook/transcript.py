@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import markup
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathUntrusted, StorageError, UsageError
 from ckptctl.formats.own.files import as_fields
 from ckptctl.formats.own.run_events import (

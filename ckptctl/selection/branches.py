@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt

@@ -7,9 +7,9 @@ the function that inspects one. It does not access storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice
 
-from ckptctl.data_classes import dataclass
 from ckptctl.findings import (
     EXIT_STATE_MISSING,
     Finding,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.frameworks.layouts import (
     STEP_SUFFIXES,
     StepName,

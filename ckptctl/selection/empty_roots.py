@@ -14,10 +14,10 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights

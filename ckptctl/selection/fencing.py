@@ -15,8 +15,8 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.own.documents import FenceDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now

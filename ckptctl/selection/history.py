@@ -13,12 +13,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import (
     AlreadyExists,
     OwnFileUnreadable,

@@ -12,9 +12,9 @@ import getpass
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
 from ckptctl.formats.own.files import MAX_STRING

@@ -10,10 +10,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern

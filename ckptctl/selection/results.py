@@ -5,12 +5,12 @@ Frozen results that the command line only prints. `verify` returns a `Report`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume, StorageError, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import train_step_of

@@ -10,11 +10,11 @@ would refuse a counted one stays. `prune` and `Checkpointer(keep=)` both use thi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
 from ckptctl.claims import ClaimName
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.frameworks.layouts import (

@@ -11,9 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import ray_train

@@ -8,7 +8,8 @@ the root again and again, and what an object store shows of a root that was empt
 
 from __future__ import annotations
 
-from ckptctl.data_classes import dataclass
+from dataclasses import dataclass
+
 from ckptctl.errors import PathNotFound, StorageUnavailable
 from ckptctl.formatting import counted
 from ckptctl.selection.history import has_sentinel

@@ -9,11 +9,11 @@ proves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.claims import ClaimName
-from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming

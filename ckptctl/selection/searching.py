@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.claims import Claim
-from ckptctl.data_classes import replace
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import (

@@ -16,8 +16,8 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import LEGACY_MAGIC, ZIP_MAGIC

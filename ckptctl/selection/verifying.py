@@ -7,11 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StepDamaged, StorageError, UsageError
 from ckptctl.findings import Report

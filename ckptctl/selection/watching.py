@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import EXIT_FRESH, EXIT_STATE_MISSING, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern

@@ -25,10 +25,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.waiting import Retries

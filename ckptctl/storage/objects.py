@@ -7,11 +7,11 @@ implemented here. A `Client` makes single requests and maps errors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace as with_fields
 from functools import partial
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
-from ckptctl.data_classes import replace as with_fields
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (

@@ -12,9 +12,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, cast
 
-from ckptctl.data_classes import dataclass, field, fields
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.formatting import path_word
 from ckptctl.options import StorageKeywords, StorageOptions, options_from

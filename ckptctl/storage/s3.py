@@ -17,9 +17,9 @@ import shlex
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import (
     AccessDenied,
     AlreadyExists,

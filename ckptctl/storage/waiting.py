@@ -17,9 +17,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import OutOfMemory, StorageUnavailable
 from ckptctl.formatting import counted
 

@@ -17,9 +17,9 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, some_of

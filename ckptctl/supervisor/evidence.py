@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
 from ckptctl.errors import StorageError

@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_table import Process, state_of
 from ckptctl.errors import StorageError
 from ckptctl.formats.own.heartbeats import Heartbeat, Section

@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context, is_node
 from ckptctl.distributed.process_table import Process, is_alive, machine, own_process
 from ckptctl.errors import CkptctlError, Fenced, OwnFileUnreadable, StorageUnavailable, UsageError

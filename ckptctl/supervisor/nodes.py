@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context, expand, is_node
 from ckptctl.errors import UsageError

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.heartbeats import Section
 from ckptctl.inspection.seal_and_marks import check_marks_file

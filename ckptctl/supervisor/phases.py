@@ -12,9 +12,9 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     MissingExtra,
     OwnFileUnreadable,

@@ -8,9 +8,9 @@ begin a new one. A cause outside the job costs nothing, every other failure cost
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.failures.results import Domain, Restart
 from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE

@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import Fenced, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH
 from ckptctl.formats.own.supervision import LauncherDocument

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formatting import duration
 from ckptctl.model import ExitCode, NextCommand, NonNegative, Positive, Time
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import StepName, step_name

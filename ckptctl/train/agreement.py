@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import CkptctlError, NothingToResume, UsageError
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, train_step_of

@@ -17,9 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.own.data_ledger import (

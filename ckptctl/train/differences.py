@@ -10,8 +10,8 @@ may hold a part of the model.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import StateRefused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import Metadata

@@ -23,10 +23,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import UsageError

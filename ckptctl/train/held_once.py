@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.train.rank_names import Path, matches, name_by_rank, short_name, unit_of

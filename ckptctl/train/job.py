@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageError
 from ckptctl.inspection.open_step import OpenStep

@@ -16,11 +16,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_table import own_process
 from ckptctl.errors import AlreadyExists, CkptctlError
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now

@@ -13,10 +13,10 @@ import random
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup, make_group, ranks_lost
 from ckptctl.errors import GpuFailed, RanksLost, UsageError

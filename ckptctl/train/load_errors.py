@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StepDamaged
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.archive.directory import Member

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind

@@ -13,9 +13,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import ModelDiffers, RecordUnsafe, StateRefused, UsageError
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own, layout_of, step_name

@@ -15,10 +15,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StateRefused
 from ckptctl.options import TrainOptions

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from ckptctl.data_classes import replace
 from ckptctl.model import BytesEntry, Metadata, TensorEntry
 
 Path = tuple[str | int, ...]

@@ -10,6 +10,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import CkptctlError, StepDamaged, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formatting import command_line

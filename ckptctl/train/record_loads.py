@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import LinkNotFollowed, PathEscape, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.pickles.reading import collector_paused

@@ -12,9 +12,9 @@ import errno
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
     CkptctlError,

@@ -15,9 +15,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
-from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import ATTEMPT, cluster_context
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report

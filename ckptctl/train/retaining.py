@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.formats.own.ledger import RemovingLine
 from ckptctl.formatting import and_more

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.model import Metadata
 from ckptctl.train.optimizers import fit_state, without_a_step

@@ -8,13 +8,12 @@ classes, of the version that is installed; byte ranges are read from the decoded
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     CkptctlError,
     LinkNotFollowed,

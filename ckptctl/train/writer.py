@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import AlreadyExists, PathNotFound, SaveFailed, UsageError
 from ckptctl.formats.archive.writing import WRITABLE, tensor_frame
 from ckptctl.formats.digests import Algorithm, Digester, Digests, checksumming

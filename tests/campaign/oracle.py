@@ -21,7 +21,6 @@ from sound_steps import Harm, Sound
 import ckptctl
 from ckptctl import Level, Verdict
 from ckptctl.cli.exit_codes import EXIT_CODES
-from ckptctl.data_classes import finish
 from ckptctl.errors import CkptctlError
 
 CANARY = "campaign-canary"
@@ -112,7 +111,6 @@ class Watch:
             self.events.append(event)
 
     def __enter__(self) -> Watch:
-        finish()
         self.events.clear()
         self.on = True
         return self

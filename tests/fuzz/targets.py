@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
 
 import ckptctl.formats.pickles.shards  # noqa: F401 - likewise
-from ckptctl.data_classes import finish
 from ckptctl.errors import (
     MetadataUnreadable,
     MetadataUnsafe,
@@ -139,7 +138,6 @@ class Watch:
 
     def feed(self, name: str, data: bytes) -> bool:
         """Feed bytes to a target; whether they were read, and not refused."""
-        finish()
         self._events.clear()
         self._on = True
         try:

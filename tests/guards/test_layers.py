@@ -23,7 +23,6 @@ LAYERS = {
     "outside_numbers": 0,
     "deadlines": 0,
     "unexpected": 0,
-    "data_classes": 0,
     "markup": 0,
     "redaction": 0,
     "starting": 0,
@@ -235,10 +234,3 @@ def test_no_two_modules_of_the_tests_share_a_name():
     """Each is imported by its file's name alone: the second one of a name would be the first."""
     names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("*.py"))
     assert [name for name, n in names.items() if n > 1 and name != "conftest.py"] == []
-
-
-def test_data_classes_are_those_of_the_package():
-    """Those of the standard library take ten times as long to define."""
-    slow = {f"dataclasses.{name}" for name in ("dataclass", "field", "replace")}
-    others = [name for name in MODULES if name != "data_classes.py"]
-    assert imported(others, forbidden=lambda _, found: found in slow) == []

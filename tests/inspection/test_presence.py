@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_parts import listing, metadata, tensor
 
-from ckptctl.data_classes import replace
 from ckptctl.findings import Finding, Severity
 from ckptctl.inspection.presence import check_key_paths, check_presence, escape_reason
 from ckptctl.model import (

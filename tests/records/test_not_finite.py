@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.data_classes import replace
 from ckptctl.model import DTYPE_SIZES
 from ckptctl.records.not_finite import FORMS, MAX_COUNTED, FiniteScan, Values, joined
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Answer, Level, Verdict
-from ckptctl.data_classes import replace
 from ckptctl.model import FileInfo
 from ckptctl.selection import targets, verifying
 from ckptctl.storage.contract import Store

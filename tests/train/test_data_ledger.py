@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from one_process import Job
 from running import codes_of, rows_of, run_job, samples
 
 import ckptctl
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.data_ledger import (

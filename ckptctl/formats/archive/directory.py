@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple, Protocol
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
 
 ZIP_MAGIC = b"PK\x03\x04"

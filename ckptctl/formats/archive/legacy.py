@@ -10,7 +10,8 @@ Source: torch 2.13 `torch/serialization.py` (`_legacy_save`, `_legacy_load`).
 
 from __future__ import annotations
 
-from ckptctl.data_classes import dataclass, replace
+from dataclasses import dataclass, replace
+
 from ckptctl.errors import MetadataUnreadable, RecordUnreadable
 from ckptctl.formats.pickles.policy import Named
 from ckptctl.formats.pickles.reading import PickleRead, read_pickle_at

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.bounded_json import NotJson, Numbers, decode_json
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from math import prod
@@ -26,7 +27,6 @@ from struct import pack
 
 from zlib_ng.zlib_ng import crc32
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import Member, Readable, RecordDirectory
 from ckptctl.formats.pickles.values import STORAGE_DTYPES

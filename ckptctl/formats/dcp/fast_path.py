@@ -34,11 +34,11 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, islice
 from typing import Generic, TypeVar
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.dcp.chunk_table import NO_HINT, Span, packed
 from ckptctl.formats.pickles.machine import Machine
 from ckptctl.formats.pickles.stubs import MAX_DIMS, SIZE, Function, Malformed, Rows, checked_dims

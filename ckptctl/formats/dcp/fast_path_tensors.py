@@ -13,11 +13,11 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from operator import itemgetter
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.dcp.chunk_table import unpacked
 from ckptctl.formats.dcp.fast_path import (
     DIMS,

@@ -14,8 +14,8 @@ bring a `_StorageInfo` of their own. torch's Hugging Face writer pickles nothing
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.pickles.stubs import COMMON, Function, Grammar, Malformed, Stub
 
 METADATA = "Metadata"

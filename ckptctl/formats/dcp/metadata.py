@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, cast
 
-from ckptctl.data_classes import replace
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.dcp.chunk_table import (
     NO_HINT,

@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks.file_names import (
     AGAIN,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import full_match, rank_file
 from ckptctl.formats.frameworks.layouts import StepName, by_epochs, named_by, stem_of

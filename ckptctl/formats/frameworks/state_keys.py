@@ -25,11 +25,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.values import ShardStub, TensorStub
 from ckptctl.model import Metadata

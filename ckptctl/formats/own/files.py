@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields as fields_of
 from functools import cache, partial
 from types import NoneType
 from typing import (
@@ -36,7 +37,6 @@ from typing import (
     is_typeddict,
 )
 
-from ckptctl.data_classes import fields as fields_of
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.bounded_json import NotJson, Numbers, decode_json
 from ckptctl.formats.digests import sha256_of

@@ -11,9 +11,9 @@ the resume.
 
 # Annotations stay objects, so that reading a line evaluates no string as code.
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import classes_by_event, made_of, parsed

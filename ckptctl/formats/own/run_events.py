@@ -10,9 +10,9 @@ the type and the bounds that stand here, or the event is refused.
 # Annotations stay objects, so that reading an event evaluates no string as code.
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import as_fields, classes_by_event, made_of, parsed
 from ckptctl.formatting import seconds_of

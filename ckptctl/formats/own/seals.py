@@ -11,9 +11,9 @@ it, so that nobody without the key can make one.
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, TypedDict
 
-from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER

@@ -10,9 +10,9 @@ Source: torch 2.13 `torch/_tensor.py` (`_rebuild_from_type_v2`), `torch/_utils.p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from ckptctl.data_classes import replace
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import Callee, Dtype, Function, Malformed, checked_dims
 from ckptctl.formats.pickles.values import FAITHFUL, ShardStub, TensorStub, decode

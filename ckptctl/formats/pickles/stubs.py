@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import NoneType, UnionType
 
-from ckptctl.data_classes import dataclass
 from ckptctl.model import DTYPE_SIZES
 
 

@@ -11,9 +11,9 @@ Source: torch 2.13 `torch/_utils.py` and `torch/serialization.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.archive.directory import ZIP_MAGIC
 from ckptctl.formats.archive.foreign import is_tar, pickles_in_archive

@@ -7,8 +7,7 @@ lines with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from ckptctl.data_classes import dataclass, field
+from dataclasses import dataclass, field
 
 _VALUE = r"(\d{1,3}(?:,\d{3}){1,9}(?![\d.])|[^\s,|\]]{1,64})"
 _BARS = r"(?<![A-Za-z])([A-Za-z][^|:]{0,99}):\s{0,20}" + _VALUE

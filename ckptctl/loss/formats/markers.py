@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.loss.rows import LogPosition, Marker
 from ckptctl.outside_numbers import clamped, whole
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.fields import RowMaker, clock_in, parse_step
 from ckptctl.loss.rows import LogPosition, RankReader, Row
 from ckptctl.outside_numbers import clamped

@@ -11,10 +11,10 @@ import codecs
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from ckptctl.data_classes import replace
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
 from ckptctl.loss.formats.console import FirstModel
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, parse_step, plain_name

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from zlib import crc32
 
-from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.console import LineReader
 from ckptctl.loss.formats.fields import NUMBERS, Precision, clock_in, clock_span, parse_number
 from ckptctl.loss.rows import LogPosition, Row, unparsed
