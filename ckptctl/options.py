@@ -7,7 +7,7 @@ when it is made and raises `UsageError` with the option's name on the command li
 A public function that takes such an object takes each of its fields as a keyword, too:
 `pick(root, endpoint_url=…)` is `pick(root, storage=StorageOptions(endpoint_url=…))`. The
 `…Keywords` classes declare this for type checkers; `options_from` puts keywords and objects
-together.
+together. A field that the command line sets has its `Parameter` in its annotation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict, TypeVar, overload
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, overload
 
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
@@ -31,6 +31,59 @@ MIN_KEY_BYTES = 16
 """A key for seals has at least so many bytes."""
 
 
+class Parameter(NamedTuple):
+    """How the command line has a field of an options object, or a parameter of a command.
+
+    `spec` is an option as help shows it (`--quiet -q`, `--mtbf TIME`), or the name of an
+    argument (`ROOT...`). A number is at least `min`. An option that is not `common` is left out
+    of the help of `-h`, one that is `hidden` of `--help` too.
+    """
+
+    spec: str
+    help: str
+    min: float | None = None
+    common: bool = True
+    hidden: bool = False
+
+
+LEVEL = Parameter(
+    "--level",
+    "How deep to inspect: listing reads the metadata, structure also the framing of "
+    "every record, content every byte. Default: structure on a file system where that "
+    "takes at most 10,000 reads, else listing.",
+)
+PATTERN = Parameter(
+    "--pattern REGEX",
+    "A regular expression for names of step folders that ckptctl does not know; it "
+    "must match the whole name, and its group (?P<step>[0-9]+) is the number.",
+    common=False,
+)
+MARKS = Parameter(
+    "--marks FILE",
+    "File of marks for read-only roots, one per line; read in addition to the marks in the steps.",
+    common=False,
+)
+GRACE = Parameter(
+    "--grace SECONDS",
+    "How long after its last write an unfinished save counts as running.",
+    min=0,
+    common=False,
+)
+KEY_FILE = Parameter(
+    "--key-file FILE",
+    "File with the key of seals, which only you can read (chmod 600); without it "
+    "CKPTCTL_SEAL_KEY is the key, if it is set.",
+    common=False,
+)
+IGNORE = Parameter(
+    "--ignore PATTERN,...",
+    "Names or paths below the root (with * and ?) of files and folders that are no saves, "
+    "so that a root without steps that holds them may be a new run.",
+    common=False,
+)
+"""Options that commands have beside these objects, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
     """How to reach a storage; a folder of this machine needs none of it.
@@ -43,12 +96,42 @@ class StorageOptions:
     `follow_links` are followed; no other link is.
     """
 
-    storage_options: Mapping[str, object] | None = field(default=None, repr=False)
-    endpoint_url: str | None = None
-    timeout_s: float = TIMEOUT_S
+    storage_options: Annotated[
+        Mapping[str, object] | None,
+        Parameter(
+            "--storage-option KEY=VALUE",
+            "Option for the storage client; may be given several times. A JSON value is "
+            "passed as JSON.",
+            common=False,
+        ),
+    ] = field(default=None, repr=False)
+    endpoint_url: Annotated[
+        str | None,
+        Parameter(
+            "--endpoint-url URL", "Address of an S3 service other than Amazon's.", common=False
+        ),
+    ] = None
+    timeout_s: Annotated[
+        float,
+        Parameter(
+            "--timeout SECONDS",
+            "How long to wait for one answer of the storage; a mount that hangs four times "
+            "as long ends the command with 75.",
+            min=0.1,
+            common=False,
+        ),
+    ] = TIMEOUT_S
     retries: int = 4
     retry_for_s: float = 0.0
-    follow_links: Collection[str] = ()
+    follow_links: Annotated[
+        Collection[str],
+        Parameter(
+            "--follow-links DIR",
+            "Follow links of steps and their files that lead into this folder, such as a slower "
+            "storage; may be given several times. Other links are not followed (2).",
+            common=False,
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         hide_options(self.storage_options or {})
@@ -148,19 +231,101 @@ class Requirements:
     each a kind of train state and a whole key path or file name, as `dataloader=data_pos`.
     """
 
-    pattern: str | None = None
-    require: Collection[str] = ()
-    state_keys: Collection[str] = ()
-    world_size: int | None = None
-    saved_world_size: int | None = None
-    grace_s: float = 600.0
-    require_seal: bool = False
-    seal_run: str | None = None
-    seal_sequence: int | None = None
-    key: bytes | None = field(default=None, repr=False)
-    remote_checksums: bool = False
-    marks: str | None = None
-    allow_globals: Collection[str] = ()
+    require: Annotated[
+        Collection[str],
+        Parameter(
+            "--require KIND,...",
+            f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
+        ),
+    ] = ()
+    state_keys: Annotated[
+        Collection[str],
+        Parameter(
+            "--state KIND=KEY",
+            "What an entry or a file holds that is not recognized, by its whole key path or name "
+            "(dataloader=data_pos); may be given several times.",
+            common=False,
+        ),
+    ] = ()
+    world_size: Annotated[
+        int | None,
+        Parameter(
+            "--world-size N",
+            "How many ranks will load the step; reports what that requires, or that it is "
+            "impossible.",
+            min=1,
+        ),
+    ] = None
+    saved_world_size: Annotated[
+        int | None,
+        Parameter(
+            "--saved-world-size N",
+            "How many ranks wrote the step; each must have written a shard file.",
+            min=1,
+            common=False,
+        ),
+    ] = None
+    pattern: Annotated[
+        str | None,
+        PATTERN,
+    ] = None
+    grace_s: Annotated[
+        float,
+        GRACE,
+    ] = 600.0
+    require_seal: Annotated[
+        bool,
+        Parameter(
+            "--require-seal",
+            "Require a seal that proves the step, made with the key if one is given; compares "
+            "every byte unless --level is lower, which is then 22.",
+            common=False,
+        ),
+    ] = False
+    seal_run: Annotated[
+        str | None,
+        Parameter(
+            "--seal-run ID",
+            "The id of the run that seals must be of; by default the one that the root records.",
+            common=False,
+        ),
+    ] = None
+    seal_sequence: Annotated[
+        int | None,
+        Parameter(
+            "--seal-sequence N",
+            "With --require-seal: the newest seal of the root must have at least this place in "
+            "the order of its seals; an older one shows that the root was set back.",
+            min=1,
+            common=False,
+        ),
+    ] = None
+    key: Annotated[
+        bytes | None,
+        KEY_FILE,
+    ] = field(default=None, repr=False)
+    remote_checksums: Annotated[
+        bool,
+        Parameter(
+            "--remote-checksums",
+            "Also compare the checksums that the object store keeps with those in the seal, "
+            "and download nothing for it; 22 where there are none.",
+            common=False,
+        ),
+    ] = False
+    marks: Annotated[
+        str | None,
+        MARKS,
+    ] = None
+    allow_globals: Annotated[
+        Collection[str],
+        Parameter(
+            "--allow-globals NAME,...",
+            "Classes of the run in its pickles, each with its module, about which no warning is "
+            "needed; one that can run code is never allowed.",
+            common=False,
+        ),
+    ] = ()
 
     def reads_every_byte(self, level: Level | None) -> bool:
         """Whether the bytes of a step that has a seal are to be compared.
@@ -188,7 +353,9 @@ class Requirements:
         for kind in kinds:
             if kind not in STATE_KINDS:
                 raise UsageError(
-                    f"{kind!r} is no kind of train state; they are {', '.join(STATE_KINDS)}"
+                    f"--require: {kind!r} is no kind of train state; they are "
+                    f"{', '.join(STATE_KINDS)}",
+                    instead=f"--require {','.join(STATE_KINDS[:2])}",
                 )
         pairs = [self.state_keys] if isinstance(self.state_keys, str) else self.state_keys
         object.__setattr__(self, "state_keys", tuple(pairs))
@@ -263,13 +430,45 @@ class PickPolicy:
     files and folders that are no saves: before a run is called new, all others are compared.
     """
 
-    level: Level | None = None
-    before: int | None = None
-    skip: Collection[int] = ()
-    max_fallback: int = 2
-    allow_missing_state: bool = False
-    accept_unverifiable: bool = False
-    ignore: Collection[str] = ()
+    level: Annotated[
+        Level | None,
+        LEVEL,
+    ] = None
+    allow_missing_state: Annotated[
+        bool,
+        Parameter(
+            "--allow-missing-state", "Allow a step without train state that older steps have."
+        ),
+    ] = False
+    accept_unverifiable: Annotated[
+        bool,
+        Parameter(
+            "--accept-unverifiable",
+            "Allow a step that cannot be proven good at the requested level.",
+        ),
+    ] = False
+    before: Annotated[
+        int | None, Parameter("--before STEP", "Only steps older than this one.", min=0)
+    ] = None
+    skip: Annotated[
+        Collection[int],
+        Parameter(
+            "--skip STEP,...", "Steps to skip, even if they cannot be inspected.", common=False
+        ),
+    ] = ()
+    max_fallback: Annotated[
+        int,
+        Parameter(
+            "--max-fallback N",
+            "How many damaged steps may be skipped; interrupted saves do not count.",
+            min=0,
+            common=False,
+        ),
+    ] = 2
+    ignore: Annotated[
+        Collection[str],
+        IGNORE,
+    ] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "level", known_level(self.level))
@@ -303,11 +502,48 @@ class ContentOptions:
     values of floating-point tensors, `state_check` at what the optimizer keeps.
     """
 
-    subset: str | None = None
-    deadline_s: float | None = None
-    jobs: int | None = None
-    nan_scan: bool = False
-    state_check: bool = False
+    subset: Annotated[
+        str | None,
+        Parameter(
+            "--subset PART",
+            "Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
+            "PART always selects the same records.",
+            common=False,
+        ),
+    ] = None
+    deadline_s: Annotated[
+        float | None,
+        Parameter(
+            "--deadline TIME",
+            "Level content: stop comparing after this time, 120s or 5m, and report what is "
+            "proven until then; 22 where that is not everything.",
+        ),
+    ] = None
+    jobs: Annotated[
+        int | None,
+        Parameter(
+            "--jobs N",
+            "Level content: how many threads read; the default depends on the storage.",
+            min=1,
+            common=False,
+        ),
+    ] = None
+    nan_scan: Annotated[
+        bool,
+        Parameter(
+            "--nan-scan",
+            "Level content: also look for NaN and infinity in floating-point tensors; what "
+            "is found is a warning.",
+        ),
+    ] = False
+    state_check: Annotated[
+        bool,
+        Parameter(
+            "--state-check",
+            "Level content: also see whether the state of the optimizer is real: moments that "
+            "are zero, below zero, of another shape, or those of the step before.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None:

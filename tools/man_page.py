@@ -8,20 +8,17 @@ are those of man(7).
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from ckptctl.cli.app import VERSION
-from ckptctl.cli.binding import with_common
-from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
+from ckptctl.cli.commands import COMMANDS, VERSION, command_of, default_of, load, value_of
 from ckptctl.cli.exit_codes import EXIT_CODES
-from ckptctl.cli.options import COMMON
-from ckptctl.cli.output import Output
-from ckptctl.cli.parsing import REQUIRED, Parameter
+from ckptctl.cli.options import HEADINGS, AnswerOptions
 
+_COMMON = HEADINGS[AnswerOptions]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "man" / "ckptctl.1"
 
 
@@ -56,8 +53,9 @@ def _lines() -> Iterator[str]:
     for name in COMMANDS:
         yield from _command(name)
     yield ".SH COMMON OPTIONS"
-    for name, offer in COMMON.items():
-        yield from _option(Parameter(name, offer.option, offer.default))
+    for option in command_of("pick").params:
+        if getattr(option, "rich_help_panel", None) == _COMMON:
+            yield from _option(option)
     yield ".SH EXIT STATUS"
     for number, code in EXIT_CODES.items():
         yield ".TP"
@@ -76,54 +74,39 @@ def _lines() -> Iterator[str]:
 
 
 def _command(name: str) -> Iterator[str]:
-    command = load(name)
-    parameters = with_common(command.function, Output()).parameters
-    arguments = [each for each in parameters if each.declared and not each.declared.names]
+    command = command_of(name)
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join(
-        text if each.default is REQUIRED else f"[{text}]"
+        text if each.required else f"[{text}]"
         for each in arguments
-        if each.declared and (text := rf"\fI{_text(each.declared.metavar or '')}\fR")
+        if (text := rf"\fI{_text(each.metavar)}\fR")
     )
     yield f'.SS "{name}"'
     yield rf"\fBckptctl {name}\fR [\fIOPTIONS\fR] {usage}".rstrip()
-    yield ".PP"
-    yield _text(SUMMARIES[name])
-    rest = inspect.cleandoc(command.function.__doc__ or "").split("\n\n")[1:]
-    for paragraph in rest:
+    for paragraph in command.help.split("\n\n"):
         yield ".PP"
         yield _text(paragraph)
     for each in arguments:
-        if each.declared:
-            yield ".TP"
-            yield rf"\fI{_text(each.declared.metavar or '')}\fR"
-            yield _text(each.declared.help)
-    for each in parameters:
-        if each.declared and each.declared.names and each.name not in COMMON:
+        yield ".TP"
+        yield rf"\fI{_text(each.metavar)}\fR"
+        yield _text(each.help)
+    for each in command.params:
+        if each not in arguments and not each.hidden and each.rich_help_panel != _COMMON:
             yield from _option(each)
     yield ".PP"
     yield "Examples:"
-    for example in command.examples:
+    for example in load(name).examples:
         yield ".PP"
         yield rf"    {_text(example)}"
 
 
-def _option(parameter: Parameter) -> Iterator[str]:
-    declared = parameter.declared
-    if declared is None:
-        return
-    value = declared.metavar or "|".join(parameter.words)
-    names = ", ".join(rf"\fB{_text(name)}\fR" for name in declared.names)
+def _option(option: Any) -> Iterator[str]:
+    value = value_of(option)
+    names = ", ".join(rf"\fB{_text(name)}\fR" for name in option.opts)
     yield ".TP"
     yield names + (rf" \fI{_text(value)}\fR" if value else "")
-    default = _default(parameter.default)
-    yield _text(f"{declared.help} Default: {default}." if default else declared.help)
-
-
-def _default(default: object) -> str:
-    default = getattr(default, "value", default)
-    if default in (REQUIRED, None, False, ()):
-        return ""
-    return f"{default:g}" if isinstance(default, float) else str(default)
+    default = default_of(option)
+    yield _text(f"{option.help} Default: {default}." if default else option.help)
 
 
 def _prose(text: str) -> Iterator[str]:

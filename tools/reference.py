@@ -19,12 +19,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
-from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
+from ckptctl.cli.commands import (
+    COMMANDS,
+    SUMMARIES,
+    command_of,
+    default_of,
+    load,
+    value_of,
+)
 from ckptctl.cli.exit_codes import EXIT_CODES
-from ckptctl.cli.output import Output
-from ckptctl.cli.typer_app import build_app
 from ckptctl.findings import CODES
 from ckptctl.loss.verdict import FORCES
 
@@ -63,33 +66,28 @@ def _block(name: str) -> str:
 
 
 @cache
-def parameters(command: str) -> list[Any]:
-    """The arguments and options of a command, as the command line has them."""
-    group: Any = get_command(build_app((command,), Output()))
-    return list(group.commands[command].params)
-
-
-@cache
 def _shared() -> set[str]:
-    each = [{p.name for p in parameters(command)} for command in COMMANDS if command != "explain"]
+    each = [{p.name for p in command_of(name).params} for name in COMMANDS if name != "explain"]
     return set.intersection(*each) - {"pattern"}
 
 
 def _options(command: str, *, common: bool) -> list[Any]:
     shared = _shared()
-    options = [p for p in parameters(command) if p.param_type_name == "option"]
+    options = [p for p in command_of(command).params if p.param_type_name == "option"]
     return [option for option in options if (option.name in shared) is common]
 
 
 def _commands() -> Iterator[str]:
     yield "| command | answers |"
     yield "|---|---|"
-    for name in COMMANDS:
-        yield f"| [`{name}`](#{name}) | {SUMMARIES[name]} |"
+    for heading, summaries in SUMMARIES.items():
+        yield f"| *{heading}* | |"
+        for name, summary in summaries.items():
+            yield f"| [`{name}`](#{name}) | {summary} |"
 
 
 def _command(name: str) -> Iterator[str]:
-    arguments = [p for p in parameters(name) if p.param_type_name == "argument"]
+    arguments = [p for p in command_of(name).params if p.param_type_name == "argument"]
     usage = " ".join(p.metavar if p.required else f"[{p.metavar}]" for p in arguments)
     yield f"`ckptctl {name} [OPTIONS] {usage}`"
     yield ""
@@ -140,22 +138,11 @@ def _table(rows: Iterable[str]) -> Iterator[str]:
 def _rows(options: list[Any]) -> Iterator[str]:
     for option in options:
         names = ", ".join(f"`{name}`" for name in option.opts)
-        value = "" if option.is_flag else f" `{_value(option)}`"
+        value = value_of(option).replace("|", "\\|")
+        value = f" `{value}`" if value else ""
         meaning = option.help.replace("<", "&lt;")
         variable = f"`{option.envvar}`" if option.envvar else ""
-        yield f"| {names}{value} | {variable} | {_default(option)} | {meaning} |"
-
-
-def _value(option: Any) -> str:
-    choices = getattr(option.type, "choices", None)
-    return "\\|".join(choices or str(option.metavar).split("|"))
-
-
-def _default(option: Any) -> str:
-    default = getattr(option.default, "value", option.default)
-    if default in (None, False, ()):
-        return ""
-    return f"{default:g}" if isinstance(default, float) else str(default)
+        yield f"| {names}{value} | {variable} | {default_of(option)} | {meaning} |"
 
 
 def _exit_codes() -> Iterator[str]:

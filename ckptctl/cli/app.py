@@ -7,24 +7,21 @@ front of every training job.
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import signal
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
+from typing import Any
+
+import typer
 
 import ckptctl
-from ckptctl.cli.binding import with_common
-from ckptctl.cli.commands import COMMANDS, load
+from ckptctl.cli.commands import COMMANDS, VERSION, command_group, shared_help_lines
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.output import Output, without_secrets
-from ckptctl.cli.parsing import TRUE, parse
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
 from ckptctl.formatting import command_line, path_word
 from ckptctl.redaction import hide_arguments, hide_environment, shell_command
-
-VERSION = f"ckptctl {ckptctl.__version__}"
 
 _COMPLETION = "_CKPTCTL_COMPLETE"
 _USAGE = 2
@@ -47,10 +44,9 @@ def run(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     if _COMPLETION in os.environ:
         return _complete(argv)
-    command = _command(argv)
-    out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
+    out = Output(_command(argv), as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
     try:
-        exit_code = _answer(argv, command, out)
+        exit_code = _answer([*argv] or ["--help"], out)
         out.flush()
     except BrokenPipeError:
         return _READER_LEFT
@@ -59,24 +55,21 @@ def _run(argv: Sequence[str]) -> int:
     return exit_code if argv else _USAGE
 
 
-def _answer(argv: Sequence[str], command: str | None, out: Output) -> int:
-    """Run the command, by typer only if the command line needs it: it takes long to import."""
-    if [*argv] == ["--version"]:
+def _answer(argv: list[str], out: Output) -> int:
+    if argv == ["--version"]:
         out.bare([VERSION])
         return 0
-    comes_first = command is not None and argv[0] == command
-    if command is not None and comes_first:
-        bound = with_common(load(command).function, out)
-        values = parse(bound.parameters, argv[1:], os.environ)
-        if values is not None:
-            return bound.run(**values)
-    from ckptctl.cli.typer_app import build_app
-
-    app = build_app((argv[0],) if comes_first else COMMANDS, out, whole=comes_first)
-    text = io.StringIO()
-    with redirect_stdout(text):  # typer writes help itself, and cannot report a full disk
-        exit_code: int = app(args=[*argv] or ["--help"], prog_name="ckptctl", standalone_mode=False)
-    out.bare(text.getvalue().splitlines())
+    if argv == ["help", "options"]:
+        out.lines(shared_help_lines(out.out.width))
+        return 0
+    if argv[0] == "help":
+        argv = [*argv[1:], "--help"]
+    group = command_group()
+    try:
+        with group.make_context("ckptctl", argv, obj=out) as context:
+            exit_code: int = group.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
     return exit_code
 
 
@@ -85,8 +78,7 @@ def _complete(words: Sequence[str]) -> int:
     with suppress(CkptctlError, OSError):
         from ckptctl.cli.completion import candidates
 
-        out = Output()
-        out.bare(candidates(words, out))
+        Output().bare(candidates(words))
     return 0
 
 
@@ -99,7 +91,7 @@ def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
     """Whether a flag is set, for when the command line could not be parsed."""
     value = os.environ.get(variable, "").lower()
     own = argv[: argv.index("--")] if "--" in argv else argv  # behind it, another's command line
-    return option in own or value in TRUE
+    return option in own or value in ("1", "true", "t", "yes", "y", "on")
 
 
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
@@ -125,20 +117,8 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         error = Stopped(signal.SIGINT)
     if isinstance(error, Stopped):
         return _Ended(error.exit_code, error.next_command)
-    import typer
-
     if isinstance(error, typer.TyperException):
-        message = _reworded(error.format_message())
-        command = _command(argv)
-        if command is not None and argv[0] != command:
-            at = argv.index(command)
-            behind = command_line(*argv[at:], *argv[:at])
-            return UsageError("options stand behind the command", next_command=behind)
-        # typer names the closest commands; the first is the most similar.
-        mistyped = re.match(r"no such command '([^']*)'; did you mean '([^']*)'", message)
-        if mistyped and mistyped[1] in argv:
-            return UsageError(message, instead_of=mistyped[1], instead=mistyped[2])
-        return UsageError(message, next_command=_help_command(argv))
+        return _mistake(error, argv)
     if isinstance(error, MemoryError):
         return OutOfMemory("there is not enough memory; nothing is known, good or bad")
     return CkptctlError(
@@ -147,19 +127,20 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
     )
 
 
-def _reworded(message: str) -> str:
-    """What typer found wrong, in one sentence without its type names."""
-    for pattern, words in (
-        (r"\s+", " "),
-        (r"is not in the range x>=([0-9.]+)", r"is less than \1"),
-        (r"is not a valid int(eger)?( range)?\b", "is not a whole number"),
-        (r"is not a valid float( range)?\b", "is not a number"),
-        (r" \(Possible options: (.*)\)", r"; did you mean \1?"),
-        (r"\. Did you mean", "; did you mean"),
-        (r"\.$", ""),
-    ):
-        message = re.sub(pattern, words, message)
-    return message[:1].lower() + message[1:]
+def _mistake(error: Any, argv: Sequence[str]) -> UsageError:
+    """What typer refuses in a command line."""
+    command = _command(argv)
+    message = error.format_message()
+    if hasattr(error, "possibilities"):  # an unknown option
+        if command is not None and argv[0] != command:
+            at = argv.index(command)
+            behind = command_line(*argv[at:], *argv[:at])
+            return UsageError("options stand behind the command", next_command=behind)
+        close = error.possibilities
+        meant = f"; did you mean {', '.join(close)}?" if close else ""
+        message = error.message + meant
+    message = " ".join(message.split()).removesuffix(".")
+    return UsageError(message[:1].lower() + message[1:], next_command=_help_command(argv))
 
 
 def _next(error: CkptctlError, argv: Sequence[str]) -> str:

@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import ckptctl
-from ckptctl.cli.options import argument, option
+from ckptctl.cli.options import parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded, section
-from ckptctl.cli.values import parse_duration
 from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect
 from ckptctl.failures.stalled_collectives import described, ranges_of
 from ckptctl.formatting import counted
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 
 EXAMPLES = (
     "ckptctl classify --print-nodes slurm-4711.out dmesg-node017.log --exit-code 1",
@@ -31,7 +30,7 @@ Scheduler = Literal["slurm", "kubernetes", "torchrun", "ft_launcher", "shell"]
 def classify(
     logs: Annotated[
         list[str] | None,
-        argument(
+        Parameter(
             "LOG...",
             "Files, folders of logs, URLs, or - for standard input; compressed or not, "
             "of the ranks, the launcher, the kernel, the scheduler; torchrun's error "
@@ -39,36 +38,36 @@ def classify(
         ),
     ] = None,
     exit_code: Annotated[
-        str | None, option("--exit-code N", "The exit code of the job: 137, -9, or SLURM's 0:9.")
+        str | None, Parameter("--exit-code N", "The exit code of the job: 137, -9, or SLURM's 0:9.")
     ] = None,
     state: Annotated[
         str | None,
-        option(
+        Parameter(
             "--state WORD",
             "The scheduler's state of the job: OUT_OF_MEMORY, NODE_FAIL, OOMKilled, Evicted.",
         ),
     ] = None,
     scheduler: Annotated[
         Scheduler | None,
-        option(
+        Parameter(
             "--scheduler",
             "Which program reports the exit code; torchrun turns every failure into 1.",
         ),
     ] = None,
     flight_recorder: Annotated[
         str | None,
-        option(
+        Parameter(
             "--flight-recorder DIR",
             "Dumps of torch's flight recorder, one for each rank. Without it, dumps in a "
             "folder of logs or beside a log are read.",
         ),
     ] = None,
     deadline: Annotated[
-        str, option("--deadline TIME", "Read for at most this long: 30s, 5m.")
+        str, Parameter("--deadline TIME", "Read for at most this long: 30s, 5m.")
     ] = f"{DEADLINE_S / 60:.0f}m",
     print_nodes: Annotated[
         bool,
-        option(
+        Parameter(
             "--print-nodes",
             "Print only the suspected nodes on standard output, one per line, and the "
             "evidence on standard error; without nodes of low confidence.",
@@ -76,15 +75,16 @@ def classify(
     ] = False,
     min_confidence: Annotated[
         Literal["low", "medium", "high"],
-        option(
+        Parameter(
             "--min-confidence", "With --print-nodes: how certain it has to be that a node failed."
         ),
     ] = "medium",
     print_word: Annotated[
         bool,
-        option(
+        Parameter(
             "--print-word",
             "Print only the word on standard output, and the evidence on standard error.",
+            hidden=True,
         ),
     ] = False,
     *,

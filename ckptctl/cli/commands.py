@@ -1,47 +1,94 @@
-"""The commands: names, one line of help for each, and the modules that hold them.
+"""The commands: their names, their help, and the command line that typer parses for each.
 
-A command is imported only when it is called: `ckptctl pick` stands in front of every
-training job, and the list of commands needs none of them.
+A command is a function. Its own parameters are declared in its signature; for an options object
+that it takes, the command line has the options of the object's fields, and for `AnswerOptions`
+every command has them. A command is imported only when it is called, or its help is asked for.
+
+An answer that was given under `--require`, `--level` or `--endpoint-url` leads to a command that
+asks under the same. An option is repeated where the next command has the very same one: two
+options of one name with different help mean different things.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import math
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_args
 
-SUMMARIES: Mapping[str, str] = {
-    "scan": "List the steps of a root with their verdicts and the step that pick would choose.",
-    "verify": "Inspect one step and report every finding.",
-    "pick": "Choose the step to resume from.",
-    "show": "Show the contents of a step: tensors, sizes, ranks, and what a resume restores.",
-    "seal": "Verify a step and record its digests.",
-    "watch": "Verify and seal each step that a job finishes, from a process beside it.",
-    "reject": "Reject a step, so that nothing resumes from it.",
-    "accept": "Lift a rejection, so that the step may be used again.",
-    "pin": "Pin a step, so that retention keeps it.",
-    "prune": "Remove old steps that are no longer needed.",
-    "preflight": "Check that a job can start here and now, and choose its step.",
-    "run": "Run a job, and restart it after failures within a budget.",
-    "history": "Show the attempts of runs, and how much of their time was training that is kept.",
-    "data": "Show which samples of each epoch were trained once, repeated or skipped.",
-    "drill": "Inject faults into your own job, on a copy of its newest step, and grade how "
-    "it survives.",
-    "rerun": "Replay a suspicious step on the same and on other nodes, to find faulty hardware.",
-    "cost": "Estimate what a failure of a run costs, and the best interval between saves.",
-    "reshard": "Rewrite a step for another world size in constant memory.",
-    "convert": "Convert a step to one torch.save file or to safetensors, or either of them to "
-    "a step.",
-    "diff": "Compare two steps: entries, shapes, dtypes, values.",
-    "runbook": "List, show and run runbooks.",
-    "classify": "Classify a failure by the logs of a job, and print what to do.",
-    "loss": "Check whether the loss is continuous across a resume.",
-    "doctor": "Find mistakes in a job script, an environment or a storage.",
-    "explain": "Explain a code or word that ckptctl prints, and what to do about it.",
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+import ckptctl
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.options import (
+    COMMAND_LINE_ONLY,
+    HEADINGS,
+    AnswerOptions,
+    Option,
+    option_names,
+    options_of,
+    variable_of,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, padded, wrapped
+from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.formatting import command_line, path_word
+from ckptctl.options import TIMEOUT_S, Parameter
+from ckptctl.redaction import keep, shell_command
+from ckptctl.storage.waiting import Watchdog
+
+VERSION = f"ckptctl {ckptctl.__version__}"
+
+SUMMARIES: Mapping[str, Mapping[str, str]] = {
+    "Every day": {
+        "scan": "List the steps of a root with their verdicts and the step that pick would choose.",
+        "verify": "Inspect one step and report every finding.",
+        "pick": "Choose the step to resume from.",
+        "loss": "Check whether the loss is continuous across a resume.",
+        "runbook": "List, show and run runbooks.",
+    },
+    "The job": {
+        "preflight": "Check that a job can start here and now, and choose its step.",
+        "run": "Run a job, and restart it after failures within a budget.",
+        "watch": "Verify and seal each step that a job finishes, from a process beside it.",
+        "prune": "Remove old steps that are no longer needed.",
+        "doctor": "Find mistakes in a job script, an environment or a storage.",
+        "drill": "Inject faults into your own job, on a copy of its newest step, and grade how "
+        "it survives.",
+        "cost": "Estimate what a failure of a run costs, and the best interval between saves.",
+    },
+    "Evidence": {
+        "show": "Show the contents of a step: tensors, sizes, ranks, and what a resume restores.",
+        "classify": "Classify a failure by the logs of a job, and print what to do.",
+        "explain": "Explain a code or word that ckptctl prints, and what to do about it.",
+        "diff": "Compare two steps: entries, shapes, dtypes, values.",
+        "history": "Show the attempts of runs, and how much of their time was training that is "
+        "kept.",
+        "data": "Show which samples of each epoch were trained once, repeated or skipped.",
+        "rerun": "Replay a suspicious step on the same and on other nodes, to find faulty "
+        "hardware.",
+    },
+    "Change": {
+        "seal": "Verify a step and record its digests.",
+        "reject": "Reject a step, so that nothing resumes from it.",
+        "accept": "Lift a rejection, so that the step may be used again.",
+        "pin": "Pin a step, so that retention keeps it.",
+        "reshard": "Rewrite a step for another world size in constant memory.",
+        "convert": "Convert a step to one torch.save file or to safetensors, or either of them to "
+        "a step.",
+    },
 }
-"""The first line of each command's help, in the order in which help lists the commands."""
+"""The first line of each command's help, under the headings of `ckptctl --help`."""
 
-COMMANDS = tuple(SUMMARIES)
+COMMANDS = tuple(name for summaries in SUMMARIES.values() for name in summaries)
 
 # A command is a function of its name in the module of its name, but for these.
 _MODULES = {"reject": "marks", "accept": "marks", "pin": "marks"}
@@ -60,3 +107,491 @@ def load(name: str) -> Command:
     module = import_module(f"ckptctl.cli.{_MODULES.get(name, name)}")
     examples = module.EXAMPLES[name] if name in _MODULES else module.EXAMPLES
     return Command(getattr(module, name), examples, module.EXIT_CODES)
+
+
+# The command line
+
+
+class _Commands(TyperGroup):
+    """The commands, each imported when it is called."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        return command_of(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ARG002
+        if args[0] in COMMANDS:
+            return args[0], command_of(args[0]), args[1:]
+        message = f"no such command {args[0]!r}"
+        close = get_close_matches(args[0], COMMANDS)
+        if not close:
+            raise UsageError(message, next_command="ckptctl --help")
+        meant = ", ".join(map(repr, close))  # the most similar one first
+        raise UsageError(f"{message}; did you mean {meant}?", instead_of=args[0], instead=close[0])
+
+
+def _print_help(context: typer.Context, asked: bool, *, whole: bool) -> None:
+    if asked:
+        out: Output = context.obj
+        out.lines(help_lines(context.command, out.out.width, whole=whole))
+        raise typer.Exit
+
+
+def _short_help(context: typer.Context, asked: bool) -> None:
+    _print_help(context, asked, whole=False)
+
+
+def _whole_help(context: typer.Context, asked: bool) -> None:
+    _print_help(context, asked, whole=True)
+
+
+_HELP_OPTIONS = (
+    ("short_help", "-h", "Show the options that are used most.", _short_help),
+    ("whole_help", "--help", "Show all options.", _whole_help),
+)
+
+
+@cache
+def command_group() -> Any:
+    """The whole command line, as typer parses it."""
+
+    def root(
+        *, context: typer.Context, version: bool, show_completion: str | None, **_: Any
+    ) -> None:
+        out: Output = context.obj
+        if version:
+            out.bare([VERSION])
+        elif show_completion is not None:
+            from ckptctl.cli.completion import script
+
+            out.bare(script(show_completion).splitlines())
+        elif context.invoked_subcommand is None:
+            raise UsageError("no command is given", next_command="ckptctl --help")
+        else:
+            return
+        raise typer.Exit
+
+    app = _app(_Commands)
+    version = Parameter("--version", "Print the version and exit.")
+    completion = Parameter(
+        "--show-completion SHELL", "Print the completion script of bash, fish or zsh, and exit."
+    )
+    options = (
+        Option("version", "", bool, False, version),
+        Option("show_completion", "", str | None, None, completion),
+    )
+    app.callback(invoke_without_command=True)(_declare(root, [(each, None) for each in options]))
+    return get_command(app)
+
+
+@cache
+def command_of(name: str) -> Any:
+    """The command line of one command, as typer parses it; its classes are not public."""
+    app = _app(None)
+    app.command(name)(_for_typer(load(name).function))
+    return get_command(app)
+
+
+def _app(cls: type[TyperGroup] | None) -> typer.Typer:
+    return typer.Typer(
+        cls=cls,
+        rich_markup_mode=None,
+        add_completion=False,
+        add_help_option=False,
+        pretty_exceptions_enable=False,
+    )
+
+
+# What typer reads of a command
+
+
+def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
+    """The function with options in the place of options objects.
+
+    `--debug` has no effect but in `app`, which prints tracebacks. A storage that hangs in
+    the kernel ends the process with 75.
+    """
+    own, objects = _taken(function)
+    options = _options(function)
+    paths = [option.name for option, _ in options if _is_path(option)]
+
+    def run(context: typer.Context, **given: Any) -> int:
+        out: Output = context.obj
+        for name, *_ in _HELP_OPTIONS:
+            del given[name]
+        given |= {name: _as_words(given[name]) for name in paths}
+        keep(*(str(path) for name in paths if given[name] for path in _several(given[name])))
+        timeout_s = given.get("timeout") or TIMEOUT_S
+        if not math.isfinite(timeout_s):
+            raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
+        repeated = _repeated(context, given)
+        answer = _made(AnswerOptions, options_of(AnswerOptions), given, own)
+        out.configure(
+            as_json=answer.json,
+            quiet=answer.quiet,
+            color=answer.color,
+            report_file=answer.report,
+            complete=lambda command: _with_options(command, repeated, function.__name__),
+        )
+        out.lines(_ignored_lines(given), to=out.err)
+        for name, (kind, offered) in objects.items():
+            given[name] = _made(kind, offered, given, own)
+        if "storage" not in objects:
+            return function(**given, out=out)
+
+        def stalled(error: StorageUnavailable) -> None:
+            error.next_command = command_line("explain", error.exit_code)
+            out.error(error)
+
+        with Watchdog(_PATIENCE * timeout_s, stalled):
+            return function(**given, out=out)
+
+    run.__doc__ = function.__doc__
+    return _declare(run, options)
+
+
+_PATIENCE = 4
+"""A mounted file system may be silent for so many times `--timeout`: then the process ends."""
+
+_Objects: TypeAlias = "dict[str, tuple[type, tuple[Option, ...]]]"
+
+
+def _taken(function: Callable[..., int]) -> tuple[dict[str, Option], _Objects]:
+    """The parameters of a command, and the options objects that it takes with what it offers."""
+    own, objects = {}, {}
+    for name, each in inspect.signature(function, eval_str=True).parameters.items():
+        kind = getattr(each.annotation, "__origin__", each.annotation)
+        about = next(iter(getattr(each.annotation, "__metadata__", ())), None)
+        if isinstance(about, Parameter):
+            own[name] = Option(name, "", kind, each.default, about)
+        elif kind in HEADINGS:
+            offered = options_of(kind)
+            objects[name] = (kind, tuple(o for o in offered if about is None or o.name in about))
+    return own, objects
+
+
+def _options(function: Callable[..., int]) -> list[tuple[Option, str | None]]:
+    """All parameters of a command on the command line, each with its heading of help."""
+    own, objects = _taken(function)
+    options: list[tuple[Option, str | None]] = [(each, None) for each in own.values()]
+    for kind, offered in (*objects.values(), (AnswerOptions, options_of(AnswerOptions))):
+        # A command may have its own words for one of them.
+        options += [(each, HEADINGS[kind]) for each in offered if each.name not in own]
+    return options
+
+
+def _made(
+    kind: type, offered: Iterable[Option], given: dict[str, Any], own: Collection[str]
+) -> Any:
+    """The options object of what the command line gave, which is taken out of `given`.
+
+    A parameter of the command's own stays there: its own words mean something else, but
+    for `--timeout`, which the storage obeys, too.
+    """
+    values = {}
+    for option in offered:
+        value = given[option.name] if option.name in own else given.pop(option.name)
+        if option.name not in own or value is not None:
+            values[option.field] = option.value(value)
+    return kind(**values)
+
+
+def _declare(
+    function: Callable[..., Any], options: Iterable[tuple[Option, str | None]]
+) -> Callable[..., Any]:
+    """The function with the signature from which typer reads its options."""
+    annotations: dict[str, Any] = {"context": typer.Context}
+    defaults: dict[str, Any] = {"context": inspect.Parameter.empty}
+    for option, heading in options:
+        annotations[option.name] = Annotated[option.kind, _typer_info(option, heading)]
+        defaults[option.name] = option.default
+    for name, option_name, text, show in _HELP_OPTIONS:
+        annotations[name] = Annotated[
+            bool,
+            typer.Option(
+                option_name,
+                help=text,
+                callback=show,
+                is_eager=True,
+                rich_help_panel=HEADINGS[AnswerOptions],
+            ),
+        ]
+        defaults[name] = False
+    function.__annotations__ = annotations
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation
+            )
+            for name, annotation in annotations.items()
+        ]
+    )
+    return function
+
+
+def _typer_info(option: Option, heading: str | None) -> Any:
+    declared = option.declared
+    names = option_names(declared)
+    if not names:
+        return typer.Argument(metavar=declared.spec, help=declared.help)
+    kinds = [each for each in (option.kind, *get_args(option.kind)) if each in (int, float)]
+    return typer.Option(
+        *names,
+        metavar=declared.spec.partition(" ")[2] or None if len(names) == 1 else None,
+        help=declared.help,
+        envvar=variable_of(declared),
+        show_envvar=False,  # help states once that every option has a variable
+        parser=_number(kinds[0], declared.min) if kinds else None,
+        hidden=declared.hidden,
+        rich_help_panel=heading,
+    )
+
+
+def _number(kind: type[int] | type[float], least: float | None) -> Callable[[Any], float]:
+    """What makes a number of a text; typer's message has the names of types in it."""
+
+    def number(text: Any) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise typer.BadParameter(f"{text!r} is not {what}") from None
+        if least is not None and value < least:
+            raise typer.BadParameter(f"{text} is less than {least:g}")
+        return value
+
+    return number
+
+
+_PATHS = frozenset({"A", "B", "DIR", "DST", "FILE", "LOG", "PATH", "ROOT", "SRC", "STEP", "TARGET"})
+"""What help calls a value that is a path or an address."""
+
+
+def _is_path(option: Option) -> bool:
+    metavar = option.declared.spec.split()[-1].removesuffix("...")
+    kinds = (option.kind, *get_args(option.kind))
+    return metavar in _PATHS and (str in kinds or list[str] in kinds)
+
+
+def _as_words(paths: Any) -> Any:
+    """The value of a parameter whose paths no later command takes for an option."""
+    if isinstance(paths, list):
+        return [*map(path_word, paths)]
+    return path_word(paths) if isinstance(paths, str) else paths
+
+
+def _several(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _ignored_lines(given: Mapping[str, Any]) -> Iterator[Line]:
+    """Name each variable that is set for an option which is read from the command line only."""
+    for parameter, value in given.items():
+        name = "--" + parameter.replace("_", "-")
+        variable = "CKPTCTL_" + parameter.upper()
+        if name in COMMAND_LINE_ONLY and not value and os.environ.get(variable):
+            yield line(
+                f"warning: {variable} is set and has no effect: {name} is read from the "
+                "command line only"
+            )
+
+
+# The caller's options in the next command
+
+_OF_ONE_ACT = frozenset(
+    {
+        *("--reason", "--evidence", "--by"),
+        *("--new", "--continue", "--dry-run", "--set"),
+        *("--subset", "--deadline"),
+    }
+)
+"""Options of one mark, one run of a runbook, one partial inspection: not repeated in the next."""
+
+_WRITES = frozenset({"--metrics", "--html"})
+"""Options with a file, in which another command would write something else."""
+
+
+class _Given(NamedTuple):
+    """An option as the caller gave it."""
+
+    name: str
+    help: str
+    words: tuple[str, ...]
+
+
+def _repeated(context: typer.Context, given: Mapping[str, Any]) -> tuple[_Given, ...]:
+    """The options on the command line that say what is asked, not how it is shown.
+
+    Those in the environment are not repeated: the next command reads them there. Nor are
+    switches that change something, which have no variable: consent is given each time.
+    """
+    found = []
+    command: Any = context.command
+    for option in command.params:
+        source = context.get_parameter_source(option.name)
+        if source is None or source.name != "COMMANDLINE" or option.envvar is None:
+            continue
+        name = option.opts[0]
+        if name not in _OF_ONE_ACT and option.rich_help_panel != HEADINGS[AnswerOptions]:
+            found.append(_Given(name, option.help, tuple(_written(name, given[option.name]))))
+    return tuple(found)
+
+
+def _written(name: str, value: object) -> Iterator[str]:
+    """An option as words of a command line."""
+    if isinstance(value, bool):
+        yield name
+        return
+    for each in _several(value):
+        yield name
+        if isinstance(each, Enum):
+            yield str(each.value)
+        else:
+            yield f"{each:.15g}" if isinstance(each, float) else str(each)
+
+
+def _with_options(command: str, repeated: Sequence[_Given], caller: str) -> str:
+    """A next command with the caller's options that it takes and does not have yet."""
+    own, dashes, behind = command.partition(" -- ")
+    try:
+        words = shlex.split(own)
+    except ValueError:
+        return command
+    if not repeated or words[:1] != ["ckptctl"] or len(words) < 2 or words[-1] == "--help":
+        return command
+    name = words[1]
+    if name not in COMMANDS or (name == "runbook" and words[2:3] != ["run"]):
+        return command  # it runs nothing
+    there = {word.partition("=")[0] for word in words}
+    takes = {(each.opts[0], getattr(each, "help", "")) for each in command_of(name).params}
+    for given in repeated:
+        is_same = name == caller or (given.name not in _WRITES and given[:2] in takes)
+        if given.name not in there and is_same:
+            own += f" {shell_command(given.words)}"
+    return own + dashes + behind
+
+
+# Help
+
+_LEFT = 26
+"""The width of the column with the names of options; a longer name gets a line of its own."""
+_WIDEST = 100
+_ELSEWHERE = 80
+"""How wide help is off a terminal."""
+
+
+def help_lines(command: Any, width: int | None, *, whole: bool) -> Iterator[Line]:
+    """The help of a command, or of the group of all commands."""
+    room = min(width or _ELSEWHERE, _WIDEST)
+    of_all = isinstance(command, TyperGroup)
+    lines = _group_help() if of_all else _command_help(command, whole=whole)
+    for each in lines:
+        yield from wrapped(each, room)
+
+
+def _group_help() -> Iterator[Line]:
+    yield line("Usage: ckptctl COMMAND [OPTIONS] [ARGUMENTS]", solid=True)
+    yield EMPTY
+    yield line("Which checkpoint do we resume from, and did the resume work?")
+    for heading, summaries in SUMMARIES.items():
+        yield EMPTY
+        yield line(StyledText(f"{heading}:", "strong"))
+        yield from (_entry(name, text, 11) for name, text in summaries.items())
+    yield from _sections(command_group().params)
+    yield EMPTY
+    yield line("Options of several commands: ckptctl help options")
+    yield line("Every finding code, verdict and exit code is explained by: ckptctl explain")
+
+
+def shared_help_lines(width: int | None) -> Iterator[Line]:
+    """The options of the options objects, which several commands take."""
+    room = min(width or _ELSEWHERE, _WIDEST)
+    yield from wrapped(
+        line("Each command has some of these options; its own --help names them."), room
+    )
+    for kind, heading in HEADINGS.items():
+        yield EMPTY
+        yield line(StyledText(f"{heading}:", "strong"))
+        for option in options_of(kind):
+            spec = option.declared.spec.replace(" -", ", -")
+            yield from wrapped(_entry(spec, option.declared.help, _LEFT), room)
+
+
+def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
+    loaded = load(command.name)
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    words = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+    yield line(" ".join(["Usage: ckptctl", command.name, "[OPTIONS]", *words]), hang=7)
+    for paragraph in command.help.split("\n\n"):
+        yield EMPTY
+        yield line(" ".join(paragraph.split()))
+    rare = {
+        option.name: heading
+        for option, heading in _options(loaded.function)
+        if not option.declared.common
+    }
+    shared = [each.opts[0] for each in command.params if rare.get(each.name)]
+    yield from _sections(
+        each
+        for each in command.params
+        if each.name not in rare or (whole and rare[each.name] is None)
+    )
+    yield EMPTY
+    if whole:
+        yield line(f"Also (ckptctl help options): {', '.join(shared)}", hang=2)
+    else:
+        yield line(f"All options: ckptctl {command.name} --help")
+    yield line(
+        "Variables set options too (--max-fallback: CKPTCTL_MAX_FALLBACK), but no switches that "
+        "change or remove something."
+    )
+    yield EMPTY
+    yield line(StyledText("Examples:", "strong"))
+    yield from (line("  ", StyledText(each, "code"), solid=True) for each in loaded.examples)
+    yield EMPTY
+    yield line(StyledText("Exit codes:", "strong"))
+    yield from (line(f"  {code:<3} {EXIT_CODES[code].title}", hang=6) for code in loaded.exit_codes)
+
+
+def _sections(parameters: Iterable[Any]) -> Iterator[Line]:
+    """Arguments and options under their headings."""
+    headings: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+    for each in parameters:
+        if each.hidden:
+            continue
+        heading = "Arguments" if each.param_type_name == "argument" else "Options"
+        headings.setdefault(each.rich_help_panel or heading, []).append(each)
+    for heading, listed in headings.items():
+        if listed:
+            yield EMPTY
+            yield line(StyledText(f"{heading}:", "strong"))
+            yield from (_entry(*record_of(each), _LEFT) for each in listed)
+
+
+def record_of(parameter: Any) -> tuple[str, str]:
+    """A parameter of a command as help lists it, and what it means."""
+    if parameter.param_type_name == "argument":
+        return parameter.metavar, parameter.help
+    default = default_of(parameter)
+    note = f" [default: {default}]" if default else " [required]" if parameter.required else ""
+    return f"{', '.join(parameter.opts)} {value_of(parameter)}".rstrip(), parameter.help + note
+
+
+def value_of(option: Any) -> str:
+    """What help calls the value of an option: its words, where they are listed."""
+    if option.is_flag:
+        return ""
+    return option.metavar or "|".join(option.type.choices)
+
+
+def default_of(parameter: Any) -> str:
+    """The default of an option as a caller writes it; empty where there is none."""
+    default = getattr(parameter.default, "value", parameter.default)
+    if default in (None, False, ()) or parameter.required:
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _entry(left: str, text: str, width: int) -> Line:
+    """A name and what it means, in two columns."""
+    cell = padded(f"  {left}", width + 2)
+    return line(StyledText(cell.text, "name"), "  ", text, hang=width + 4)

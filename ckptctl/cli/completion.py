@@ -1,19 +1,18 @@
 """Complete a command line for bash, zsh and fish.
 
-A script in `shells/` calls ckptctl with the words up to the cursor, and gets a candidate a line.
-Nothing is imported but what the answer needs, and no storage is asked but local folders: a
-key press waits for it. Where there is no candidate, the shell completes files.
+A script in `shells/` calls ckptctl with the words up to the cursor, and gets a candidate a line;
+typer's own scripts do not see `ROOT@1200` in bash, which breaks words at `@`. No storage is asked
+but local folders: a key press waits for it. Where there is no candidate, the shell completes files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
+from itertools import pairwise
+from typing import Any
 
-from ckptctl.cli.binding import with_common
-from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
-from ckptctl.cli.output import Output
-from ckptctl.cli.parsing import Parameter
+from ckptctl.cli.commands import COMMANDS, SUMMARIES, command_group, command_of
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.options import StorageOptions
 
@@ -31,69 +30,57 @@ def script(shell: str) -> str:
     return file.read_text("utf-8")
 
 
-def candidates(words: Sequence[str], out: Output) -> list[str]:
+def candidates(words: Sequence[str]) -> list[str]:
     """What the last word may become, each with a tab and a description where there is one."""
     *before, word = words or ("",)
-    command = next((each for each in before if each in COMMANDS), None)
-    if command is None:
-        offered: Iterable[tuple[str, str]] = (
-            *SUMMARIES.items(),
-            ("--help", "Show the commands."),
-            ("--version", "Print the version."),
-        )
-    elif "--" in before:
-        offered = ()
+    name = next((each for each in before if each in COMMANDS), None)
+    if name is not None:
+        # Behind `--` is the command line of another program.
+        offered = [] if "--" in before else [*_of_command(name, before, word)]
     else:
-        parameters = with_common(load(command).function, out).parameters
-        offered = _of_command(command, parameters, before[before.index(command) + 1 :], word)
-    return [
-        f"{text}\t{help_text.partition('. ')[0]}"
-        for text, help_text in offered
-        if text.startswith(word)
-    ]
+        options = command_group().params
+        offered = [
+            *(each for summaries in SUMMARIES.values() for each in summaries.items()),
+            *((name, each.help) for each in options for name in each.opts),
+        ]
+    return [f"{text}\t{help_text}" for text, help_text in offered if text.startswith(word)]
 
 
-def _of_command(
-    command: str, parameters: Sequence[Parameter], before: Sequence[str], word: str
-) -> Iterator[tuple[str, str]]:
-    options = {name: each for each in parameters if each.declared for name in each.declared.names}
-    last = options.get(before[-1]) if before else None
-    if last is not None and last.kind is not bool:
-        yield from _values(command, last, word)
-        return
-    if word.startswith("-"):
-        for name, each in options.items():
-            yield name, each.declared.help if each.declared else ""
-        return
-    arguments = [each for each in parameters if each.declared and not each.declared.names]
-    place = sum(
-        not each.startswith("-") and not _takes_value(options.get(previous))
-        for previous, each in zip(("", *before), before, strict=False)
-    )
-    if arguments:
-        yield from _values(command, arguments[min(place, len(arguments) - 1)], word)
+def _of_command(name: str, before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
+    parameters = command_of(name).params
+    options = {option: each for each in parameters for option in each.opts if option[0] == "-"}
+    takes_value = {option for option, each in options.items() if not each.is_flag}
+    if before[-1] in takes_value:
+        yield from _values(name, options[before[-1]], word)
+    elif word.startswith("-"):
+        for option, each in options.items():
+            if not each.hidden:
+                yield option, each.help.partition(". ")[0]
+    else:
+        arguments = [each for each in parameters if each.param_type_name == "argument"]
+        behind = before[before.index(name) :]
+        place = sum(
+            not each.startswith("-") and previous not in takes_value
+            for previous, each in pairwise(behind)
+        )
+        if arguments:
+            yield from _values(name, arguments[min(place, len(arguments) - 1)], word)
 
 
-def _takes_value(option: Parameter | None) -> bool:
-    return option is not None and option.kind is not bool
-
-
-def _values(command: str, parameter: Parameter, word: str) -> Iterator[tuple[str, str]]:
+def _values(name: str, parameter: Any, word: str) -> Iterator[tuple[str, str]]:
     """The values of an argument or an option, as far as they can be listed."""
-    if parameter.words:
-        yield from ((word, "") for word in parameter.words)
-        return
-    metavar = parameter.declared.metavar if parameter.declared else None
-    if metavar == "CODE" and command == "explain":
+    if parameter.metavar == "CODE" and name == "explain":
         from ckptctl.cli.explain import all_pages
 
         yield from ((each.name, each.title) for each in all_pages())
-    elif metavar == "NAME" and command == "runbook":
+    elif parameter.metavar == "NAME" and name == "runbook":
         from ckptctl.runbook.reading import find_runbook, runbook_names
 
-        yield from ((name, find_runbook(name).title) for name in runbook_names())
+        yield from ((each, find_runbook(each).title) for each in runbook_names())
     elif "@" in word:
         yield from _steps(word.rpartition("@")[0])
+    else:
+        yield from ((each, "") for each in getattr(parameter.type, "choices", ()))
 
 
 def _steps(root: str) -> Iterator[tuple[str, str]]:

@@ -13,14 +13,14 @@ from ckptctl.cli.options import (
     MemoryOpt,
     OnlyOpt,
     PatternOpt,
-    argument,
-    option,
+    only_model,
+    parse_size,
+    seal_key,
 )
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
-from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.formatting import counted, exact_size
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.resharding.results import Converted
 
 EXAMPLES = (
@@ -34,14 +34,14 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 def convert(
     source: Annotated[
         str,
-        argument(
+        Parameter(
             "SRC",
             "A step, as for verify; a torch.save file; safetensors: a file, an index, or a folder.",
         ),
     ],
     target: Annotated[
         str,
-        argument(
+        Parameter(
             "DST",
             "The result, which must not exist. From a step: a name in .pt gives a "
             "torch.save file, in .safetensors one safetensors file, any other name a "
@@ -50,22 +50,22 @@ def convert(
     ],
     world_size: Annotated[
         int | None,
-        option("--world-size N", "Into a step: how many ranks to shard it for; 1 by default."),
+        Parameter("--world-size N", "Into a step: how many ranks to shard it for; 1 by default."),
     ] = None,
     only: OnlyOpt = None,
     strip: Annotated[
-        str, option("--strip TEXT", "Into safetensors: remove this prefix from names.")
+        str, Parameter("--strip TEXT", "Into safetensors: remove this prefix from names.")
     ] = "",
     under: Annotated[
         str,
-        option(
+        Parameter(
             "--under KEY",
             "From safetensors: put the tensors below this key of the state dict, as model.",
         ),
     ] = "",
     file_size: Annotated[
         str | None,
-        option(
+        Parameter(
             "--file-size SIZE", "Into safetensors: the largest size of a file; 5 GB by default."
         ),
     ] = None,

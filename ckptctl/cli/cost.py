@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import PatternOpt, argument, option
+from ckptctl.cli.options import PatternOpt, parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded
-from ckptctl.cli.values import parse_duration
 from ckptctl.formatting import duration, listed, percent, size
 from ckptctl.goodput.estimating import Given, RecoveryCost
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 
 EXAMPLES = (
     "ckptctl cost /shared/ckpt/run-1234 --mtbf 8h --load 4m --reschedule 5m",
@@ -24,51 +23,54 @@ EXIT_CODES = (0, 2, 75, 77)
 def cost(
     root: Annotated[
         str | None,
-        argument("ROOT", "Folder or URL of a run; what its attempts recorded need not be given."),
+        Parameter("ROOT", "Folder or URL of a run; what its attempts recorded need not be given."),
     ] = None,
     interval: Annotated[
-        str | None, option("--interval TIME", "Time from save to save: 30m, 1.5h, 3600.")
+        str | None, Parameter("--interval TIME", "Time from save to save: 30m, 1.5h, 3600.")
     ] = None,
     save_time: Annotated[
-        str | None, option("--save-time TIME", "How long training stops for a save.")
+        str | None, Parameter("--save-time TIME", "How long training stops for a save.")
     ] = None,
     mtbf: Annotated[
-        str | None, option("--mtbf TIME", "Mean time between failures of the whole job.")
+        str | None, Parameter("--mtbf TIME", "Mean time between failures of the whole job.")
     ] = None,
     nodes: Annotated[
         int | None,
-        option("--nodes N", "Number of nodes, to compute --mtbf from their failure rate.", min=1),
+        Parameter(
+            "--nodes N", "Number of nodes, to compute --mtbf from their failure rate.", min=1
+        ),
     ] = None,
     failures_per_node_day: Annotated[
         float | None,
-        option(
+        Parameter(
             "--failures-per-node-day RATE",
             "Failures per node and day; 0.0065 and 0.00234 were measured on two clusters.",
             min=0,
         ),
     ] = None,
     reschedule: Annotated[
-        str | None, option("--reschedule TIME", "T1: time from the failure to new processes.")
+        str | None, Parameter("--reschedule TIME", "T1: time from the failure to new processes.")
     ] = None,
     connect: Annotated[
-        str | None, option("--connect TIME", "T2: time until the ranks are connected.")
+        str | None, Parameter("--connect TIME", "T2: time until the ranks are connected.")
     ] = None,
     load: Annotated[
-        str | None, option("--load TIME", "T3: time until the checkpoint is loaded.")
+        str | None, Parameter("--load TIME", "T3: time until the checkpoint is loaded.")
     ] = None,
     compiling: Annotated[
-        str | None, option("--compile TIME", "T4: time until the model is compiled.")
+        str | None, Parameter("--compile TIME", "T4: time until the model is compiled.")
     ] = None,
     gpus: Annotated[
-        int | None, option("--gpus N", "Number of GPUs, to print GPU hours as well.", min=1)
+        int | None, Parameter("--gpus N", "Number of GPUs, to print GPU hours as well.", min=1)
     ] = None,
     pattern: PatternOpt = None,
     print_cadence: Annotated[
         bool,
-        option(
+        Parameter(
             "--print-cadence",
             "Print only how the interval compares with the time between failures: "
             "short-enough, longer-than-best, above-mtbf or unknown; the rest on standard error.",
+            hidden=True,
         ),
     ] = False,
     *,

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import argument, only, option
+from ckptctl.cli.options import only
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded
 from ckptctl.formatting import counted, safe
 from ckptctl.goodput.data_use import FIRST_IDS, DataUse, EpochState, EpochUse
-from ckptctl.options import Requirements, StorageOptions
+from ckptctl.options import Parameter, Requirements, StorageOptions
 
 EXAMPLES = (
     "ckptctl data /shared/ckpt/run-1234",
@@ -27,11 +27,13 @@ MOST_EPOCHS = 20
 def data(
     root: Annotated[
         str | None,
-        argument("ROOT", "Root of a run, whose ledger is in its newest usable step; or ROOT@1200."),
+        Parameter(
+            "ROOT", "Root of a run, whose ledger is in its newest usable step; or ROOT@1200."
+        ),
     ] = None,
     rows: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--rows FILE",
             "Lines of JSON that a training loop wrote, in place of ROOT: step, epoch, count, sum "
             "or ids; may be given several times, once for each rank.",
@@ -39,7 +41,7 @@ def data(
     ] = None,
     samples: Annotated[
         int | None,
-        option(
+        Parameter(
             "--samples N",
             "Samples of the data set, whose ids are the numbers from 0 on, where the ledger does "
             "not hold that.",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import PatternOpt, argument, option
+from ckptctl.cli.options import PatternOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, section
 from ckptctl.formatting import counted
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.resharding.results import Diff, Difference
 
 EXAMPLES = (
@@ -22,11 +22,11 @@ _STEP = "PATH of a step, ROOT@1200, ROOT@latest or ROOT@auto."
 
 
 def diff(
-    a: Annotated[str, argument("A", _STEP)],
-    b: Annotated[str, argument("B", f"The other: {_STEP}")],
+    a: Annotated[str, Parameter("A", _STEP)],
+    b: Annotated[str, Parameter("B", f"The other: {_STEP}")],
     values: Annotated[
         bool,
-        option(
+        Parameter(
             "--values",
             "Also compare every value: by checksums for tensors with the same sharding, "
             "otherwise by bytes.",

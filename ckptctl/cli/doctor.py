@@ -6,9 +6,8 @@ import os
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.binding import with_common
-from ckptctl.cli.commands import COMMANDS, load
-from ckptctl.cli.options import argument
+from ckptctl.cli.commands import COMMANDS, command_of
+from ckptctl.cli.options import SEAL_KEY
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import (
     EMPTY,
@@ -21,11 +20,10 @@ from ckptctl.cli.rendering import (
     padded,
     section,
 )
-from ckptctl.cli.values import SEAL_KEY
 from ckptctl.diagnostics.advice import Advice, Diagnosis
 from ckptctl.findings import Severity
 from ckptctl.formatting import counted, listed
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 
 EXAMPLES = (
     "ckptctl doctor train.sbatch",
@@ -38,14 +36,14 @@ EXIT_CODES = (0, 2, 29, 75, 77)
 def doctor(
     what: Annotated[
         str,
-        argument(
+        Parameter(
             "WHAT",
             "slurm: a job script; env: versions and variables of this environment; "
             "storage: a root. Or the job script itself.",
         ),
     ],
     target: Annotated[
-        str | None, argument("TARGET", "The job script (- for standard input), or the root.")
+        str | None, Parameter("TARGET", "The job script (- for standard input), or the root.")
     ] = None,
     *,
     storage: StorageOptions,
@@ -71,12 +69,8 @@ def _own_variables() -> frozenset[str]:
     """The variables of all options, the key of seals, and those that `run` and the tests set."""
     from ckptctl.distributed.launcher import RESTART_COUNT
 
-    return frozenset(
-        declared.envvar
-        for name in COMMANDS
-        for each in with_common(load(name).function, Output()).parameters
-        if (declared := each.declared) is not None and declared.envvar is not None
-    ) | {SEAL_KEY, RESTART_COUNT, "CKPTCTL_COLUMNS"}
+    variables = {str(each.envvar) for name in COMMANDS for each in command_of(name).params}
+    return frozenset(variables) | {SEAL_KEY, RESTART_COUNT, "CKPTCTL_COLUMNS"}
 
 
 def diagnosis_lines(found: Diagnosis) -> list[Line]:

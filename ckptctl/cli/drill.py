@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from ckptctl.cli.options import RootEnvOpt, argument, option
+from ckptctl.cli.options import RootEnvOpt, parse_duration, parts
 from ckptctl.cli.output import Output, document_of, replace_text
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
-from ckptctl.cli.values import parse_duration, parts
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
 from ckptctl.drill.results import Drilled, as_html, as_markdown, facts, rows
 from ckptctl.drill.trial import FAULTS
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
 
 EXAMPLES = (
@@ -27,14 +26,14 @@ EXIT_CODES = (0, 2, 10, 11, 33, 75, 77)
 def drill(
     root: Annotated[
         str,
-        option(
+        Parameter(
             "--root ROOT",
             "Folder or URL with the steps of the run. It is read and never written.",
         ),
     ],
     command: Annotated[
         list[str] | None,
-        argument(
+        Parameter(
             "CMD...",
             "The command of the job, after --. {root} becomes the copy of the root, and "
             "{step} the step to resume from.",
@@ -43,34 +42,34 @@ def drill(
     root_env: RootEnvOpt = None,
     fault: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--fault NAME",
             f"A fault to inject; may be given several times. By default all: {', '.join(FAULTS)}.",
         ),
     ] = None,
-    seed: Annotated[int, option("--seed N", "Determines ranks, moments and bytes.")] = 0,
+    seed: Annotated[int, Parameter("--seed N", "Determines ranks, moments and bytes.")] = 0,
     nodes: NodesOpt = None,
     world_sizes: WorldSizesOpt = None,
     hosts_file: HostsFileOpt = None,
     work: Annotated[
         str,
-        option(
+        Parameter(
             "--work DIR",
             "A new folder for copies, logs and reports; on the file system of the root the "
             "copies may share its blocks.",
         ),
     ] = "drill",
-    keep: Annotated[bool, option("--keep", "Keep the copies of the root.")] = False,
+    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False,
     hang_after: Annotated[
         str | None,
-        option(
+        Parameter(
             "--hang-after TIME",
             "How long a sound job may log no step before it counts as hung; by default five times "
             "the longest pause of a run without a fault, and 15 s at least.",
         ),
     ] = None,
     patience: Annotated[
-        str, option("--patience TIME", "How long to wait for a save, a step, an end.")
+        str, Parameter("--patience TIME", "How long to wait for a save, a step, an end.")
     ] = "30m",
     *,
     storage: StorageOptions,

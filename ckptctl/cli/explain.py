@@ -13,7 +13,6 @@ from importlib import resources
 from typing import Annotated
 
 from ckptctl.cli import exit_codes
-from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.diagnostics.advice import CHECKS
@@ -21,6 +20,7 @@ from ckptctl.errors import UsageError
 from ckptctl.failures.results import CLASSES, FailureClass, Restart
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 from ckptctl.formatting import command_line, listed
+from ckptctl.options import Parameter
 
 EXAMPLES = ("ckptctl explain shard.truncated", "ckptctl explain 20")
 EXIT_CODES = (0, 2)
@@ -29,7 +29,7 @@ EXIT_CODES = (0, 2)
 def explain(
     name: Annotated[
         str | None,
-        argument(
+        Parameter(
             "CODE",
             "A finding code, a verdict, an exit code, a cause of classify, a check of doctor, "
             "or the name of a document; without one all of them but the documents are listed.",
@@ -37,7 +37,7 @@ def explain(
     ] = None,
     site: Annotated[
         str | None,
-        option(
+        Parameter(
             "--site URL",
             "Where the documentation is published, as `make docs` builds it; the address of "
             "the page is then printed as well.",

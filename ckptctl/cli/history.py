@@ -8,14 +8,14 @@ from contextlib import suppress
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import HtmlOpt, MetricsOpt, argument, option
+from ckptctl.cli.options import HtmlOpt, MetricsOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import Symbol, glyph
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, padded
 from ckptctl.formatting import counted, duration, listed, percent
 from ckptctl.goodput.history import RootHistory, RunHistory
 from ckptctl.goodput.timeline import BUCKETS, Goodput, Mtbf, PastAttempt
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 
 EXAMPLES = (
     "ckptctl history /shared/ckpt/run-1234",
@@ -29,17 +29,17 @@ MOST_ROWS = 20
 
 
 def history(
-    roots: Annotated[list[str], argument("ROOT...", "Roots of runs, each of its own run.")],
+    roots: Annotated[list[str], Parameter("ROOT...", "Roots of runs, each of its own run.")],
     state: Annotated[
         str | None,
-        option(
+        Parameter(
             "--state DIR",
             "The DIR of run --state, if it was given; by default the root holds the state.",
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--log FILE",
             "A log of the job, or a folder of logs, in which NVRx or Megatron report slow "
             "ranks; may be given several times.",

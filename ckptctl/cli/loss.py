@@ -9,7 +9,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
-from ckptctl.cli.options import HtmlOpt, argument, option
+from ckptctl.cli.options import HtmlOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
 from ckptctl.errors import UsageError
@@ -20,7 +20,7 @@ from ckptctl.loss.reading import LogFormat
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import LossVerdict
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.storage.logs import STDIN
 from ckptctl.storage.opening import local_path, parent_url
 
@@ -35,17 +35,17 @@ EXIT_CODES = (0, 2, 30, 31, 32, 75, 77)
 def loss(
     logs: Annotated[
         list[str] | None,
-        argument(
+        Parameter(
             "LOG...",
             "Training logs in the order of time: files, folders, URLs, or - for standard input.",
         ),
     ] = None,
     log: Annotated[
-        list[str] | None, option("--log FILE", "One more log, after those named as LOG.")
+        list[str] | None, Parameter("--log FILE", "One more log, after those named as LOG.")
     ] = None,
     resume_from: Annotated[
         str | None,
-        option(
+        Parameter(
             "--resume-from STEP",
             "The step that the job was told to resume from: its training step, its tokens and "
             "the ranks that saved it, and the resume report in its root, are read there.",
@@ -53,7 +53,7 @@ def loss(
     ] = None,
     resume_step: Annotated[
         int | None,
-        option(
+        Parameter(
             "--resume-step N",
             "The training step that the checkpoint holds: that of its train state, which "
             "the number in a name need not be. The log must begin after it.",
@@ -62,64 +62,87 @@ def loss(
     ] = None,
     resume_tokens: Annotated[
         int | None,
-        option("--resume-tokens N", "The token count of the checkpoint at that step.", min=0),
+        Parameter(
+            "--resume-tokens N",
+            "The token count of the checkpoint at that step.",
+            min=0,
+            common=False,
+        ),
     ] = None,
     resume_samples: Annotated[
         int | None,
-        option("--resume-samples N", "The sample count of the checkpoint at that step.", min=0),
+        Parameter(
+            "--resume-samples N",
+            "The sample count of the checkpoint at that step.",
+            min=0,
+            common=False,
+        ),
     ] = None,
     world_size: Annotated[
         int | None,
-        option(
+        Parameter(
             "--world-size N",
             "The ranks of the resumed job; with --saved-world-size, the speed is scaled.",
             min=1,
+            common=False,
         ),
     ] = None,
     saved_world_size: Annotated[
         int | None,
-        option("--saved-world-size N", "The ranks of the job that saved the checkpoint.", min=1),
+        Parameter(
+            "--saved-world-size N",
+            "The ranks of the job that saved the checkpoint.",
+            min=1,
+            common=False,
+        ),
     ] = None,
     resume_report: Annotated[
         str | None,
-        option(
+        Parameter(
             "--resume-report PATH",
             "The resume report that ckptctl.train wrote, or the checkpoint root that holds it.",
         ),
     ] = None,
     resume: Annotated[
-        str, option("--resume last|all|N", "Which resume to check where the logs hold several.")
+        str,
+        Parameter(
+            "--resume last|all|N",
+            "Which resume to check where the logs hold several.",
+            common=False,
+        ),
     ] = "last",
     strict: Annotated[
-        bool, option("--strict", "Require steps that were logged twice: no-jump exits with 31.")
+        bool, Parameter("--strict", "Require steps that were logged twice: no-jump exits with 31.")
     ] = False,
     format: Annotated[  # noqa: A002 - the option is called so
-        str | None, option("--format NAME", "The format of the logs; detected by default.")
+        str | None, Parameter("--format NAME", "The format of the logs; detected by default.")
     ] = None,
     pattern: Annotated[
         str | None,
-        option(
+        Parameter(
             "--pattern REGEX",
             "A regular expression that matches a line of the log; its groups have the names "
             "of fields: (?P<step>[0-9]+), (?P<loss>...).",
+            common=False,
         ),
     ] = None,
     key: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--key FIELD=NAME", "The name of a field in JSON lines or in a table: loss=train/ce."
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--ignore KEY",
             "The name of a metric that is not read, such as a counter that each process restarts.",
+            common=False,
         ),
     ] = None,
     plot: Annotated[
         str | None,
-        option(
+        Parameter(
             "--plot FILE",
             "Also write the plot to a file: .svg or .png; .html is the page of --html.",
         ),
@@ -127,7 +150,7 @@ def loss(
     html: HtmlOpt = None,
     canary: Annotated[
         bool,
-        option(
+        Parameter(
             "--canary",
             "Compare the last LOG, of a short resume, with the same steps in the other logs. "
             "Without a LOG, print how to make one.",
@@ -135,7 +158,7 @@ def loss(
     ] = False,
     follow: Annotated[
         bool,
-        option(
+        Parameter(
             "--follow",
             "Watch the logs until more rows would not change the verdict; with --json, one "
             "document per line.",
@@ -143,44 +166,49 @@ def loss(
     ] = False,
     max_steps: Annotated[
         int | None,
-        option(
+        Parameter(
             "--max-steps N",
             "With --follow: stop N steps after the resume, with the verdict of that moment.",
             min=1,
+            common=False,
         ),
     ] = None,
     timeout: Annotated[
         float | None,
-        option(
+        Parameter(
             "--timeout SECONDS",
             "With --follow: stop after this time, with the verdict of that moment. Otherwise: "
             "the time limit for one storage request, 30 s by default.",
             min=0.1,
+            common=False,
         ),
     ] = None,
     print_verdict: Annotated[
         bool,
-        option(
+        Parameter(
             "--print-verdict",
             "Print only the verdict on standard output, and the evidence on standard error.",
+            hidden=True,
         ),
     ] = False,
     print_throughput: Annotated[
         bool,
-        option(
+        Parameter(
             "--print-throughput",
             "Print only how the speed after the resume compares with the run before it "
             "(in-band, slower, faster, watching while there are too few rows, or unknown), and "
             "the verdict on standard error; --follow waits for the speed.",
+            hidden=True,
         ),
     ] = False,
     print_suspect: Annotated[
         bool,
-        option(
+        Parameter(
             "--print-suspect",
             "Print only the range of steps whose weights may be lost, because no loss behind "
             "the first of them is finite, and nothing where the last loss is; then the exit code "
             "is 0. It is 31 where the logs count no training steps.",
+            hidden=True,
         ),
     ] = False,
     *,

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import ckptctl
-from ckptctl.cli.options import MarksOpt, PatternOpt, StepArg, option
+from ckptctl.cli.options import MarksOpt, PatternOpt, StepArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.formats.own.marks import Mark, MarkKind
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.selection.results import Marked
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
@@ -30,13 +30,13 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 EXIT_CODES = (0, 2, 10, 11, 25, 26, 75, 77)
 
 ByOpt = Annotated[
-    str | None, option("--by NAME", "Who decided it; by default the user and the host.")
+    str | None, Parameter("--by NAME", "Who decided it; by default the user and the host.")
 ]
 EvidenceOpt = Annotated[
     list[str] | None,
-    option("--evidence TEXT", "Evidence: a URL or a log file; may be given several times."),
+    Parameter("--evidence TEXT", "Evidence: a URL or a log file; may be given several times."),
 ]
-ReasonOpt = Annotated[str, option("--reason TEXT", "The reason, in one sentence.")]
+ReasonOpt = Annotated[str, Parameter("--reason TEXT", "The reason, in one sentence.")]
 
 
 def reject(
@@ -83,7 +83,7 @@ def accept(
 def pin(
     step: StepArg,
     reason: ReasonOpt = "",
-    off: Annotated[bool, option("--off", "Remove the pin.")] = False,
+    off: Annotated[bool, Parameter("--off", "Remove the pin.")] = False,
     evidence: EvidenceOpt = None,
     by: ByOpt = None,
     marks: MarksOpt = None,

@@ -1,28 +1,34 @@
-"""Define the options that several commands share, and how an option is declared.
+"""The options of several commands, and how the values of options are read.
 
-Every option has an environment variable `CKPTCTL_…`, except those in `COMMAND_LINE_ONLY`.
-`binding` gives a command the options of the options objects that it takes.
+What commands take as an options object is declared on its fields (`ckptctl/options.py`); here
+are the options that set no field of one. Every option has an environment variable `CKPTCTL_…`,
+except those in `COMMAND_LINE_ONLY`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ckptctl.cli.output import Color
-from ckptctl.cli.values import (
-    SEAL_KEY,
-    parse_duration,
-    parse_kinds,
-    parse_names,
-    parse_steps,
-    parse_storage_options,
-    parts,
-    seal_key,
-    tuple_of,
+from ckptctl.errors import UsageError
+from ckptctl.model import Level
+from ckptctl.options import (
+    GRACE,
+    KEY_FILE,
+    LEVEL,
+    MARKS,
+    PATTERN,
+    ContentOptions,
+    Parameter,
+    PickPolicy,
+    Requirements,
+    StorageOptions,
 )
-from ckptctl.model import STATE_KINDS, Level
-from ckptctl.options import TIMEOUT_S, ContentOptions, PickPolicy, Requirements, StorageOptions
+from ckptctl.redaction import hide
 
 COMMAND_LINE_ONLY = frozenset(
     {
@@ -52,42 +58,27 @@ OTHER_VARIABLES: Mapping[str, str] = {"--state KIND=KEY": "CKPTCTL_STATE_KEYS"}
 """
 
 
-def variable_of(name: str) -> str:
+def option_names(declared: Parameter) -> list[str]:
+    """The names of an option; none of an argument."""
+    return [word for word in declared.spec.split() if word.startswith("-")]
+
+
+def variable_of(declared: Parameter) -> str | None:
     """The environment variable of an option: `--skip` has `CKPTCTL_SKIP`."""
-    return "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
+    name = declared.spec.split()[0]
+    if name in COMMAND_LINE_ONLY:
+        return None
+    return OTHER_VARIABLES.get(declared.spec) or "CKPTCTL_" + parameter_name(name).upper()
 
 
-class Declared(NamedTuple):
-    """How the command line has a parameter: an argument if it has no names, else an option."""
-
-    names: tuple[str, ...]
-    help: str
-    metavar: str | None = None
-    min: float | None = None
-    envvar: str | None = None
-
-
-def option(spec: str, help_text: str, *, min: float | None = None) -> Declared:  # noqa: A002
-    """An option of a command, as help shows it: `--quiet -q`, `--mtbf TIME`.
-
-    It has a variable unless it is in `COMMAND_LINE_ONLY`.
-    """
-    names = tuple(word for word in spec.split() if word.startswith("-"))
-    metavar = spec.partition(" ")[2] if len(names) == 1 else ""
-    variable = None
-    if names[0] not in COMMAND_LINE_ONLY:
-        variable = OTHER_VARIABLES.get(spec) or variable_of(names[0])
-    return Declared(names, help_text, metavar or None, min, variable)
-
-
-def argument(metavar: str, help_text: str) -> Declared:
-    """An argument of a command."""
-    return Declared((), help_text, metavar)
+def parameter_name(option: str) -> str:
+    """The parameter that an option sets: `--key-file` sets `key_file`."""
+    return option.strip("-").replace("-", "_")
 
 
 RootsArg = Annotated[
     list[str],
-    argument(
+    Parameter(
         "ROOT...",
         "One root, or several roots with steps of the same run; if two hold the same "
         "step, the earlier root is used.",
@@ -95,33 +86,26 @@ RootsArg = Annotated[
 ]
 OptionalRootOpt = Annotated[
     list[str] | None,
-    option(
+    Parameter(
         "--optional-root ROOT",
         "Another root of the same run that may be missing or unavailable, such as a "
         "local disk; may be given several times. It comes after the other roots, or "
         "keeps its place if it is also named among them.",
+        common=False,
     ),
 ]
 StepArg = Annotated[
     str,
-    argument(
+    Parameter(
         "STEP",
         "PATH of a step, ROOT@1200, ROOT@latest (newest by number) or ROOT@auto (what "
         "pick chooses).",
     ),
 ]
-LevelOpt = Annotated[
-    Level | None,
-    option(
-        "--level",
-        "How deep to inspect: listing reads the metadata, structure also the framing of "
-        "every record, content every byte. Default: structure on a file system where that "
-        "takes at most 10,000 reads, else listing.",
-    ),
-]
+LevelOpt = Annotated[Level | None, LEVEL]
 AllowFreshOpt = Annotated[
     bool,
-    option(
+    Parameter(
         "--allow-fresh",
         "Exit with 0 and print nothing for a new run; for a root that does not exist "
         "only with --create.",
@@ -129,333 +113,104 @@ AllowFreshOpt = Annotated[
 ]
 CreateOpt = Annotated[
     bool,
-    option(
+    Parameter(
         "--create",
         "With --allow-fresh: create the root of a new run and its sentinel, which shows "
         "later starts that the storage is mounted.",
     ),
 ]
-PatternOpt = Annotated[
-    str | None,
-    option(
-        "--pattern REGEX",
-        "A regular expression for names of step folders that ckptctl does not know; it "
-        "must match the whole name, and its group (?P<step>[0-9]+) is the number.",
-    ),
-]
-GraceOpt = Annotated[
-    float,
-    option(
-        "--grace SECONDS",
-        "How long after its last write an unfinished save counts as running.",
-        min=0,
-    ),
-]
+PatternOpt = Annotated[str | None, PATTERN]
 
-KeyFileOpt = Annotated[
-    str | None,
-    option(
-        "--key-file FILE",
-        f"File with the key of seals, which only you can read (chmod 600); without it {SEAL_KEY} "
-        "is the key, if it is set.",
-    ),
+GraceOpt = Annotated[float, GRACE]
+KeyFileOpt = Annotated[str | None, KEY_FILE]
+OnlyOpt = Annotated[
+    str | None, Parameter("--only KIND", "Keep only this kind of train state: model.")
 ]
-OnlyOpt = Annotated[str | None, option("--only KIND", "Keep only this kind of train state: model.")]
 MemoryOpt = Annotated[
     str,
-    option(
+    Parameter(
         "--memory SIZE", "How much memory to use at most, whatever the size of the step: 256M, 1G."
     ),
 ]
 JobsOpt = Annotated[
     int | None,
-    option("--jobs N", "How many threads read; the default depends on the storage.", min=1),
+    Parameter("--jobs N", "How many threads read; the default depends on the storage.", min=1),
 ]
 AcceptAsItIsOpt = Annotated[
-    bool, option("--accept-unverifiable", "Accept a step that cannot be proven good.")
+    bool, Parameter("--accept-unverifiable", "Accept a step that cannot be proven good.")
 ]
 RootEnvOpt = Annotated[
     str | None,
-    option(
+    Parameter(
         "--root-env NAME",
         "The environment variable in which the job finds its root, instead of {root}.",
+        common=False,
     ),
 ]
 HtmlOpt = Annotated[
     str | None,
-    option("--html FILE", "Also write the answer to FILE as one self-contained HTML page."),
+    Parameter(
+        "--html FILE",
+        "Also write the answer to FILE as one self-contained HTML page.",
+        common=False,
+    ),
 ]
 MetricsOpt = Annotated[
     str | None,
-    option(
-        "--metrics FILE", "Also write the figures to FILE for the textfile collector of Prometheus."
+    Parameter(
+        "--metrics FILE",
+        "Also write the figures to FILE for the textfile collector of Prometheus.",
+        common=False,
     ),
 ]
 NotifyOpt = Annotated[
     str | None,
-    option(
+    Parameter(
         "--notify COMMAND|URL",
         "Run COMMAND with the JSON document of what went wrong on standard input, or POST it "
         "to URL; a command is split into words, and no shell runs it.",
+        common=False,
     ),
 ]
-MarksOpt = Annotated[
-    str | None,
-    option(
-        "--marks FILE",
-        "File of marks for read-only roots, one per line; read in addition to the marks "
-        "in the steps.",
-    ),
-]
+MarksOpt = Annotated[str | None, MARKS]
 
 
-class Offer(NamedTuple):
-    """An option of the command line that sets a field of an options object.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How an answer is shown, which is no part of what was asked: every command has these."""
 
-    `field` is the field's name where it is another than the parameter's, `read` makes its
-    value of what the command line gives.
-    """
-
-    option: Any
-    default: Any
-    field: str = ""
-    read: Callable[[Any], Any] | None = None
-
-
-def _offer(
-    kind: Any,
-    default: Any,
-    spec: str,
-    help_text: str,
-    *,
-    min: float | None = None,  # noqa: A002
-    field: str = "",
-    read: Callable[[Any], Any] | None = None,
-) -> Offer:
-    """The offer of an option that no command declares itself."""
-    return Offer(Annotated[kind, option(spec, help_text, min=min)], default, field, read)
-
-
-IGNORE_HELP = (
-    "Names or paths below the root (with * and ?) of files and folders that are no saves, so "
-    "that a root without steps that holds them may be a new run."
-)
-
-OFFERS: Mapping[type, Mapping[str, Offer]] = {
-    PickPolicy: {
-        "level": Offer(LevelOpt, None),
-        "allow_missing_state": _offer(
-            bool,
-            False,
-            "--allow-missing-state",
-            "Allow a step without train state that older steps have.",
+    json: Annotated[
+        bool,
+        Parameter("--json", "Write one JSON document to standard output, also on failure."),
+    ] = False
+    quiet: Annotated[bool, Parameter("--quiet -q", "Print only the result.")] = False
+    report: Annotated[
+        str | None,
+        Parameter(
+            "--report FILE",
+            "Also write the JSON document to this file, atomically.",
+            common=False,
         ),
-        "accept_unverifiable": _offer(
-            bool,
-            False,
-            "--accept-unverifiable",
-            "Allow a step that cannot be proven good at the requested level.",
+    ] = None
+    color: Annotated[
+        Color,
+        Parameter(
+            "--color", "When to use colour; auto follows NO_COLOR and FORCE_COLOR.", common=False
         ),
-        "before": _offer(
-            int | None, None, "--before STEP", "Only steps older than this one.", min=0
-        ),
-        "skip": _offer(
-            list[str] | None,
-            None,
-            "--skip STEP,...",
-            "Steps to skip, even if they cannot be inspected.",
-            read=parse_steps,
-        ),
-        "max_fallback": _offer(
-            int,
-            2,
-            "--max-fallback N",
-            "How many damaged steps may be skipped; interrupted saves do not count.",
-            min=0,
-        ),
-        "ignore": _offer(
-            list[str] | None,
-            None,
-            "--ignore PATTERN,...",
-            IGNORE_HELP,
-            read=parts,
-        ),
-    },
-    Requirements: {
-        "require": _offer(
-            list[str] | None,
-            None,
-            "--require KIND,...",
-            f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
-            read=parse_kinds,
-        ),
-        "state": _offer(
-            list[str] | None,
-            None,
-            "--state KIND=KEY",
-            "What an entry or a file holds that is not recognized, by its whole key path or name "
-            "(dataloader=data_pos); may be given several times.",
-            field="state_keys",
-            read=tuple_of,
-        ),
-        "world_size": _offer(
-            int | None,
-            None,
-            "--world-size N",
-            "How many ranks will load the step; reports what that requires, or that it is "
-            "impossible.",
-            min=1,
-        ),
-        "saved_world_size": _offer(
-            int | None,
-            None,
-            "--saved-world-size N",
-            "How many ranks wrote the step; each must have written a shard file.",
-            min=1,
-        ),
-        "pattern": Offer(PatternOpt, None),
-        "grace": Offer(GraceOpt, 600.0, "grace_s"),
-        "require_seal": _offer(
-            bool,
-            False,
-            "--require-seal",
-            "Require a seal that proves the step, made with the key if one is given; compares "
-            "every byte unless --level is lower, which is then 22.",
-        ),
-        "seal_run": _offer(
-            str | None,
-            None,
-            "--seal-run ID",
-            "The id of the run that seals must be of; by default the one that the root records.",
-        ),
-        "seal_sequence": _offer(
-            int | None,
-            None,
-            "--seal-sequence N",
-            "With --require-seal: the newest seal of the root must have at least this place in "
-            "the order of its seals; an older one shows that the root was set back.",
-            min=1,
-        ),
-        "key_file": Offer(KeyFileOpt, None, "key", seal_key),
-        "remote_checksums": _offer(
-            bool,
-            False,
-            "--remote-checksums",
-            "Also compare the checksums that the object store keeps with those in the seal, "
-            "and download nothing for it; 22 where there are none.",
-        ),
-        "marks": Offer(MarksOpt, None),
-        "allow_globals": _offer(
-            list[str] | None,
-            None,
-            "--allow-globals NAME,...",
-            "Classes of the run in its pickles, each with its module, about which no warning is "
-            "needed; one that can run code is never allowed.",
-            read=parse_names,
-        ),
-    },
-    ContentOptions: {
-        "subset": _offer(
-            str | None,
-            None,
-            "--subset PART",
-            "Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
-            "PART always selects the same records.",
-        ),
-        "deadline": _offer(
-            str | None,
-            None,
-            "--deadline TIME",
-            "Level content: stop comparing after this time, 120s or 5m, and report what is "
-            "proven until then; 22 where that is not everything.",
-            field="deadline_s",
-            read=parse_duration,
-        ),
-        "jobs": _offer(
-            int | None,
-            None,
-            "--jobs N",
-            "Level content: how many threads read; the default depends on the storage.",
-            min=1,
-        ),
-        "nan_scan": _offer(
-            bool,
-            False,
-            "--nan-scan",
-            "Level content: also look for NaN and infinity in floating-point tensors; what "
-            "is found is a warning.",
-        ),
-        "state_check": _offer(
-            bool,
-            False,
-            "--state-check",
-            "Level content: also see whether the state of the optimizer is real: moments that "
-            "are zero, below zero, of another shape, or those of the step before.",
-        ),
-    },
-    StorageOptions: {
-        "storage_option": _offer(
-            list[str] | None,
-            None,
-            "--storage-option KEY=VALUE",
-            "Option for the storage client; may be given several times. A JSON value is "
-            "passed as JSON.",
-            field="storage_options",
-            read=parse_storage_options,
-        ),
-        "endpoint_url": _offer(
-            str | None, None, "--endpoint-url URL", "Address of an S3 service other than Amazon's."
-        ),
-        "timeout": _offer(
-            float,
-            TIMEOUT_S,
-            "--timeout SECONDS",
-            "How long to wait for one answer of the storage; a mount that hangs four times "
-            "as long ends the command with 75.",
-            min=0.1,
-            field="timeout_s",
-        ),
-        "follow_links": _offer(
-            list[str] | None,
-            None,
-            "--follow-links DIR",
-            "Follow links of steps and their files that lead into this folder, such as a slower "
-            "storage; may be given several times. Other links are not followed (2).",
-            read=lambda folders: tuple(folders or ()),
-        ),
-    },
-}
-"""The options that set the fields of each options object, by their parameters.
-
-A command takes the object; `with_common` puts the options in its place and makes the object
-of what they give. So no command can offer one of them and drop its value.
-"""
+    ] = "auto"
+    debug: Annotated[
+        bool, Parameter("--debug", "Show the traceback of an error.", common=False)
+    ] = False
 
 
-GROUPS: Mapping[type, str] = {
+HEADINGS: Mapping[type, str] = {
     PickPolicy: "Choice of the step",
     Requirements: "Requirements on a step",
     ContentOptions: "Comparison of every byte",
     StorageOptions: "Storage",
+    AnswerOptions: "Output and help",
 }
 """The headings of help for the options of each options object."""
-
-COMMON_GROUP = "Output and help"
-
-COMMON = {
-    "as_json": _offer(
-        bool, False, "--json", "Write one JSON document to standard output, also on failure."
-    ),
-    "quiet": _offer(bool, False, "--quiet -q", "Print only the result."),
-    "report": _offer(
-        str | None, None, "--report FILE", "Also write the JSON document to this file, atomically."
-    ),
-    "color": _offer(
-        Color, "auto", "--color", "When to use colour; auto follows NO_COLOR and FORCE_COLOR."
-    ),
-    "debug": _offer(bool, False, "--debug", "Show the traceback of an error."),
-}
-"""What every command has: how an answer is shown, which is no part of what was asked."""
 
 
 def only(*names: str) -> frozenset[str]:
@@ -466,5 +221,181 @@ def only(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-OfStep = Annotated[Requirements, frozenset(OFFERS[Requirements]) - {"remote_checksums"}]
+SEAL_KEY = "CKPTCTL_SEAL_KEY"
+"""The environment variable that holds the key itself: it never stands on a command line."""
+
+
+def parse_storage_options(given: Sequence[str] | None) -> dict[str, object] | None:
+    """`KEY=VALUE` pairs as keyword arguments of an fsspec file system.
+
+    A value that is JSON (`true`, `{"region_name": "eu"}`) is taken as that; a number
+    is, too: quote it (`key='"0123"'`) where a string is meant.
+    """
+    options: dict[str, object] = {}
+    for pair in given or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(
+                "--storage-option is KEY=VALUE, and one of those given has no such form",
+                instead="--storage-option anon=true",
+            )
+        options[key] = _json_or_text(value)
+    return options or None
+
+
+def _json_or_text(value: str) -> object:
+    from ckptctl.formats.bounded_json import NotJson, decode_json
+
+    try:
+        return decode_json(value, max_bytes=_MAX_OPTION)
+    except NotJson:
+        return value
+
+
+_MAX_OPTION = 1 << 20
+
+
+def seal_key(key_file: str | None) -> bytes | None:
+    """The key of seals: what is in the file, or in the environment, or None.
+
+    A line end behind it is not part of it. Raises `UsageError` for a file that cannot
+    be read, is too large to be a key, or that others can read or replace.
+    """
+    if key_file is None:
+        key = os.environb.get(SEAL_KEY.encode(), b"")
+    else:
+        from ckptctl.cli.key_files import MAX_BYTES, read_key_file
+
+        key = read_key_file(key_file)
+        if not key.strip() or len(key) > MAX_BYTES:
+            raise UsageError(
+                f"the key file {key_file} has {'no key' if not key.strip() else 'more than a key'}"
+                " in it",
+                next_command="openssl rand -hex 32",
+            )
+    key = key.rstrip(b"\r\n")
+    hide(key)
+    return key or None
+
+
+def parts(given: Sequence[str] | None) -> list[str]:
+    """The values of an option that is given with commas or several times."""
+    return [word.strip() for each in given or () for word in each.split(",") if word.strip()]
+
+
+def parse_counts(
+    given: Sequence[str] | None, name: str, what: str, instead: str
+) -> tuple[int, ...]:
+    """The whole numbers in an option, given with commas or several times."""
+    words = parts(given)
+    for word in words:
+        if not (word.isascii() and word.isdigit()) or len(word) > 19:
+            raise UsageError(f"{name} takes {what}, not {word!r}", instead=f"{name} {instead}")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
+    """The step numbers in `--skip`."""
+    return parse_counts(given, "--skip", "step numbers", "1400,1600")
+
+
+_LONGEST_S = 100 * 365 * 86400.0
+"""Waits of Python overflow at 292 years."""
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
+    """The seconds in an option that is a time: `90`, `120s`, `5m`, `1.5h`, `2d`."""
+    if text is None:
+        return None
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    if unit in _SECONDS and number.replace(".", "", 1).isdecimal() and number.isascii():
+        seconds = float(number) * _SECONDS[unit]
+        if seconds <= _LONGEST_S:
+            return seconds
+        raise UsageError(f"{name} is longer than 100 years", instead=f"{name} 5m")
+    raise UsageError(
+        f"{name} is a time like 90, 120s, 5m or 1.5h, not {text!r}", instead=f"{name} 5m"
+    )
+
+
+_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(name: str, text: str) -> int:
+    """The bytes in an option: `268435456`, `256M`, `1.5G`, `256MiB`."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in _SIZES else ""
+    digits = number.removesuffix(unit).strip()
+    if digits.replace(".", "", 1).isdecimal() and digits.isascii():
+        n_bytes = float(digits) * _SIZES[unit]
+        if n_bytes < 1 << 63:
+            return int(n_bytes)
+    raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}", instead=f"--{name} 1G")
+
+
+def only_model(only: str | None) -> bool:
+    """Whether all but the model is left out."""
+    if only not in (None, "model"):
+        raise UsageError(f"--only {only!r}: there is only model", instead="--only model")
+    return only is not None
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "--allow-globals": parts,
+    "--deadline": parse_duration,
+    "--ignore": parts,
+    "--key-file": seal_key,
+    "--require": parts,
+    "--skip": parse_steps,
+    "--storage-option": parse_storage_options,
+}
+"""What makes the value of a field from the text of its option, or from all of its texts."""
+
+
+class Option(NamedTuple):
+    """A parameter of a command; `field` is that of an options object, if it sets one."""
+
+    name: str
+    field: str
+    kind: Any
+    default: Any
+    declared: Parameter
+
+    def value(self, given: Any) -> Any:
+        """The value of the field."""
+        read = _READ.get(self.declared.spec.split()[0])
+        if read is not None:
+            return read(given)
+        return tuple(given or ()) if self.kind == list[str] | None else given
+
+
+@cache
+def options_of(kind: type) -> tuple[Option, ...]:
+    """The options that set the fields of an options object, in the order of the fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    options = []
+    for field in fields(kind):
+        declared = next(iter(getattr(hints[field.name], "__metadata__", ())), None)
+        if declared is None:
+            continue
+        plain = hints[field.name].__origin__
+        option = declared.spec.split()[0]
+        typed: Any
+        types = {get_origin(each) for each in (plain, *get_args(plain))}
+        if types & {Collection, Mapping}:
+            typed, default = list[str] | None, None
+        elif option in _READ:
+            typed, default = str | None, None
+        else:
+            typed, default = plain, field.default
+        options.append(Option(parameter_name(option), field.name, typed, default, declared))
+    return tuple(options)
+
+
+OfStep = Annotated[
+    Requirements,
+    only(*(option.name for option in options_of(Requirements))) - {"remote_checksums"},
+]
 """What `pick` and the commands that choose as it does require of a step."""

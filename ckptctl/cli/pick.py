@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import ckptctl
-from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
+from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg
 from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.pictures import warnings_of
 from ckptctl.cli.rendering import Line, StyledText, finding_lines, line, next_line, refused_lines
 from ckptctl.findings import Finding, Report, Severity
-from ckptctl.options import PickPolicy, StorageOptions
+from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.results import Answer, Pick
 
 EXAMPLES = (
@@ -35,12 +35,13 @@ def pick(
     create: CreateOpt = False,
     detailed_exitcode: Annotated[
         bool,
-        option(
+        Parameter(
             "--detailed-exitcode",
             "Exit with 3 instead of 0 if newer steps were refused, or another save may be newer.",
+            common=False,
         ),
     ] = False,
-    printed: Annotated[Printed, option("--print", "What to print on standard output.")] = "path",
+    printed: Annotated[Printed, Parameter("--print", "What to print on standard output.")] = "path",
     *,
     policy: PickPolicy,
     requirements: OfStep,

@@ -10,12 +10,20 @@ from functools import partial
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
+from ckptctl.cli.options import (
+    AllowFreshOpt,
+    CreateOpt,
+    OfStep,
+    OptionalRootOpt,
+    RootsArg,
+    parse_counts,
+    parse_duration,
+    parts,
+)
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
-from ckptctl.cli.values import parse_counts, parse_duration, parts
 from ckptctl.errors import UsageError
-from ckptctl.options import PickPolicy, StorageOptions
+from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here, with_handed_on
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
 
@@ -33,17 +41,21 @@ def preflight(
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     mtbf: Annotated[
-        str | None, option("--mtbf TIME", "Mean time between failures of the whole job.")
+        str | None,
+        Parameter("--mtbf TIME", "Mean time between failures of the whole job.", common=False),
     ] = None,
     room_for: Annotated[
         int,
-        option(
-            "--room-for N", "How many more steps must fit; 0 for a job that saves nothing.", min=0
+        Parameter(
+            "--room-for N",
+            "How many more steps must fit; 0 for a job that saves nothing.",
+            min=0,
+            common=False,
         ),
     ] = 1,
     probe_storage: Annotated[
         bool,
-        option(
+        Parameter(
             "--probe-storage",
             "Write up to 64 MiB to a new folder under ROOT/.ckptctl, read them back, "
             "compare, and remove them; report what damaged steps have in common.",
@@ -51,23 +63,25 @@ def preflight(
     ] = False,
     world_sizes: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--world-sizes N,...",
             "Other possible numbers of ranks: report for each what is lost, what is "
             "read, and what each rank holds.",
+            common=False,
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--log FILE",
             "A training log of the job that died, oldest first: count the steps, tokens "
             "and seconds after the chosen step, which are repeated.",
+            common=False,
         ),
     ] = None,
     launcher: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--launcher COMMAND",
             "Also check the storage on the nodes of the job, with this command: 'srun "
             "--jobid 4711 --overlap --ntasks-per-node=1', 'kubectl exec worker-0 -- "
@@ -76,33 +90,37 @@ def preflight(
     ] = None,
     node_report: Annotated[
         str | None,
-        option(
+        Parameter(
             "--node-report STEP",
             "Print only what this node sees of the roots and of STEP (none: of no "
             "step), as a line of JSON; --launcher uses it.",
+            common=False,
         ),
     ] = None,
     node_probe: Annotated[
         str | None,
-        option(
+        Parameter(
             "--node-probe TOKEN",
             "With --node-report: compare the files of this probe, and write some.",
+            hidden=True,
         ),
     ] = None,
     node_secrets: Annotated[
         str | None,
-        option(
+        Parameter(
             "--node-secrets NAME,...",
             "With --node-report: the storage options that --launcher passes in "
             "CKPTCTL_NODE_SECRETS or on standard input, because arguments are visible to others.",
+            hidden=True,
         ),
     ] = None,
     print_capacity: Annotated[
         bool,
-        option(
+        Parameter(
             "--print-capacity",
             "Print on standard output how the number of ranks compares with that of the "
             "save, instead of the path.",
+            hidden=True,
         ),
     ] = False,
     *,

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.main import Stopped, ignore_signals
-from ckptctl.cli.options import LevelOpt, argument, only, option
+from ckptctl.cli.options import LevelOpt, only
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded
 from ckptctl.formatting import size
-from ckptctl.options import Requirements, StorageOptions
+from ckptctl.options import Parameter, Requirements, StorageOptions
 from ckptctl.selection.pruning import Pruned
 
 EXAMPLES = (
@@ -20,29 +20,29 @@ EXAMPLES = (
 )
 EXIT_CODES = (0, 2, 75, 77)
 
-RootArg = Annotated[str, argument("ROOT", "Folder or URL that holds the steps of one run.")]
+RootArg = Annotated[str, Parameter("ROOT", "Folder or URL that holds the steps of one run.")]
 
 
 def prune(
     root: RootArg,
-    keep: Annotated[int, option("--keep N", "How many good steps to keep.", min=1)],
+    keep: Annotated[int, Parameter("--keep N", "How many good steps to keep.", min=1)],
     apply: Annotated[
-        bool, option("--apply", "Remove the steps; without it only the plan is printed.")
+        bool, Parameter("--apply", "Remove the steps; without it only the plan is printed.")
     ] = False,
     unsealed: Annotated[
-        bool, option("--unsealed", "Also count steps without a seal as good.")
+        bool, Parameter("--unsealed", "Also count steps without a seal as good.")
     ] = False,
     level: LevelOpt = None,
     accept_unverifiable: Annotated[
         bool,
-        option(
+        Parameter(
             "--accept-unverifiable",
             "Also count sealed steps whose format has no checksums, as pick takes them.",
         ),
     ] = False,
     other_root: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--other-root ROOT",
             "Another root of the run: its marks and records count; nothing is removed there.",
         ),

@@ -6,12 +6,11 @@ import shlex
 from collections.abc import Iterator
 from typing import Annotated
 
-from ckptctl.cli.options import RootEnvOpt, argument, option
+from ckptctl.cli.options import RootEnvOpt, parse_duration, parts
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.cli.run import HostsFileOpt, NodesOpt
-from ckptctl.cli.values import parse_duration, parts
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.rerun.deciding import ValueOrigin
 from ckptctl.rerun.recording import Comparison
 from ckptctl.rerun.rerunning import RerunOptions
@@ -29,14 +28,16 @@ EXIT_CODES = (0, 2, 10, 11, 31, 34, 75, 77, 93)
 def rerun(
     root: Annotated[
         str,
-        option(
+        Parameter(
             "--root ROOT", "Folder or URL with the steps of the run. It is read and never written."
         ),
     ],
-    step: Annotated[int, option("--step N", "The training step whose loss is suspicious.", min=1)],
+    step: Annotated[
+        int, Parameter("--step N", "The training step whose loss is suspicious.", min=1)
+    ],
     log: Annotated[
         list[str],
-        option(
+        Parameter(
             "--log FILE",
             "A log of the run that holds this step, or a folder of logs; may be given "
             "several times, as with one log for each rank.",
@@ -44,7 +45,7 @@ def rerun(
     ],
     command: Annotated[
         list[str] | None,
-        argument(
+        Parameter(
             "CMD...",
             "The command of the job, after --. {root} becomes a copy of the root, {step} the "
             "step to resume from, {steps} how many steps to train and {last} the last one, "
@@ -54,7 +55,7 @@ def rerun(
     ] = None,
     steps: Annotated[
         int | None,
-        option(
+        Parameter(
             "--steps K",
             "How many steps to train again; by default up to the suspicious one.",
             min=1,
@@ -62,7 +63,7 @@ def rerun(
     ] = None,
     from_step: Annotated[
         int | None,
-        option(
+        Parameter(
             "--from-step N",
             "The saved step to begin from; by default the newest usable one with a logged "
             "step between it and the suspicious one.",
@@ -72,7 +73,7 @@ def rerun(
     nodes: NodesOpt = None,
     other_nodes: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--other-nodes NODE,...",
             "As many other nodes. Without them a value that repeats stays undecided.",
         ),
@@ -80,22 +81,23 @@ def rerun(
     hosts_file: HostsFileOpt = None,
     exclude_command: Annotated[
         str | None,
-        option(
+        Parameter(
             "--exclude-command COMMAND",
             "How to exclude the node at fault, if it is one; {node} and {cause} are filled "
             "in, and no shell runs it.",
+            common=False,
         ),
     ] = None,
     root_env: RootEnvOpt = None,
     work: Annotated[
-        str, option("--work DIR", "A new folder for copies and logs, which all nodes see.")
+        str, Parameter("--work DIR", "A new folder for copies and logs, which all nodes see.")
     ] = "rerun",
-    keep: Annotated[bool, option("--keep", "Keep the copies of the root.")] = False,
+    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False,
     dry_run: Annotated[
-        bool, option("--dry-run", "Show the step and the commands, and start nothing.")
+        bool, Parameter("--dry-run", "Show the step and the commands, and start nothing.")
     ] = False,
     patience: Annotated[
-        str, option("--patience TIME", "How long to wait for a next step.")
+        str, Parameter("--patience TIME", "How long to wait for a next step.", common=False)
     ] = "30m",
     *,
     storage: StorageOptions,

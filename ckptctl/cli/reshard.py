@@ -17,14 +17,14 @@ from ckptctl.cli.options import (
     OnlyOpt,
     PatternOpt,
     StepArg,
-    argument,
-    option,
+    only_model,
+    parse_size,
+    seal_key,
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
-from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.formatting import command_line, counted, exact_size, size
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.resharding.results import RankShare, Reshard
 
 EXAMPLES = (
@@ -37,13 +37,13 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 24, 25, 26, 27, 75, 77)
 
 def reshard(
     step: StepArg,
-    target: Annotated[str, argument("DST", "Path or URL of the new step; it must not exist.")],
+    target: Annotated[str, Parameter("DST", "Path or URL of the new step; it must not exist.")],
     world_size: Annotated[
-        int | None, option("--world-size N", "How many ranks to shard the new step for.", min=1)
+        int | None, Parameter("--world-size N", "How many ranks to shard the new step for.", min=1)
     ] = None,
     mesh: Annotated[
         str | None,
-        option(
+        Parameter(
             "--mesh NAME=N,...",
             "The arrangement of the ranks, as dp=4,tp=2: dp and fsdp shard every "
             "sharded tensor, tp and ep those that --shard names, rep holds replicas.",
@@ -51,18 +51,18 @@ def reshard(
     ] = None,
     shard: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--shard PATTERN=DIM",
             "Shard the tensors with a matching name along this dimension, counted from "
             "0; may be given several times, the last match applies.",
         ),
     ] = None,
     like: Annotated[
-        str | None, option("--like STEP", "Use the sharding of this step, tensor by tensor.")
+        str | None, Parameter("--like STEP", "Use the sharding of this step, tensor by tensor.")
     ] = None,
     per_rank: Annotated[
         Literal["keep", "drop", "refuse"],
-        option(
+        Parameter(
             "--per-rank",
             "What to do with state that exists once per rank (RNG states, data loaders) "
             "and cannot be resharded: keep it unchanged, drop it, or refuse.",
@@ -70,7 +70,7 @@ def reshard(
     ] = "keep",
     only: OnlyOpt = None,
     apply: Annotated[
-        bool, option("--apply", "Write the new step; without it only the plan is printed.")
+        bool, Parameter("--apply", "Write the new step; without it only the plan is printed.")
     ] = False,
     memory: MemoryOpt = "256M",
     jobs: JobsOpt = None,

@@ -7,22 +7,14 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from ckptctl.cli.notifying import Notifier
-from ckptctl.cli.options import (
-    IGNORE_HELP,
-    NotifyOpt,
-    OptionalRootOpt,
-    argument,
-    only,
-    option,
-)
+from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, only, parse_duration, parts
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
-from ckptctl.cli.values import parse_duration, parts
 from ckptctl.distributed.launcher import launched_nodes, launched_on_node
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.model import Level
-from ckptctl.options import PickPolicy, Requirements, StorageOptions
+from ckptctl.options import IGNORE, Parameter, PickPolicy, Requirements, StorageOptions
 from ckptctl.supervisor.launchers import LauncherOptions
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
@@ -41,14 +33,15 @@ _STDERR = 2
 
 NodesOpt = Annotated[
     list[str] | None,
-    option(
+    Parameter(
         "--nodes NODE,...",
         "The nodes of the job; by default those that SLURM allocated, or this machine.",
+        common=False,
     ),
 ]
 WorldSizesOpt = Annotated[
     str | None,
-    option(
+    Parameter(
         "--world-sizes N,...",
         "The numbers of ranks that the job can run with, the largest for all its nodes; "
         "the one that fits is filled in for {world_size} and {nodes} of the command.",
@@ -56,10 +49,11 @@ WorldSizesOpt = Annotated[
 ]
 HostsFileOpt = Annotated[
     str | None,
-    option(
+    Parameter(
         "--hosts-file FILE",
         "Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
         "for a launcher such as mpirun --hostfile FILE.",
+        common=False,
     ),
 ]
 
@@ -67,19 +61,19 @@ HostsFileOpt = Annotated[
 def run(
     root: Annotated[
         list[str],
-        option(
+        Parameter(
             "--root ROOT",
             "Folder or URL with the steps of the run; progress is a newer usable step; "
             "may be given several times.",
         ),
     ],
     command: Annotated[
-        list[str] | None, argument("CMD...", "The command and its arguments, after --.")
+        list[str] | None, Parameter("CMD...", "The command and its arguments, after --.")
     ] = None,
     optional_root: OptionalRootOpt = None,
     job: Annotated[
         str | None,
-        option(
+        Parameter(
             "--job FILE",
             "A job file with phases, instead of a command: each begins when the one before "
             "it is done.",
@@ -87,7 +81,7 @@ def run(
     ] = None,
     log_dir: Annotated[
         str | None,
-        option(
+        Parameter(
             "--log-dir DIR",
             "Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
             "decisions to DIR/run.log; with --job by default .ckptctl/supervisor/logs of the root.",
@@ -95,97 +89,111 @@ def run(
     ] = None,
     evidence_dir: Annotated[
         str | None,
-        option(
+        Parameter(
             "--evidence-dir DIR",
             "Keep the stacks and flight-recorder dumps of a hang in DIR/attempt-N; by default "
             "in a new folder for temporary files on this node. DIR must not be on a storage that "
             "can hang.",
+            common=False,
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        option(
+        Parameter(
             "--max-restarts N", "How many restarts are allowed without a newer usable step.", min=0
         ),
     ] = MAX_RESTARTS,
     max_free_restarts: Annotated[
         int,
-        option(
+        Parameter(
             "--max-free-restarts N",
             "How many restarts for causes outside the job, such as preemption, are allowed "
             "without a newer usable step.",
             min=0,
+            common=False,
         ),
     ] = MAX_FREE_RESTARTS,
     progress_level: Annotated[
         Level,
-        option("--progress-level", "How deep a step is inspected before it counts as progress."),
+        Parameter(
+            "--progress-level",
+            "How deep a step is inspected before it counts as progress.",
+            common=False,
+        ),
     ] = Level.STRUCTURE,
     backoff: Annotated[
         str,
-        option(
+        Parameter(
             "--backoff TIME",
             "The first pause before a restart; it doubles without progress, up to 5 minutes.",
         ),
     ] = "10s",
     no_restart_on: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--no-restart-on CODE,...",
             "Exit codes after which not to restart, besides 2, 11, 17, 23, 24, 25, 77, 93, "
             "94, 126 and 127.",
+            common=False,
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--log FILE",
             "A log that the command writes to; may be given several times. What an attempt "
             "adds is classified, and a failure that a restart would meet again ends the run.",
         ),
     ] = None,
     create: Annotated[
-        bool, option("--create", "Create the root and its sentinel if it does not exist.")
+        bool, Parameter("--create", "Create the root and its sentinel if it does not exist.")
     ] = False,
     wait_storage: Annotated[
         str,
-        option(
+        Parameter(
             "--wait-storage TIME",
             "How long to wait for a storage that does not answer, before the first attempt "
             "and after a failed one.",
+            common=False,
         ),
     ] = "15m",
     section_timeouts: Annotated[
         str | None,
-        option(
+        Parameter(
             "--section-timeouts SECTION:TIME,...",
             "How long a rank may report nothing in setup, first-step, step, checkpoint, "
             "async-save or evaluation before the job counts as hung; by default learned from "
             "earlier attempts.",
+            common=False,
         ),
     ] = None,
     out_of_section_timeout: Annotated[
         str | None,
-        option(
+        Parameter(
             "--out-of-section-timeout TIME",
             "The same outside of sections, and for the growth of --log and of the output in "
             "--log-dir in a job without heartbeats.",
+            common=False,
         ),
     ] = None,
     state: Annotated[
         str | None,
-        option(
+        Parameter(
             "--state DIR",
             "Folder or URL for the state of the run, instead of .ckptctl/supervisor in the "
             "first root.",
+            common=False,
         ),
     ] = None,
     reset_budget: Annotated[
-        str | None, option("--reset-budget REASON", "Begin a new budget; the reason is recorded.")
+        str | None,
+        Parameter(
+            "--reset-budget REASON", "Begin a new budget; the reason is recorded.", common=False
+        ),
     ] = None,
     exclude_command: Annotated[
         str | None,
-        option(
+        Parameter(
             "--exclude-command COMMAND",
             "How to exclude a node that is at fault; {node} and {cause} are filled in, and "
             "no shell runs it. An argument of the job with {excluded} gets the excluded nodes, "
@@ -193,54 +201,64 @@ def run(
         ),
     ] = None,
     max_excluded: Annotated[
-        int, option("--max-excluded N", "Exclude at most N nodes; more need a person.", min=0)
+        int,
+        Parameter(
+            "--max-excluded N", "Exclude at most N nodes; more need a person.", min=0, common=False
+        ),
     ] = 1,
     nodes: NodesOpt = None,
     world_sizes: WorldSizesOpt = None,
     min_world_size: Annotated[
         int,
-        option(
-            "--min-world-size N", "Wait for capacity (94) rather than run with fewer ranks.", min=1
+        Parameter(
+            "--min-world-size N",
+            "Wait for capacity (94) rather than run with fewer ranks.",
+            min=1,
+            common=False,
         ),
     ] = 1,
     hosts_file: HostsFileOpt = None,
     nnodes: Annotated[
         int | None,
-        option(
+        Parameter(
             "--nnodes N",
             "How many `ckptctl run` start the job together, one on each node; they agree on "
             "each attempt, and all end with the same exit code. Default: from srun, mpirun or "
             "PET_NNODES, else 1.",
             min=1,
+            common=False,
         ),
     ] = None,
     node_rank: Annotated[
         int | None,
-        option(
+        Parameter(
             "--node-rank N",
             "Which of them this is, from 0. Default: from srun, mpirun, PET_NODE_RANK or "
             "JOB_COMPLETION_INDEX.",
             min=0,
+            common=False,
         ),
     ] = None,
     wait_nodes: Annotated[
         str,
-        option(
+        Parameter(
             "--wait-nodes TIME",
             "How long the others of --nnodes are waited for, before each attempt. After that "
             "the job runs with fewer nodes if --world-sizes allows it, and else waits for "
             "capacity (94).",
+            common=False,
         ),
     ] = "10m",
     allow_missing_state: Annotated[
         bool,
-        option(
+        Parameter(
             "--allow-missing-state",
             "Count a step that lacks train state of older ones as progress, and run with a "
             "number of ranks at which required state is lost.",
+            common=False,
         ),
     ] = False,
-    ignore: Annotated[list[str] | None, option("--ignore PATTERN,...", IGNORE_HELP)] = None,
+    ignore: Annotated[list[str] | None, IGNORE] = None,
     notify: NotifyOpt = None,
     *,
     requirements: Annotated[Requirements, only("pattern")],

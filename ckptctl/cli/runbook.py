@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.notifying import Notifier
-from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, option
+from ckptctl.cli.options import NotifyOpt, OptionalRootOpt
 from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.rendering import (
     EMPTY,
@@ -27,7 +27,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.errors import UsageError
 from ckptctl.formatting import command_line, counted, duration
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.runbook.document import (
     DONE,
     NEXT,
@@ -63,18 +63,18 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 30, 31, 32, 35, 75, 77, 93)
 def runbook(
     action: Annotated[
         Literal["list", "show", "lint", "run"],
-        argument(
+        Parameter(
             "ACTION",
             "list: all runbooks; show: print one; lint: check the form of one; run: run "
             "one step by step.",
         ),
     ],
     name: Annotated[
-        str | None, argument("NAME", "The runbook: its name, or a file that ends in .md.")
+        str | None, Parameter("NAME", "The runbook: its name, or a file that ends in .md.")
     ] = None,
     roots: Annotated[
         list[str] | None,
-        argument(
+        Parameter(
             "ROOT",
             "The checkpoint root that it is run on, where its record is kept; more roots that "
             "hold steps of the same run become OTHER_ROOTS. NAME=VALUE gives an input, as --set.",
@@ -83,39 +83,44 @@ def runbook(
     optional_root: OptionalRootOpt = None,
     given: Annotated[
         list[str] | None,
-        option(
+        Parameter(
             "--set NAME=VALUE",
             "The value of an input; several times for several inputs, or for the items of a "
             "list. The runbook's page lists its inputs.",
         ),
     ] = None,
-    yes: Annotated[bool, option("--yes", "Make changes without asking, for automation.")] = False,
+    yes: Annotated[
+        bool, Parameter("--yes", "Make changes without asking, for automation.")
+    ] = False,
     dry_run: Annotated[
         bool,
-        option("--dry-run", "Run blocks that only read, show the others, and write no record."),
+        Parameter("--dry-run", "Run blocks that only read, show the others, and write no record."),
     ] = False,
     new: Annotated[
-        bool, option("--new", "Start a new run, even if there is an unfinished one.")
+        bool, Parameter("--new", "Start a new run, even if there is an unfinished one.")
     ] = False,
     go_on: Annotated[
-        bool, option("--continue", "Continue the last run where it stopped, whoever started it.")
+        bool, Parameter("--continue", "Continue the last run where it stopped, whoever started it.")
     ] = False,
     take_over: Annotated[
-        bool, option("--take-over", "Continue a run that another person is working on.")
+        bool, Parameter("--take-over", "Continue a run that another person is working on.")
     ] = False,
     transcript: Annotated[
         str | None,
-        option(
+        Parameter(
             "--transcript DIR",
             "Also write the transcript to this folder: Markdown, JSON Lines and HTML.",
+            common=False,
         ),
     ] = None,
     folder: Annotated[
-        str | None, option("--folder DIR", "A folder with your own runbooks.")
+        str | None, Parameter("--folder DIR", "A folder with your own runbooks.", common=False)
     ] = None,
     verbose: Annotated[
         bool,
-        option("--verbose", "Also show what each state is for, and each block as the page has it."),
+        Parameter(
+            "--verbose", "Also show what each state is for, and each block as the page has it."
+        ),
     ] = False,
     notify: NotifyOpt = None,
     *,

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import ckptctl
 from ckptctl.claims import ClaimName
-from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg, option
+from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
     LACKING,
@@ -40,7 +40,7 @@ from ckptctl.cli.rendering import (
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
 from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize
-from ckptctl.options import PickPolicy, StorageOptions
+from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
@@ -54,7 +54,7 @@ def scan(
     roots: RootsArg,
     optional_root: OptionalRootOpt = None,
     last: Annotated[
-        int, option("--last N", "Only the newest N steps; 0 for all of them.", min=0)
+        int, Parameter("--last N", "Only the newest N steps; 0 for all of them.", min=0)
     ] = NEWEST,
     metrics: MetricsOpt = None,
     html: HtmlOpt = None,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import JobsOpt, StepArg, only, option
+from ckptctl.cli.options import JobsOpt, StepArg, only
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.formatting import counted, exact_size
-from ckptctl.options import Requirements, StorageOptions
+from ckptctl.options import Parameter, Requirements, StorageOptions
 from ckptctl.selection.results import Sealed
 
 EXAMPLES = (
@@ -22,18 +22,18 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 def seal(
     step: StepArg,
     replace: Annotated[
-        bool, option("--replace", "Replace an existing seal, if the step has no fault.")
+        bool, Parameter("--replace", "Replace an existing seal, if the step has no fault.")
     ] = False,
     adopt: Annotated[
         str | None,
-        option(
+        Parameter(
             "--adopt REASON",
             "Accept a step that was sealed for another root or under another name: compare it "
             "with that seal, and make a new one that records who accepted it and why.",
         ),
     ] = None,
     accept_unverifiable: Annotated[
-        bool, option("--accept-unverifiable", "Seal a step that cannot be proven good.")
+        bool, Parameter("--accept-unverifiable", "Seal a step that cannot be proven good.")
     ] = False,
     jobs: JobsOpt = None,
     *,

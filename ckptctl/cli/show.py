@@ -9,7 +9,7 @@ from math import prod
 from typing import Annotated, Literal
 
 import ckptctl
-from ckptctl.cli.options import StepArg, only, option
+from ckptctl.cli.options import StepArg, only
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import (
     Line,
@@ -24,7 +24,7 @@ from ckptctl.cli.rendering import (
     state_lines,
 )
 from ckptctl.formatting import counted, exact_size, percent, safe, size, some_of
-from ckptctl.options import Requirements, StorageOptions
+from ckptctl.options import Parameter, Requirements, StorageOptions
 from ckptctl.selection.results import Contents, TensorRow
 
 EXAMPLES = (
@@ -43,13 +43,13 @@ def show(
     step: StepArg,
     tensors: Annotated[
         bool,
-        option(
+        Parameter(
             "--tensors", "List every tensor, instead of one row for the same tensor of all layers."
         ),
     ] = False,
     printed: Annotated[
         Printed | None,
-        option(
+        Parameter(
             "--print",
             "Print only this: the number in the step's name, the training step that the train "
             "state holds, its token count, or how many ranks saved it; nothing where it is not "

@@ -11,16 +11,15 @@ from ckptctl.cli.options import (
     JobsOpt,
     MetricsOpt,
     NotifyOpt,
-    argument,
     only,
-    option,
+    parse_duration,
+    parse_size,
 )
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
-from ckptctl.cli.values import parse_duration, parse_size
 from ckptctl.errors import UsageError
 from ckptctl.formatting import duration
-from ckptctl.options import Requirements, StorageOptions
+from ckptctl.options import Parameter, Requirements, StorageOptions
 from ckptctl.selection.watching import BYTES_PER_S, INTERVAL_S, Event, Watched
 
 EXAMPLES = (
@@ -32,16 +31,16 @@ EXIT_CODES = (0, 2, 10, 20, 21, 22, 23, 25, 75, 77)
 
 
 def watch(
-    root: Annotated[str, argument("ROOT", "Folder or URL that holds the steps of a run.")],
+    root: Annotated[str, Parameter("ROOT", "Folder or URL that holds the steps of a run.")],
     once: Annotated[
         bool,
-        option("--once", "List the root once, and finish what an earlier watch saw; for cron."),
+        Parameter("--once", "List the root once, and finish what an earlier watch saw; for cron."),
     ] = False,
     interval: Annotated[
-        str, option("--interval TIME", "The pause between two listings of the root.")
+        str, Parameter("--interval TIME", "The pause between two listings of the root.")
     ] = f"{INTERVAL_S:.0f}s",
     bandwidth: Annotated[
-        str, option("--bandwidth SIZE", "How many bytes are read per second at most.")
+        str, Parameter("--bandwidth SIZE", "How many bytes are read per second at most.")
     ] = f"{BYTES_PER_S >> 20}M",
     notify: NotifyOpt = None,
     metrics: MetricsOpt = None,

@@ -1,14 +1,19 @@
 """How options are read, and which of them a next command repeats."""
 
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import msgspec
 import pytest
+from command_line import REPOSITORY, interpreter
 from made_results import contents
 
 import ckptctl
-from ckptctl.cli.binding import with_common
+from ckptctl.cli.app import run
+from ckptctl.cli.options import parse_steps, parse_storage_options, parts
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import StyledText, line
 from ckptctl.cli.show import show
-from ckptctl.cli.values import parse_kinds, parse_steps, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
 from ckptctl.options import Requirements, StorageOptions
@@ -42,13 +47,13 @@ def test_a_storage_option_without_a_key_or_a_value_is_a_mistake(pair):
 
 
 def test_kinds_of_train_state_come_with_commas_or_one_by_one():
-    assert parse_kinds(["model, optimizer", "rng", "model"]) == ("model", "optimizer", "rng")
-    assert parse_kinds(None) == ()
+    requirements = Requirements(require=parts(["rng, optimizer", "model", "rng"]))
+    assert requirements.require == ("model", "optimizer", "rng")
 
 
 def test_an_unknown_kind_of_train_state_is_a_mistake_that_names_the_known_ones():
     with pytest.raises(UsageError, match=", ".join(STATE_KINDS)):
-        parse_kinds(["model,brains"])
+        Requirements(require=parts(["model,brains"]))
 
 
 def test_steps_come_with_commas_or_one_by_one():
@@ -62,30 +67,27 @@ def test_what_is_no_step_number_is_a_mistake(word):
         parse_steps([word])
 
 
-def shown_next(capsys, monkeypatch, command="ckptctl pick s3://b/run", **given) -> str:
-    """What becomes of a next command when these options were given."""
+def shown_next(capsys, monkeypatch, *options, command="ckptctl pick s3://b/run", env=()) -> str:
+    """What becomes of a next command when these options were given to `show`."""
     for name in ("PATTERN", "ENDPOINT_URL", "STORAGE_OPTION"):
         monkeypatch.delenv(f"CKPTCTL_{name}", raising=False)
-    for name, value in given.pop("env", {}).items():
+    for name, value in dict(env).items():
         monkeypatch.setenv(name, value)
-    out = Output("scan")
 
-    def scan(*, storage: StorageOptions, out: Output):
-        out.lines([line("next: ", StyledText(command, "command"))])
-        return 0
+    def answer(*args, storage: StorageOptions, **keywords):
+        raise UsageError("no", next_command=command)
 
-    common = {"as_json": False, "quiet": False, "report": None, "color": "never", "debug": False}
-    storage = {"storage_option": None, "endpoint_url": None, "timeout": 30.0, "follow_links": None}
-    assert with_common(scan, out).run(**common, **{**storage, **given}) == 0
-    return capsys.readouterr().out.removeprefix("next: ").rstrip("\n")
+    monkeypatch.setattr(ckptctl, "show", answer)
+    assert run(["show", "run@1", "--color", "never", *options]) == 2
+    return capsys.readouterr().err.partition("next:")[2].strip()
 
 
 def test_a_next_command_repeats_how_the_storage_is_reached(capsys, monkeypatch):
     shown = shown_next(
         capsys,
         monkeypatch,
-        endpoint_url="http://ceph:7480",
-        storage_option=["anon=true", "secret=hunter2", "client_kwargs={}"],
+        *("--endpoint-url", "http://ceph:7480", "--storage-option=anon=true"),
+        *("--storage-option", "secret=hunter2", "--storage-option", "client_kwargs={}"),
     )
     assert shown == (
         "ckptctl pick s3://b/run --storage-option anon=true "
@@ -96,19 +98,13 @@ def test_a_next_command_repeats_how_the_storage_is_reached(capsys, monkeypatch):
 
 def test_what_stands_in_the_environment_is_not_repeated(capsys, monkeypatch):
     env = {"CKPTCTL_ENDPOINT_URL": "http://ceph:7480", "CKPTCTL_STORAGE_OPTION": "anon=true"}
-    shown = shown_next(
-        capsys,
-        monkeypatch,
-        endpoint_url="http://ceph:7480",
-        storage_option=["anon=true"],
-        env=env,
-    )
-    assert shown == "ckptctl pick s3://b/run"
+    assert shown_next(capsys, monkeypatch, env=env) == "ckptctl pick s3://b/run"
 
 
 @pytest.mark.parametrize("command", ["ckptctl explain shard.truncated", "df -h /shared"])
 def test_a_command_that_reaches_no_storage_is_left_as_it_is(capsys, monkeypatch, command):
-    assert shown_next(capsys, monkeypatch, command, endpoint_url="http://ceph:7480") == command
+    given = ("--endpoint-url", "http://ceph:7480")
+    assert shown_next(capsys, monkeypatch, *given, command=command) == command
 
 
 def test_quiet_show_spells_out_what_a_terminal_would_obey(capsys, monkeypatch):
@@ -148,3 +144,23 @@ def test_a_switch_that_changes_or_removes_is_not_read_from_the_environment(
 def test_the_same_switch_on_the_command_line_needs_no_warning(ckptctl, sound_root):
     done = ckptctl("prune", sound_root, "--keep", "3", "--apply", env={"CKPTCTL_APPLY": "1"})
     assert "has no effect" not in done.stderr
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_python_reads_the_declarations(version):
+    """The annotations of parameters are not the same in all of them."""
+    python = interpreter(version)
+    # msgspec is compiled for one version of Python; the packages of others lack it.
+    packages = f"{sysconfig.get_path('purelib')}:{Path(msgspec.__file__).parent.parent}"
+    variables = {"PYTHONPATH": f"{REPOSITORY}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"}
+    if subprocess.run(
+        [python, "-c", "import msgspec"], env=variables, capture_output=True
+    ).returncode:
+        pytest.skip(f"no msgspec for Python {version} on this machine")
+    done = subprocess.run(
+        [python, "-m", "ckptctl", "explain", "20", "--quiet"],
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "incomplete\n"), done.stderr

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ckptctl.cli.values import seal_key
+from ckptctl.cli.options import seal_key
 from ckptctl.errors import UsageError
 
 is_root = os.geteuid() == 0

@@ -15,17 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
-from typer.main import get_command
 
 import ckptctl
 from ckptctl import ContentOptions, Level, PickPolicy, Requirements, StorageOptions, TrainOptions
 from ckptctl import options as options_module
 from ckptctl.cli.app import run
-from ckptctl.cli.output import Output
-from ckptctl.cli.typer_app import build_app
+from ckptctl.cli.commands import command_of
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.options import options_from
 from ckptctl.selection.choosing import choose
@@ -119,8 +117,7 @@ def watched() -> Iterator[Seen]:
 
 def offered(command: str) -> set[str]:
     """The names of the options that a command has."""
-    group: Any = get_command(build_app((command,), Output()))
-    return {name for each in group.commands[command].params for name in each.opts}
+    return {name for each in command_of(command).params for name in each.opts}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from contextlib import redirect_stderr
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
@@ -28,11 +28,7 @@ from command_line import run_ckptctl
 from every_case import all_cases
 
 from ckptctl import redaction
-from ckptctl.cli.binding import with_common
-from ckptctl.cli.commands import COMMANDS, load
-from ckptctl.cli.options import COMMAND_LINE_ONLY, variable_of
-from ckptctl.cli.output import Output
-from ckptctl.cli.parsing import Parameter
+from ckptctl.cli.commands import COMMANDS, command_of
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.redaction import HARMLESS_OPTIONS, RedactedStream, redacted, shell_command
@@ -67,18 +63,13 @@ HARMLESS = {
 """The options that take text and whose values are shown, by the reason."""
 
 
-def parameters(command: str) -> tuple[Parameter, ...]:
-    return with_common(load(command).function, Output(command)).parameters
+def options(command: str) -> list[Any]:
+    return [each for each in command_of(command).params if each.param_type_name == "option"]
 
 
 def text_options(command: str) -> list[str]:
     """The options of a command that take text, by their names on the command line."""
-    found = [(each, each.declared) for each in parameters(command)]
-    return [
-        declared.names[0]
-        for each, declared in found
-        if declared is not None and declared.names and each.kind is str
-    ]
+    return [each.opts[0] for each in options(command) if each.type.name == "str"]
 
 
 def test_every_option_that_takes_text_is_known_to_be_harmless_or_hidden():
@@ -93,11 +84,9 @@ def test_every_option_that_takes_text_is_known_to_be_harmless_or_hidden():
 
 def test_every_option_without_text_is_shown():
     for command in COMMANDS:
-        for each in parameters(command):
-            declared = each.declared
-            assert declared is not None
-            if declared.names and each.kind is not str:
-                assert declared.names[0] in HARMLESS_OPTIONS, declared.names
+        for each in options(command):
+            if each.type.name != "str" and each.opts[0] != "-h":
+                assert each.opts[0] in HARMLESS_OPTIONS, each.opts
 
 
 VALUES = {
@@ -220,9 +209,11 @@ def test_no_secret_of_an_option_is_written(command, places, tmp_path):
 def test_no_secret_of_a_variable_is_written(command, places, tmp_path):
     words = [word.format_map(places) for word in ARGUMENTS[command].split()]
     variables = ENVIRONMENT | {
-        variable_of(name): VALUES[name][0].replace(" ", r"\u0020")
-        for name in text_options(command)
-        if name not in HARMLESS_OPTIONS | COMMAND_LINE_ONLY and name != "--set"
+        each.envvar: VALUES[each.opts[0]][0].replace(" ", r"\u0020")
+        for each in options(command)
+        if each.envvar is not None
+        if each.opts[0] in text_options(command)
+        if each.opts[0] not in HARMLESS_OPTIONS and each.opts[0] != "--set"
     }
     at = words.index("--") if "--" in words else len(words)
     with all_cases() as case:

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import re
 import runpy
-from functools import cache
 from importlib import resources
 from pathlib import Path
 
 import pytest
 from error_classes import every_error
 from every_case import all_cases
-from typer.main import get_command
 
 import ckptctl
-from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
+from ckptctl.cli.commands import COMMANDS, SUMMARIES, command_of, help_lines, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, page
 from ckptctl.cli.options import COMMAND_LINE_ONLY, OTHER_VARIABLES
-from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import STEP_MARKS
-from ckptctl.cli.typer_app import build_app
 from ckptctl.findings import CODES, Verdict
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 REFERENCE = (REPOSITORY / "docs" / "reference.md").read_text()
+HELP = {"-h", "--help"}
 PAGES = resources.files("ckptctl") / "pages"
 
 
-@cache
-def commands() -> dict:
-    return get_command(build_app(COMMANDS, Output())).commands
-
-
 def options(command: str) -> list:
-    return [p for p in commands()[command].params if p.param_type_name == "option"]
+    return [p for p in command_of(command).params if p.param_type_name == "option"]
+
+
+def help_of(command: str, *, whole: bool = True) -> str:
+    return "\n".join(each.text for each in help_lines(command_of(command), 80, whole=whole))
 
 
 def test_the_reference_is_what_the_command_line_says():
@@ -54,7 +50,7 @@ def test_the_manual_page_is_what_the_command_line_says():
 def test_every_option_has_a_help_text_a_row_in_the_reference_and_its_variable(command):
     for option in options(command):
         name = max(option.opts, key=len)
-        if name == "--help":
+        if name in HELP:
             continue
         assert option.help, name
         assert option.help.endswith("."), name
@@ -78,7 +74,7 @@ def test_options_without_a_variable_are_those_that_change_or_remove():
         for option in options(command)
         if option.envvar is None
     }
-    assert without - {"--help"} <= COMMAND_LINE_ONLY
+    assert without - HELP <= COMMAND_LINE_ONLY
     assert {"--apply", "--unsealed", "--yes"} <= without
     assert "--allow-fresh" not in COMMAND_LINE_ONLY
 
@@ -101,20 +97,34 @@ def test_one_variable_means_one_option():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_begins_with_a_statement_and_ends_with_the_exit_codes(command):
     loaded = load(command)
-    text, end = commands()[command].help, commands()[command].epilog
-    assert text.splitlines()[0] == SUMMARIES[command]
-    assert SUMMARIES[command].endswith(".")
+    (summary,) = (each[command] for each in SUMMARIES.values() if command in each)
+    assert command_of(command).help.splitlines()[0] == summary
+    assert summary.endswith(".")
     assert len(loaded.examples) in (2, 3)
-    shown = " ".join(end.replace("\\\n", " ").split())
+    shown, end = help_of(command).split("Exit codes:\n")
     for example in loaded.examples:
         assert f"ckptctl {command} " in example
-        assert example in shown
-    assert max(map(len, end.splitlines()[1:])) <= 76  # typer fills the first paragraph
-    assert [int(each.split()[0]) for each in end.split("Exit codes:\n")[1].splitlines()] == [
-        *loaded.exit_codes
-    ]
+        assert f"  {example}\n" in shown
+    assert [int(code) for code in re.findall(r"^  ([0-9]+)", end, re.M)] == [*loaded.exit_codes]
     assert 0 in loaded.exit_codes
     assert 2 in loaded.exit_codes
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_short_help_shows_at_most_twelve_options_and_the_whole_one_names_them_all(command):
+    short = re.findall(r"^  (-[a-z-]+)", help_of(command, whole=False), re.M)
+    assert len(set(short) - HELP) <= 12
+    shown = help_of(command)
+    for option in options(command):
+        listed = re.search(rf"(^  |, |\): ){option.opts[0]}\b", shown, re.M)
+        assert (listed is None) is option.hidden, option.opts
+
+
+def test_a_hidden_option_is_of_a_runbook_or_of_a_process_that_ckptctl_starts():
+    texts = [path.read_text() for path in (REPOSITORY / "runbooks").glob("*.md")]
+    started = (REPOSITORY / "ckptctl" / "preflight_checks" / "launching.py").read_text()
+    for option in (each for command in COMMANDS for each in options(command) if each.hidden):
+        assert any(option.opts[0] in text for text in (*texts, started)), option.opts
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)

@@ -156,7 +156,7 @@ def sidecar(root: Path, data: bytes) -> None:
 
 
 def storage_option(root: Path, data: bytes) -> None:
-    from ckptctl.cli.values import parse_storage_options
+    from ckptctl.cli.options import parse_storage_options
 
     text = data.decode("utf-8", "replace")
     assert list(parse_storage_options([f"key={text}"]) or {}) == ["key"]
@@ -294,7 +294,7 @@ def records_of_a_collector(root: Path, data: bytes) -> None:
 
 
 READERS: dict[str, tuple[Probe, ...]] = {
-    "cli/values.py": (storage_option,),
+    "cli/options.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
     "failures/rank_dumps.py": (classify_reads_a_dump,),
     "formats/log_records.py": (records_of_a_collector,),

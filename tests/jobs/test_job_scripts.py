@@ -16,11 +16,8 @@ import pytest
 import yaml
 from command_line import clean_environment
 
-from ckptctl.cli.binding import with_common
-from ckptctl.cli.commands import load
+from ckptctl.cli.commands import command_of, load
 from ckptctl.cli.exit_codes import EXIT_CODES
-from ckptctl.cli.output import Output
-from ckptctl.cli.parsing import parse
 from ckptctl.supervisor.policy import NO_RESTART, RERUN, WAIT_FOR_CAPACITY
 
 JOBS = Path(__file__).resolve().parents[2] / "examples" / "jobs"
@@ -376,9 +373,7 @@ def words_of_run(name: str) -> list[str]:
 def test_the_options_of_run_are_those_of_the_command(name):
     values = {"$sizes": "32,24", "$NNODES": "4", "$NODE_RANK": "0"}
     words = [values.get(word, word) for word in words_of_run(name)]
-    command_of_run = with_common(load("run").function, Output("run"))
-    found = parse(command_of_run.parameters, [*words, "--", "true"], {})
-    assert found is not None, words
+    found = command_of("run").make_context("run", [*words, "--", "true"]).params
     assert found["root"] == ["$ROOT"]
     assert found["create"] is True
 
