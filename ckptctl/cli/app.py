@@ -60,7 +60,7 @@ def _answer(argv: list[str], out: Output) -> int:
         out.bare([VERSION])
         return 0
     if argv == ["help", "options"]:
-        out.lines(shared_help_lines(out.out.width))
+        out.lines(shared_help_lines())
         return 0
     if argv[0] == "help":
         argv = [*argv[1:], "--help"]

@@ -15,7 +15,9 @@ import inspect
 import math
 import os
 import shlex
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
@@ -132,7 +134,7 @@ class _Commands(TyperGroup):
 def _print_help(context: typer.Context, asked: bool, *, whole: bool) -> None:
     if asked:
         out: Output = context.obj
-        out.lines(help_lines(context.command, out.out.width, whole=whole))
+        out.lines(help_lines(context.command, whole=whole))
         raise typer.Exit
 
 
@@ -263,7 +265,7 @@ def _taken(function: Callable[..., int]) -> tuple[dict[str, Option], _Objects]:
         about = next(iter(getattr(each.annotation, "__metadata__", ())), None)
         if isinstance(about, Parameter):
             own[name] = Option(name, "", kind, each.default, about)
-        elif kind in HEADINGS:
+        elif isinstance(kind, type) and is_dataclass(kind):
             offered = options_of(kind)
             objects[name] = (kind, tuple(o for o in offered if about is None or o.name in about))
     return own, objects
@@ -275,7 +277,7 @@ def _options(function: Callable[..., int]) -> list[tuple[Option, str | None]]:
     options: list[tuple[Option, str | None]] = [(each, None) for each in own.values()]
     for kind, offered in (*objects.values(), (AnswerOptions, options_of(AnswerOptions))):
         # A command may have its own words for one of them.
-        options += [(each, HEADINGS[kind]) for each in offered if each.name not in own]
+        options += [(each, HEADINGS.get(kind)) for each in offered if each.name not in own]
     return options
 
 
@@ -290,8 +292,9 @@ def _made(
     values = {}
     for option in offered:
         value = given[option.name] if option.name in own else given.pop(option.name)
-        if option.name not in own or value is not None:
-            values[option.field] = option.value(value)
+        value = option.value(value)
+        if value is not None:
+            values[option.field] = value
     return kind(**values)
 
 
@@ -339,6 +342,7 @@ def _typer_info(option: Option, heading: str | None) -> Any:
         metavar=declared.spec.partition(" ")[2] or None if len(names) == 1 else None,
         help=declared.help,
         envvar=variable_of(declared),
+        show_default=option.shown or True,
         show_envvar=False,  # help states once that every option has a variable
         parser=_number(kinds[0], declared.min) if kinds else None,
         hidden=declared.hidden,
@@ -475,17 +479,13 @@ def _with_options(command: str, repeated: Sequence[_Given], caller: str) -> str:
 _LEFT = 26
 """The width of the column with the names of options; a longer name gets a line of its own."""
 _WIDEST = 100
-_ELSEWHERE = 80
-"""How wide help is off a terminal."""
 
 
-def help_lines(command: Any, width: int | None, *, whole: bool) -> Iterator[Line]:
+def help_lines(command: Any, *, whole: bool) -> Iterator[Line]:
     """The help of a command, or of the group of all commands."""
-    room = min(width or _ELSEWHERE, _WIDEST)
     of_all = isinstance(command, TyperGroup)
     lines = _group_help() if of_all else _command_help(command, whole=whole)
-    for each in lines:
-        yield from wrapped(each, room)
+    yield from _filled(lines)
 
 
 def _group_help() -> Iterator[Line]:
@@ -502,18 +502,21 @@ def _group_help() -> Iterator[Line]:
     yield line("Every finding code, verdict and exit code is explained by: ckptctl explain")
 
 
-def shared_help_lines(width: int | None) -> Iterator[Line]:
+def shared_help_lines() -> Iterator[Line]:
     """The options of the options objects, which several commands take."""
-    room = min(width or _ELSEWHERE, _WIDEST)
-    yield from wrapped(
-        line("Each command has some of these options; its own --help names them."), room
-    )
+    yield line("Each command has some of these options; its own --help names them.")
     for kind, heading in HEADINGS.items():
         yield EMPTY
         yield line(StyledText(f"{heading}:", "strong"))
-        for option in options_of(kind):
-            spec = option.declared.spec.replace(" -", ", -")
-            yield from wrapped(_entry(spec, option.declared.help, _LEFT), room)
+        for declared in (option.declared for option in options_of(kind)):
+            yield from _filled([_entry(declared.spec.replace(" -", ", -"), declared.help, _LEFT)])
+
+
+def _filled(lines: Iterable[Line]) -> Iterator[Line]:
+    """The lines in the width of the terminal, of COLUMNS, or of 80 columns."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    for each in lines:
+        yield from wrapped(each, width)
 
 
 def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
@@ -585,6 +588,8 @@ def value_of(option: Any) -> str:
 
 def default_of(parameter: Any) -> str:
     """The default of an option as a caller writes it; empty where there is none."""
+    if isinstance(parameter.show_default, str):
+        return parameter.show_default
     default = getattr(parameter.default, "value", parameter.default)
     if default in (None, False, ()) or parameter.required:
         return ""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated
 
-from ckptctl.cli.options import RootEnvOpt, parse_duration, parts
+from ckptctl.cli.options import only
 from ckptctl.cli.output import Output, document_of, replace_text
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
-from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
 from ckptctl.drill.results import Drilled, as_html, as_markdown, facts, rows
-from ckptctl.drill.trial import FAULTS
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
 
@@ -39,39 +38,9 @@ def drill(
             "{step} the step to resume from.",
         ),
     ] = None,
-    root_env: RootEnvOpt = None,
-    fault: Annotated[
-        list[str] | None,
-        Parameter(
-            "--fault NAME",
-            f"A fault to inject; may be given several times. By default all: {', '.join(FAULTS)}.",
-        ),
-    ] = None,
-    seed: Annotated[int, Parameter("--seed N", "Determines ranks, moments and bytes.")] = 0,
-    nodes: NodesOpt = None,
-    world_sizes: WorldSizesOpt = None,
-    hosts_file: HostsFileOpt = None,
-    work: Annotated[
-        str,
-        Parameter(
-            "--work DIR",
-            "A new folder for copies, logs and reports; on the file system of the root the "
-            "copies may share its blocks.",
-        ),
-    ] = "drill",
-    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False,
-    hang_after: Annotated[
-        str | None,
-        Parameter(
-            "--hang-after TIME",
-            "How long a sound job may log no step before it counts as hung; by default five times "
-            "the longest pause of a run without a fault, and 15 s at least.",
-        ),
-    ] = None,
-    patience: Annotated[
-        str, Parameter("--patience TIME", "How long to wait for a save, a step, an end.")
-    ] = "30m",
     *,
+    options: DrillOptions,
+    nodes: Annotated[NodeOptions, only("nodes", "world_sizes", "hosts_file")],
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -85,23 +54,11 @@ def drill(
     Writes report.md and report.html. Ends with 33 where the job does not survive a fault. Ctrl-C
     and SIGTERM end everything that was started and remove the copies.
     """
-    options = DrillOptions(
-        root_env=root_env,
-        faults=tuple(dict.fromkeys(fault or FAULTS)),
-        seed=seed,
-        nodes=NodeOptions(
-            nodes=parts(nodes), world_sizes=sizes(world_sizes), hosts_file=hosts_file
-        ),
-        work=work,
-        keep=keep,
-        hang_after_s=parse_duration(hang_after, "--hang-after"),
-        patience_s=parse_duration(patience, "--patience") or 0.0,
-    )
-
+    options = replace(options, nodes=nodes)
     found = run_drill(command or (), root, options, tell=out.tell, storage=storage)
-    replace_text(os.path.join(work, "report.md"), as_markdown(found))
-    replace_text(os.path.join(work, "report.html"), as_html(found))
-    out.answer(document_of("drilled", found), lambda: drilled_lines(found, work))
+    replace_text(os.path.join(options.work, "report.md"), as_markdown(found))
+    replace_text(os.path.join(options.work, "report.html"), as_html(found))
+    out.answer(document_of("drilled", found), lambda: drilled_lines(found, options.work))
     return found.exit_code
 
 

@@ -7,10 +7,12 @@ except those in `COMMAND_LINE_ONLY`.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ckptctl.cli.output import Color
@@ -138,14 +140,6 @@ JobsOpt = Annotated[
 ]
 AcceptAsItIsOpt = Annotated[
     bool, Parameter("--accept-unverifiable", "Accept a step that cannot be proven good.")
-]
-RootEnvOpt = Annotated[
-    str | None,
-    Parameter(
-        "--root-env NAME",
-        "The environment variable in which the job finds its root, instead of {root}.",
-        common=False,
-    ),
 ]
 HtmlOpt = Annotated[
     str | None,
@@ -294,6 +288,20 @@ def parse_counts(
     return tuple(dict.fromkeys(map(int, words)))
 
 
+def parse_world_sizes(given: Sequence[str] | None) -> tuple[int, ...]:
+    """The numbers of ranks in `--world-sizes`."""
+    return parse_counts(given, "--world-sizes", "numbers of ranks", "64,56,48")
+
+
+def parse_exit_codes(given: Sequence[str] | None) -> tuple[int, ...]:
+    """The exit codes in `--no-restart-on`."""
+    name, what = "--no-restart-on", "exit codes from 0 to 255"
+    codes = parse_counts(given, name, what, "1,137")
+    if any(code > 255 for code in codes):
+        raise UsageError(f"{name} takes {what}, not {max(codes)}", instead=f"{name} 1,137")
+    return codes
+
+
 def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
     """The step numbers in `--skip`."""
     return parse_counts(given, "--skip", "step numbers", "1400,1600")
@@ -320,6 +328,11 @@ def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
     )
 
 
+def _time_text(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{seconds:g}s" if rest or not minutes else f"{minutes:g}m"
+
+
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -344,12 +357,19 @@ def only_model(only: str | None) -> bool:
 
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "--allow-globals": parts,
-    "--deadline": parse_duration,
+    **{
+        name: partial(parse_duration, name=name)
+        for name in ("--backoff", "--deadline", "--hang-after", "--patience")
+    },
     "--ignore": parts,
     "--key-file": seal_key,
+    "--no-restart-on": parse_exit_codes,
+    "--nodes": parts,
+    "--other-nodes": parts,
     "--require": parts,
     "--skip": parse_steps,
     "--storage-option": parse_storage_options,
+    "--world-sizes": parse_world_sizes,
 }
 """What makes the value of a field from the text of its option, or from all of its texts."""
 
@@ -362,13 +382,15 @@ class Option(NamedTuple):
     kind: Any
     default: Any
     declared: Parameter
+    shown: str = ""
+    """The default as help shows it, where the value is read from a text."""
 
     def value(self, given: Any) -> Any:
-        """The value of the field."""
+        """The value of the field; None where its default holds."""
         read = _READ.get(self.declared.spec.split()[0])
         if read is not None:
             return read(given)
-        return tuple(given or ()) if self.kind == list[str] | None else given
+        return tuple(given) if isinstance(given, list) else given
 
 
 @cache
@@ -376,7 +398,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
     """The options that set the fields of an options object, in the order of the fields."""
     hints = get_type_hints(kind, include_extras=True)
     options = []
-    for field in fields(kind):
+    for field in dataclasses.fields(kind):
         declared = next(iter(getattr(hints[field.name], "__metadata__", ())), None)
         if declared is None:
             continue
@@ -384,13 +406,18 @@ def options_of(kind: type) -> tuple[Option, ...]:
         option = declared.spec.split()[0]
         typed: Any
         types = {get_origin(each) for each in (plain, *get_args(plain))}
-        if types & {Collection, Mapping}:
-            typed, default = list[str] | None, None
+        is_required = field.default is dataclasses.MISSING
+        shown = ""
+        if types & {Collection, Mapping, Sequence}:
+            typed, default = (list[str], None) if is_required else (list[str] | None, None)
         elif option in _READ:
             typed, default = str | None, None
+            shown = _time_text(field.default) if isinstance(field.default, float) else ""
         else:
             typed, default = plain, field.default
-        options.append(Option(parameter_name(option), field.name, typed, default, declared))
+        if is_required:
+            default = inspect.Parameter.empty
+        options.append(Option(parameter_name(option), field.name, typed, default, declared, shown))
     return tuple(options)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated
 
-from ckptctl.cli.options import RootEnvOpt, parse_duration, parts
+from ckptctl.cli.options import only
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
-from ckptctl.cli.run import HostsFileOpt, NodesOpt
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.rerun.deciding import ValueOrigin
 from ckptctl.rerun.recording import Comparison
@@ -32,17 +32,6 @@ def rerun(
             "--root ROOT", "Folder or URL with the steps of the run. It is read and never written."
         ),
     ],
-    step: Annotated[
-        int, Parameter("--step N", "The training step whose loss is suspicious.", min=1)
-    ],
-    log: Annotated[
-        list[str],
-        Parameter(
-            "--log FILE",
-            "A log of the run that holds this step, or a folder of logs; may be given "
-            "several times, as with one log for each rank.",
-        ),
-    ],
     command: Annotated[
         list[str] | None,
         Parameter(
@@ -53,53 +42,9 @@ def rerun(
             "logs that the job writes besides its output.",
         ),
     ] = None,
-    steps: Annotated[
-        int | None,
-        Parameter(
-            "--steps K",
-            "How many steps to train again; by default up to the suspicious one.",
-            min=1,
-        ),
-    ] = None,
-    from_step: Annotated[
-        int | None,
-        Parameter(
-            "--from-step N",
-            "The saved step to begin from; by default the newest usable one with a logged "
-            "step between it and the suspicious one.",
-            min=0,
-        ),
-    ] = None,
-    nodes: NodesOpt = None,
-    other_nodes: Annotated[
-        list[str] | None,
-        Parameter(
-            "--other-nodes NODE,...",
-            "As many other nodes. Without them a value that repeats stays undecided.",
-        ),
-    ] = None,
-    hosts_file: HostsFileOpt = None,
-    exclude_command: Annotated[
-        str | None,
-        Parameter(
-            "--exclude-command COMMAND",
-            "How to exclude the node at fault, if it is one; {node} and {cause} are filled "
-            "in, and no shell runs it.",
-            common=False,
-        ),
-    ] = None,
-    root_env: RootEnvOpt = None,
-    work: Annotated[
-        str, Parameter("--work DIR", "A new folder for copies and logs, which all nodes see.")
-    ] = "rerun",
-    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False,
-    dry_run: Annotated[
-        bool, Parameter("--dry-run", "Show the step and the commands, and start nothing.")
-    ] = False,
-    patience: Annotated[
-        str, Parameter("--patience TIME", "How long to wait for a next step.", common=False)
-    ] = "30m",
     *,
+    options: RerunOptions,
+    nodes: Annotated[NodeOptions, only("nodes", "hosts_file", "exclude_command")],
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -111,22 +56,7 @@ def rerun(
     these nodes, with 93 if it is the job's own (other nodes repeat it), and with 31 if the
     replays do not decide. The job must print its loss or write it to {log_dir}.
     """
-    options = RerunOptions(
-        step=step,
-        logs=log,
-        n_steps=steps,
-        from_step=from_step,
-        nodes=NodeOptions(
-            nodes=parts(nodes), hosts_file=hosts_file, exclude_command=exclude_command
-        ),
-        other_nodes=parts(other_nodes),
-        root_env=root_env,
-        work=work,
-        keep=keep,
-        dry_run=dry_run,
-        patience_s=parse_duration(patience, "--patience") or 0.0,
-    )
-
+    options = replace(options, nodes=nodes)
     found = lead_replays(command or (), root, options, tell=out.tell, storage=storage)
     out.answer(document_of("rerun", found), lambda: rerun_lines(found))
     return found.exit_code

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from ckptctl.cli.notifying import Notifier
-from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, only, parse_duration, parts
+from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, only, parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.distributed.launcher import launched_nodes, launched_on_node
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
-from ckptctl.model import Level
-from ckptctl.options import IGNORE, Parameter, PickPolicy, Requirements, StorageOptions
+from ckptctl.options import Parameter, PickPolicy, Requirements, StorageOptions
 from ckptctl.supervisor.launchers import LauncherOptions
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
 from ckptctl.supervisor.phases import read_job, run_phases
-from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS, BudgetOptions
+from ckptctl.supervisor.policy import BudgetOptions
 from ckptctl.supervisor.restarting import supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
@@ -30,32 +29,6 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 10, 11, 22, 75, 77, 93, 94)
 
 _STDERR = 2
-
-NodesOpt = Annotated[
-    list[str] | None,
-    Parameter(
-        "--nodes NODE,...",
-        "The nodes of the job; by default those that SLURM allocated, or this machine.",
-        common=False,
-    ),
-]
-WorldSizesOpt = Annotated[
-    str | None,
-    Parameter(
-        "--world-sizes N,...",
-        "The numbers of ranks that the job can run with, the largest for all its nodes; "
-        "the one that fits is filled in for {world_size} and {nodes} of the command.",
-    ),
-]
-HostsFileOpt = Annotated[
-    str | None,
-    Parameter(
-        "--hosts-file FILE",
-        "Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
-        "for a launcher such as mpirun --hostfile FILE.",
-        common=False,
-    ),
-]
 
 
 def run(
@@ -77,72 +50,6 @@ def run(
             "--job FILE",
             "A job file with phases, instead of a command: each begins when the one before "
             "it is done.",
-        ),
-    ] = None,
-    log_dir: Annotated[
-        str | None,
-        Parameter(
-            "--log-dir DIR",
-            "Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
-            "decisions to DIR/run.log; with --job by default .ckptctl/supervisor/logs of the root.",
-        ),
-    ] = None,
-    evidence_dir: Annotated[
-        str | None,
-        Parameter(
-            "--evidence-dir DIR",
-            "Keep the stacks and flight-recorder dumps of a hang in DIR/attempt-N; by default "
-            "in a new folder for temporary files on this node. DIR must not be on a storage that "
-            "can hang.",
-            common=False,
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        Parameter(
-            "--max-restarts N", "How many restarts are allowed without a newer usable step.", min=0
-        ),
-    ] = MAX_RESTARTS,
-    max_free_restarts: Annotated[
-        int,
-        Parameter(
-            "--max-free-restarts N",
-            "How many restarts for causes outside the job, such as preemption, are allowed "
-            "without a newer usable step.",
-            min=0,
-            common=False,
-        ),
-    ] = MAX_FREE_RESTARTS,
-    progress_level: Annotated[
-        Level,
-        Parameter(
-            "--progress-level",
-            "How deep a step is inspected before it counts as progress.",
-            common=False,
-        ),
-    ] = Level.STRUCTURE,
-    backoff: Annotated[
-        str,
-        Parameter(
-            "--backoff TIME",
-            "The first pause before a restart; it doubles without progress, up to 5 minutes.",
-        ),
-    ] = "10s",
-    no_restart_on: Annotated[
-        list[str] | None,
-        Parameter(
-            "--no-restart-on CODE,...",
-            "Exit codes after which not to restart, besides 2, 11, 17, 23, 24, 25, 77, 93, "
-            "94, 126 and 127.",
-            common=False,
-        ),
-    ] = None,
-    log: Annotated[
-        list[str] | None,
-        Parameter(
-            "--log FILE",
-            "A log that the command writes to; may be given several times. What an attempt "
-            "adds is classified, and a failure that a restart would meet again ends the run.",
         ),
     ] = None,
     create: Annotated[
@@ -185,39 +92,6 @@ def run(
             common=False,
         ),
     ] = None,
-    reset_budget: Annotated[
-        str | None,
-        Parameter(
-            "--reset-budget REASON", "Begin a new budget; the reason is recorded.", common=False
-        ),
-    ] = None,
-    exclude_command: Annotated[
-        str | None,
-        Parameter(
-            "--exclude-command COMMAND",
-            "How to exclude a node that is at fault; {node} and {cause} are filled in, and "
-            "no shell runs it. An argument of the job with {excluded} gets the excluded nodes, "
-            "and is left out while there are none.",
-        ),
-    ] = None,
-    max_excluded: Annotated[
-        int,
-        Parameter(
-            "--max-excluded N", "Exclude at most N nodes; more need a person.", min=0, common=False
-        ),
-    ] = 1,
-    nodes: NodesOpt = None,
-    world_sizes: WorldSizesOpt = None,
-    min_world_size: Annotated[
-        int,
-        Parameter(
-            "--min-world-size N",
-            "Wait for capacity (94) rather than run with fewer ranks.",
-            min=1,
-            common=False,
-        ),
-    ] = 1,
-    hosts_file: HostsFileOpt = None,
     nnodes: Annotated[
         int | None,
         Parameter(
@@ -249,18 +123,12 @@ def run(
             common=False,
         ),
     ] = "10m",
-    allow_missing_state: Annotated[
-        bool,
-        Parameter(
-            "--allow-missing-state",
-            "Count a step that lacks train state of older ones as progress, and run with a "
-            "number of ranks at which required state is lost.",
-            common=False,
-        ),
-    ] = False,
-    ignore: Annotated[list[str] | None, IGNORE] = None,
     notify: NotifyOpt = None,
     *,
+    budget: BudgetOptions,
+    output: OutputOptions,
+    nodes: NodeOptions,
+    policy: Annotated[PickPolicy, only("allow_missing_state", "ignore")],
     requirements: Annotated[Requirements, only("pattern")],
     storage: StorageOptions,
     out: Output,
@@ -290,33 +158,11 @@ def run(
             notifier.send(document_of("attempt", exit_code=one.exit_code or 1, attempt=one))
 
     options = RunOptions(
-        budget=BudgetOptions(
-            max_restarts=max_restarts,
-            max_free_restarts=max_free_restarts,
-            no_restart=_codes(no_restart_on or ()),
-            backoff_s=parse_duration(backoff, "--backoff") or 0.0,
-            reset_budget=reset_budget,
-        ),
-        output=OutputOptions(
-            logs=log or (),
-            log_dir=log_dir,
-            evidence_dir=evidence_dir,
-            stdout=_STDERR if out.as_json else None,
-        ),
-        nodes=NodeOptions(
-            nodes=parts(nodes),
-            exclude_command=exclude_command,
-            max_excluded=max_excluded,
-            world_sizes=sizes(world_sizes),
-            min_world_size=min_world_size,
-            hosts_file=hosts_file,
-        ),
+        budget=budget,
+        output=replace(output, stdout=_STDERR if out.as_json else None),
+        nodes=nodes,
         launchers=_launchers(nnodes, node_rank, wait_nodes),
-        policy=PickPolicy(
-            level=progress_level,
-            allow_missing_state=allow_missing_state,
-            ignore=parts(ignore),
-        ),
+        policy=policy,
         requirements=requirements,
         storage=storage,
         optional_roots=optional_root or (),
@@ -386,27 +232,6 @@ def _launchers(nnodes: int | None, node_rank: int | None, wait_nodes: str) -> La
         )
     wait_s = parse_duration(wait_nodes, "--wait-nodes") or 0.0
     return LauncherOptions(count=count, place=place, wait_s=wait_s)
-
-
-def sizes(given: str | None) -> tuple[int, ...]:
-    """The numbers of ranks that `--world-sizes` gives."""
-    words = parts(() if given is None else (given,))
-    if given is not None and not (words and all(word.isdecimal() for word in words)):
-        raise UsageError(
-            f"--world-sizes takes numbers of ranks, not {given!r}", instead="--world-sizes 64,56,48"
-        )
-    return tuple(int(word[:9]) for word in words)
-
-
-def _codes(given: Sequence[str]) -> tuple[int, ...]:
-    words = parts(given)
-    for word in words:
-        if not (word.isascii() and word.isdecimal()) or int(word[:4]) > 255:
-            raise UsageError(
-                f"--no-restart-on takes exit codes from 0 to 255, not {word!r}",
-                instead="--no-restart-on 1,137",
-            )
-    return tuple(map(int, words))
 
 
 def attempt_lines(one: Attempt) -> list[Line]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl.drill.copying import (
     copy_step,
@@ -35,7 +36,7 @@ from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
 from ckptctl.errors import UsageError
 from ckptctl.formatting import command_line, counted
-from ckptctl.options import StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 from ckptctl.selection.picking import pick
 from ckptctl.supervisor.nodes import NodeOptions
 
@@ -61,14 +62,42 @@ class DrillOptions:
     Nothing is waited for longer than `patience_s`.
     """
 
-    root_env: str | None = None
-    faults: Collection[str] = tuple(FAULTS)
-    seed: int = 0
+    root_env: Annotated[
+        str | None,
+        Parameter(
+            "--root-env NAME",
+            "The environment variable in which the job finds its root, instead of {root}.",
+        ),
+    ] = None
+    faults: Annotated[
+        Collection[str],
+        Parameter(
+            "--fault NAME",
+            f"A fault to inject; may be given several times. By default all: {', '.join(FAULTS)}.",
+        ),
+    ] = tuple(FAULTS)
+    seed: Annotated[int, Parameter("--seed N", "Determines ranks, moments and bytes.")] = 0
     nodes: NodeOptions = NodeOptions()
-    work: str = "drill"
-    keep: bool = False
-    hang_after_s: float | None = None
-    patience_s: float = 1800.0
+    work: Annotated[
+        str,
+        Parameter(
+            "--work DIR",
+            "A new folder for copies, logs and reports; on the file system of the root the "
+            "copies may share its blocks.",
+        ),
+    ] = "drill"
+    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False
+    hang_after_s: Annotated[
+        float | None,
+        Parameter(
+            "--hang-after TIME",
+            "How long a sound job may log no step before it counts as hung; by default five times "
+            "the longest pause of a run without a fault, and 15 s at least.",
+        ),
+    ] = None
+    patience_s: Annotated[
+        float, Parameter("--patience TIME", "How long to wait for a save, a step, an end.")
+    ] = 1800.0
 
     def __post_init__(self) -> None:
         for name in self.faults:

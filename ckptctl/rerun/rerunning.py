@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl.distributed.launcher import cluster_context, expand
 from ckptctl.drill.copying import (
@@ -32,7 +33,7 @@ from ckptctl.drill.job import (
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formatting import command_line
-from ckptctl.options import PickPolicy, StorageOptions
+from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
 from ckptctl.rerun.recording import (
     Record,
@@ -71,17 +72,60 @@ class RerunOptions:
     most one node is excluded. `root_env`, `work`, `keep` and `patience_s` are those of a drill.
     """
 
-    step: int
-    logs: Sequence[str]
-    n_steps: int | None = None
-    from_step: int | None = None
+    step: Annotated[
+        int, Parameter("--step N", "The training step whose loss is suspicious.", min=1)
+    ]
+    logs: Annotated[
+        Sequence[str],
+        Parameter(
+            "--log FILE",
+            "A log of the run that holds this step, or a folder of logs; may be given "
+            "several times, as with one log for each rank.",
+        ),
+    ]
+    n_steps: Annotated[
+        int | None,
+        Parameter(
+            "--steps K",
+            "How many steps to train again; by default up to the suspicious one.",
+            min=1,
+        ),
+    ] = None
+    from_step: Annotated[
+        int | None,
+        Parameter(
+            "--from-step N",
+            "The saved step to begin from; by default the newest usable one with a logged "
+            "step between it and the suspicious one.",
+            min=0,
+        ),
+    ] = None
     nodes: NodeOptions = NodeOptions()
-    other_nodes: Sequence[str] = ()
-    root_env: str | None = None
-    work: str = "rerun"
-    keep: bool = False
-    dry_run: bool = False
-    patience_s: float = 1800.0
+    other_nodes: Annotated[
+        Sequence[str],
+        Parameter(
+            "--other-nodes NODE,...",
+            "As many other nodes. Without them a value that repeats stays undecided.",
+        ),
+    ] = ()
+    root_env: Annotated[
+        str | None,
+        Parameter(
+            "--root-env NAME",
+            "The environment variable in which the job finds its root, instead of {root}.",
+        ),
+    ] = None
+    work: Annotated[
+        str, Parameter("--work DIR", "A new folder for copies and logs, which all nodes see.")
+    ] = "rerun"
+    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False
+    dry_run: Annotated[
+        bool, Parameter("--dry-run", "Show the step and the commands, and start nothing.")
+    ] = False
+    patience_s: Annotated[
+        float,
+        Parameter("--patience TIME", "How long to wait for a next step.", common=False),
+    ] = 1800.0
 
     def __post_init__(self) -> None:
         replace(self.nodes, nodes=self.other_nodes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context, expand, is_node
@@ -23,6 +23,7 @@ from ckptctl.formats.own.supervision import (
     ExcludedDocument,
     SupervisorDocument,
 )
+from ckptctl.options import Parameter
 from ckptctl.redaction import command_of_others
 from ckptctl.storage.files import replace_file
 from ckptctl.supervisor.child import Hang
@@ -55,12 +56,57 @@ class NodeOptions:
     written to `hosts_file`, one a line, as `mpirun --hostfile` reads them.
     """
 
-    nodes: Sequence[str] = ()
-    exclude_command: str | None = None
-    max_excluded: int = 1
-    world_sizes: Sequence[int] = ()
-    min_world_size: int = 1
-    hosts_file: str | None = None
+    nodes: Annotated[
+        Sequence[str],
+        Parameter(
+            "--nodes NODE,...",
+            "The nodes of the job; by default those that SLURM allocated, or this machine.",
+        ),
+    ] = ()
+    exclude_command: Annotated[
+        str | None,
+        Parameter(
+            "--exclude-command COMMAND",
+            "How to exclude a node that is at fault; {node} and {cause} are filled in, and no "
+            "shell runs it. An argument of the job with {excluded} gets the excluded nodes, and "
+            "is left out while there are none.",
+        ),
+    ] = None
+    max_excluded: Annotated[
+        int,
+        Parameter(
+            "--max-excluded N",
+            "Exclude at most N nodes; more need a person.",
+            min=0,
+            common=False,
+        ),
+    ] = 1
+    world_sizes: Annotated[
+        Sequence[int],
+        Parameter(
+            "--world-sizes N,...",
+            "The numbers of ranks that the job can run with, the largest for all its nodes; "
+            "the one that fits is filled in for {world_size} and {nodes} of the command.",
+        ),
+    ] = ()
+    min_world_size: Annotated[
+        int,
+        Parameter(
+            "--min-world-size N",
+            "Wait for capacity (94) rather than run with fewer ranks.",
+            min=1,
+            common=False,
+        ),
+    ] = 1
+    hosts_file: Annotated[
+        str | None,
+        Parameter(
+            "--hosts-file FILE",
+            "Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
+            "for a launcher such as mpirun --hostfile FILE.",
+            common=False,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name in self.nodes:

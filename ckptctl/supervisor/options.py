@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.heartbeats import Section
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.model import Level
-from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, not_negative
+from ckptctl.options import (
+    Parameter,
+    PickKeywords,
+    PickPolicy,
+    Requirements,
+    StorageOptions,
+    not_negative,
+)
 from ckptctl.supervisor.launchers import LauncherOptions
 from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.nodes import NodeOptions
@@ -33,9 +40,32 @@ class OutputOptions:
     default a new folder for temporary files on this node.
     """
 
-    logs: Sequence[str] = ()
-    log_dir: str | None = None
-    evidence_dir: str | None = None
+    logs: Annotated[
+        Sequence[str],
+        Parameter(
+            "--log FILE",
+            "A log that the command writes to; may be given several times. What an attempt "
+            "adds is classified, and a failure that a restart would meet again ends the run.",
+        ),
+    ] = ()
+    log_dir: Annotated[
+        str | None,
+        Parameter(
+            "--log-dir DIR",
+            "Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
+            "decisions to DIR/run.log; with --job by default .ckptctl/supervisor/logs of the root.",
+        ),
+    ] = None
+    evidence_dir: Annotated[
+        str | None,
+        Parameter(
+            "--evidence-dir DIR",
+            "Keep the stacks and flight-recorder dumps of a hang in DIR/attempt-N; by default "
+            "in a new folder for temporary files on this node. DIR must not be on a storage that "
+            "can hang.",
+            common=False,
+        ),
+    ] = None
     phase: str = ""
     stdout: int | None = None
 

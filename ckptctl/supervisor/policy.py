@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.failures.results import Domain, Restart
@@ -20,7 +20,7 @@ from ckptctl.formats.own.supervision import (
     CauseDocument,
     SupervisorDocument,
 )
-from ckptctl.options import not_negative
+from ckptctl.options import Parameter, not_negative
 from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.results import Decision
 
@@ -61,11 +61,44 @@ class BudgetOptions:
     begin a new budget.
     """
 
-    max_restarts: int = MAX_RESTARTS
-    max_free_restarts: int = MAX_FREE_RESTARTS
-    no_restart: Collection[int] = ()
-    backoff_s: float = 10.0
-    reset_budget: str | None = None
+    max_restarts: Annotated[
+        int,
+        Parameter(
+            "--max-restarts N", "How many restarts are allowed without a newer usable step.", min=0
+        ),
+    ] = MAX_RESTARTS
+    max_free_restarts: Annotated[
+        int,
+        Parameter(
+            "--max-free-restarts N",
+            "How many restarts for causes outside the job, such as preemption, are allowed "
+            "without a newer usable step.",
+            min=0,
+            common=False,
+        ),
+    ] = MAX_FREE_RESTARTS
+    no_restart: Annotated[
+        Collection[int],
+        Parameter(
+            "--no-restart-on CODE,...",
+            "Exit codes after which not to restart, besides 2, 11, 17, 23, 24, 25, 77, 93, "
+            "94, 126 and 127.",
+            common=False,
+        ),
+    ] = ()
+    backoff_s: Annotated[
+        float,
+        Parameter(
+            "--backoff TIME",
+            "The first pause before a restart; it doubles without progress, up to 5 minutes.",
+        ),
+    ] = 10.0
+    reset_budget: Annotated[
+        str | None,
+        Parameter(
+            "--reset-budget REASON", "Begin a new budget; the reason is recorded.", common=False
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "no_restart", frozenset({*NO_RESTART, *self.no_restart}))

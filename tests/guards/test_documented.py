@@ -30,7 +30,7 @@ def options(command: str) -> list:
 
 
 def help_of(command: str, *, whole: bool = True) -> str:
-    return "\n".join(each.text for each in help_lines(command_of(command), 80, whole=whole))
+    return "\n".join(each.text for each in help_lines(command_of(command), whole=whole))
 
 
 def test_the_reference_is_what_the_command_line_says():
