@@ -94,10 +94,6 @@ td div { width: max-content; max-width: min(24rem, 60vw); }
 .survived { color: var(--good); } .failed { color: var(--bad); }
 pre.command { border-left: 4px solid #3b6ea5; } img { max-width: 100%; background: #fff; }
 .strong, .name, .command { font-weight: 600; }
-.bar { display: flex; height: 1.8rem; border: 1px solid var(--line); overflow: hidden; }
-.bar span { text-align: center; color: Canvas; background: var(--none); min-width: 1px; }
-.bar .good { background: var(--good); } .bar .warn { background: var(--warn); }
-.bar .bad { background: var(--bad); }
 @media print {
   body { font-size: 12px; } svg { min-width: 0; } .wide, pre, figure { overflow: visible; }
   pre { white-space: pre-wrap; } td div { width: auto; }

@@ -281,52 +281,12 @@ def attempt_end(attempt: PastAttempt) -> Iterator[StyledText]:
 
 
 def _write_html(path: str, found: RunHistory) -> None:
-    """Write the attempts of runs, and how their time was spent, as one HTML page."""
-    from ckptctl.cli.html_pages import as_html, write_page
-    from ckptctl.markup import as_text
+    """Write what the terminal shows as one HTML page."""
+    from ckptctl.cli.html_pages import as_block, write_page
 
-    parts: list[str] = []
-    for each in found.roots:
-        own = [attempt for attempt in found.attempts if attempt.root == each.root]
-        parts.append(f"<h2><code>{as_text(each.root)}</code></h2>")
-        parts += [f"<p class=warn>warning: {as_text(warning)}</p>" for warning in each.warnings]
-        if each.goodput is not None and own:
-            parts += _html_of_attempts(own, each.goodput)
-    parts += as_html(finding_lines(found.findings))
-    write_page(path, "History of runs", found.message, "strong", parts)
+    _, *lines = history_lines(found, _PAGE_WIDTH, unicode=True)
+    block = as_block(lines, _PAGE_WIDTH)
+    write_page(path, "History of runs", found.message, "strong", [block])
 
 
-def _html_of_attempts(attempts: Sequence[PastAttempt], goodput: Goodput) -> Iterator[str]:
-    from ckptctl.cli.html_pages import Cell, as_html, html_table
-    from ckptctl.markup import as_text
-
-    rows = list(time_rows(attempts))
-    whole = sum(seconds for _, seconds, _ in rows if seconds) or 1.0
-    yield '<div class=bar role=img aria-label="The shares of the table below">'
-    for mark, seconds, _ in rows:
-        if seconds:
-            share = seconds / whole
-            title = f"{mark.word}: {duration(seconds, digits=3)}, {percent(share)}"
-            yield (
-                f'<span class="{mark.style or "other"}" style="width:{100 * share:.3f}%" '
-                f'title="{as_text(title)}">{as_text(mark.glyph) if share > 0.02 else ""}</span>'
-            )
-    yield "</div>"
-    yield html_table(
-        ("", "time", "duration", "share", "bucket"),
-        [
-            (
-                mark.glyph,
-                Cell((StyledText(mark.word, mark.style),)),
-                "unknown" if seconds is None else duration(seconds, digits=3),
-                "" if seconds is None else percent(seconds / whole),
-                bucket,
-            )
-            for mark, seconds, bucket in rows
-        ],
-    )
-    yield from as_html(mtbf_lines(goodput))
-    yield f"<h2>{counted(len(attempts), 'attempt')}</h2>"
-    yield html_table(
-        COLUMNS, [(*attempt_cells(each), Cell(tuple(attempt_end(each)))) for each in attempts]
-    )
+_PAGE_WIDTH = 100

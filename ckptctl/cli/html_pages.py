@@ -1,23 +1,17 @@
-"""Write an answer as one HTML page (`--html`): lines of the terminal and tables of cells.
+"""Write an answer as one HTML page (`--html`): the lines of the terminal, and pictures.
 
 Every colour has a word beside it, as in the terminal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import dedent
-from typing import NamedTuple
 
 from ckptctl.cli.output import replace_text
-from ckptctl.cli.rendering import (
-    Line,
-    Style,
-    StyledText,
-    made_safe,
-)
-from ckptctl.markup import as_text, page, table
+from ckptctl.cli.rendering import Line, Style, StyledText, made_safe, wrapped
+from ckptctl.markup import as_text, page
 
 
 def write_page(path: str, title: str, headline: str, style: Style, parts: Iterable[str]) -> None:
@@ -26,19 +20,11 @@ def write_page(path: str, title: str, headline: str, style: Style, parts: Iterab
     replace_text(path, page(title, (headline, *parts)), "the page")
 
 
-class Cell(NamedTuple):
-    """A cell of a table in a style, or of several spans."""
-
-    spans: Sequence[StyledText]
-
-
-def html_table(columns: Sequence[str], rows: Iterable[Sequence[str | Cell]]) -> str:
-    """A table; cells are text, or spans in their styles."""
-    return table(columns, [[*map(_cell, row)] for row in rows])
-
-
-def _cell(cell: str | Cell) -> str:
-    return as_text(cell) if isinstance(cell, str) else "".join(map(_span, cell.spans))
+def as_block(lines: Iterable[Line], width: int) -> str:
+    """Lines of the terminal as they are, in `width` columns; a phone scrolls them sideways."""
+    shown = (part for each in lines for part in wrapped(made_safe(each), width))
+    text = "\n".join("".join(map(_span, each.spans)) for each in shown)
+    return f"<pre tabindex=0>{text}</pre>"
 
 
 def as_html(lines: Iterable[Line]) -> Iterator[str]:

@@ -374,40 +374,37 @@ def state_words(state: TrainState) -> str:
 
 
 def _write_html(path: str, found: Scan, out: Output) -> None:
-    """Write the steps of a root, and which of them `pick` chooses, as one HTML page."""
-    from ckptctl.cli.html_pages import Cell, as_html, html_table, write_page
-    from ckptctl.markup import as_text
+    """Write what the terminal shows, and a timeline of the steps, as one HTML page."""
+    from ckptctl.cli.html_pages import as_block, write_page
     from ckptctl.runbook.pictures import timeline_of_steps
 
-    # The page is read elsewhere.
-    root = absolute_url(found.root)
-    address = absolute_url(found.chosen) if found.chosen else root
     chosen = next((each for each in found.reports if each.url == found.chosen), None)
-    headline = chosen_lines(chosen)[0].text if chosen else found.message
+    headline, *rest = chosen_lines(chosen) if chosen else none_lines(found)
     good = chosen is not None or found.exit_code == EXIT_FRESH
-    refused = dict(found.refused)
-    rows = []
-    for report in found.reports:
-        facts = _Facts.of(report, refused.get(report.url))
-        mark = STEP_MARKS[facts.state]
-        name = step_name(report) + (" ← pick" if report is chosen else "")
-        verdict = Cell((StyledText(f"{mark.glyph} {facts.verdict}", mark.style),))
-        rows.append((name, verdict, facts.reason, *facts[3:]))
-    columns = ("step", "verdict", "reason", "checked", "size", "ranks", "written", "train state")
-    n_listed = f"{counted(len(rows), 'step')}, newest first"
-    if found.n_older:
-        n_listed += f"; {counted(found.n_older, 'older step')} not shown"
     picture = timeline_of_steps(document_of("scan", found)(), found.chosen)
+    foot = map(out.completed, foot_lines(found, _PAGE_WIDTH, unicode=True, legend=True))
     write_page(
         path,
-        f"Steps of {root}",
-        headline,
+        f"Steps of {absolute_url(found.root)}",  # the page is read elsewhere
+        headline.text,
         "good" if good else "bad",
         (
-            f"<p><code>{as_text(address)}</code></p>",
             *([f"<figure tabindex=0>{picture}</figure>"] if picture else []),
-            *([f"<h2>{n_listed}</h2>", html_table(columns, rows)] if rows else []),
-            *as_html(finding_lines(found.findings)),
-            *as_html(map(out.completed, next_line(found.next_command))),
+            as_block([*rest, *_table_lines(found), *foot], _PAGE_WIDTH),
         ),
     )
+
+
+_PAGE_WIDTH = 120
+
+
+def _table_lines(found: Scan) -> Iterator[Line]:
+    if not found.reports:
+        return
+    refused = dict(found.refused)
+    table = StepTable(found.reports[0], found.chosen, time.time(), _PAGE_WIDTH, unicode=True)
+    yield from table.head()
+    above = None
+    for report in found.reports:
+        yield from table.row(report, refused.get(report.url), above)
+        above = report
