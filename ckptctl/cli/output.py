@@ -454,14 +454,14 @@ class Progress:
         if now_s < self._next_s:
             return
         text = f"{message}{self._bytes(done, total, now_s)}" if unit == "B" else message
-        if total:
-            text = f"{text}, {100 * done // total} %{self._left(done, total, now_s)}"
+        left = f", {100 * done // total} %{self._left(done, total, now_s)}" if total else ""
         if self._terminal:
             bar = _bar(done, total) if total else ""
-            self._write("\r\x1b[K" + f"{bar}{text}"[: self._n_cells])
+            room = max(0, self._n_cells - len(bar) - len(left))
+            self._write("\r\x1b[K" + f"{bar}{text[:room]}{left}"[: self._n_cells])
             self._next_s = now_s + _BAR_EVERY_S
         else:
-            self._write(f"{text}\n")
+            self._write(f"{text}{left}\n")
             self._next_s = now_s + _LINE_EVERY_S
         self._shown = True
 

@@ -94,7 +94,7 @@ def preflight(
             "--node-report STEP",
             "Print only what this node sees of the roots and of STEP (none: of no "
             "step), as a line of JSON; --launcher uses it.",
-            common=False,
+            hidden=True,
         ),
     ] = None,
     node_probe: Annotated[

@@ -50,6 +50,7 @@ def run(
             "--job FILE",
             "A job file with phases, instead of a command: each begins when the one before "
             "it is done.",
+            common=False,
         ),
     ] = None,
     create: Annotated[

@@ -118,6 +118,8 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     word = STEP_MARKS[state].word
     if state == Verdict.COMPLETE:
         word = f"complete; not proven: {not_proven(report, CLAIMED_BY_VERIFIED)}"
+    if _lacks_checksums(report):
+        word = "unverifiable, as its files hold no checksums and no seal has any"
     if state == LACKING:
         word = "complete, but without an optimizer"
         word = word if report.usable else "complete, but not usable as requested"
@@ -152,6 +154,8 @@ def next_command(report: Report) -> str | None:
     if report.verdict is Verdict.COMPLETE:
         fixed = (f.next_command for f in report.findings if f.code == "world-size.fixed")
         return next(fixed, None) or command_line("show", report.url)
+    if _lacks_checksums(report):
+        return command_line("seal", report.url, "--accept-unverifiable")
     fault = report.with_severity(Severity.FAULT)[0]
     given = fault.next_command
     if given is not None and not _repeats(given, report):
@@ -161,6 +165,12 @@ def next_command(report: Report) -> str | None:
     if report.verdict in (Verdict.CHANGED, Verdict.UNSAFE) or report.number is None:
         return command_line("explain", fault.code)
     return command_line("pick", root, "--before", str(report.number))
+
+
+def _lacks_checksums(report: Report) -> bool:
+    """Whether nothing is wrong but that no checksum of the bytes exists, as of safetensors."""
+    faults = {finding.code for finding in report.with_severity(Severity.FAULT)}
+    return faults == {"record.unverifiable"} and report.has_finding("seal.missing")
 
 
 def _repeats(command: str, report: Report) -> bool:

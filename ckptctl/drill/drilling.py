@@ -67,6 +67,7 @@ class DrillOptions:
         Parameter(
             "--root-env NAME",
             "The environment variable in which the job finds its root, instead of {root}.",
+            common=False,
         ),
     ] = None
     faults: Annotated[

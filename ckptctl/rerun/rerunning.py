@@ -113,12 +113,13 @@ class RerunOptions:
         Parameter(
             "--root-env NAME",
             "The environment variable in which the job finds its root, instead of {root}.",
+            common=False,
         ),
     ] = None
     work: Annotated[
         str, Parameter("--work DIR", "A new folder for copies and logs, which all nodes see.")
     ] = "rerun"
-    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False
+    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.", common=False)] = False
     dry_run: Annotated[
         bool, Parameter("--dry-run", "Show the step and the commands, and start nothing.")
     ] = False

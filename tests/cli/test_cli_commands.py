@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 
 import pytest
 from command_line import validated
@@ -321,6 +322,24 @@ def test_a_storage_that_does_not_answer_is_asked_again_with_more_patience(ckptct
     )
     patient = ckptctl("pick", "s3://bucket/run", *server, *keys, "--timeout", "120")
     assert patient.stderr.endswith("next:  ckptctl explain 75\n")
+
+
+def test_safetensors_are_unverifiable_for_want_of_checksums_until_they_are_sealed(
+    ckptctl, tmp_path
+):
+    step = tmp_path / "run" / "checkpoint-10"
+    step.mkdir(parents=True)
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    file = struct.pack("<Q", len(header)) + header + bytes(4)
+    (step / "model.safetensors").write_bytes(file)
+    (step / "trainer_state.json").write_text('{"global_step": 10}')
+    done = ckptctl("verify", step, "--level", "content")
+    assert done.returncode == 22
+    first, *_, last = done.stdout.splitlines()
+    assert "its files hold no checksums and no seal has any" in first
+    assert last == f"next: ckptctl seal {step} --accept-unverifiable"
+    assert ckptctl("seal", step, "--accept-unverifiable").returncode == 0
+    assert ckptctl("verify", step, "--level", "content").returncode == 0
 
 
 def test_a_mistake_is_told_on_one_line(ckptctl):

@@ -59,3 +59,12 @@ def test_a_log_gets_a_plain_line_every_half_minute(clock):
 
 def test_how_long_it_will_take_is_told_where_the_end_is_known(clock):
     assert ", 50 %, 50 s left" in told(clock, terminal=True, until_s=100)
+
+
+def test_what_is_left_is_shown_however_long_the_message_is(clock):
+    stream = io.StringIO()
+    bar = Progress(stream.write, terminal=True, width=80)
+    clock[0] += 50
+    bar.update("compared with the checksums of the records", 5 << 40, 10 << 40, unit="B")
+    assert stream.getvalue().endswith(", 50 %, 50 s left")
+    assert len(stream.getvalue().split("\x1b[K")[1]) == 79
