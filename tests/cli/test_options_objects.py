@@ -26,7 +26,7 @@ from ckptctl.cli.app import run
 from ckptctl.cli.commands import command_of
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.options import options_from
-from ckptctl.selection.choosing import choose
+from ckptctl.selection.choosing import Search
 from ckptctl.selection.retention import RetentionPlan
 from ckptctl.selection.verifying import content_asked, open_target
 from ckptctl.storage.opening import open_store
@@ -94,7 +94,7 @@ def watched() -> Iterator[Seen]:
         inspect.unwrap(open_target).__code__: lambda f: seen.requirements.append(
             f.f_locals["requirements"]
         ),
-        choose.__code__: lambda f: seen.policies.append(f.f_locals["policy"]),
+        Search.choose.__code__: lambda f: seen.policies.append(f.f_locals["self"].policy),
         RetentionPlan.__init__.__code__: lambda f: seen.policies.append(f.f_locals["rules"].policy),
         content_asked.__code__: lambda f: seen.contents.append(f.f_locals["content"]),
         open_store.__code__: lambda f: seen.storages.append(
