@@ -15,14 +15,14 @@ from metadata_files import write_metadata, write_shards
 
 N_STEPS, MANY_STEPS = 20, 3_000
 GOALS = {
-    "--version": 20,
-    "--help": 20,
-    "explain": 20,
+    "--version": 10,
+    "--help": 12,
+    "explain": 15,
     "pick --level listing": 20,
     "pick": 20,
-    "scan": 20,  # of the three steps alone
-    "verify": 20,
-    "preflight": 20,
+    "scan": 24,  # of the three steps alone
+    "verify": 24,
+    "preflight": 24,
 }
 """How many times as long as `python -c pass` each may take."""
 

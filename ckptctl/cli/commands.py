@@ -146,10 +146,31 @@ def _whole_help(context: typer.Context, asked: bool) -> None:
     _print_help(context, asked, whole=True)
 
 
-_HELP_OPTIONS = (
-    ("short_help", "-h", "Show the options that are used most.", _short_help),
-    ("whole_help", "--help", "Show all options.", _whole_help),
-)
+class _Declared(NamedTuple):
+    """A parameter as typer reads it from a signature."""
+
+    kind: Any
+    default: Any
+    info: Any
+
+
+_HELP: Mapping[str, _Declared] = {
+    name: _Declared(
+        bool,
+        False,
+        typer.Option(
+            option,
+            help=text,
+            callback=show,
+            is_eager=True,
+            rich_help_panel=HEADINGS[AnswerOptions],
+        ),
+    )
+    for name, option, text, show in (
+        ("short_help", "-h", "Show the options that are used most.", _short_help),
+        ("whole_help", "--help", "Show all options.", _whole_help),
+    )
+}
 
 
 @cache
@@ -172,16 +193,18 @@ def command_group() -> Any:
             return
         raise typer.Exit
 
+    version = typer.Option("--version", help="Print the version and exit.")
+    completion = typer.Option(
+        "--show-completion",
+        metavar="SHELL",
+        help="Print the completion script of bash, fish or zsh, and exit.",
+    )
+    declared = {
+        "version": _Declared(bool, False, version),
+        "show_completion": _Declared(str | None, None, completion),
+    }
     app = _app(_Commands)
-    version = Parameter("--version", "Print the version and exit.")
-    completion = Parameter(
-        "--show-completion SHELL", "Print the completion script of bash, fish or zsh, and exit."
-    )
-    options = (
-        Option("version", "", bool, False, version),
-        Option("show_completion", "", str | None, None, completion),
-    )
-    app.callback(invoke_without_command=True)(_declare(root, [(each, None) for each in options]))
+    app.callback(invoke_without_command=True)(_with_signature(root, declared))
     return get_command(app)
 
 
@@ -218,7 +241,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
 
     def run(context: typer.Context, **given: Any) -> int:
         out: Output = context.obj
-        for name, *_ in _HELP_OPTIONS:
+        for name in _HELP:
             del given[name]
         given |= {name: _as_words(given[name]) for name in paths}
         keep(*(str(path) for name in paths if given[name] for path in _several(given[name])))
@@ -248,7 +271,11 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
             return function(**given, out=out)
 
     run.__doc__ = function.__doc__
-    return _declare(run, options)
+    declared = {
+        option.name: _Declared(option.kind, option.default, _typer_info(option, heading))
+        for option, heading in options
+    }
+    return _with_signature(run, declared)
 
 
 _PATIENCE = 4
@@ -298,37 +325,26 @@ def _made(
     return kind(**values)
 
 
-def _declare(
-    function: Callable[..., Any], options: Iterable[tuple[Option, str | None]]
+def _with_signature(
+    function: Callable[..., Any], declared: Mapping[str, _Declared]
 ) -> Callable[..., Any]:
-    """The function with the signature from which typer reads its options."""
-    annotations: dict[str, Any] = {"context": typer.Context}
-    defaults: dict[str, Any] = {"context": inspect.Parameter.empty}
-    for option, heading in options:
-        annotations[option.name] = Annotated[option.kind, _typer_info(option, heading)]
-        defaults[option.name] = option.default
-    for name, option_name, text, show in _HELP_OPTIONS:
-        annotations[name] = Annotated[
-            bool,
-            typer.Option(
-                option_name,
-                help=text,
-                callback=show,
-                is_eager=True,
-                rich_help_panel=HEADINGS[AnswerOptions],
-            ),
-        ]
-        defaults[name] = False
-    function.__annotations__ = annotations
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation
+    """The function with the signature from which typer reads its parameters, help included."""
+    whole = {**declared, **_HELP}
+    parameters = {
+        "context": inspect.Parameter("context", _KEYWORD, annotation=typer.Context),
+        **{
+            name: inspect.Parameter(
+                name, _KEYWORD, default=each.default, annotation=Annotated[each.kind, each.info]
             )
-            for name, annotation in annotations.items()
-        ]
-    )
+            for name, each in whole.items()
+        },
+    }
+    function.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    function.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
     return function
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _typer_info(option: Option, heading: str | None) -> Any:
@@ -477,7 +493,7 @@ def _with_options(command: str, repeated: Sequence[_Given], caller: str) -> str:
 # Help
 
 _LEFT = 26
-"""The width of the column with the names of options; a longer name gets a line of its own."""
+"""The width of the column with the names of options."""
 _WIDEST = 100
 
 

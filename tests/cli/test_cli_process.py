@@ -271,3 +271,8 @@ def test_without_arguments_it_helps_but_does_not_succeed(ckptctl):
 def test_the_version_is_said(ckptctl):
     done = ckptctl("--version")
     assert (done.returncode, done.stdout) == (0, f"ckptctl {package.__version__}\n")
+
+
+def test_a_variable_that_states_a_version_asks_for_nothing(ckptctl, sound_root):
+    variables = {"CKPTCTL_VERSION": "1", "CKPTCTL_HELP": "1", "CKPTCTL_SHOW_COMPLETION": "bash"}
+    assert ckptctl("pick", sound_root, env=variables).stdout == f"{sound_root}/step_30\n"
