@@ -89,7 +89,7 @@ modules: $(READY) ## Print every module with the first line of its docstring
 shape: $(READY) ## Measure the shape of the tree: size, parameters, hops, retired words
 	@$(BIN)/python tools/shape.py
 
-bench: $(READY) ## Measure against peers, and write the tables of docs/performance.md (20 minutes)
+bench: $(READY) ## Measure against peers, and write the tables of bench/results.md (20 minutes)
 	@$(BIN)/python bench/run.py --write
 
 loss-bench: $(READY) ## Measure which faults of a resume each loss rule detects, and its false alarms

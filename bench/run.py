@@ -1,9 +1,9 @@
-"""Run the benchmarks, print their rows, and write the tables of `docs/performance.md`.
+"""Run the benchmarks, print their rows, and write the tables of `bench/results.md`.
 
     python bench/run.py                     all areas
     python bench/run.py start loading       two of them
     python bench/run.py scale --scale 10    larger than by default
-    python bench/run.py --write             also into docs/performance.md
+    python bench/run.py --write             also into bench/results.md
     python bench/run.py --minutes 5         fewer rounds, but each at least once
 
 Each row has our figure, that of the peer in the same run, the limit (what a bare loop over
@@ -60,7 +60,7 @@ AREAS: dict[str, Area] = {
 }
 """What is measured, by the name of its table."""
 
-DOCUMENT = REPOSITORY / "docs" / "performance.md"
+DOCUMENT = REPOSITORY / "bench" / "results.md"
 HEAD = ("what", "ours", "peer", "limit", "ours / peer", "goal", "")
 IDLE = 0.1
 """The share of the processors that others may use on a machine that is called idle."""

@@ -25,6 +25,8 @@ include_patterns = [
     "examples/*/*.md",
     "runbooks/*.md",
     "fixtures/*.md",
+    "bench/results.md",
+    "tests/campaign/results.md",
 ]
 exclude_patterns = ["docs/site"]
 root_doc = "README"

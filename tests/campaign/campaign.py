@@ -1,7 +1,7 @@
 """Break sound checkpoints in thousands of ways, and count the faults that are missed.
 
     python tests/campaign/campaign.py [--share 0.05] [--seed 1] [--jobs 2] [--only A B]
-                                      [--minutes 25] [--table docs/reliability.md]
+                                      [--minutes 25] [--table tests/campaign/results.md]
 
 A case is determined by its category, its number and the seed. `--share` runs a random
 part of the cases; an interrupted run continues where it stopped. Outcomes are lines of

@@ -1,7 +1,7 @@
 """Simulate a power cut at every write of ckptctl, and check what is lost.
 
     python tests/campaign/power_cuts.py [--share 0.05] [--seed 0] [--jobs 2] [--only save]
-                                        [--systems ext4 xfs] [--page docs/reliability.md]
+                                        [--systems ext4 xfs] [--page tests/campaign/results.md]
 
 Each writer is run once and watched: at its end everything must be flushed, by the
 guarantees of POSIX, without relying on a journal. Then, on a disk of its own, it is stopped

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-DOCUMENT = REPOSITORY / "docs" / "performance.md"
+DOCUMENT = REPOSITORY / "bench" / "results.md"
 MARKER = re.compile(r"<!-- bench: ([a-z-]+) -->\n")
 AREAS = MARKER.findall(DOCUMENT.read_text())
 QUICK = ("listing", "logs", "scale")
@@ -40,7 +40,7 @@ def test_an_unknown_area_is_an_error_that_lists_the_known_ones():
 @pytest.mark.torch
 @pytest.mark.parametrize("area", [*QUICK, *SLOW])
 def test_an_area_writes_its_own_table_and_no_other(area, tmp_path):
-    document = tmp_path / "performance.md"
+    document = tmp_path / "results.md"
     document.write_text(DOCUMENT.read_text())
     done = run_bench(
         area, "--scale", "0.005", "--rounds", "1", "--write", "--document", str(document)
