@@ -1,8 +1,7 @@
-"""The code of `docs/move.md` about frameworks makes the steps that the framework would make."""
+"""The scripts of `examples/move` make the steps that the framework would make."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 
 import pytest
@@ -19,14 +18,11 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "Lightning", "accelerate"])
-def test_the_code_of_the_page_compares_the_steps_after_a_move(framework, tmp_path):
+def test_the_script_compares_the_steps_after_a_move(framework, tmp_path):
     version_of(framework.lower())
-    text = (REPOSITORY / "docs" / "move.md").read_text()
-    fence = rf"^```python no-run [^\n]* {framework}\n(.*?)^```$"
-    (code,) = re.findall(fence, text, re.DOTALL | re.MULTILINE)
-    (tmp_path / "script.py").write_text(code)
+    script = REPOSITORY / "examples" / "move" / f"{framework.lower()}_run.py"
     done = subprocess.run(
-        [interpreter(), *torchrun(), "script.py"],
+        [interpreter(), *torchrun(), script],
         cwd=tmp_path,
         env=job_environment(),
         stdout=subprocess.PIPE,
