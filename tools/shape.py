@@ -30,8 +30,8 @@ STEP = 7_340_033
 
 
 def retired_words(where: str) -> frozenset[str]:
-    """The words of the glossary that are retired in modules, names, codes or prose."""
-    table = (REPOSITORY / "docs" / "glossary.md").read_text().partition("## Retired words")[2]
+    """The words that are retired in modules, names, codes or prose."""
+    table = (REPOSITORY / "tests" / "guards" / "retired_words.md").read_text()
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")]
     return frozenset(
         word

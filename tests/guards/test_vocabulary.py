@@ -109,7 +109,7 @@ def test_a_retired_name_and_a_question_are_found() -> None:
     assert QUESTION.search(source)
 
 
-def test_the_glossary_and_the_guards_share_one_table() -> None:
+def test_the_table_of_retired_words_is_read() -> None:
     assert {"look", "gate", "crew"} <= SHAPE["retired_words"]("names")
     assert "without a word" in SHAPE["retired_words"]("prose")
     assert RETIRED_IN_PROSE.search("It ends without words.") is None
