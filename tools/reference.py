@@ -105,17 +105,7 @@ def _command(name: str) -> Iterator[str]:
         several_commands = "[options of several commands](#options-of-several-commands)"
         yield f"Also {several_commands}: {', '.join(shared)}."
     yield ""
-    codes = load(name).exit_codes
-    own = [f"{code} {EXIT_CODES[code].title}" for code in codes if code not in _usual_codes()]
-    usual = ", ".join(str(code) for code in codes if code in _usual_codes())
-    yield f"Exit codes: {'; '.join([*own, f'[{usual}](#exit-codes)'])}."
-
-
-@cache
-def _usual_codes() -> frozenset[int]:
-    """The exit codes of more than half of the commands."""
-    counted = Counter(code for name in COMMANDS for code in load(name).exit_codes)
-    return frozenset(code for code, n in counted.items() if 2 * n > len(COMMANDS))
+    yield f"Exit codes: [{', '.join(map(str, load(name).exit_codes))}](#exit-codes)."
 
 
 @cache
