@@ -2,7 +2,7 @@
 
 Attempts since the last progress share a budget. Progress, an end with 0, and a person's word
 begin a new one. A cause outside the job costs nothing, every other failure costs one restart.
-`docs/design.md` shows the decisions as a table.
+`docs/run.md` shows the decisions as a table.
 """
 
 from __future__ import annotations
