@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from ckptctl.loss.rows import LogPosition, Marker, Number, Row
+from msgspec.structs import replace
+
+from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 
 SAVED = 200
 """The last step that the checkpoint holds."""

@@ -14,9 +14,9 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, duration, verb
+from ckptctl.logs.reading import LogFormat
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.plots import check_plot, write_plot
-from ckptctl.loss.reading import LogFormat
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import LossVerdict

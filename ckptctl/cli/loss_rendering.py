@@ -19,13 +19,13 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, listed
+from ckptctl.logs.rows import Number
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.evidence import FaultState
 from ckptctl.loss.level import share, signed
 from ckptctl.loss.plots import Curve, Point, curve_of, svg_of
 from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import LoggedResume
-from ckptctl.loss.rows import Number
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict
 

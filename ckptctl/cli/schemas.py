@@ -166,7 +166,7 @@ def _fields(kind: type) -> Iterator[_Field]:
     texts = _texts(module, kind.__name__)
     required = getattr(kind, "__required_keys__", hints)
     for name in hints if typing.is_typeddict(kind) else field_names(kind):
-        signed = module.startswith("ckptctl.loss.") and not name.startswith("n_")
+        signed = module.startswith(("ckptctl.logs.", "ckptctl.loss.")) and not name.startswith("n_")
         if name in hints:
             yield _Field(name, hints[name], texts.get(name, ""), name in required, signed)
         else:

@@ -25,8 +25,8 @@ from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.findings import Verdict
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.formatting import command_line
+from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.following import FileTail
-from ckptctl.loss.rows import Marker, Row
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
 from ckptctl.starting import OwnCommand, own_command

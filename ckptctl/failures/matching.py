@@ -19,7 +19,11 @@ from functools import partial
 from typing import TypeVar
 
 from ckptctl.deadlines import Deadline
-from ckptctl.failures.loglines import (
+from ckptctl.failures.rank_dumps import StackReader, in_library
+from ckptctl.failures.results import Evidence, Role
+from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
+from ckptctl.failures.scope import LogSpan, job_of_log, jobs_in, short_hosts
+from ckptctl.logs.log_lines import (
     ERROR,
     FRAME,
     MAX_RANK,
@@ -29,10 +33,6 @@ from ckptctl.failures.loglines import (
     split_traceback,
     take_apart,
 )
-from ckptctl.failures.rank_dumps import StackReader, in_library
-from ckptctl.failures.results import Evidence, Role
-from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
-from ckptctl.failures.scope import LogSpan, job_of_log, jobs_in, short_hosts
 from ckptctl.outside_numbers import clamped, finite, whole
 from ckptctl.storage.logs import MAX_MATCHED
 from ckptctl.unexpected import Unknown, guarded

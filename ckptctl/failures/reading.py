@@ -31,16 +31,13 @@ from ckptctl.failures.rank_dumps import (
 )
 from ckptctl.failures.results import Evidence
 from ckptctl.failures.scope import placed, scope_of
-from ckptctl.formats.wrapped_logs import unwrapped
+from ckptctl.logs.sources import log_blocks
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import (
     STDIN,
-    Line,
-    blocks_of,
     logs_below,
     read_bytes,
     read_head,
-    read_pieces,
 )
 from ckptctl.storage.opening import local_path
 from ckptctl.storage.shared_places import FoundIn, owner_of
@@ -52,16 +49,6 @@ _DUMP_NAME = re.compile(r".*(?:trace|dump)\w*\d")
 _LOG_NAME = re.compile(
     r".*(?:\.(?:log|out|err|txt)(?:\.\w{1,8}){0,2}|dmesg|messages|syslog|journal)"
 )
-
-
-def log_blocks(
-    file: str, storage: StorageOptions = StorageOptions(), found: FoundIn | None = None
-) -> Iterator[Sequence[Line]]:
-    """The lines of the program in a log, some thousands at once.
-
-    Raises `BinaryData` where the log is not text, and as `read_pieces`.
-    """
-    return blocks_of(unwrapped(read_pieces(file, storage, found=found)), file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.failures.reading import log_blocks
 from ckptctl.findings import Finding
 from ckptctl.formatting import listed
+from ckptctl.logs.sources import log_blocks
 from ckptctl.model import Fraction
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import clamped, finite

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import command_line, counted, verb
+from ckptctl.logs.reading import DamageLog, LogFormat, read_logs
+from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.evidence import Fault, Missing, missing
-from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
 from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
 from ckptctl.loss.resumes import (
@@ -31,7 +32,6 @@ from ckptctl.loss.resumes import (
     resume_numbered,
     resumes,
 )
-from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Segment, Split, log_interval, split
 from ckptctl.loss.speed import check_cadence, check_clock
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of

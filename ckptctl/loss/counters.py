@@ -13,10 +13,10 @@ from statistics import median
 
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted
+from ckptctl.logs.rows import Number, Row
 from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, Check
 from ckptctl.loss.replay import Agreement, Replay
 from ckptctl.loss.resumes import LoggedResume
-from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import Boundary, log_interval
 
 _N_RECENT = 20

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ckptctl.errors import UsageError
+from ckptctl.logs.reading import LogFormat, LogReader
+from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
 from ckptctl.loss.level import WINDOWS
-from ckptctl.loss.reading import LogFormat, LogReader
 from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement, Origin
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.resumes import ResumePoint
-from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, Splitter
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, decisive

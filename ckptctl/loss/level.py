@@ -21,8 +21,8 @@ from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
+from ckptctl.logs.rows import Number, Row
 from ckptctl.loss.resumes import LoggedResume
-from ckptctl.loss.rows import Number, Row
 
 N_NOISE = 60
 """The noise is measured on so many rows, the last before the resume."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import MissingExtra, UsageError
+from ckptctl.logs.rows import Row
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite
-from ckptctl.loss.rows import Row
 from ckptctl.loss.verdict import Assessment, LossVerdict
 from ckptctl.markup import as_text
 from ckptctl.redaction import redacted

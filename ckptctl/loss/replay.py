@@ -21,9 +21,9 @@ from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 
+from ckptctl.logs.rows import Number, Row
 from ckptctl.loss.level import finite, measure_for, noise_of, relative_for, rounding_of
 from ckptctl.loss.resumes import LoggedResume
-from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import Boundary
 
 MIN_ROWS = 3

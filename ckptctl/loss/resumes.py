@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl.formatting import counted
-from ckptctl.loss.rows import LogPosition, Marker, Number, Row
+from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.segments import Boundary, Segment, Split, log_interval
 from ckptctl.model import NonNegative
 

@@ -10,16 +10,18 @@ compared.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice, pairwise
 from statistics import median
 
-from ckptctl.loss.rows import LogPosition, Marker, Number, Row
+from msgspec.structs import replace
+
+from ckptctl.logs.rows import LogPosition, Marker, Number, Row
+from ckptctl.logs.sources import rotated_base
 
 KEEP_FIRST = 1_000
 """Rows that are kept from the beginning of a segment."""
@@ -264,14 +266,6 @@ class Splitter:
             del self._done[next(retries, 0)]
 
 
-_ROTATED = re.compile(r"(?:\.\d{1,8}|-\d{6,8})?(?:\.(?:gz|bz2|xz|zst))?$")
-
-
-def rotated_base(name: str) -> str:
-    """The name of a log before it was rotated: `train.log.1`, `train.log-20260102.gz`."""
-    return _ROTATED.sub("", name)
-
-
 class _OpenSegment:
     """A segment that is being read."""
 
@@ -388,7 +382,7 @@ def _value(field: object) -> object:
     return field.value if isinstance(field, Number) else field
 
 
-_COMPARED = tuple(name for name in Row.__match_args__ if name not in ("position", "interval"))
+_COMPARED = tuple(name for name in Row.__struct_fields__ if name not in ("position", "interval"))
 
 
 def _start_marker(markers: list[Marker]) -> Marker | None:
@@ -403,7 +397,7 @@ def _merged(row: Row, more: Row) -> Row:
     """The row with the values of another row of the same step where it has none."""
     missing = {
         name: value
-        for name in Row.__match_args__
+        for name in Row.__struct_fields__
         if getattr(row, name) is None and (value := getattr(more, name)) is not None
     }
     return replace(row, **missing) if missing else row

@@ -14,8 +14,8 @@ from statistics import median
 
 from ckptctl.findings import Finding
 from ckptctl.formatting import percent
+from ckptctl.logs.rows import Number, Row
 from ckptctl.loss.resumes import LoggedResume
-from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import ClockJump, Split
 from ckptctl.model import NonNegative
 

@@ -352,7 +352,7 @@ def _check_recomputed(
     if step is None:
         words = "the training step of the chosen step is not known: nothing can be counted"
         return Check("recompute", CheckOutcome.WARNING, words)
-    from ckptctl.loss.reading import read_logs
+    from ckptctl.logs.reading import read_logs
     from ckptctl.loss.resumes import recomputed_from
     from ckptctl.loss.segments import split
 

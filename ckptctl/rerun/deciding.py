@@ -21,9 +21,9 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
+from ckptctl.logs.rows import Number
 from ckptctl.loss.level import finite, measure_for, noise_of, rounding_of
 from ckptctl.loss.replay import FINE
-from ckptctl.loss.rows import Number
 from ckptctl.rerun.recording import Comparison, Record, Rows, aligned, compare
 
 _FAR = 10.0

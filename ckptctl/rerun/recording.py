@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.formatting import command_line
-from ckptctl.loss.reading import read_logs
-from ckptctl.loss.rows import Number, Row
-from ckptctl.loss.sources import expanded
+from ckptctl.logs.reading import read_logs
+from ckptctl.logs.rows import Number, Row
+from ckptctl.logs.sources import expanded
 from ckptctl.options import StorageOptions
 
 Rows = Mapping[int, Row]

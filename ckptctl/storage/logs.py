@@ -1,4 +1,4 @@
-"""Open the logs of a job on any storage, decompress them, and split them into lines.
+"""Open the logs of a job on any storage, and decompress them.
 
 Logs are larger than memory: they are read once, in pieces. A log may also come from a pipe,
 which stores refuse: `-` is standard input, and `<(dmesg)` of a shell is a path.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from ckptctl.errors import BinaryData, CkptctlError, MissingExtra, PathNotFound, UsageError
+from ckptctl.errors import CkptctlError, MissingExtra, PathNotFound, UsageError
 from ckptctl.model import FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span, Store
@@ -30,12 +30,8 @@ MAX_LINE = 1 << 20
 MAX_MATCHED = 4000
 """Characters of a line that patterns are matched against; this bounds the time of the slowest."""
 
-Line = tuple[int, str]
-"""The number of a line, counted from 1, and its text."""
-
 _PIECE = 128 << 10  # stays in the processor's cache while it is searched
 _REMOTE_PIECE = 1 << 20
-_BLOCK = 1 << 20
 _MAX_FILES = 10_000
 _HEAD = 1 << 16
 
@@ -93,15 +89,6 @@ def read_pieces(
     `UsageError` for a folder, and `MissingExtra` for zstd without its package.
     """
     return _unpacked(url, _stored_pieces(url, storage, found), damaged)
-
-
-def blocks_of(pieces: Iterator[bytes], url: str) -> Iterator[Sequence[Line]]:
-    r"""Yield the lines of a log, some thousands at once, without line ends and colours.
-
-    Texts that a progress bar overwrote (`\r`) share one line number. Raises `BinaryData`
-    where the log is not text.
-    """
-    yield from _blocks(_text_only(_gathered(pieces), url))
 
 
 def read_bytes(
@@ -327,32 +314,6 @@ def _stream_for(head: bytes) -> _Stream | None:
     return None
 
 
-# Lines
-
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-
-
-def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The pieces joined to larger ones: pipes and decompressors yield few bytes at a time."""
-    held: list[bytes] = []
-    n_bytes = 0
-    for piece in pieces:
-        held.append(piece)
-        n_bytes += len(piece)
-        if n_bytes >= _BLOCK:
-            yield b"".join(held)
-            held, n_bytes = [], 0
-    if held:
-        yield b"".join(held)
-
-
-def _text_only(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
-    for n, piece in enumerate(pieces):
-        if n == 0 and is_binary(piece):
-            raise BinaryData(f"{name} is binary data, not a log")
-        yield piece
-
-
 # Zero bytes alone prove nothing: a log that was rotated while written begins with them.
 _CONTROL = bytes(code for code in range(32) if code not in b"\0\a\b\t\n\v\f\r\x1b")
 _SAFETENSORS = re.compile(rb"[^\0]{1,5}\0{3,7}\{")
@@ -363,32 +324,3 @@ def is_binary(head: bytes) -> bool:
     head = head[:_HEAD]
     n_control = len(head) - len(head.translate(None, _CONTROL))
     return n_control * 100 > len(head) or _SAFETENSORS.match(head) is not None
-
-
-def _blocks(pieces: Iterator[bytes]) -> Iterator[Sequence[Line]]:
-    number, rest = 1, b""
-    for piece in pieces:
-        whole, end, begun = piece.rpartition(b"\n")
-        if not end:
-            # Nothing is kept beyond the limit: a file without line ends must not fill memory.
-            rest = (rest + piece[:MAX_LINE])[:MAX_LINE]
-            continue
-        first, end, more = whole.partition(b"\n")
-        raw = ((rest + first)[:MAX_LINE] + end + more).split(b"\n")
-        rest = begun
-        yield [line for at, each in enumerate(raw, number) for line in _texts(at, each)]
-        number += len(raw)
-    if rest:
-        yield [*_texts(number, rest)]
-
-
-def _texts(number: int, raw: bytes) -> Iterator[tuple[int, str]]:
-    text = raw[:MAX_LINE].decode("utf-8", "backslashreplace")
-    if "\x1b" in text:
-        text = _ESCAPES.sub("", text)
-    if "\r" not in text:
-        yield number, text
-        return
-    for written_over in text.split("\r"):
-        if written_over:
-            yield number, written_over

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import ckptctl
 from ckptctl.failures.matching import LogReader
-from ckptctl.failures.reading import log_blocks
 from ckptctl.failures.rules import _ONLY_SEEMS, RULES, find_literals
+from ckptctl.logs.sources import log_blocks
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import logs_below
 from ckptctl.storage.opening import open_store

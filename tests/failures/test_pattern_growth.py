@@ -10,8 +10,9 @@ import pattern_growth
 import pytest
 from pattern_growth import Search
 
-from ckptctl.failures import loglines, matching, rank_dumps
+from ckptctl.failures import matching, rank_dumps
 from ckptctl.failures.rules import RULES
+from ckptctl.logs import log_lines
 from ckptctl.storage.logs import MAX_MATCHED
 
 N_CHARS = MAX_MATCHED // 8
@@ -70,7 +71,7 @@ def test_a_pattern_for_stacks_takes_linear_time_on_long_lines(pattern: re.Patter
     assert too_slow(pattern.match, texts_of(pattern.pattern)) == []
 
 
-@pytest.mark.parametrize("pattern", loglines._PREFIXES, ids=lambda pattern: pattern.pattern[:30])
+@pytest.mark.parametrize("pattern", log_lines._PREFIXES, ids=lambda pattern: pattern.pattern[:30])
 def test_a_prefix_takes_linear_time_on_long_lines(pattern: re.Pattern[str]) -> None:
     assert too_slow(pattern.match, texts_of(pattern.pattern)) == []
 

@@ -29,6 +29,7 @@ LAYERS = {
     "storage": 1,
     "distributed": 1,
     "formats": 2,
+    "logs": 2,
     "records": 3,
     "inspection": 5,
     "loss": 5,

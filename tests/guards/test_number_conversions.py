@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 
-READERS = ("failures", "loss", "diagnostics", "formats/log_records.py", "formats/wrapped_logs.py",
+READERS = ("failures", "loss", "logs", "diagnostics",
            "supervisor/evidence.py", "supervisor/job.py", "storage/logs.py")  # fmt: skip
 """What reads logs, scripts, dumps and stacks that anybody may have written."""
 
@@ -16,16 +16,16 @@ CONVERTERS = ("int", "float", "complex", "Decimal", "Fraction")
 CLOCKS = ("datetime", "fromtimestamp", "utcfromtimestamp", "strptime", "fromisoformat", "mktime")
 
 OTHER = {
-    ("loss/formats/binary_logs.py", "int(crc)"): "an integer of four bytes",
-    ("loss/formats/binary_logs.py", "float(number)"): "a float that `struct` has unpacked",
+    ("logs/binary_logs.py", "int(crc)"): "an integer of four bytes",
+    ("logs/binary_logs.py", "float(number)"): "a float that `struct` has unpacked",
     ("loss/plots.py", "int(step)"): "a number of our own axis",
     ("loss/plots.py", "float(_LEFT + 8)"): "a size of our own picture",
     ("loss/plots.py", "int(width / _TEXT_CELL)"): "a size of our own picture",
     ("loss/plots.py", "int(max(abs(across), abs(down)) / (2 * _DASH - 2))"): "as above",
     ("loss/segments.py", "int(median(gaps))"): "a gap between steps that are within bounds",
-    ("loss/formats/console.py", "Decimal(gain)"): "digits that a pattern bounds",
-    ("loss/formats/records.py", "Decimal(c)"): "the digits of a finite float",
-    ("loss/formats/fields.py", "float(f'1e{min(power, sys.float_info.max_10_exp)}')"): "bounded",
+    ("logs/fields.py", "float(text)"): "at most 15 characters; what is no number is caught",
+    ("logs/templates.py", "float(f'0.{fraction[0]}')"): "digits that a pattern bounds",
+    ("logs/fields.py", "float(f'1e{min(power, sys.float_info.max_10_exp)}')"): "bounded",
 }
 """Conversions of what is no text from outside, each with what it is."""
 

@@ -294,10 +294,10 @@ def records_of_a_collector(root: Path, data: bytes) -> None:
 
 
 READERS: dict[str, tuple[Probe, ...]] = {
-    "cli/options.py": (storage_option,),
-    "failures/loglines.py": (classify_reads_a_log,),
+    "cli/values.py": (storage_option,),
+    "logs/log_lines.py": (classify_reads_a_log,),
     "failures/rank_dumps.py": (classify_reads_a_dump,),
-    "formats/log_records.py": (records_of_a_collector,),
+    "logs/collectors.py": (records_of_a_collector,),
     "formats/own/files.py": (
         seals,
         marks,
@@ -317,7 +317,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "preflight_checks/launching.py": (node_report,),
     "formats/frameworks/ray_train.py": (snapshot_of_ray,),
     "inspection/sidecars.py": (sidecar,),
-    "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
+    "logs/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
     "resharding/writing.py": (journal,),
     "runbook/executing.py": (runbook_report,),
 }

@@ -10,7 +10,7 @@ from made_logs import VERSION_EVENT, scalar_event
 from made_losses import loss_at
 from next_commands import run_and_follow as run_ckptctl
 
-from ckptctl.loss.reading import read_logs
+from ckptctl.logs.reading import read_logs
 
 SAVED = 60
 

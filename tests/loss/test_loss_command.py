@@ -16,8 +16,8 @@ from made_losses import DIED, SAVED, TOKENS, loss_at, resumed, rows, times
 from next_commands import next_command
 from next_commands import run_and_follow as run_ckptctl
 
+from ckptctl.logs.rows import Row
 from ckptctl.loss.checking import SuspectSteps, check_loss
-from ckptctl.loss.rows import Row
 
 
 def written(path: Path, items) -> Path:
@@ -461,7 +461,7 @@ OTHER_COUNTERS = {
         "epochs",
     ),
     "environment steps": ("", '{{"total_timesteps": {n}, "loss": "{loss}"}}\n', "steps of the"),
-    "Ultralytics": ("", "  {n}/99   2.1G   {loss}   1.2   3   640: 100%|██| 9/9\n", "epochs"),
+    "RWKV": ("", "{n} {loss} 1.4 0.0001 2025-05-27 11:00:05.2 2\n", "epochs"),
 }
 
 

@@ -7,18 +7,18 @@ import os
 import subprocess
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
 from made_losses import DIED, SAVED, resumed, rows, times
+from msgspec.structs import replace
 from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.errors import UsageError
+from ckptctl.logs.rows import Marker, Number, Row
 from ckptctl.loss.checking import check_loss, check_rows
 from ckptctl.loss.following import FollowOptions, follow_loss, is_settled
 from ckptctl.loss.resume_points import NamedCheckpoint
-from ckptctl.loss.rows import Marker, Number, Row
 from ckptctl.loss.verdict import LossVerdict
 
 

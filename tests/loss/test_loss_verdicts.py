@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,14 +20,15 @@ from made_losses import (
     times,
     with_decimals,
 )
+from msgspec.structs import replace
 
 from ckptctl.cli.loss_rendering import picture_of_loss
 from ckptctl.findings import CODES
+from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.checking import CheckOptions, check_rows
 from ckptctl.loss.plots import curve_of
 from ckptctl.loss.replay import Agreement
 from ckptctl.loss.resumes import ResumePoint
-from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.verdict import FORCES, LossVerdict
 
 CLEAN = SAVED  # no step is logged twice
@@ -115,8 +116,8 @@ def test_a_small_loss_with_many_decimals_lacks_digits_and_not_decimals():
 def test_the_axis_of_a_small_loss_is_straight_and_begins_at_zero():
     curve = curve_of(smaller(1 / 5000, 8, died=CLEAN).assessments[0])
     assert curve.losses[0] >= 0
-    assert replace(curve, base=1e-9).losses[0] == 0
-    drawn = picture_of_loss(replace(curve, base=-7.516e-4), 80, unicode=True)
+    assert dataclasses.replace(curve, base=1e-9).losses[0] == 0
+    drawn = picture_of_loss(dataclasses.replace(curve, base=-7.516e-4), 80, unicode=True)
     assert len({one.text.index("┤") for one in drawn if "┤" in one.text}) == 1
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_losses import row, rows
+from msgspec.structs import replace
 
+from ckptctl.logs.rows import LogPosition, Marker
 from ckptctl.loss import segments as segments_module
 from ckptctl.loss.resumes import ResumePoint, resume_at, resumes
-from ckptctl.loss.rows import LogPosition, Marker
 from ckptctl.loss.segments import Boundary, Splitter, log_interval, split
 
 

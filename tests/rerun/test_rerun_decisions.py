@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ckptctl.loss.rows import LogPosition, Number, Row
+from ckptctl.logs.rows import LogPosition, Number, Row
 from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
 from ckptctl.rerun.recording import Record, compare
 

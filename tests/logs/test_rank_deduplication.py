@@ -7,10 +7,10 @@ import math
 import pytest
 from test_reading_logs import megatron, nanogpt, read, steps
 
+from ckptctl.logs.reading import read_logs
+from ckptctl.logs.rows import Marker, Row
+from ckptctl.logs.text_logs import _MAX_READERS
 from ckptctl.loss.checking import check_rows
-from ckptctl.loss.reading import read_logs
-from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.text_logs import _MAX_READERS
 
 TITAN = (
     "[titan] 2025-09-11 17:33:{second:02},601 - root - INFO - step: {step:2}  loss:  {loss:.4f}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ckptctl
-from ckptctl.loss.reading import LogReader
-from ckptctl.loss.rows import Row
+from ckptctl.logs.reading import LogReader
+from ckptctl.logs.rows import Row
 
 SETTING = "trainer: {'max_epochs': 4, 'accumulate_grad_batches': 4, 'devices': 8}\n"
 RESTORED = "Restored all states from the checkpoint at runs/epoch=0-step=10.ckpt\n"

@@ -2,24 +2,22 @@
 
 Names are compared without case, spaces and punctuation, so `train/CE loss` and
 `train_ce_loss` are one name. Numbers are parsed in every notation that a training log
-uses, together with the precision to which they were printed. Times without a zone are
-taken as UTC: only differences between rows of one log are used.
+uses, together with the precision to which they were printed.
 """
 
 from __future__ import annotations
 
-import calendar
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from copy import copy
 from functools import lru_cache
 from typing import TypeVar
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.rows import LogPosition, Number, Row
-from ckptctl.outside_numbers import MOST, clamped, finite, whole, whole_of
+from ckptctl.logs.clocks import clock_in, in_seconds
+from ckptctl.logs.rows import LogPosition, Number, Row
+from ckptctl.outside_numbers import MOST, finite, whole, whole_of
 
 NUMBERS = (
     "loss",
@@ -100,7 +98,7 @@ _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
 _SUMMARY_FIELD = "summary"
 
 # Its event files and W&B name that loss `train_loss`, and those of steps `loss`.
-_OF_STEPS, _OF_RUN = "loss", "trainloss"
+_OF_STEPS, _OF_RUN, _ANY = "loss", "trainloss", "any"
 
 # Lightning logs the mean of the epoch at the step of its last batch, beside the loss of that.
 _OF_EPOCH = "trainlossepoch"
@@ -162,21 +160,18 @@ class RowMaker:
     """
 
     def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
-        self._trimmed = trimmed
         self._own = {plain_name(name): (field, -1) for field, name in (keys or {}).items()}
-        self.precision = {name: Precision() for name in NUMBERS}
+        self._columns = {
+            name: Precision(_LR_DIGITS if trimmed and name == "lr" else 1) for name in NUMBERS
+        }
         self._known: dict[str, tuple[str, int] | None] = {}
-        self._has_losses_of_steps = False
-        self._has_loss = False
+        self.seen_losses: set[str] = set()
+        """The kinds of losses so far; with another kind, other names may be that of the loss."""
 
     @property
     def own(self) -> bool:
         """Whether the caller mapped any names."""
         return bool(self._own)
-
-    def knows(self, name: str) -> bool:
-        """Whether a metric with this name is a field of a row."""
-        return self.field(name) is not None
 
     def field(self, name: str) -> str | None:
         """The field of a metric with this name; None where it is not one."""
@@ -211,12 +206,6 @@ class RowMaker:
                 best[field] = (rank, value, name)
         return best
 
-    def snapshot(self) -> RowMaker:
-        """A maker with the present precision of each field."""
-        made = copy(self)
-        made.precision = {name: copy(column) for name, column in self.precision.items()}
-        return made
-
     def row(
         self,
         pairs: Iterable[tuple[str, str]],
@@ -233,67 +222,92 @@ class RowMaker:
         best = self.best(pairs)
         if _SUMMARY_FIELD in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
-        if "loss" in best:
-            name = _within(best["loss"][2])
-            self._has_loss = self._has_loss or name == _OF_STEPS
-            if name == _OF_RUN and self._has_loss:
-                del best["loss"]
-        if "loss" in best:
-            if plain_name(best["loss"][2]) != _OF_EPOCH:
-                self._has_losses_of_steps = True
-            elif self._has_losses_of_steps:
-                del best["loss"]
+        if "loss" in best and self.is_repeated(best["loss"][2]):
+            del best["loss"]
         if step is None:
-            step = self._step(best)
+            step = _step_in({field: text for field, (_, text, _) in best.items()})
             if step is None:
                 return None
             name = plain_name(best["step" if "step" in best else "step_k"][2])
             counts = counts or _OTHER_COUNTS.get(name)
-        values = self._values({field: text for field, (_, text, _) in best.items()})
-        clock = parse_clock(best["at"][1]) if "at" in best else None
-        if clock is None and "step_time_s" in best:
-            clock = _clock_among_durations(best["step_time_s"][1])
-        interval = best.get("interval")
-        digest = best.get("samples_digest")
-        attempt = best.get("attempt")
-        return Row(
-            step=step,
-            position=position,
-            at=clock if clock is not None else at,
-            interval=parse_step(interval[1]) if interval else None,
-            samples_digest=digest[1] if digest else None,
-            attempt=attempt[1] if attempt else None,
-            counts=counts,
-            **values,
+        texts = {field: text for field, (_, text, _) in best.items()}
+        return self.row_of(step, position, texts, at=at, counts=counts)
+
+    def is_repeated(self, name: str) -> bool:
+        """Whether a loss of this name is the mean of others in the same log."""
+        within = _within(name)
+        if within == _OF_STEPS:
+            self.seen_losses.add(_OF_STEPS)
+        if within == _OF_RUN and _OF_STEPS in self.seen_losses:
+            return True
+        if plain_name(name) == _OF_EPOCH:
+            return _ANY in self.seen_losses
+        self.seen_losses.add(_ANY)
+        return False
+
+    def row_of(
+        self,
+        step: int,
+        position: LogPosition,
+        texts: Mapping[str, str],
+        *,
+        at: float | None = None,
+        counts: str | None = None,
+    ) -> Row:
+        """The row of a step with the values in these texts of its fields."""
+        values: dict[str, Number] = {}
+        columns = self._columns
+        for field, text in texts.items():
+            if field in columns and (number := columns[field].read(text)) is not None:
+                if number.value - number.value != 0.0 and field not in _DIVERGING:
+                    continue  # NaN or infinite
+                values[field] = number
+        if "mfu" in values:
+            _set(values, "mfu", _fraction(values["mfu"], texts["mfu"]))
+        if "step_time_s" in values:
+            if values["step_time_s"].value > _EPOCH_S:
+                del values["step_time_s"]
+        elif "step_time_ms" in texts:
+            number = parse_number(texts["step_time_ms"])
+            is_finite = number is not None and math.isfinite(number.value)
+            _set(values, "step_time_s", _scaled(number, 0.001) if number and is_finite else None)
+        if "at" in texts and (clock := parse_clock(texts["at"])) is not None:
+            at = clock
+        elif "step_time_s" in texts:
+            clock = _clock_among_durations(texts["step_time_s"])
+            at = at if clock is None else clock
+        interval = texts.get("interval")
+        value = values.get
+        return Row(  # by place: names take three times as long
+            step,
+            position,
+            *(value("loss"), value("lr"), value("grad_norm"), value("ema_loss")),
+            *(value("tokens"), value("samples"), value("throughput"), value("device_throughput")),
+            *(value("step_time_s"), value("mfu")),
+            at,
+            parse_step(interval) if interval else None,
+            texts.get("samples_digest"),
+            texts.get("attempt"),
+            counts,
         )
 
-    def _step(self, best: Mapping[str, tuple[int, str, str]]) -> int | None:
-        if "step" in best:
-            return parse_step(best["step"][1])
-        # StyleGAN and EDM count thousands of images.
-        thousands = parse_number(best["step_k"][1]) if "step_k" in best else None
-        is_number = thousands is not None and math.isfinite(thousands.value)
-        steps = round(1000 * thousands.value) if thousands is not None and is_number else None
-        return steps if steps is not None and abs(steps) <= MOST else None
 
-    def _values(self, texts: Mapping[str, str]) -> dict[str, Number | None]:
-        values: dict[str, Number | None] = {}
-        for field, column in self.precision.items():
-            number = parse_number(texts[field]) if field in texts else None
-            if number is None or (field not in _DIVERGING and not math.isfinite(number.value)):
-                continue
-            if field == "lr" and self._trimmed:
-                number = at_least_digits(number, _LR_DIGITS)
-            values[field] = column.refine(number)
-        if values.get("step_time_s") is None and "step_time_ms" in texts:
-            number = parse_number(texts["step_time_ms"])
-            if number is not None and math.isfinite(number.value):
-                values["step_time_s"] = _scaled(number, 0.001)
-        elif (seconds := values.get("step_time_s")) is not None and seconds.value > _EPOCH_S:
-            values["step_time_s"] = None
-        if "mfu" in values:
-            values["mfu"] = _fraction(values["mfu"], texts["mfu"])
-        return values
+def _set(values: dict[str, Number], field: str, number: Number | None) -> None:
+    if number is None:
+        values.pop(field, None)
+    else:
+        values[field] = number
+
+
+def _step_in(texts: Mapping[str, str]) -> int | None:
+    if "step" in texts:
+        return parse_step(texts["step"])
+    # StyleGAN and EDM count thousands of images.
+    thousands = parse_number(texts["step_k"]) if "step_k" in texts else None
+    if thousands is None or not math.isfinite(thousands.value):
+        return None
+    steps = round(1000 * thousands.value)
+    return steps if abs(steps) <= MOST else None
 
 
 def _clock_among_durations(text: str) -> float | None:
@@ -324,70 +338,13 @@ def _fraction(mfu: Number | None, text: str) -> Number | None:
     return mfu if mfu is not None and 0 <= mfu.value <= 1 else None
 
 
-_CLOCK = re.compile(
-    r"(?:(?:(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)"
-    r"|(?P<month_us>\d\d)/(?P<day_us>\d\d)/(?P<year_us>\d{4}))[ T]"
-    # At the beginning of a line, a time of the day.
-    r"|^[\[(]?)(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?"
-    r"(?P<zone>Z|[-+]\d\d:?\d\d(?!\d))?"
-)
-
-# Times from 1989 to 2103; a larger number is in milliseconds.
-_SECONDS = (6e8, 4.2e9)
-
-
-def clock_in(text: str) -> float | None:
-    """The first date with a time in a line, in seconds since the epoch; None without one."""
-    match = _CLOCK.search(text)
-    if match is None:
-        return None
-    has_date = match["year"] or match["year_us"]
-    midnight = (
-        0
-        if not has_date
-        else _midnight(
-            clamped(match["year"] or match["year_us"]),
-            clamped(match["month"] or match["month_us"]),
-            clamped(match["day"] or match["day_us"]),
-        )
-    )
-    if midnight is None:
-        return None
-    fraction = finite(f"0.{match['fraction']}") or 0.0 if match["fraction"] else 0.0
-    hour, minute, second = (clamped(match[part]) for part in ("hour", "minute", "second"))
-    time = hour * 3600 + minute * 60 + second
-    return midnight + time + fraction - _offset_s(match["zone"])
-
-
-def clock_span(text: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Where the first date with a time is, and its seconds; None without one."""
-    match = _CLOCK.search(text)
-    return None if match is None else (match.span(), match.span("second"))
-
-
 def parse_clock(text: str) -> float | None:
-    """The time in a field of a record: a number, or a date with a time."""
+    """The time in a field of a record: a date with a time, or a number, by any clock."""
     value = finite(text)
     if value is None:
         return clock_in(text)
-    if _SECONDS[0] <= value / 1000 <= _SECONDS[1]:
-        return value / 1000
-    return value
-
-
-def _offset_s(zone: str | None) -> int:
-    if not zone or zone == "Z":
-        return 0
-    digits = zone[1:].replace(":", "")
-    seconds = clamped(digits[:2]) * 3600 + clamped(digits[2:]) * 60
-    return -seconds if zone[0] == "-" else seconds
-
-
-@lru_cache(maxsize=64)
-def _midnight(year: int, month: int, day: int) -> int | None:
-    if not (1 <= year <= 9999 and 1 <= month <= 12 and 1 <= day <= 31):
-        return None
-    return calendar.timegm((year, month, day, 0, 0, 0))
+    at_s = in_seconds(value)
+    return value if at_s is None else at_s
 
 
 _NUMBER = re.compile(
@@ -405,6 +362,8 @@ _UNITS = {"%": -2, "ms": -3}
 
 # More digits than this are a whole float.
 _WHOLE_DIGITS = 15
+_MAX_FIXED = 15
+"""Characters of a number with a fixed number of decimals; a longer one may be a whole float."""
 
 
 def parse_number(text: str) -> Number | None:
@@ -475,15 +434,68 @@ class Precision:
 
     `2.5` among numbers with four decimals was printed as precisely as they were. The most
     decimals and the most significant digits so far are kept, and the coarser of the two
-    is the precision: `round(x, 4)` fixes the former, `%.4g` the latter.
+    is the precision: `round(x, 4)` fixes the former, `%.4g` the latter. A number with one
+    significant digit is taken as printed with `least_digits`.
     """
 
-    __slots__ = ("decimals", "digits", "whole")
+    __slots__ = (
+        *("_least_digits", "_number", "_powers", "_quantum", "_text"),
+        *("decimals", "digits", "whole"),
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, least_digits: int = 1) -> None:
+        self._least_digits = least_digits
+        self._text = ""
+        self._number: Number | None = None
+        """What the last text was."""
+        self._quantum = 0.0
+        # The quantum of `d.ddde-05`, by where the exponent begins and what it is.
+        self._powers: dict[tuple[int, str], float] = {}
         self.decimals = -400
         self.digits = 0
         self.whole = False
+
+    def read(self, text: str) -> Number | None:
+        """The number that a text of this column is; None where it is none."""
+        if text == self._text:
+            return self._number
+        # Most numbers are printed as one before them was, which fixes their precision.
+        dot = text.find(".")
+        decimals = text[dot + 1 :]
+        quantum = None
+        if decimals.isdigit():
+            if (len(decimals) if dot >= 0 else 0) == self.decimals and len(text) <= _MAX_FIXED:
+                if text[0] in "123456789" and 2 < len(text) <= self.digits:
+                    quantum = self._quantum
+                else:
+                    significant = text.lstrip("+-0.")
+                    n_digits = len(significant) - ("." in significant)
+                    if self._least_digits <= n_digits <= self.digits:
+                        quantum = self._quantum
+        elif dot == 1 and text[0] != "0":
+            at = text.find("e", 2)
+            at = text.find("E", 2) if at < 0 else at
+            quantum = self._powers.get((at, text[at:]))
+        if quantum is None or self.whole:
+            self._text, self._number = text, self._parsed(text)
+        else:
+            try:
+                self._text, self._number = text, Number(float(text), quantum)
+            except ValueError:
+                return None
+        return self._number
+
+    def _parsed(self, text: str) -> Number | None:
+        number = parse_number(text)
+        if number is None:
+            return None
+        if self._least_digits > 1:
+            number = at_least_digits(number, self._least_digits)
+        number = self.refine(number)
+        form = _SCIENTIFIC.fullmatch(text)
+        if form is not None and len(form[1]) > self._least_digits:
+            self._powers[form.start(2), form[2]] = number.quantum
+        return number
 
     def refine(self, number: Number) -> Number:
         """The number with the precision of its column; whole floats keep quantum 0."""
@@ -491,15 +503,22 @@ class Precision:
             self.whole = self.whole or math.isfinite(number.value)
             return Number(number.value, 0.0)
         decimals = _decimals_of(number.quantum)
-        self.decimals = max(self.decimals, decimals)
+        if decimals > self.decimals:
+            self.decimals, self._quantum = decimals, power_of_ten(-decimals)
+            self._powers.clear()
         power = -self.decimals
         if number.value:
             magnitude = math.floor(math.log10(abs(number.value)))
-            self.digits = max(self.digits, magnitude + decimals + 1)
+            if magnitude + decimals + 1 > self.digits:
+                self.digits = magnitude + decimals + 1
+                self._powers.clear()
             power = max(power, magnitude - self.digits + 1)
         if power >= -decimals:
             return number
         return Number(number.value, power_of_ten(power))
+
+
+_SCIENTIFIC = re.compile(r"([1-9]\.\d{1,12})([eE][-+]\d{1,3})")
 
 
 @lru_cache(maxsize=1024)

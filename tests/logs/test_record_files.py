@@ -20,9 +20,9 @@ from made_logs import (
 )
 
 from ckptctl.errors import LogUnreadable
-from ckptctl.loss.formats.binary_logs import crc32c
-from ckptctl.loss.reading import LogFormat, LogReader, read_logs
-from ckptctl.loss.rows import Marker, Number, Row
+from ckptctl.logs.binary_logs import crc32c
+from ckptctl.logs.reading import LogFormat, LogReader, read_logs
+from ckptctl.logs.rows import Marker, Number, Row
 
 
 def read(data: bytes, name: str = "log", piece: int = 1 << 20) -> tuple[LogReader, list]:

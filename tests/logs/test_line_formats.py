@@ -11,12 +11,12 @@ import pytest
 from every_case import all_cases
 
 from ckptctl.errors import UsageError
+from ckptctl.logs.console import Rounds
+from ckptctl.logs.fields import FIELDS
+from ckptctl.logs.markers import HintFinder, read_marker
+from ckptctl.logs.reading import FORMATS, LogFormat, LogReader
+from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.checking import check_loss
-from ckptctl.loss.formats.console import Rounds
-from ckptctl.loss.formats.fields import FIELDS
-from ckptctl.loss.formats.markers import HintFinder, read_marker
-from ckptctl.loss.reading import FORMATS, LogFormat, LogReader
-from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 
 SAMPLES = json.loads((Path(__file__).parent / "data" / "samples.json").read_text())
 PREFIXES = ("", "0: ", "[rank0]:", "[default7]:", "[rank 0] ", "\x1b[32m", "17: ")
@@ -122,15 +122,7 @@ def test_a_bar_that_is_drawn_again_is_one_row_and_the_next_bar_goes_on():
     ]  # fmt: skip
 
 
-def test_the_bar_of_an_epoch_that_was_not_finished_has_no_loss_of_it():
-    bar = "  {}/9  2.4G  {:.3f}  1.500  15  640: {}%|#  | 3/8 [00:02<00:00,  3.51it/s]\r"
-    drawn = [(1, 2.5, 40), (1, 2.25, 100), (2, 2.0, 100), (3, 1.5, 40)]
-    found = rows("".join(bar.format(*each) for each in drawn) + "\n")
-    assert [(row.step, row.loss.value) for row in found] == [(1, 2.25), (2, 2.0)]
-
-
 BLOCKS = {
-    "stable-baselines3": "6144",
     "nemo-rl": "12",
     "printed-dictionary": "100",
     "composer": "3140",
@@ -291,8 +283,6 @@ BESIDE_TRAINING = (
     "Validation epoch {}: loss {:.5f}",
     "Epoch {} validation loss: {:.5f}",
     "Epoch {}\nvalidation loss: {:.5f}",
-    # Parts of a loss whose sum is not printed.
-    "\r  1/100  2.19G  {1:.3f}  {1:.3f}  15  640:  10%|█ | {0}/3000 [00:10<10:00, 1.0it/s]",
 )
 
 

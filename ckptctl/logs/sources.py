@@ -13,12 +13,21 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from ckptctl.errors import LogUnreadable, PathNotFound
+from ckptctl.errors import BinaryData, LogUnreadable, PathNotFound
+from ckptctl.logs.collectors import unwrapped
+from ckptctl.logs.log_lines import Line, LineSplitter
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import MOST, clamped, whole
-from ckptctl.storage.logs import STDIN, errors_of_storage, files_below, found_below, read_pieces
+from ckptctl.storage.logs import (
+    STDIN,
+    errors_of_storage,
+    files_below,
+    found_below,
+    is_binary,
+    read_pieces,
+)
 from ckptctl.storage.opening import base_name, join_url, local_path
-from ckptctl.storage.shared_places import open_found, open_named
+from ckptctl.storage.shared_places import FoundIn, open_found, open_named
 
 # The names of logs in a folder. The first kind that occurs is read, since one run is often
 # logged in several formats; formats that keep whole floats come first.
@@ -41,6 +50,7 @@ _MAX_FOUND = 10_000
 _METRIC_LINE = re.compile(r"(?P<at>\d{1,16}) (?P<value>\S+) (?P<step>-?\d+)\s*")
 _MAX_METRICS = 500
 _LINES_PER_PIECE = 4_000
+_BLOCK = 1 << 20
 
 
 def log_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
@@ -52,6 +62,36 @@ def log_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
     if metrics is None:
         return read_pieces(path, storage, LogUnreadable)
     return _metric_pieces(path, metrics)
+
+
+def log_blocks(
+    file: str, storage: StorageOptions = StorageOptions(), found: FoundIn | None = None
+) -> Iterator[Sequence[Line]]:
+    """The lines of the program in a log, some thousands at once.
+
+    Raises `BinaryData` where the log is not text, and as `read_pieces`.
+    """
+    splitter = LineSplitter()
+    pieces = _gathered(unwrapped(read_pieces(file, storage, found=found)))
+    for n, piece in enumerate(pieces):
+        if n == 0 and is_binary(piece):
+            raise BinaryData(f"{file} is binary data, not a log")
+        if lines := splitter.lines(splitter.take(piece)):
+            yield lines
+    if lines := splitter.lines(splitter.end()):
+        yield lines
+
+
+def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces joined to larger ones: pipes and decompressors yield few bytes at a time."""
+    held: list[bytes] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(map(len, held)) >= _BLOCK:
+            yield b"".join(held)
+            held.clear()
+    if held:
+        yield b"".join(held)
 
 
 def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
@@ -91,6 +131,14 @@ def _logs_among(path: str, names: Sequence[str]) -> list[str]:
         if found:
             return [join_url(path, name) for name in found[:_MAX_FOUND]]
     raise PathNotFound(f"{path}: no file in this folder has the name of a log; name the log files")
+
+
+_ROTATED = re.compile(r"(?:\.\d{1,8}|-\d{6,8})?(?:\.(?:gz|bz2|xz|zst))?$")
+
+
+def rotated_base(name: str) -> str:
+    """The name of a log before it was rotated: `train.log.1`, `train.log-20260102.gz`."""
+    return _ROTATED.sub("", name)
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:

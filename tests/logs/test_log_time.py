@@ -7,8 +7,8 @@ from hostile_inputs import LOGS
 from pattern_growth import seconds
 
 from ckptctl.deadlines import Deadline
-from ckptctl.loss.formats.fields import parse_clock, parse_number, parse_step
-from ckptctl.loss.reading import LogReader
+from ckptctl.logs.fields import parse_clock, parse_number, parse_step
+from ckptctl.logs.reading import LogReader
 
 N_BYTES = 15_000
 MOST_GROWTH = 9.0

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.failures.classifying import classify
-from ckptctl.formats.wrapped_logs import Unwrapper
+from ckptctl.logs.collectors import Unwrapper
+from ckptctl.logs.reading import LogReader
+from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import check_loss
-from ckptctl.loss.reading import LogReader
-from ckptctl.loss.rows import Marker, Row
 
 DATA = Path(__file__).parent / "data"
 SAMPLES = json.loads((DATA / "samples.json").read_text())

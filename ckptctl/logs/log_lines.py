@@ -1,7 +1,7 @@
-"""Split a log line into host, rank, time, level and message.
+r"""Split logs into lines, and lines into host, rank, time, level and message.
 
-Removes timestamps, rank prefixes, host names, logger names and levels from the front, in
-any order. `matching` interprets the message.
+The one place for what surrounds the text of a program: line ends, terminal codes, the prefixes
+of launchers, timestamps, levels and the names of loggers.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.outside_numbers import clamped, finite, moment_of, whole
-from ckptctl.storage.logs import MAX_MATCHED
+from ckptctl.logs.clocks import CLOCK, MONTH, ZONE, seconds_of, time_of
+from ckptctl.outside_numbers import whole
+from ckptctl.storage.logs import MAX_LINE, MAX_MATCHED
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -24,7 +24,154 @@ _MAX_PREFIXES = 10
 _MAX_PREFIX = 1000
 MAX_RANK = (1 << 20) - 1
 """A larger number is no rank."""
-_YEARLESS_AHEAD = timedelta(days=2)
+
+Line = tuple[int, str]
+"""The number of a line, counted from 1, and its text."""
+
+_CODES = re.compile(
+    rb"\x00|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?"
+    rb"|[()][0-9A-Za-z]|[@-Z\\-_])"
+)
+
+
+class LineSplitter:
+    r"""Splits a stream of bytes into numbered lines without terminal codes and NUL bytes.
+
+    Texts that a progress bar overwrote (`\r`) share one line number, and the prefix that a
+    launcher wrote before the first of them. A line is cut at `MAX_LINE`.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.number = 1
+        """That of the next line, or of the one that has begun."""
+        self._prefix: str | None = None
+        """That of the line that has begun; None where none has."""
+
+    def take(self, data: bytes) -> bytes:
+        """The bytes of the lines that are complete now; pass them to `lines`, once."""
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not cut:
+            self._rest = (self._rest + data)[:MAX_LINE]
+            return b""
+        complete = self._rest + data[:cut]
+        self._rest = data[cut:][:MAX_LINE]
+        return _clean(complete)
+
+    def end(self) -> bytes:
+        """The bytes of the last line, if no line end follows it."""
+        rest, self._rest = self._rest, b""
+        return _clean(rest)
+
+    def lines(self, data: bytes) -> list[Line]:
+        """The lines in the bytes that `take` or `end` returned."""
+        first, self.number = self.number, self.number + data.count(b"\n")
+        if b"\r" not in data and not self._prefix:
+            self._prefix = None if first < self.number else self._prefix
+            return numbered(data, first)
+        found: list[Line] = []
+        for number, text in numbered(data, first):
+            parts = text.split("\r")
+            for part in parts:
+                if not part and (len(parts) > 1 or self._prefix is not None):
+                    continue
+                if self._prefix is None:
+                    self._prefix = part[: split_launcher(part).begin]
+                text = part if part.startswith(self._prefix) else self._prefix + part
+                found.append((number, text[:MAX_LINE]))
+            if number < self.number:
+                self._prefix = None
+        return found
+
+    def lines_with(self, data: bytes, literal: str) -> list[Line] | None:
+        """As `lines`, but only those with a literal; None where `lines` has to be called.
+
+        Cost: lines without the literal are counted, and not split.
+        """
+        if b"\r" in data or self._prefix:
+            return None
+        number, self.number = self.number, self.number + data.count(b"\n")
+        self._prefix = None if number < self.number else self._prefix
+        text = data.decode("utf-8", "replace")
+        found: list[Line] = []
+        begin = 0
+        while (at := text.find(literal, begin)) >= 0:
+            start = max(begin, text.rfind("\n", begin, at) + 1)
+            end = text.find("\n", at)
+            end = len(text) if end < 0 else end
+            number += text.count("\n", begin, start)
+            found.append((number, text[start:end][:MAX_LINE]))
+            number, begin = number + 1, end + 1
+        return found
+
+
+def numbered(data: bytes, first: int) -> list[Line]:
+    """The lines of some bytes, of which the first one has this number."""
+    texts = data.decode("utf-8", "replace").split("\n")
+    if not texts[-1]:
+        texts.pop()
+    if len(data) > MAX_LINE and b"\r" not in data:
+        texts = [text[:MAX_LINE] for text in texts]
+    return [*enumerate(texts, first)]
+
+
+def _clean(data: bytes) -> bytes:
+    return _CODES.sub(b"", data) if b"\x1b" in data or b"\x00" in data else data
+
+
+# kubectl logs --prefix and docker compose; then torchrun, srun --label, MPI, Horovod, NeMo.
+_LAUNCHER = re.compile(
+    r"(?:\[?pod/(?P<pod>[\w.-]{1,300})(?:/[\w.-]{1,300})?\]?:? )?"
+    r"(?:\s?\[(?:rank|default|worker|local_rank|global_rank|Rank)[ _:=]?(?P<named>\d{1,7})\]:? ?"
+    r"|\s?\[(?P<host>[A-Za-z][\w.-]{0,252}):(?P<hosted>\d{1,7})\]:? "
+    r"|\[\d{1,7},(?P<tagged>\d{1,7})\]<std(?:err|out)>: ?"
+    r"|\[(?P<bare>\d{1,7})\](?:<std(?:err|out)>)?: ?"
+    r"|\s{0,4}(?P<label>\d{1,6}): "
+    r"|[Rr]ank (?P<word>\d{1,7})\s?[:|-]\s{1,9})?"
+)
+
+
+class Launched(NamedTuple):
+    """Where the text behind the prefix of a launcher begins, and who wrote it as far as known."""
+
+    begin: int
+    pod: str | None = None
+    host: str | None = None
+    rank: int | None = None
+
+
+_UNKNOWN = Launched(0)
+_FIRSTS = frozenset(" \t[pRr")
+_MAX_LABEL = 7
+"""The digits of a label of srun, and the colon behind them."""
+
+
+def split_launcher(text: str) -> Launched:
+    """The prefix that a launcher wrote before a line."""
+    # Most lines begin with a letter, or with a date in which no colon is near.
+    first = text[:1]
+    if first.isdigit() and text.find(":", 0, _MAX_LABEL) < 0:
+        return _UNKNOWN
+    if first not in _FIRSTS and not first.isdigit():
+        return _UNKNOWN
+    match = _LAUNCHER.match(text)
+    if match is None or not match.end():
+        return _UNKNOWN
+    pod, named, host, *others = match.groups()
+    digits = named or next(filter(None, others), None)
+    return Launched(match.end(), pod, host, whole(digits, MAX_RANK))
+
+
+_STAMP = re.compile(
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:?\d\d) "
+    r"(?:(?:DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL) )?"
+)
+
+
+def stamp_end(text: str) -> int:
+    """Where the text behind the time of a log collector begins; 0 without one."""
+    match = _STAMP.match(text)
+    return 0 if match is None else match.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +203,7 @@ _LEVELS: Mapping[str, int] = {
         ("ERROR", "ERR", "CRITICAL", "FATAL", "EXCEPTION", "E", "F", "C", "CRIT"), ERROR
     ),
 }
-_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
-_MONTH = "(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
 _DAYS = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
-_CLOCK = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 _LEVEL_WORDS = "DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|EXCEPTION"
 _LOUD = "WARN|ERROR|INFO|TRACE|CALL|VERSION"
 _PROGRAMS = (
@@ -73,21 +217,21 @@ _PREFIXES = tuple(
     for pattern in (
         # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
         rf"\s{{0,4}}(?:{_DAYS},? )?"
-        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + _CLOCK + r"(?P<z>Z| ?UTC|"
-        r"[+-]\d\d:?\d\d)?[\])]?(?:\s*[|,:-]+\s+|:|\s+|$)",
+        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + CLOCK + ZONE + r"[\])]?"
+        r"(?:\s*[|,:-]+\s+|:|\s+|$)",
         # 11/20/2026 03:12:44 of transformers' examples
-        r"[\[(]?(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}),? " + _CLOCK + r"[\])]?(?:\s*[|,:-]+\s+|\s+)",
+        r"[\[(]?(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}),? " + CLOCK + r"[\])]?(?:\s*[|,:-]+\s+|\s+)",
         # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
-        r"(?P<y>\d{4})-" + _MONTH + r"-(?P<d>\d\d) " + _CLOCK + r" \d+:\d+ +"
+        r"(?P<y>\d{4})-" + MONTH + r"-(?P<d>\d\d) " + CLOCK + r" \d+:\d+ +"
         r"(?:\[(?P<nccl>\d+)\] )?",
         # [2026-11-20 03:12:44,123 E 900 901] of Ray's processes
-        r"\[(?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d) " + _CLOCK + r" (?P<level>[DIWEC]) \d+ \d+\] ",
+        r"\[(?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d) " + CLOCK + r" (?P<level>[DIWEC]) \d+ \d+\] ",
         # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
-        r"\[[A-Z][a-z]{2} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
-        _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?:)",
+        r"\[[A-Z][a-z]{2} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
+        MONTH + r" +(?P<d>\d+) " + CLOCK + r" (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?:)",
         # Fri Nov 20 03:12:44 2026 of `date` and ctime, Nov 20 03:12:44
-        rf"{_DAYS} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r"(?: [A-Z]{3,4})? (?P<y>\d{4})[ :,-]+",
-        rf"(?:{_DAYS} )?" + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r"[ :,|-]+",
+        rf"{_DAYS} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r"(?: [A-Z]{3,4})? (?P<y>\d{4})[ :,-]+",
+        rf"(?:{_DAYS} )?" + MONTH + r" +(?P<d>\d+) " + CLOCK + r"[ :,|-]+",
         # torchtitan names itself between the rank and the time.
         r"\[titan\] ",
         rf"(?P<host>[A-Za-z0-9][\w.-]*) (?=(?:{_PROGRAMS})(?:\[\d+\])?:)",
@@ -96,18 +240,10 @@ _PREFIXES = tuple(
         r"<\d+>",
         r"\[\s*\d+\.\d{1,9}\](?:\[\s*[TC]?\d+\])? (?P<kernel>)",
         # [rank3]:[E1120 03:12:44.123456 ProcessGroupNCCL.cpp:632] and absl's E1120 ... file:1]
-        r"\[?(?P<level>[IWEF])(?P<mo>\d\d)(?P<d>\d\d) " + _CLOCK + r" +(?:\d+ +)?"
+        r"\[?(?P<level>[IWEF])(?P<mo>\d\d)(?P<d>\d\d) " + CLOCK + r" +(?:\d+ +)?"
         r"[\w./<>-]+:\d+\]\s*",
-        # Ranks: torchrun, srun -l, MPI, Horovod, Ray
-        r"\[(?:rank|default|worker|local_rank|global_rank)[ _:=]?(?P<rank>\d+)\]:? ?",
-        r"\[(?P<host>[A-Za-z][\w.-]*):(?P<rank>\d+)\]:?\s+",
-        r"\[\d+,(?P<rank>\d+)\]<std(?:err|out)>: ?",
-        r"\[(?P<rank>\d+)\](?:<std(?:err|out)>)?: ?",
-        r"\s{0,4}(?P<rank>\d{1,6}): (?=\D)",
-        r"[Rr]ank (?P<rank>\d+)\s*[:|-]\s+",
+        # Ray
         r"\((?:raylet|(?:\w+ )?pid=\d+)(?:, ip=(?P<host>[\d.]+))?\) ?",
-        # kubectl logs --prefix, docker compose
-        r"\[?pod/(?P<pod>[\w.-]+)(?:/[\w.-]+)?\]?:? +",
         # node017:1234:1300 [3] NCCL WARN, with or without file:line
         r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<nccl>-?\d+)\] (?=.{0,80}\bNCCL )",
         # CCOM is Neuron's.
@@ -147,6 +283,11 @@ def take_apart(raw: str) -> LogLine:
         text = member["text"].replace('\\"', '"')
     found = LogLine(text)
     for _ in range(_MAX_PREFIXES):
+        # torch's watchdog writes `[Rank 3]` itself, and the rules read the rank from it.
+        launched = _UNKNOWN if text.startswith("[Rank ") else split_launcher(text)
+        if launched.begin:
+            found = _placed(found, launched)
+            text = text[launched.begin :]
         for prefix in _PREFIXES:
             match = prefix.match(text, 0, _MAX_PREFIX)
             if match and match.end() > 0:
@@ -154,7 +295,8 @@ def take_apart(raw: str) -> LogLine:
                 text = text[match.end() :]
                 break
         else:
-            break
+            if not launched.begin:
+                break
     text = _indented(raw.rstrip(), text)
     # The kernel writes `msg=14` and means a number.
     if ' msg="' in f" {text}" or " level=" in f" {text}" or " lvl=" in f" {text}":
@@ -205,6 +347,13 @@ def clock_of(raw: str) -> float | None:
     return take_apart(raw).at_s
 
 
+def _placed(found: LogLine, launched: Launched) -> LogLine:
+    # In a kernel log, the text before a colon is a driver: `nvidia-nvswitch3: SXid`.
+    host = None if found.kernel else launched.host
+    rank = found.rank if launched.rank is None else launched.rank
+    return replace(found, host=host or found.host or launched.pod, rank=rank)
+
+
 def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
     given = match.groupdict()
     level = found.level
@@ -213,61 +362,45 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
     if given.get("loud"):
         # NCCL logs errors as WARN.
         level = ERROR if given["loud"] in ("WARN", "ERROR") else INFO
-    rank = given.get("rank")
     nccl = given.get("nccl")
     at_s = found.at_s
     if at_s is None and given.get("h"):
-        at_s = _seconds(given)
+        at_s = seconds_of(given)
     return replace(
         found,
         at_s=at_s,
-        # In a kernel log, the text before a colon is a driver: `nvidia-nvswitch3: SXid`.
-        host=(None if found.kernel else given.get("host")) or found.host or given.get("pod"),
-        rank=found.rank if (number := whole(rank, MAX_RANK)) is None else number,
+        host=(None if found.kernel else given.get("host")) or found.host,
         device=f"GPU {nccl}" if whole(nccl, MAX_RANK) is not None else found.device,
         level=level,
         kernel=found.kernel or given.get("kernel") is not None,
     )
 
 
-def _seconds(given: Mapping[str, str | None]) -> float | None:
-    month = given.get("mo") or str(_MONTHS.index((given.get("month") or "jan").lower()) + 1)
-    fraction = finite(f"0.{given.get('f') or 0}") or 0.0
-    year = whole(given.get("y"))
-    now = datetime.now(UTC)
-    month_day = clamped(month), clamped(given.get("d") or "1")
-    h, m, s = (clamped(given.get(part) or "0") for part in "hms")
-    moment = moment_of(year or now.year, *month_day, (h, m, s), _offset_s(given.get("z")))
-    if year is None and (moment is None or moment > now + _YEARLESS_AHEAD):
-        moment = moment_of(now.year - 1, *month_day, (h, m, s))
-    return None if moment is None else moment.timestamp() + fraction
-
-
-def _offset_s(zone: str | None) -> int:
-    if not zone or zone.strip() in ("Z", "UTC"):
-        return 0
-    digits = zone[1:].replace(":", "")
-    seconds = clamped(digits[:2]) * 3600 + clamped(digits[2:]) * 60
-    return -seconds if zone[0] == "-" else seconds
-
-
 _MAX_JSON = 16 << 20
-_TEXT_KEYS = (
-    *("message", "msg", "MESSAGE", "log", "text", "error", "exception", "event"),
-    *("exc_info", "stack_trace", "traceback"),
+
+
+def keys(names: str) -> tuple[str, ...]:
+    """The keys of records, from a text with blanks between them."""
+    return tuple(names.split())
+
+
+_TEXT_KEYS = keys(
+    "message msg MESSAGE log text error exception event exc_info stack_trace traceback"
 )
-_LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log_level")
-_TIME_KEYS = (
-    "__REALTIME_TIMESTAMP",
-    "time",
-    "timestamp",
-    "ts",
-    "@timestamp",
-    "asctime",
-    "datetime",
-    "created",
+LEVEL_KEYS = keys("level severity levelname lvl log_level severityText")
+TIME_KEYS = keys(
+    """__REALTIME_TIMESTAMP time timestamp ts @timestamp asctime datetime created _time date
+    TimeGenerated receiveTimestamp tsNs"""
 )
-_HOST_KEYS = ("host", "hostname", "node", "_HOSTNAME", "node_name", "nodeName")
+"""Keys of the level and of the time, in the records of programs and of log collectors."""
+_HOST_KEYS = keys("host hostname node _HOSTNAME node_name nodeName")
+
+
+def _time_of(value: object) -> float | None:
+    at_s = time_of(value)
+    if at_s is None and isinstance(value, str) and not value.startswith("{"):
+        return clock_of(value)
+    return at_s
 
 
 def _from_json(text: str) -> LogLine | None:
@@ -287,14 +420,14 @@ def _from_json(text: str) -> LogLine | None:
     # docker and containerd wrap the program's line, which has its own prefixes.
     wrapped = take_apart(texts[0]) if not texts[0].lstrip().startswith("{") else LogLine(texts[0])
     extra = " ".join(each for each in texts[1:] if each not in texts[0])
-    level = _LEVELS.get(str(_first(document, _LEVEL_KEYS)).upper())
+    level = _LEVELS.get(str(_first(document, LEVEL_KEYS)).upper())
     rank = document.get("rank")
     host = _first(document, _HOST_KEYS)
     return replace(
         wrapped,
         message=f"{wrapped.message} {extra}".strip(),
         level=level if level is not None else wrapped.level,
-        at_s=_time_of(_first(document, _TIME_KEYS)) or wrapped.at_s,
+        at_s=_time_of(_first(document, TIME_KEYS)) or wrapped.at_s,
         host=str(host) if host else wrapped.host,
         rank=rank if _is_rank(rank) else wrapped.rank,
         kernel=document.get("SYSLOG_IDENTIFIER") == "kernel" or wrapped.kernel,
@@ -322,18 +455,6 @@ def _is_rank(value: object) -> TypeGuard[int]:
 
 def _first(document: Mapping[str, object], keys: tuple[str, ...]) -> object:
     return next((document[key] for key in keys if key in document), None)
-
-
-def _time_of(value: object) -> float | None:
-    if isinstance(value, str) and value.replace(".", "", 1).isdecimal():
-        value = finite(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # Some logs use milliseconds, microseconds or nanoseconds.
-        for scale in (1, 1e3, 1e6, 1e9):
-            if 1e9 * scale < value < 1e10 * scale:  # an integer may be too large to divide
-                return value / scale
-        return None
-    return clock_of(value) if isinstance(value, str) and not value.startswith("{") else None
 
 
 def _from_logfmt(found: LogLine, text: str) -> LogLine:

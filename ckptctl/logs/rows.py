@@ -1,17 +1,14 @@
-"""Define the rows and markers that every reader of a log format yields.
-
-The check of a resume uses nothing else of a log.
-"""
+"""Define the rows and markers that every reader of a log yields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec.structs import force_setattr
 
 
-@dataclass(frozen=True, slots=True)
-class LogPosition:
+class LogPosition(msgspec.Struct, frozen=True, gc=False):
     """The file as the caller named it, and the line, counted from 1."""
 
     file: str
@@ -23,8 +20,7 @@ class LogPosition:
         return f"{self.file}:{self.line}"
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(msgspec.Struct, frozen=True, gc=False):
     """A value as a log printed it."""
 
     value: float
@@ -34,16 +30,7 @@ class Number:
     whole float."""
 
 
-class _Unparsed:
-    """The part of a row that is parsed on first use; most rows of a long log are never used."""
-
-    __slots__ = ("_parse",)
-
-    _parse: Callable[[], Row] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Row(_Unparsed):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """The values that a log has for one training step; None where it has none."""
 
     step: int
@@ -83,53 +70,16 @@ class Row(_Unparsed):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the row has a loss; does not parse a row that is not parsed yet."""
-        return self._parse is not None or self.loss is not None
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> object:
-            # Called for a slot that `unparsed` left empty.
-            if name == "_parse":
-                return None
-            if name not in _PARSED_LATER or self._parse is None:
-                raise AttributeError(f"a row has no {name}")
-            row = self._parse()
-            for each in _PARSED_LATER:
-                object.__setattr__(self, each, getattr(row, each))
-            object.__setattr__(self, "_parse", None)
-            return getattr(row, name)
-
-
-_PARSED_LATER = frozenset(Row.__match_args__) - {"step", "position", "at", "interval"}
-_set_step, _set_position, _set_at, _set_interval, _set_parse = (
-    # `object.__setattr__` takes twice as long.
-    vars(of)[name].__set__
-    for of, name in (
-        *((Row, "step"), (Row, "position"), (Row, "at"), (Row, "interval")),
-        (_Unparsed, "_parse"),
-    )
-)
-
-
-def unparsed(step: int, position: LogPosition, at: float | None, parse: Callable[[], Row]) -> Row:
-    """A row with a loss, whose other values `parse` finds when one of them is used."""
-    row = object.__new__(Row)
-    _set_step(row, step)
-    _set_position(row, position)
-    _set_at(row, at)
-    _set_interval(row, None)
-    _set_parse(row, parse)
-    return row
+        """Whether the row has a loss."""
+        return self.loss is not None
 
 
 def set_interval(row: Row, interval: int) -> None:
     """Set of how many steps the loss is the mean, before a reader hands the row out."""
-    _set_interval(row, interval)
+    force_setattr(row, "interval", interval)
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
+class Marker(msgspec.Struct, frozen=True, gc=False):
     """A line that marks the start of a process."""
 
     position: LogPosition
@@ -142,6 +92,29 @@ class Marker:
     """The process started without a checkpoint."""
 
 
+class Log:
+    """One log in one format, whose bytes are fed in pieces of any length."""
+
+    format: str | None = None
+    """Its name; None until it is detected."""
+    damage: str | None = None
+    """Why reading stopped before the end; None where it did not."""
+    n_without_step = 0
+    """Losses that were left out because the log does not show their step."""
+    mention: str | None = None
+    """The first line that mentions a loss, while no format is found."""
+    pattern: str | None = None
+    """A `--pattern` that may read the log, while no format is found."""
+
+    def feed(self, data: bytes) -> Iterable[Row | Marker]:
+        """The rows and markers that these bytes complete; exhaust before the next call."""
+        raise NotImplementedError
+
+    def end(self) -> Iterable[Row | Marker]:
+        """The rows and markers that waited for more bytes."""
+        raise NotImplementedError
+
+
 class RankReader:
     """Reads the lines of one rank in one format."""
 
@@ -150,10 +123,10 @@ class RankReader:
         """Whether the next line may belong to a row that is not complete."""
         return False
 
-    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
         raise NotImplementedError
 
-    def end(self) -> Iterator[Row]:
+    def end(self) -> Sequence[Row]:
         """The rows that waited for more lines."""
         raise NotImplementedError

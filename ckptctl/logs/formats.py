@@ -1,11 +1,13 @@
-"""The table of programs that print a training step as one line of text.
+"""The table of programs that print a training step as text.
 
-An entry has the beginning of the line, its names and values, and its end. `console` reads
-lines with it.
+An entry has a literal that each of its lines contains, the beginning of the line, its names and
+values, and its end; `console` reads lines with it. Programs that save no checkpoints of several
+ranks are left out: `PATTERNS` has what `--pattern` needs for some.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,10 +31,8 @@ class LineFormat:
     `averages`: the loss is the mean since the row before. `trimmed`: trailing zeros are
     left out. `fallback`: formats of one program are preferred. `rounds`: steps may start again in
     each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
-    and the last one counts. `counts`: what the step counts, if no training steps. `models`: one
-    process may train several models, such as the folds of a cross-validation. `numbered`: the
-    line may begin with the step as with the rank of `srun --label` (`12: `). The group `gain` of
-    `head` is a metric that rises to 1; the loss is what it lacks.
+    and the last one counts. `counts`: what the step counts, if no training steps. `epochs_above`:
+    a line of its own may name the epoch in which the steps below it are.
     """
 
     name: str
@@ -47,27 +47,20 @@ class LineFormat:
     rounds: bool = False
     redrawn: bool = False
     counts: str | None = None
-    models: bool = False
-    numbered: bool = False
+    epochs_above: bool = False
 
-    @property
-    def has_epochs_above(self) -> bool:
-        """Whether a line of its own may name the epoch in which the steps below it are."""
-        return self.rounds and self.fallback and not self.redrawn
-
-
-_FALLING = (
-    r"(?:[a-z]+_)?(?:log_?loss|rmse|mse|mae|mape|rmsle|l1|l2|error|cross_entropy|xentropy|deviance"
-    r"|poisson|quantile|huber|fair|gamma|tweedie|nloglik)"
-)
-"""Losses of gradient boosting."""
-_RISING = (
-    r"(?:auc(?:pr|_mu)?|average_precision|map|ndcg|pre|accuracy|acc|f1|precision|recall|pr_auc)"
-)
-"""Metrics of gradient boosting that rise to 1."""
-_NUMBER = r"[-+]?(?:\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,4})?|nan|inf)"
 
 LINE_FORMATS = (
+    LineFormat(
+        "keras",
+        "/step - ",
+        # `Model.fit`: a heading names the epoch; the loss is the mean since the epoch began.
+        r"^\s{0,99}(?P<it>\d{1,12})/(?P<per>\d{1,12}) [^/]{1,200}?"
+        r"(?P<step_time_s>\d{1,9}(?:us|ms|s))/step - ",
+        r"(?<!\w)([A-Za-z]\w{0,99}): ([^\s\x08]+)",
+        redrawn=True,
+        epochs_above=True,
+    ),
     LineFormat(
         "nemo",
         "Training epoch",
@@ -289,16 +282,6 @@ LINE_FORMATS = (
         averages=True,
     ),
     LineFormat(
-        "ultralytics",
-        "G ",
-        # The epoch, the memory of the GPU, and the mean of the first part of the loss since the
-        # epoch began: that of the whole epoch counts.
-        r"^\s{0,20}(?P<step>\d{1,9})/\d{1,9}\s{1,20}[\d.]{1,9}G\s{1,20}(?P<loss>[\d.einfa+-]{1,20})\s"
-        r"(?=[^|]{0,200}: {0,4}100%)",
-        redrawn=True,
-        counts="epochs",
-    ),
-    LineFormat(
         "trlx",
         "[loss",
         r"\[(?=loss\w{0,20}(?:/\w{1,40})?: [^]]{0,400}\]: {0,9}\d{1,3}%\|[^|]{0,99}\| "
@@ -351,44 +334,6 @@ LINE_FORMATS = (
         redrawn=True,
     ),
     LineFormat(
-        "boosting",
-        "rain",
-        # XGBoost, LightGBM: an iteration, and the metric of each set; that of a cross-validation
-        # has a deviation (`+0.01`) and is not of one model. A loss is preferred to a metric.
-        r"(?i)^(?:\[[\d:. -]{5,30}\] ?|\[LightGBM\] \[Info\] )?"
-        r"(?:\[(?=\d{1,9}\])|Iteration:(?=\d{1,9},))(?P<step>\d{1,9})[\],]"
-        r"(?:\s|#011)(?:.{0,500}?(?:\s|#011))??"
-        rf"train(?:ing)?(?:'s |[-_ ])(?:{_FALLING}(?:@[\d.]{{1,9}})? ?: ?(?P<loss>{_NUMBER})"
-        rf"|(?!.{{0,500}}train(?:ing)?(?:'s |[-_ ]){_FALLING}(?:@[\d.]{{1,9}})? ?:)"
-        rf"{_RISING}(?:@[\d.]{{1,9}}-?)? ?: ?(?P<gain>[01](?:\.\d{{1,20}})?))(?=[\s#]|$)",
-        fallback=True,
-        models=True,
-    ),
-    LineFormat(
-        "rvc",
-        ", ",
-        # RVC: the step and the learning rate on a line, the parts of the loss on the next one.
-        r"(?:^|:)\[(?P<step>\d{1,12}), (?P<lr>\d[^\s\]]{0,60})\](?=$|\s|\w)",
-        r"(?<![a-z])(loss_[a-z]{1,20})=([^\s,]{1,40})",
-        tail=r"\bloss_mel=\S",
-        keys={"loss": "loss_mel"},
-    ),
-    LineFormat(
-        "catboost",
-        "learn: ",
-        rf"^(?P<step>\d{{1,9}}):\s{{1,9}}learn: (?P<loss>{_NUMBER})(?=\s)",
-        models=True,
-        numbered=True,
-    ),
-    LineFormat(
-        "darknet",
-        " avg",
-        # The running mean begins again in each process.
-        rf"^\s{{0,9}}(?:\(next [^)]{{1,99}}\) )?(?P<step>\d{{1,12}}): (?P<loss>{_NUMBER}), "
-        rf"{_NUMBER} avg(?: loss)?, (?P<lr>{_NUMBER}) rate,",
-        numbered=True,
-    ),
-    LineFormat(
         "plain",
         "oss",
         # A custom training loop: a step, and after it a loss.
@@ -406,6 +351,7 @@ LINE_FORMATS = (
         r"(?:tensor\()?'?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
         rounds=True,
         fallback=True,
+        epochs_above=True,
     ),
     LineFormat(
         "bracketed",
@@ -422,6 +368,7 @@ LINE_FORMATS = (
         r"([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
         rounds=True,
         fallback=True,
+        epochs_above=True,
     ),
     LineFormat(
         "epochs",
@@ -441,3 +388,88 @@ LINE_FORMATS = (
         counts="epochs",
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """How one program prints a step over several lines.
+
+    `head` matches the heading, `metric` a name and a value. A heading without the group `step`
+    begins a block in which a metric is the step. With `gaps`, at most so many other lines lie
+    between the metrics. `fallback`: formats of one program are preferred. `aside` matches a line
+    after which blocks are not of the training, until one names it or an epoch.
+    """
+
+    name: str
+    hint: str
+    head: re.Pattern[str]
+    metric: re.Pattern[str]
+    gaps: int = 0
+    fallback: bool = False
+    aside: re.Pattern[str] | None = None
+
+
+_CLOCK = r"(?:\d{4}-\d\d-\d\d[ T][\d:.,]{5,20}[^\w]{1,9})?"
+
+BLOCK_FORMATS = (
+    BlockFormat(
+        "olmo-core",
+        "[step=",
+        re.compile(r"\[step=(?P<step>[\d,]{1,16})/(?:[\d,]{1,16}|\?{1,9})"),
+        re.compile(r"^\s{1,99}((?!eval)[^\s=][^=]{0,199})=(\S{1,99})\s*$"),
+    ),
+    BlockFormat(
+        "composer",
+        "]:",
+        re.compile(r"\[(?:batch|ba)=(?P<step>\d{1,12})(?:/\d{1,12})?\]:"),
+        re.compile(r"^\s{0,99}(?:\d{1,9}:)?\s{0,99}Train ([^:]{1,199}): (\S+)"),
+    ),
+    BlockFormat(
+        "nemo-rl",
+        "==== Step ",
+        re.compile(r"={5,99} Step (?P<step>\d{1,12})/\d{1,12} ={5,99}"),
+        re.compile(r"^\s{0,9}\u2022 ((?:Policy )?Loss|Total step time): (\S{1,99})"),
+        gaps=100,
+    ),
+    BlockFormat(
+        "printed-dictionary",
+        "{'",
+        # EasyLM: `pprint` puts each metric on a line of its own.
+        re.compile(r"^\{(?='\w{1,99}': [^{},']{1,99},$)"),
+        re.compile(r"^[{ ]?'(\w{1,99})': ([^{},']{1,99})[,}]"),
+    ),
+    BlockFormat(
+        "block",
+        "",
+        # nnU-Net, Coqui and custom loops: a line of a counter, and a metric on each line below.
+        re.compile(
+            rf"^[^\w]{{0,99}}{_CLOCK}(?:\[?(?:INFO|DEBUG)\]?[^\w]{{1,9}})?"
+            r"(?:TIME: [\d: -]{10,30})?(?:STEP: \d{1,12}/\d{1,12}[^\w]{1,9})?"
+            r"(?:(?:global|learning|train|training)[ _])?(?:epoch|step|iteration|iter|round)"
+            r"[^\w]{1,9}(?P<step>\d{1,12})(?:\s?(?:/|of)\s?\d{1,12})?[^\w]{0,99}$",
+            re.IGNORECASE,
+        ),
+        re.compile(
+            rf"^[^\w]{{0,99}}{_CLOCK}([A-Za-z][\w /.()-]{{0,60}}?)[ :=]{{1,20}}"
+            r"([-+]?(?:\d[\d.]{0,40}(?:e[-+]?\d{1,4})?|nan|inf))(?=[\s,;%)]|s\b|$)",
+            re.IGNORECASE,
+        ),
+        gaps=100,
+        fallback=True,
+        aside=re.compile(
+            r"^[^\w]{0,99}(?:eval|valid|test)[a-z]{0,12}\b[^\d]{0,40}$", re.IGNORECASE
+        ),
+    ),
+)
+
+PATTERNS = (
+    # (what a line of the program contains, `--pattern`)
+    (r"^\[\d{1,9}\]\s.{0,400}?\btrain", r"^\[(?P<step>\d+)\].*?\btrain[^:]*: ?(?P<loss>\S+)"),
+    (r"^\d{1,9}:\s{1,9}learn: ", r"^(?P<step>\d+):\s+learn: (?P<loss>\S+)"),
+    (
+        r"^\s{0,20}\d{1,9}/\d{1,9}\s{1,20}[\d.]{1,9}G\s",
+        r"^ *(?P<step>\d+)/\d+ +[\d.]+G +(?P<loss>\S+)",
+    ),
+    (r"^\d{1,9}\s{1,9}\d{1,9}\.\d{1,9}\s", r"^(?P<step>\d+)\s+(?P<loss>\S+)"),
+)
+"""For XGBoost and LightGBM, CatBoost, Ultralytics' console, and fastai's tables."""

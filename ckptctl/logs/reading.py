@@ -9,21 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ckptctl.deadlines import Deadline
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.wrapped_logs import Unwrapper
 from ckptctl.formatting import command_line
-from ckptctl.loss.formats.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
-from ckptctl.loss.formats.console import pattern_format
-from ckptctl.loss.formats.fields import check_keys, with_ignored
-from ckptctl.loss.formats.records import TrainerState, is_document
-from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.segments import rotated_base
-from ckptctl.loss.sources import expanded, log_pieces, natural
-from ckptctl.loss.text_logs import TEXT_FORMATS, TextLog
+from ckptctl.logs.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
+from ckptctl.logs.collectors import Unwrapper
+from ckptctl.logs.console import pattern_format
+from ckptctl.logs.fields import check_keys, with_ignored
+from ckptctl.logs.records import TrainerState, is_document
+from ckptctl.logs.rows import Log, Marker, Row
+from ckptctl.logs.sources import expanded, log_pieces, natural, rotated_base
+from ckptctl.logs.text_logs import TEXT_FORMATS, TextLog
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import clamped
 from ckptctl.storage.logs import STDIN
@@ -74,33 +72,6 @@ class LogFormat:
         return with_ignored(self.keys or {}, self.ignored)
 
 
-class Log(Protocol):
-    """One log in one format, whose bytes are fed in pieces."""
-
-    @property
-    def format(self) -> str | None:
-        """Its name; None until it is detected."""
-        ...
-
-    @property
-    def n_without_step(self) -> int:
-        """Losses that were left out because the log does not show their step."""
-        ...
-
-    @property
-    def damage(self) -> str | None:
-        """Why reading stopped before the end; None where it did not."""
-        ...
-
-    def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """The rows and markers that these bytes complete."""
-        ...
-
-    def end(self) -> Iterator[Row | Marker]:
-        """The rows and markers that waited for more bytes."""
-        ...
-
-
 class LogReader:
     """Reads one log that is fed in pieces of any length, as a growing file gives them.
 
@@ -124,27 +95,18 @@ class LogReader:
         self._options = log_format or LogFormat()
         self._head = b""
         self._unwrapper: Unwrapper | None = None
-        self._log: Log | None = None
+        self.log: Log | None = None
+        """The log, once its first bytes are known."""
 
     @property
     def format(self) -> str | None:
         """The format of the log; None until it is detected."""
-        return None if self._log is None else self._log.format
-
-    @property
-    def n_without_step(self) -> int:
-        """Losses that were left out because the log does not show their step."""
-        return 0 if self._log is None else self._log.n_without_step
-
-    @property
-    def mention(self) -> str | None:
-        """The first line of text that mentions a loss, where no format was found."""
-        return self._log.mention if isinstance(self._log, TextLog) else None
+        return None if self.log is None else self.log.format
 
     @property
     def damage(self) -> str | None:
         """Why reading stopped before the end; None where it did not."""
-        return None if self._log is None else self._log.damage
+        return None if self.log is None else self.log.damage
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
@@ -160,31 +122,31 @@ class LogReader:
         if self._unwrapper is not None:
             data = self._unwrapper.feed(data) + self._unwrapper.end()
         yield from self._fed(data, 0)
-        if self._log is not None:
-            yield from self._log.end()
+        if self.log is not None:
+            yield from self.log.end()
 
     def _begun(self, data: bytes, n_needed: int) -> bytes:
         """The bytes of the log that can be read now: its first ones show whether it is text."""
-        if self._log is not None or self._unwrapper is not None:
+        if self.log is not None or self._unwrapper is not None:
             return data
         data, self._head = self._head + data, b""
         if len(data) < n_needed:
             self._head = data
             return b""
-        self._log = self._binary_log(data)
-        if self._log is None:
+        self.log = self._binary_log(data)
+        if self.log is None:
             self._unwrapper = Unwrapper()
         return data
 
     def _fed(self, data: bytes, n_needed: int = _HEAD_BYTES) -> Iterator[Row | Marker]:
-        if self._log is None:
+        if self.log is None:
             data, self._head = self._head + data, b""
             if self._unwrapper is None or len(data) < n_needed:
                 self._head = data
                 return
-            self._log = self._text_log(data)
+            self.log = self._text_log(data)
         if data:
-            yield from self._log.feed(data)
+            yield from self.log.feed(data)
 
     def _binary_log(self, head: bytes) -> Log | None:
         name, pattern, keys = self._options.name, self._options.pattern, self._options.names
@@ -200,7 +162,7 @@ class LogReader:
         detected = name is None and pattern is None
         if name == TrainerState.format or (detected and is_document(self.name, head)):
             return TrainerState(self.name, keys)
-        before = None if self._earlier is None else self._earlier._log
+        before = None if self._earlier is None else self._earlier.log
         self._earlier = None
         earlier = before if isinstance(before, TextLog) else None
         return TextLog(
@@ -353,8 +315,9 @@ def _first_clock(reader: LogReader, storage: StorageOptions) -> float | None:
 def _why_nothing(readers: Sequence[LogReader]) -> str:
     names = readers[0].name if len(readers) == 1 else f"{len(readers)} logs"
     n_bytes = sum(reader.n_bytes for reader in readers)
-    lost = sum(reader.n_without_step for reader in readers)
-    found = sorted({reader.format for reader in readers if reader.format is not None})
+    logs = [reader.log for reader in readers if reader.log is not None]
+    lost = sum(log.n_without_step for log in logs)
+    found = sorted({log.format for log in logs if log.format is not None})
     if not n_bytes:
         return f"{names}: empty; there is no loss to check"
     if lost:
@@ -364,22 +327,24 @@ def _why_nothing(readers: Sequence[LogReader]) -> str:
         )
     if found:
         return f"{names}: the rows in {found[0]} format have no loss ({n_bytes:,} bytes)"
-    mention = next((reader.mention for reader in readers if reader.mention is not None), None)
+    mention = next((log.mention for log in logs if log.mention is not None), None)
+    words = f"the first mention of a loss is {mention}" if mention else "no line mentions a loss"
     return (
-        f"{names}: no step with a loss in {n_bytes:,} bytes; none of {len(FORMATS)} formats fits"
-        + (
-            f"; the first mention of a loss is {mention}"
-            if mention
-            else "; no line mentions a loss"
-        )
+        f"{names}: no step with a loss in {n_bytes:,} bytes; none of {len(FORMATS)} formats fits; "
+        f"{words}"
     )
 
 
 def _pattern_command(readers: Sequence[LogReader]) -> str | None:
     """The command that reads an unknown format; None where the format is not the problem."""
-    if not any(reader.n_bytes for reader in readers) or any(r.n_without_step for r in readers):
+    logs = [reader.log for reader in readers if reader.log is not None]
+    if not any(reader.n_bytes for reader in readers) or any(log.n_without_step for log in logs):
         return None
-    if any(reader.format == "pattern" for reader in readers):
+    if any(log.format == "pattern" for log in logs):
         return "ckptctl loss --help"  # a pattern was given; suggesting another would not help
     names = (reader.name for reader in readers[:3])
-    return command_line("loss", *names, "--pattern", r"step (?P<step>\d+).* loss (?P<loss>\S+)")
+    found = (log.pattern for log in logs if log.pattern is not None)
+    return command_line("loss", *names, "--pattern", next(found, _ANY_PATTERN))
+
+
+_ANY_PATTERN = r"step (?P<step>\d+).* loss (?P<loss>\S+)"

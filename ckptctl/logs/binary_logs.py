@@ -21,9 +21,9 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 
-from ckptctl.loss.formats.fields import parse_step
-from ckptctl.loss.formats.records import RecordFile, RecordRows, decode_record, flat_pairs
-from ckptctl.loss.rows import LogPosition, Marker, Row
+from ckptctl.logs.fields import parse_step
+from ckptctl.logs.records import RecordFile, RecordRows, decode_record, flat_pairs
+from ckptctl.logs.rows import LogPosition, Marker, Row
 
 Value = int | bytes
 
@@ -38,8 +38,7 @@ class NotAMessage(ValueError):
 def fields(message: bytes) -> Iterator[tuple[int, Value]]:
     """Yield the number and the value of each field: an integer, or bytes.
 
-    Doubles, floats and nested messages are bytes; `double`, `single` and `fields` decode
-    them. Raises `NotAMessage`.
+    Doubles, floats and nested messages are bytes. Raises `NotAMessage`.
     """
     at, end = 0, len(message)
     while at < end:
@@ -61,47 +60,26 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
         at += length
 
 
-def double(value: Value) -> float:
-    """A field that is a double."""
-    return _float(value, "<d", 8)
+def _float(value: Value) -> float:
+    """A field that is a float or a double."""
+    if not isinstance(value, bytes) or len(value) not in (4, 8):
+        raise NotAMessage("not a float of 4 or 8 bytes")
+    (number,) = struct.unpack("<f" if len(value) == 4 else "<d", value)
+    return float(number)
 
 
-def single(value: Value) -> float:
-    """A field that is a float of 4 bytes."""
-    return _float(value, "<f", 4)
-
-
-def signed(value: Value) -> int:
+def _signed(value: int) -> int:
     """A field that is an int64; negative values are encoded in two's complement."""
-    if not isinstance(value, int):
-        raise NotAMessage("bytes where an integer is expected")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def zigzag(value: Value) -> int:
+def _zigzag(value: int) -> int:
     """A field that is a sint64."""
-    if not isinstance(value, int):
-        raise NotAMessage("bytes where an integer is expected")
     return (value >> 1) ^ -(value & 1)
 
 
-def packed(value: Value) -> bytes:
-    """A field that is a string, bytes or a message."""
-    if not isinstance(value, bytes):
-        raise NotAMessage("an integer where bytes are expected")
-    return value
-
-
-def text(value: Value) -> str:
-    """A field that is a string."""
-    return packed(value).decode("utf-8", "replace")
-
-
-def _float(value: Value, form: str, size: int) -> float:
-    if not isinstance(value, bytes) or len(value) != size:
-        raise NotAMessage(f"not a float of {size} bytes")
-    (number,) = struct.unpack(form, value)
-    return float(number)
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
@@ -226,15 +204,16 @@ class EventFile(RecordFile):
 
     def _event(self, event: bytes) -> Iterator[Row | Marker]:
         at, step, pairs, session = 0.0, 0, [], False
-        for number, value in fields(event):
-            if number == 1:
-                at = double(value)
-            elif number == 2:
-                step = signed(value)
-            elif number == 5:
-                pairs = [*_scalars(packed(value))]
-            elif number == 7:
-                session = (1, _START) in fields(packed(value))
+        for field in fields(event):
+            match field:
+                case 1, value:
+                    at = _float(value)
+                case 2, int(value):
+                    step = _signed(value)
+                case 5, bytes(value):
+                    pairs = [*_scalars(value)]
+                case 7, bytes(value):
+                    session = (1, _START) in fields(value)
         position = LogPosition(self._name, self._n_records)
         if session:
             yield from self._rows.end()
@@ -246,42 +225,39 @@ class EventFile(RecordFile):
 
 
 def _scalars(summary: bytes) -> Iterator[tuple[str, str]]:
-    for number, value in fields(summary):
-        if number != 1:
+    for number, scalar in fields(summary):
+        if number != 1 or not isinstance(scalar, bytes):
             continue
-        tag, scalar = "", None
-        for inner, part in fields(packed(value)):
-            if inner == 1:
-                tag = text(part)
-            elif inner == 2:
-                scalar = _exactly(part)
-            elif inner == 8:
-                scalar = _of_tensor(packed(part))
-        if tag and scalar is not None:
-            yield tag, scalar
+        tag, value = "", None
+        for field in fields(scalar):
+            match field:
+                case 1, bytes(part):
+                    tag = _text(part)
+                case 2, part:
+                    value = _exactly(_float(part))
+                case 8, bytes(part):
+                    value = _of_tensor(part)
+        if tag and value is not None:
+            yield tag, value
 
 
 def _of_tensor(tensor: bytes) -> str | None:
-    kind, content, floats, doubles = 0, b"", b"", b""
-    for number, value in fields(tensor):
-        if number == 1:
-            kind = signed(value)
-        elif number == 4:
-            content = packed(value)
-        elif number == 5:
-            floats = packed(value)
-        elif number == 6:
-            doubles = packed(value)
-    if kind == _FLOAT and len(floats or content) == 4:
-        return _exactly(floats or content)
-    if kind == _DOUBLE and len(doubles or content) == 8:
-        return repr(double(doubles or content))
-    return None
+    """The scalar in a tensor: its elements packed in a field of their own, or raw bytes."""
+    kind, content = 0, b""
+    for field in fields(tensor):
+        match field:
+            case 1, int(value):
+                kind = value
+            case ((4 | 5 | 6), bytes(value)) if value:
+                content = value
+    if len(content) != {_FLOAT: 4, _DOUBLE: 8}.get(kind):
+        return None
+    return _exactly(_float(content))
 
 
-def _exactly(value: int | bytes) -> str:
+def _exactly(value: float) -> str:
     # 17 digits: the whole float, with a quantum of 0.
-    return f"{single(value):.17e}"
+    return f"{value:.17e}"
 
 
 WANDB_MAGIC = b":W&B"
@@ -296,7 +272,6 @@ _MAX_RECORD = 1 << 20
 _STEPS_OF_RUN = ("train/global_step", "trainer/global_step")
 
 _HISTORY = 2  # field of Record
-_ITEM, _STEP = 1, 2  # fields of HistoryRecord
 
 
 class WandbFile(RecordFile):
@@ -366,16 +341,18 @@ class WandbFile(RecordFile):
         return taken
 
     def _history(self, record: bytes) -> Iterator[Row | Marker]:
-        for number, value in fields(record):
-            if number != _HISTORY:
+        for number, history in fields(record):
+            if number != _HISTORY or not isinstance(history, bytes):
                 continue
             step: int | None = None
             pairs: list[tuple[str, str]] = []
-            for inner, part in fields(packed(value)):
-                if inner == _ITEM:
-                    pairs += _item(packed(part))
-                elif inner == _STEP:
-                    step = next((signed(v) for n, v in fields(packed(part)) if n == 1), 0)
+            for field in fields(history):
+                match field:
+                    case 1, bytes(item):
+                        pairs += _item(item)
+                    case 2, bytes(counter):
+                        values = [v for n, v in fields(counter) if n == 1 and isinstance(v, int)]
+                        step = _signed(values[0]) if values else 0
             of_run = next((text for name, text in pairs if name in _STEPS_OF_RUN), None)
             self._has_steps_of_run = self._has_steps_of_run or of_run is not None
             if self._has_steps_of_run:
@@ -386,18 +363,20 @@ class WandbFile(RecordFile):
 
 
 def _item(item: bytes) -> Iterator[tuple[str, str]]:
-    key, nested = "", []
-    for number, value in fields(item):
-        if number == 1:
-            key = text(value)
-        elif number == 2:
-            nested.append(text(value))
-        elif number == 5:
-            yield key or "/".join(nested), str(zigzag(value))
-        elif number == 6:
-            yield key or "/".join(nested), f"{double(value):.17e}"
-        elif number in (8, 16):
-            # JSON: a number, or a record of them.
-            record = decode_record(f'{{"": {text(value)}}}') or {}
-            for below, value_text in flat_pairs(record):
-                yield (key or "/".join(nested)) + below, value_text
+    key, nested = "", list[str]()
+    for field in fields(item):
+        name = key or "/".join(nested)
+        match field:
+            case 1, bytes(value):
+                key = _text(value)
+            case 2, bytes(value):
+                nested.append(_text(value))
+            case 5, int(value):
+                yield name, str(_zigzag(value))
+            case 6, value:
+                yield name, _exactly(_float(value))
+            case ((8 | 16), bytes(value)):
+                # JSON: a number, or a record of them.
+                record = decode_record(f'{{"": {_text(value)}}}') or {}
+                for below, text in flat_pairs(record):
+                    yield name + below, text

@@ -1,4 +1,4 @@
-"""Logs as programs printed them: `tests/loss/data` holds what a real training job wrote.
+"""Logs as programs printed them: `tests/logs/data` holds what a real training job wrote.
 
 The jobs of Lightning 2.6 train 23 steps in epochs of 10, and resume from step 15, in the
 middle of an epoch. That of Keras 3.15 trains three epochs of 9 batches.
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptctl.logs.reading import read_logs
+from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import check_loss
-from ckptctl.loss.reading import read_logs
-from ckptctl.loss.rows import Marker, Row
 
 DATA = Path(__file__).parent / "data"
 

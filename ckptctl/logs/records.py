@@ -11,15 +11,13 @@ import codecs
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from decimal import Decimal
 from typing import Any
 
+from msgspec.structs import replace
+
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
-from ckptctl.loss.formats.console import FirstModel
-from ckptctl.loss.formats.fields import FIELDS, RowMaker, parse_step, plain_name
-from ckptctl.loss.rows import LogPosition, Marker, RankReader, Row
-from ckptctl.outside_numbers import finite
+from ckptctl.logs.fields import FIELDS, RowMaker, parse_step, plain_name
+from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row
 
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
@@ -47,22 +45,20 @@ class RecordRows:
         step: int | None = None,
         at: float | None = None,
         counts: str | None = None,
-    ) -> Iterator[Row]:
-        """Add a record; yield the row before it, if it belongs to another one."""
+    ) -> Sequence[Row]:
+        """Add a record; the row before it, if it belongs to another one."""
         row = self.maker.row(pairs, position, step=step, at=at, counts=counts)
         if row is None or not _has_values(row):
-            return
+            return ()
         held = self._held
         both = _merged(held, row) if held is not None and held.step == row.step else None
         self._held = both or row
-        if held is not None and both is None:
-            yield held
+        return () if held is None or both is not None else (held,)
 
-    def end(self) -> Iterator[Row]:
+    def end(self) -> Sequence[Row]:
         """The last row."""
         held, self._held = self._held, None
-        if held is not None:
-            yield held
+        return () if held is None else (held,)
 
 
 class RecordReader(RankReader):
@@ -72,26 +68,20 @@ class RecordReader(RankReader):
         self._rows = RecordRows(keys, trimmed=True)
         self._maker = self._rows.maker
 
-    def end(self) -> Iterator[Row]:
+    def end(self) -> Sequence[Row]:
         """The last row."""
         return self._rows.end()
 
 
-class RecordFile:
-    """A log that is one file of records, fed in pieces of any length.
-
-    `damage` is why reading stopped.
-    """
-
-    n_without_step = 0
+class RecordFile(Log):
+    """A log that is one file of records."""
 
     def __init__(self, name: str, rows: RecordRows | RecordReader) -> None:
         self._name = name
         self._of_records = rows
         self._n_records = 0
-        self.damage: str | None = None
 
-    def end(self) -> Iterator[Row | Marker]:
+    def end(self) -> Iterable[Row | Marker]:
         """The last row."""
         return self._of_records.end()
 
@@ -164,26 +154,24 @@ def is_training(record: Mapping[str, Any]) -> bool:
 class JsonLinesReader(RecordReader):
     """Reads lines that are or end with one JSON object."""
 
-    name = "jsonl"
-    hint = "{"
-
-    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
         at = text.find("{")
         if at < 0 or (text[:at].strip() and not any(name in text[:at] for name in _BEFORE)):
-            return
+            return ()
         record = decode_record(text[at:].strip())
         if record is None:
-            return
+            return ()
         history = record.get("log_history")
-        for each in history if isinstance(history, list) else [record]:
-            if isinstance(each, dict):
-                yield from self.add(each, position)
+        records = history if isinstance(history, list) else [record]
+        return [
+            row for each in records if isinstance(each, dict) for row in self.add(each, position)
+        ]
 
-    def add(self, record: Mapping[str, Any], position: LogPosition) -> Iterator[Row]:
+    def add(self, record: Mapping[str, Any], position: LogPosition) -> Sequence[Row]:
         """The rows that this record completes."""
         if not is_training(record):
-            return
+            return ()
         pairs = [*flat_pairs(record), *_one_metric(record)]
         step = counts = None
         if record.keys() >= _OF_EPOCHS and not any(
@@ -191,16 +179,11 @@ class JsonLinesReader(RecordReader):
         ):
             epoch = record["epoch"]
             step, counts = parse_step(epoch) if isinstance(epoch, str) else None, "epochs"
-        yield from self._rows.add(pairs, position, step=step, counts=counts)
+        return self._rows.add(pairs, position, step=step, counts=counts)
 
 
 class TableReader(RecordReader):
     """Reads the lines of a table with a header, such as Lightning's `metrics.csv`."""
-
-    name = "csv"
-    hint = ""
-    delimiters: Sequence[str | None] = (",", "\t", ";", "|", None)
-    """None is any white space."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
         super().__init__(keys)
@@ -208,42 +191,30 @@ class TableReader(RecordReader):
         self._delimiter: str | None = None
         self._counts: str | None = None
 
-    @property
-    def begun(self) -> bool:
-        """Whether a header was seen."""
-        return bool(self._names)
-
-    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
         if self._header(text, position.file) or not self._names:
-            return
+            return ()
         cells = _cells(text, self._delimiter)
-        if not self._is_row(cells):
-            return
-        yield from self._rows.add(self._pairs(cells), position, counts=self._counts)
-
-    def _pairs(self, cells: Sequence[str]) -> list[tuple[str, str]]:
-        return [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
-
-    def _is_row(self, cells: Sequence[str]) -> bool:
-        return bool(cells)
+        pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
+        return self._rows.add(pairs, position, counts=self._counts) if cells else ()
 
     def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
         # A sentence is not a header: between blanks, every cell must be a known name.
-        return all(
-            map(self._maker.knows, names) if delimiter is None else map(plain_name, names[1:])
-        )
+        if delimiter is None:
+            return all(map(self._maker.field, names))
+        return all(map(plain_name, names[1:]))
 
     def _header(self, text: str, file: str) -> bool:
         # A job that resumes into the same file writes the header again.
         if text.strip() == _TENSORBOARD_EXPORT:
             tag = _TAG.search(file)
-            named = "loss" if tag is None or not self._maker.knows(tag[1]) else tag[1]
+            named = "loss" if tag is None or self._maker.field(tag[1]) is None else tag[1]
             self._names, self._delimiter = ("wall_time", "step", named), ","
             return True
         if not _STEP_WORD.search(text) and not self._maker.own:
             return False
-        for delimiter in self.delimiters:
+        for delimiter in _DELIMITERS:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
             of_steps = any(self._maker.field(name) == "step" for name in cells)
@@ -257,60 +228,8 @@ class TableReader(RecordReader):
         return False
 
 
-class PrintedTableReader(TableReader):
-    """Reads a table that a program prints: between blanks, as fastai's, or drawn with bars."""
-
-    name = "table"
-    delimiters = ("|", None)
-
-    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        super().__init__(keys)
-        self._model = FirstModel()
-
-    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
-        """The rows that this line completes."""
-        inside = text.strip()
-        inside = inside.removeprefix("|").removesuffix("|") if inside[:1] == "|" else text
-        yield from super().read(inside, position)
-
-    def _is_row(self, cells: Sequence[str]) -> bool:
-        """Whether all cells are numbers or times, and the row is one of the first model."""
-        if len(cells) != len(self._names) or not all(map(_CELL.fullmatch, cells)):
-            return False
-        fields = [self._maker.field(name) for name in self._names]
-        step = parse_step(cells[fields.index("step")])
-        return step is not None and self._model.has(step)
-
-    def _pairs(self, cells: Sequence[str]) -> list[tuple[str, str]]:
-        pairs = super()._pairs(cells)
-        parts = [Decimal(c) for name, c in pairs if name == _PART and finite(c) is not None]
-        return [*pairs, ("loss", str(sum(parts)))] if parts else pairs
-
-    def _header(self, text: str, file: str) -> bool:
-        if text.startswith(_SPACY):
-            cells = re.split(r"\s{2,}", text.strip())
-            columns = [_SPACY_COLUMNS.get(cell, cell) for cell in cells]
-            names = [_PART if _SPACY_LOSS.fullmatch(cell) else cell for cell in columns]
-            if _PART in names and "step" in names:
-                self._names, self._delimiter = tuple(names), None
-                self._counts = "epochs" if cells[0] == "Itn" else None
-                return True
-        return super()._header(text, file)
-
-    def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
-        return delimiter == "|" or all(self._maker.knows(n) or _NAME.fullmatch(n) for n in names)
-
-
-_SPACY = ("E    #  ", "Itn  ")
-_SPACY_COLUMNS = {"E": "epoch", "#": "step", "Itn": "step"}
-_PART = "part of the loss"
-# What the embeddings of spaCy list as theirs is a part of the losses of the components.
-_SPACY_LOSS = re.compile(r"LOSS (?!TOK2VEC|TRANS)\S.{0,40}|\S{1,40} Loss")
-_NAME = re.compile(
-    r"(?=[a-z][a-z0-9]{0,40}_)[a-z0-9_]{1,80}|accuracy|perplexity|elapsed|f1|auc|dice"
-)
-_CELL = re.compile(r"[-+]?[\d.]{1,40}(?:e[-+]?\d{1,4})?%?|nan|[-+]?inf|(?:\d{1,4}:)?\d\d:\d\d")
-
+_DELIMITERS = (",", "\t", ";", "|", None)
+"""None is any white space."""
 _FOR_EPOCHS = {"epoch": "step", "time": "since_start"}
 """Columns of a table with a row for each epoch: timm, Keras, Ultralytics."""
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptctl.loss.rows import LogPosition, Marker
+from ckptctl.logs.rows import LogPosition, Marker
 from ckptctl.outside_numbers import clamped, whole
 
 MAX_TEXT = 300
@@ -95,54 +95,17 @@ _PHRASES = (
 )
 
 HINTS: Sequence[bytes] = (
-    b"uccessfully loaded checkpoint",
-    b"oading the checkpoint",
-    b"raining starts at",
-    b"fresh start",
-    b"oaded checkpoint",
-    b"No existing checkpoint",
-    b"estored all states",
-    b"esumed ",
-    b"esuming ",
-    b"esume ",
-    b"tarting training",
-    b"Continuing training",
-    b"oading checkpoint from",
-    b"from scratch",
-    b"heckpoint",
-    b"ckpt",
-    b"napshot",
-    b"tate from",
-    b"ontinu",
-    b"tarting ",
-    b"Start from",
-    b"NEW RUN",
-    b"Trainer.fit` stopped",
-    b"accumulate_grad_batches",
+    *(b"heckpoint", b"ckpt", b"napshot", b"tate from", b"ontinu", b"tarting ", b"Start from"),
+    *(b"raining starts", b"ing training", b"fresh start", b"from scratch", b"estored all states"),
+    *(b"esumed ", b"esuming ", b"esume ", b"NEW RUN"),
+    *(b"accumulate_grad_batches", b"Trainer.fit` stopped"),
 )
 """Every marker's line contains one of these literals; other lines are not matched."""
 
-# Each literal contains one of these.
-_ROOTS = (
-    *(b"heckpoint", b"ckpt", b"napshot", b"tate from", b"ontinu", b"tarting ", b"Start from"),
-    *(b"raining starts", b"ing training", b"fresh start", b"from scratch"),
-    *(
-        b"estored all states",
-        b"esumed ",
-        b"esuming ",
-        b"esume ",
-        b"NEW RUN",
-        b"accumulate_grad_batches",
-    ),
-    b"Trainer.fit` stopped",
-)
 # With few kinds of characters kept, a line has a tenth of its length, and lines that differ
 # only in numbers are equal.
 _DROPPED = bytes(byte for byte in range(256) if byte not in b"chkpemngsudNW\n")
-_LITERALS = tuple(
-    (root.translate(None, _DROPPED), root, tuple(hint for hint in HINTS if root in hint))
-    for root in _ROOTS
-)
+_OUTLINES = tuple((hint.translate(None, _DROPPED), hint) for hint in HINTS)
 _MAX_OUTLINES = 4_000
 _MAX_OUTLINE_BYTES = 1_000
 
@@ -164,18 +127,16 @@ class HintFinder:
         if not new:
             return []
         outlines = b"\n".join(new)
-        suspected = [each for each in _LITERALS if each[0] in outlines]
+        suspected = [each for each in _OUTLINES if each[0] in outlines]
         if len(self._seen) > _MAX_OUTLINES:
             self._seen.clear()
         self._seen.update(
             outline
             for outline in new
             if len(outline) <= _MAX_OUTLINE_BYTES
-            and not any(kept in outline for kept, _, _ in suspected)
+            and not any(kept in outline for kept, _ in suspected)
         )
-        return [
-            hint for _, root, hints in suspected if root in block for hint in hints if hint in block
-        ]
+        return [hint for _, hint in suspected if hint in block]
 
 
 _ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")

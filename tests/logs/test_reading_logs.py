@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, PathNotFound, UsageError
-from ckptctl.loss.reading import LogFormat, LogReader, read_logs
-from ckptctl.loss.rows import Marker, Number, Row
+from ckptctl.logs.reading import LogFormat, LogReader, read_logs
+from ckptctl.logs.rows import Marker, Number, Row
 from ckptctl.options import StorageOptions
 
 MEGATRON = (
@@ -99,7 +99,7 @@ def test_a_damaged_packed_log_is_unreadable_behind_the_damage(tmp_path, packer):
 
 def test_standard_input_is_read():
     program = (
-        "from ckptctl.loss.reading import read_logs\n"
+        "from ckptctl.logs.reading import read_logs\n"
         "print([(row.position.file, row.step) for row in read_logs(['-'])])"
     )
     done = subprocess.run(

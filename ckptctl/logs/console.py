@@ -1,0 +1,494 @@
+"""Read the output of programs that print a training step as text.
+
+`formats` describes the lines. A line that a terminal or a log collector wrapped is joined
+again. `BLOCK_FORMATS` are a heading that names the step, then one metric per line. The Hugging
+Face trainer prints a dictionary without a step, followed by a progress bar that shows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckptctl.errors import UsageError
+from ckptctl.logs.clocks import clock_in
+from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
+from ckptctl.logs.formats import PATTERNS, BlockFormat, LineFormat
+from ckptctl.logs.log_lines import stamp_end
+from ckptctl.logs.rows import LogPosition, Number, RankReader, Row
+from ckptctl.logs.templates import Templates
+from ckptctl.outside_numbers import clamped, whole
+
+_MAX_WRAPS = 8
+
+# A throughput whose unit is behind it; that of one device is left out.
+_RATES = re.compile(r"(?<![\w.,/])(\d[\d,.]{0,20}[kKM]?) ?tok(?:en)?s?/s(?:ec)?(?![\w/])")
+
+EPOCH_HINT = "poch"
+_EPOCH_ABOVE = re.compile(
+    r"(?i)^\W{0,40}(?:\d{4}-\d\d-\d\d[^a-z]{1,40})?(?:(?:INFO|DEBUG)\W{1,9}(?:[\w.]{1,80}\W{1,9})?)?"
+    r"(?:(?:start(?:ing|ed)?|begin(?:ning)?|train(?:ing)?) )?"
+    r"epoch[ :=#\[(]{1,4}(?P<epoch>\d{1,9})(?: ?(?:/|of) ?\d{1,9})?\W{0,99}$"
+)
+"""A line that names an epoch, and nothing else: its steps follow."""
+
+
+def pattern_format(pattern: str) -> LineFormat:
+    """The format of a `--pattern`: a regular expression whose groups are named as fields.
+
+    Raises `UsageError` where it is not valid, or has no group `step`.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"--pattern {pattern!r}: not a regular expression: {error}") from error
+    unknown = sorted(set(compiled.groupindex) - set(FIELDS))
+    if unknown or "step" not in compiled.groupindex:
+        wrong = f"unknown group {unknown[0]!r}" if unknown else "no group named step"
+        raise UsageError(
+            f"--pattern {pattern!r}: {wrong}; the groups have the names of fields: "
+            + ", ".join(FIELDS)
+        )
+    return LineFormat("pattern", "", pattern)
+
+
+# A number, and behind it a loss.
+_STEP_AND_LOSS = re.compile(
+    r"(?P<step>[A-Za-z_]{1,30}[ :=#\[(]{1,4})\d{1,12}\b.{0,300}?"
+    r"(?P<loss>\b[\w/]{0,40}loss[\w/]{0,40}['\"]?[ :=]{1,4})[-+]?\d{1,9}\.\d",
+    re.IGNORECASE,
+)
+
+
+def pattern_for(line: str) -> str | None:
+    """A `--pattern` for the lines of a program whose format is not known."""
+    for hint, pattern in PATTERNS:
+        if re.search(hint, line):
+            return pattern
+    named = _STEP_AND_LOSS.search(line)
+    if named is None:
+        return None
+    step, loss = (re.escape(named[name]).replace("\\ ", " ") for name in ("step", "loss"))
+    return rf"{step}(?P<step>\d+).*?{loss}(?P<loss>[^\s,;|)\]]+)"
+
+
+_OF_STEP = ("step", "epoch", "per", "it")
+_IN_TEMPLATES = frozenset((*_OF_STEP, *NUMBERS, "step_time_ms", "interval"))
+
+Span = tuple[int, int]
+
+
+class LineReader(RankReader):
+    """Reads the lines of one rank in one format of one line a step."""
+
+    def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:
+        self.format = form
+        self._head = re.compile(form.head)
+        self._pairs = re.compile(form.pairs) if form.pairs else None
+        self._tail = re.compile(form.tail) if form.tail else None
+        self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
+        self.templates = Templates()
+        """Those of all ranks of the log."""
+        self._held: tuple[str, str, LogPosition] | None = None
+        self._joined = ""
+        self._n_wraps = 0
+        self._rounds = Rounds()
+        self._epoch_above: int | None = None
+        self._has_rows = False
+        self._drawn: Row | None = None
+        self._n_drawn = 0
+        self._last_loss: Number | None = None
+        self.accumulated = 1
+        """How many batches of a progress bar make one step."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the next line may belong to a row that is not complete."""
+        return self._held is not None
+
+    def read(self, text: str, position: LogPosition) -> Sequence[Row]:
+        """The rows that this line completes."""
+        if self._held is None and (found := self.templates.read(text)) is not None:
+            return self._row(*found, position)
+        stamp, head = "", self._head.search(text) if self.format.hint in text else None
+        if head is None and self.format.hint in text and (begin := stamp_end(text)):
+            stamp, text = text[:begin], text[begin:]
+            head = self._head.search(text)
+        if head is None:
+            done = self._wrapped(text) if self._held is not None else ()
+            is_heading = self.format.epochs_above and self._take_epoch(text)
+            return [*done, *self.end()] if is_heading else done
+        done = self._finished()
+        if self._tail is None or self._tail.search(text, head.start()):
+            return [*done, *self._parsed(stamp, text, head, position)]
+        self._held, self._joined, self._n_wraps = (stamp, text, position), text, 0
+        return done
+
+    def end(self) -> Sequence[Row]:
+        """The row that waited for the end of its line."""
+        rows = self._finished()
+        drawn, self._drawn = self._drawn, None
+        # A bar is drawn first with the loss of the step before, where a process may have ended.
+        is_first = self._n_drawn == 1 and not self.format.epochs_above
+        if drawn is None or (is_first and drawn.loss == self._last_loss):
+            return rows
+        return [*rows, drawn]
+
+    def _finished(self) -> Sequence[Row]:
+        """The rows that the line completes whose end is missing."""
+        if self._held is None:
+            return ()
+        (stamp, text, position), self._held = self._held, None
+        head = self._head.search(text)
+        return () if head is None else self._parsed(stamp, text, head, position)
+
+    def resume(self, step: int | None) -> None:
+        """Take note that the log announced a resume after `step`."""
+        self._rounds.resume(None if step is None else step * self._batches)
+
+    def stop(self, step: int | None) -> None:
+        """Take note that the log announced the end of the training at `step`."""
+        self._rounds.stop(None if step is None else step * self._batches)
+
+    def follow(self, earlier: LineReader) -> None:
+        """Take note that the log continues the one that `earlier` read."""
+        self._rounds.follow(earlier._rounds)
+
+    @property
+    def _batches(self) -> int:
+        """How many of the steps that are printed make one step of the run."""
+        return self.accumulated if self.format.redrawn and self.format.rounds else 1
+
+    def _take_epoch(self, text: str) -> bool:
+        """Keep the epoch that a line above the rows names; False for any other line.
+
+        Where rows are above the first of these lines, an epoch may be named at its end.
+        """
+        if EPOCH_HINT not in text:
+            return False
+        named = _EPOCH_ABOVE.match(text[stamp_end(text) :])
+        if named is None or (self._epoch_above is None and self._has_rows):
+            return False
+        self._epoch_above = whole(named["epoch"])
+        return True
+
+    def _wrapped(self, text: str) -> Sequence[Row]:
+        if self._held is None or self._tail is None:
+            return ()
+        # A terminal breaks a line anywhere; a formatter breaks at a space and indents the rest.
+        self._joined += " " + text.lstrip() if text[:1].isspace() else text
+        self._n_wraps += 1
+        if self._tail.search(self._joined):
+            stamp, _, position = self._held
+            self._held = (stamp, self._joined, position)
+            return self._finished()
+        return self._finished() if self._n_wraps >= _MAX_WRAPS else ()
+
+    def _parsed(
+        self, stamp: str, text: str, head: re.Match[str], position: LogPosition
+    ) -> Sequence[Row]:
+        spans = {name: head.span(name) for name, value in head.groupdict().items() if value}
+        named = [*((name, span) for name, span in spans.items() if name in FIELDS)]
+        named += self._named(text, head.start())
+        best = self._maker.best(named)
+        if "loss" in best:
+            n_kinds = len(self._maker.seen_losses)
+            if self._maker.is_repeated(best["loss"][2]):
+                del best["loss"]
+            if len(self._maker.seen_losses) > n_kinds:
+                self.templates.clear()  # another name may be that of the loss from here on
+        of_step = {name: span for name, span in spans.items() if name in _OF_STEP}
+        places = {**{field: span for field, (_, span, _) in best.items()}, **of_step}
+        texts = {field: text[slice(*span)] for field, span in places.items()}
+        at_s = clock_in(text)
+        row = self._row(texts, clock_in(stamp) if at_s is None else at_s, position)
+        if row and "loss" in best and places.keys() <= _IN_TEMPLATES:
+            n = len(stamp)
+            moved = {field: (n + begin, n + end) for field, (begin, end) in places.items()}
+            self.templates.learn(stamp + text, moved, 0 if at_s is None else n)
+        return row
+
+    def _named(self, text: str, start: int) -> Iterator[tuple[str, Span]]:
+        """The names in a line, and where their values are."""
+        if self._pairs is None:
+            return
+        for match in self._pairs.finditer(text, start):
+            yield match[1], match.span(2)
+        if "tok" in text:
+            for match in _RATES.finditer(text, start):
+                yield "tok/s", match.span(1)
+
+    def _row(self, texts: dict[str, str], at: float | None, position: LogPosition) -> Sequence[Row]:
+        step = self._step(texts)
+        if step is None:
+            return ()
+        row = self._maker.row_of(step, position, texts, at=at, counts=self.format.counts)
+        if not self.format.redrawn:
+            return (row,)
+        drawn, self._drawn = self._drawn, row
+        self._n_drawn += 1
+        if drawn is None or drawn.step == row.step:
+            return ()
+        self._n_drawn, self._last_loss = 1, drawn.loss
+        return (drawn,)
+
+    def _step(self, texts: Mapping[str, str]) -> int | None:
+        step = parse_step(texts["step"]) if "step" in texts else None
+        if step is not None and not self.format.rounds:
+            return step
+        if step == 0 and self.format.redrawn:
+            return None  # a bar of which no step is done has the loss of the bar before
+        per = whole(texts["per"]) if "per" in texts else None
+        epoch = whole(texts["epoch"]) if "epoch" in texts else self._epoch_above
+        if step is None:
+            it = whole(texts.get("it"))
+            return None if epoch is None or per is None or it is None else (epoch - 1) * per + it
+        self._has_rows = True
+        batch = self._rounds.step(step, per, epoch)
+        return -(-batch // self._batches)
+
+
+class Rounds:
+    """Numbers the steps of the run where a log starts them again in each round.
+
+    A round is an epoch, or a progress bar from its beginning to its end. Every step must be
+    passed in, in the order of the log. The round in which a log begins is unknown, unless a
+    line announced the step of the run after which it resumed, or the log before it shows at
+    which step an epoch began.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: Rounds | None = None
+        self._before: dict[int | None, int] = {}
+        self._epoch: int | None = None
+        self._last = 0
+        self._spacing = 1
+        self._per: int | None = None
+        self._longest = 0
+        self._resumed: int | None = None
+        self._stopped: int | None = None
+
+    def follow(self, earlier: Rounds) -> None:
+        """Take note that `earlier` counted the rounds of the log before this one."""
+        self._earlier = earlier
+
+    def resume(self, step: int | None) -> None:
+        """Take note that the next step follows `step` of the run."""
+        self._resumed, self._stopped = step, None
+
+    def stop(self, step: int | None) -> None:
+        """Take note that the run ended at `step`: a bar that is drawn once more is at it.
+
+        Off a terminal, rich draws each bar of a process only then.
+        """
+        self._stopped = step
+
+    def step(self, step: int, per: int | None, epoch: int | None) -> int:
+        """The step of the run; `per` is the number of steps in a round, where it is known.
+
+        Steps that continue over the end of an epoch are already those of the run. Without
+        `epoch`, a round ends with its last step; a process that restarted continues the
+        round in which it ended.
+        """
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None and epoch is not None and earlier._epoch is not None:
+            self._before = dict(earlier._before)  # the log before may grow, too
+            self._epoch, self._last = earlier._epoch, earlier._last
+            self._per, self._longest = earlier._per, earlier._longest
+            self._spacing = earlier._spacing
+        resumed, self._resumed = self._resumed, None
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None and per is not None and per <= step <= stopped:
+            return stopped
+        # The last round of a run can be cut short.
+        self._longest = max(self._longest, per or 0)
+        if resumed is not None and (before := self._steps_before(resumed, step)) is not None:
+            self._before = {known: n for known, n in self._before.items() if known is not None}
+            self._before[epoch] = before
+        elif self._begins(step, per, epoch):
+            # Where rounds begin at 0, the last row of one is not its end.
+            ended = self._last + (self._spacing if step == 0 else 0)
+            self._before[epoch] = self._before[self._epoch] + (self._per or ended)
+        elif epoch == self._epoch and step > self._last:
+            self._spacing = step - self._last
+        before = self._before.setdefault(epoch, self._before.get(self._epoch, 0))
+        self._epoch, self._last, self._per = epoch, step, per
+        return before + step
+
+    def _steps_before(self, resumed: int, step: int) -> int | None:
+        """The steps of the run before the round in which a process resumes after `resumed`.
+
+        None where the steps are not those that the checkpoint counts: a batch, where
+        several make one update of the weights.
+        """
+        before = resumed - resumed % self._longest if self._longest else resumed + 1 - step
+        return before if before >= 0 and before + step > resumed else None
+
+    def _begins(self, step: int, per: int | None, epoch: int | None) -> bool:
+        if step > self._last or self._epoch not in self._before:
+            return False
+        if epoch is not None and self._epoch is None:
+            # The bar of the first epoch after a resume does not name it.
+            return self._per is None and epoch not in self._before
+        if epoch is None or self._epoch is None:
+            return epoch is None and self._last == per and step < self._last
+        return epoch > self._epoch and epoch not in self._before
+
+
+_TRAINS = re.compile(r"train|epoch", re.IGNORECASE)
+
+
+class BlockReader(RankReader):
+    """Reads the lines of one rank in a format with one block per step."""
+
+    def __init__(self, form: BlockFormat, keys: Mapping[str, str] | None = None) -> None:
+        self.format = form
+        self._maker = RowMaker(keys)
+        self._step: int | None = None
+        self._position: LogPosition | None = None
+        """Of the heading of the current block; None outside blocks."""
+        self._at: float | None = None
+        self._pairs: list[tuple[str, str]] = []
+        self._n_others = 0
+        self._is_aside = False
+
+    @property
+    def open(self) -> bool:
+        """Whether the next line may belong to the current block."""
+        return self._position is not None
+
+    def read(self, text: str, position: LogPosition) -> Sequence[Row]:
+        """The row of the block that this line ends."""
+        if self.format.aside is not None and self.format.aside.match(text):
+            self._is_aside = True
+            return self.end()
+        if self._is_aside and not _TRAINS.search(text):
+            return ()
+        self._is_aside = False
+        head = self.format.head.search(text) if self.format.hint in text else None
+        is_inside = head is None and self._position is not None
+        if is_inside and (self._add(text) or self._n_others < self.format.gaps):
+            return ()
+        done = self.end()
+        step = head.groupdict().get("step") if head is not None else None
+        self._step = None if step is None else parse_step(step)
+        if head is not None and (step is None or self._step is not None):
+            self._position, self._at, self._n_others = position, clock_in(text), 0
+            self._add(text)
+        return done
+
+    def _add(self, text: str) -> bool:
+        """Take the metric of a line into the block; False for any other line."""
+        metric = self.format.metric.match(text)
+        if metric is None:
+            self._n_others += 1
+            return False
+        self._pairs.append((metric[1], metric[2]))
+        return True
+
+    def end(self) -> Sequence[Row]:
+        """The row of the current block."""
+        step, pairs, position = self._step, self._pairs, self._position
+        self._step, self._position, self._pairs = None, None, []
+        if position is None or not any(self._maker.field(name) for name, _ in pairs):
+            return ()
+        row = self._maker.row(pairs, position, step=step, at=self._at)
+        return () if row is None else (row,)
+
+
+_DICTIONARY = re.compile(r"\{[^{}]{0,2000}'loss': [^{}]{0,2000}\}")
+_PAIR = re.compile(r"'([\w/]{1,99})': '?([^,'}]+)'?")
+# Bars of downloads and of tokenizers have a text before them.
+_BAR = re.compile(
+    r"^\s{0,99}\d{1,3}%\|.{0,400}?\|\s{0,99}(?P<step>\d{1,12})/(?P<total>\d{1,12}) \["
+)
+_BLANKS = " " * 16
+
+
+class HfConsoleReader(RankReader):
+    """Reads the dictionaries and progress bars of one rank.
+
+    The bar is drawn again directly after a dictionary, with the step of the dictionary. A
+    dictionary in the line of a bar has the step of that bar; if the trainer repeats it, the bar
+    was drawn late, and the bar behind the repetition counts.
+    Without bars the rows have no step; `n_without_step` counts these, which are left out.
+    """
+
+    name = "hf-console"
+    hint = "'loss': "
+    bar_hint = "%|"
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._maker = RowMaker(keys, trimmed=True)
+        self._bar: tuple[int, int] | None = None
+        self._latest: tuple[int, int] | None = None
+        self._total: int | None = None
+        self._held: tuple[str, LogPosition] | None = None
+        self._taken: tuple[int, int] | None = None
+        self._is_beside = False
+        self.n_without_step = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether a dictionary waits for its progress bar."""
+        return self._held is not None
+
+    def read(self, text: str, position: LogPosition) -> Sequence[Row]:
+        """The row of the dictionary before this progress bar."""
+        bar = _BAR.match(text) if self.bar_hint in text else None
+        rows: Sequence[Row] = ()
+        if bar is not None:
+            rows = self._drawn((clamped(bar["step"]), clamped(bar["total"])))
+        found = _DICTIONARY.search(text) if self.hint in text else None
+        if found is not None:
+            is_repeated = self._is_beside and self._held is not None and found[0] == self._held[0]
+            if not is_repeated:
+                rows = [*rows, *self.end()]
+            self._held = (found[0], position)
+            # A logger writes behind the bar of the step; tqdm blanks the bar before it writes.
+            is_beside = bar is not None and _BLANKS not in text[bar.end() : found.start()]
+            self._is_beside = is_beside and self._bar == self._latest
+        return rows
+
+    def end(self) -> Sequence[Row]:
+        """The row of a dictionary that no bar followed; its step is that of the bar before.
+
+        Where that bar belongs to an earlier dictionary, the row has no step: the job died
+        before it drew the next bar.
+        """
+        held, self._held, self._is_beside = self._held, None, False
+        if held is None:
+            return ()
+        text, position = held
+        pairs = _PAIR.findall(text)
+        named = any(self._maker.field(name) == "step" for name, _ in pairs)
+        step = None if named or self._bar is None or self._bar == self._taken else self._bar[0]
+        self._taken = self._bar
+        row = self._maker.row(pairs, position, step=step)
+        if row is None:
+            self.n_without_step += 1
+            return ()
+        return (row,)
+
+    def _drawn(self, bar: tuple[int, int]) -> Sequence[Row]:
+        # An evaluation draws its own bar, with another total and without a dictionary between
+        # two drawings.
+        done = self.end() if self._is_beside else ()
+        if self._held is None:
+            if self._total in (None, bar[1]):
+                self._bar = bar
+            self._latest = bar
+            return done
+        if self._bar is not None and bar[1] == self._bar[1] and bar[0] < self._bar[0]:
+            # Another process begins; the one before died between its loss and the next bar.
+            self._held, self._taken = None, None
+            self._bar, self._latest = bar, bar
+            self.n_without_step += 1
+            return done
+        if self._latest is not None and self._latest[1] == bar[1]:
+            self._total = bar[1]
+        self._latest = bar
+        if self._total in (None, bar[1]):
+            self._total, self._bar = bar[1], bar
+            return [*done, *self.end()]
+        return done

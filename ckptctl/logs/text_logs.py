@@ -1,0 +1,477 @@
+"""Read a text log: detect its format and drop rows that other ranks repeat.
+
+The first format that finds a row is the format of the log; from then on lines without its
+hint are skipped. Rows of formats that match many kinds of text wait for a few lines, so
+that a more specific format can still be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from msgspec.structs import replace
+
+from ckptctl.deadlines import Deadline
+from ckptctl.errors import UsageError
+from ckptctl.logs import markers
+from ckptctl.logs.clocks import clock_in
+from ckptctl.logs.console import (
+    EPOCH_HINT,
+    BlockReader,
+    HfConsoleReader,
+    LineReader,
+    pattern_for,
+    pattern_format,
+)
+from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS, LineFormat
+from ckptctl.logs.log_lines import Line, LineSplitter, numbered, split_launcher, stamp_end
+from ckptctl.logs.records import JsonLinesReader, TableReader
+from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row, set_interval
+from ckptctl.logs.templates import Templates
+from ckptctl.storage.logs import MAX_MATCHED
+
+_LINES_PER_CHECK = 64
+"""How often the deadline is checked."""
+
+# Rows of fallback formats that wait for a better format.
+_UNDECIDED_ROWS = 8
+# Ranks and formats whose readers are kept; the prefix of a line may only look like a rank.
+_MAX_READERS = 4096
+_SILENT_STEPS = 3
+_MAX_HELD = 64
+_MAX_MENTION = 160
+_LINES_FOR_PATTERNS = 2_000
+
+Keys = Mapping[str, str] | None
+Rank = tuple[str | None, int | None]
+"""The pod and the rank that a launcher names before a line; ranks of pods are their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """A text format: how the reader of one rank is made, and how reliable its rows are.
+
+    Each line of the format contains one of the `hints`. With `needs_loss`, a row without a
+    loss does not identify the format; with `fallback`, any other format is preferred. A line
+    is matched up to `MAX_MATCHED` characters, unless its `records` are parsed whole.
+    `averages` and `first_alone`: see `Averages`.
+    """
+
+    name: str
+    hints: tuple[str, ...]
+    reader: Callable[[Keys], RankReader]
+    needs_loss: bool = False
+    fallback: bool = False
+    averages: bool = False
+    first_alone: bool = False
+    records: bool = False
+
+
+def _of_lines(form: LineFormat) -> TextFormat:
+    return TextFormat(
+        form.name,
+        (form.hint, EPOCH_HINT) if form.epochs_above else (form.hint,),
+        partial(LineReader, form),
+        fallback=form.fallback,
+        averages=form.averages,
+        first_alone=form.name == "megatron",
+    )
+
+
+TEXT_FORMATS: tuple[TextFormat, ...] = (
+    TextFormat("csv", ("",), TableReader, needs_loss=True, records=True),
+    TextFormat("jsonl", ("{",), JsonLinesReader, needs_loss=True, records=True),
+    TextFormat(
+        "hf-console",
+        (HfConsoleReader.hint, HfConsoleReader.bar_hint),
+        HfConsoleReader,
+        averages=True,
+    ),
+    *(
+        TextFormat(form.name, (form.hint,), partial(BlockReader, form), fallback=form.fallback)
+        for form in BLOCK_FORMATS
+    ),
+    *map(_of_lines, LINE_FORMATS),
+)
+
+
+class Averages:
+    """Determines of how many steps each loss is the mean, for a format that prints means.
+
+    With `first_alone`, the first row of a process is one step alone, and the mean of the
+    second row includes that step again, as in Megatron (Megatron-LM 0.15, `training.py`,
+    `should_reset`).
+    """
+
+    def __init__(self, *, first_alone: bool) -> None:
+        self._first_alone = first_alone
+        self._last: int | None = None
+        self._n_rows = 0
+
+    def restart(self) -> None:
+        """Start again: another process begins."""
+        self._last, self._n_rows = None, 0
+
+    def count(self, row: Row) -> None:
+        """Set the number of steps that the loss of the next row is the mean of."""
+        if self._last is not None and row.step <= self._last:
+            self.restart()
+        self._n_rows += 1
+        last, self._last = self._last, row.step
+        if last is None:
+            if self._first_alone:
+                set_interval(row, 1)
+            return
+        kept = 1 if self._first_alone and self._n_rows == 2 else 0
+        set_interval(row, row.step - last + kept)
+
+
+class RankDeduplicator:
+    """Keeps the rows of one rank where several ranks write to one log.
+
+    The first rank that prints a row is kept; the others repeat it. Where another rank
+    prints three steps while the kept one prints none, the kept rank is silent, and the
+    other one is kept from then on, with all the rows it printed meanwhile. So it is after a
+    restart, and in the next log: ranks may print losses of their own, and only those of one
+    rank are compared. The launcher's prefix identifies ranks. In a log
+    without prefixes, if its first step occurs several times, only the first
+    row of each step is kept.
+    """
+
+    def __init__(self, earlier: RankDeduplicator | None = None) -> None:
+        self._rank: Rank | None = None if earlier is None else earlier._rank
+        self._last_step: int | None = None
+        self._n_steps = 0
+        self._repeats_steps = False
+        self._held: dict[Rank, list[Row]] = {}
+        self._marker: Marker | None = None
+        self._marked_by: set[Rank] = set()
+
+    def row(self, rank: Rank, row: Row) -> Sequence[Row]:
+        """The rows to keep, now that `rank` has printed this one."""
+        if self._rank is None:
+            self._rank = rank
+        if rank == self._rank:
+            if self._held:
+                self._held.clear()
+            return (row,) if self._is_new(row) else ()
+        held = self._held.setdefault(rank, [])
+        if len(held) < _MAX_HELD:
+            held.append(row)
+        if len({each.step for each in held}) < _SILENT_STEPS:
+            return ()
+        self._held.clear()
+        self._rank = rank
+        return [each for each in held if self._is_new(each)]
+
+    def marker(self, rank: Rank, marker: Marker) -> Marker | None:
+        """The marker; None where another rank already printed the same one."""
+        same = (
+            self._marker is not None
+            and (self._marker.step, self._marker.fresh) == (marker.step, marker.fresh)
+            and rank not in self._marked_by
+        )
+        if same:
+            self._marked_by.add(rank)
+            return None
+        self._marker, self._marked_by = marker, {rank}
+        self._last_step, self._n_steps, self._repeats_steps = None, 0, False
+        self._held.clear()
+        return marker
+
+    def end(self) -> Iterator[Row]:
+        """The rows that another rank printed after the last row of the kept one."""
+        for rows in self._held.values():
+            newer = [row for row in rows if self._last_step is None or row.step > self._last_step]
+            if newer:
+                self._held.clear()
+                yield from newer
+                return
+
+    def _is_new(self, row: Row) -> bool:
+        if row.step != self._last_step:
+            self._n_steps += 1
+        else:
+            # Ranks without prefixes repeat the first step already; a later step that occurs
+            # twice is a resume.
+            if self._n_steps == 1:
+                self._repeats_steps = True
+            if self._repeats_steps:
+                return False
+        self._last_step = row.step
+        return True
+
+
+class TextLog(Log):
+    """One text log, fed in pieces of any length; `name` is the file of its positions.
+
+    `earlier` is the log before it, which shows at which step an epoch began.
+    """
+
+    _ranks: RankDeduplicator
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        form: str | None = None,
+        pattern: str | None = None,
+        keys: Keys = None,
+        earlier: TextLog | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
+        self._deadline = deadline
+        self._name = name
+        self._earlier = {} if earlier is None else earlier._readers
+        self._keys = keys
+        self._splitter = LineSplitter()
+        self._markers = markers.HintFinder()
+        self._ranks = RankDeduplicator(None if earlier is None else earlier._ranks)
+        self._averages: Averages | None = None
+        self._candidates = _candidates(form, pattern)
+        self._chosen: TextFormat | None = None
+        self._templates: dict[str, Templates] = {}
+        self._readers: dict[tuple[str, Rank], RankReader] = {}
+        # Rows of fallback formats, and the markers between them, in the order they were read.
+        self._undecided: list[tuple[TextFormat | None, Rank, Row | Marker]] = []
+        self._resumed: int | None = None
+        self._stopped: int | None = None
+        self._accumulated = 1
+        self._incomplete: set[tuple[str, Rank]] = set()
+        self._n_read = 0
+        if len(self._candidates) == 1:
+            self._choose(self._candidates[0])
+
+    def feed(self, data: bytes) -> Iterator[Row | Marker]:
+        """See `Log.feed`."""
+        return self._whole(self._splitter.take(data))
+
+    def end(self) -> Iterator[Row | Marker]:
+        """See `Log.end`."""
+        yield from self._whole(self._splitter.end())
+        yield from self._ended()
+        if self._chosen is None:
+            yield from self._settle_fallback()
+        yield from map(self._averaged, self._ranks.end())
+        readers = self._readers.values()
+        self.n_without_step = sum(
+            reader.n_without_step for reader in readers if isinstance(reader, HfConsoleReader)
+        )
+
+    def _whole(self, data: bytes) -> Iterator[Row | Marker]:
+        if not data or self.damage is not None:
+            return
+        marks = [mark.decode() for mark in self._markers.find(data)]
+        for number, text in self._lines(data, is_marked=bool(marks)):
+            if marks and any(mark in text for mark in marks):
+                yield from self._marker_or_rows(text, number)
+            elif text and self._may_have_row(text):
+                yield from self._rows(text, number)
+            else:
+                continue
+            self._n_read += 1
+            if self._n_read % _LINES_PER_CHECK == 0 and self._is_late(number):
+                return
+
+    def _lines(self, data: bytes, *, is_marked: bool) -> Iterator[Line]:
+        """The lines that are to be read; a format that is known may read few of them."""
+        hints = () if self._chosen is None or self._incomplete or is_marked else self._chosen.hints
+        first = self._splitter.number
+        lines = self._splitter.lines_with(data, hints[0]) if len(hints) == 1 and hints[0] else None
+        if lines is None:
+            yield from self._splitter.lines(data)
+            return
+        for line in lines:
+            yield line
+            if self._incomplete:
+                # The lines that follow are parts of this one.
+                yield from (later for later in numbered(data, first) if later[0] > line[0])
+                return
+
+    def _may_have_row(self, text: str) -> bool:
+        if self._chosen is None or self._incomplete:
+            return True
+        hints = self._chosen.hints
+        return hints[0] in text or hints[-1] in text
+
+    def _is_late(self, number: int) -> bool:
+        """Whether reading has to stop at this line."""
+        if self._deadline is None or not self._deadline.passed():
+            return False
+        self.damage = (
+            f"reading stopped at line {number:,}, because it took longer than any log of this size"
+        )
+        return True
+
+    def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
+        launched = split_launcher(text)
+        rest = text[launched.begin :][:MAX_MATCHED]
+        accumulated = markers.accumulated_in(rest)
+        if accumulated is not None:
+            self._accumulated = accumulated
+            for reader in self._line_readers():
+                reader.accumulated = accumulated
+        marker = markers.read_marker(rest, LogPosition(self._name, number))
+        if marker is None:
+            yield from self._rows(text, number)
+            self._stopped = markers.stopped_in(rest)
+            for reader in self._line_readers():
+                reader.stop(self._stopped)
+            return
+        yield from self._ended()
+        self._resumed, self._stopped = marker.step, None
+        for reader in self._line_readers():
+            reader.resume(marker.step)
+        rank = launched.pod, launched.rank
+        if self._undecided:
+            self._undecided.append((None, rank, marker))
+        else:
+            yield from self._marked(rank, marker)
+
+    def _line_readers(self) -> Iterator[LineReader]:
+        return (reader for reader in self._readers.values() if isinstance(reader, LineReader))
+
+    def _marked(self, rank: Rank, marker: Marker) -> Iterator[Marker]:
+        first = self._ranks.marker(rank, marker)
+        if first is not None:
+            if self._averages is not None:
+                self._averages.restart()
+            yield first
+
+    def _ended(self) -> Iterator[Row | Marker]:
+        for (name, rank), reader in list(self._readers.items()):
+            form = self._chosen or next(each for each in self._candidates if each.name == name)
+            for row in reader.end():
+                yield from self._found(form, rank, row)
+        self._incomplete.clear()
+
+    def _rows(self, text: str, number: int) -> Iterable[Row | Marker]:
+        launched = split_launcher(text)
+        if launched.begin:
+            text = text[launched.begin :]
+        if self._chosen is None:
+            if self.mention is None and "loss" in text.lower():
+                self.mention = f"line {number:,}: {text.strip()[:_MAX_MENTION]}"
+            if self.pattern is None and self._n_read < _LINES_FOR_PATTERNS:
+                self.pattern = pattern_for(text[:MAX_MATCHED])
+        rank = launched.pod, launched.rank
+        if self._incomplete and rank == _NO_RANK:
+            rank = self._open_rank()
+        position = LogPosition(self._name, number)
+        if self._chosen is None:
+            return self._rows_of_any(text, rank, position)
+        rows = self._read(self._chosen, text, rank, position)
+        if len(rows) == 1:
+            rows = self._ranks.row(rank, rows[0])
+            return rows if self._averages is None else map(self._averaged, rows)
+        return [each for row in rows for each in self._found(self._chosen, rank, row)]
+
+    def _rows_of_any(self, text: str, rank: Rank, position: LogPosition) -> Iterator[Row | Marker]:
+        """The rows of a line in the first format that has any."""
+        for form in self._candidates:
+            is_hinted = any(map(text.__contains__, form.hints))
+            if not is_hinted and (form.name, rank) not in self._incomplete:
+                continue
+            for row in self._read(form, text, rank, position):
+                yield from self._found(form, rank, row)
+            if self._chosen is form:
+                break
+
+    def _read(
+        self, form: TextFormat, text: str, rank: Rank, position: LogPosition
+    ) -> Sequence[Row]:
+        key = form.name, rank
+        reader = self._readers.get(key)
+        if reader is None:
+            if len(self._readers) >= _MAX_READERS:
+                self._readers.clear()
+                self._incomplete.clear()
+            reader = self._readers[key] = self._new_reader(form, rank)
+        if not form.records:
+            text = text[:MAX_MATCHED]
+        begin = 0 if isinstance(reader, LineReader) else stamp_end(text)
+        rows = reader.read(text[begin:], position)
+        if begin:
+            at = clock_in(text[:begin])
+            rows = [row if row.at is not None else replace(row, at=at) for row in rows]
+        if reader.open:
+            self._incomplete.add(key)
+        elif self._incomplete:
+            self._incomplete.discard(key)
+        return rows
+
+    def _new_reader(self, form: TextFormat, rank: Rank) -> RankReader:
+        reader = form.reader(self._keys)
+        if isinstance(reader, LineReader):
+            reader.templates = self._templates.setdefault(form.name, reader.templates)
+            if isinstance(before := self._earlier.get((form.name, rank)), LineReader):
+                reader.follow(before)
+            reader.accumulated = self._accumulated
+            reader.resume(self._resumed)
+            reader.stop(self._stopped)
+        return reader
+
+    def _open_rank(self) -> Rank:
+        # The continuation of a line that a terminal wrapped has no prefix.
+        ranks = {rank for _, rank in self._incomplete}
+        return ranks.pop() if len(ranks) == 1 else _NO_RANK
+
+    def _found(self, form: TextFormat, rank: Rank, row: Row) -> Iterator[Row | Marker]:
+        if self._chosen is None:
+            if form.fallback:
+                self._undecided.append((form, rank, row))
+                if len(self._undecided) >= _UNDECIDED_ROWS:
+                    yield from self._settle_fallback()
+                return
+            if form.needs_loss and row.loss is None:
+                return
+            waited = self._undecided
+            self._choose(form)
+            for _, marked_by, item in waited:
+                if isinstance(item, Marker):
+                    yield from self._marked(marked_by, item)
+        if self._chosen is form:
+            yield from map(self._averaged, self._ranks.row(rank, row))
+
+    def _settle_fallback(self) -> Iterator[Row | Marker]:
+        waited, self._undecided = self._undecided, []
+        with_loss = [
+            form for form, _, item in waited if form and isinstance(item, Row) and item.loss
+        ]
+        if with_loss:
+            self._choose(with_loss[0])
+        for form, rank, item in waited:
+            if isinstance(item, Marker):
+                yield from self._marked(rank, item)
+            elif form is not None and with_loss:
+                yield from self._found(form, rank, item)
+
+    def _choose(self, form: TextFormat) -> None:
+        self._chosen, self.format = form, form.name
+        self._candidates = (form,)
+        self._undecided = []
+        self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
+        self._incomplete = {key for key in self._incomplete if key[0] == form.name}
+        if form.averages:
+            self._averages = Averages(first_alone=form.first_alone)
+
+    def _averaged(self, row: Row) -> Row:
+        if self._averages is not None:
+            self._averages.count(row)
+        return row
+
+
+_NO_RANK: Rank = (None, None)
+
+
+def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]:
+    if pattern is not None:
+        return (_of_lines(pattern_format(pattern)),)
+    if form is None:
+        return TEXT_FORMATS
+    named = tuple(each for each in TEXT_FORMATS if each.name == form)
+    if not named:
+        raise UsageError(f"--format {form}: unknown format")
+    return named

@@ -1,1 +1,0 @@
-"""Readers of the training logs of each program, one module per family of formats."""

@@ -1,0 +1,51 @@
+"""Logs of programs outside distributed training: no rows, and the pattern that reads them."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from ckptctl.logs.reading import LogFormat, LogReader, read_logs
+from ckptctl.logs.rows import Row
+from ckptctl.loss.checking import check_loss
+
+FORMS = {
+    "xgboost": "[{step}]\ttrain-rmse:{loss:.5f}\teval-rmse:0.8",
+    "lightgbm": "[{step}]\ttraining's l2: {loss:.6f}\tvalid_1's l2: 0.8",
+    "catboost": "{step}:\tlearn: {loss:.7f}\ttest: 0.8\tbest: 0.8 ({step})\ttotal: 52.1ms",
+    "fastai": "{step:<9} {loss:.6f}    0.812341    0.612345  01:24",
+    "ultralytics": "  {step}/100  2.19G  {loss:.3f}  2.345  15  640: 100%|##| 8/8 [00:02<00:00]",
+    "a program of one's own": "round={step} of 40 mean-loss~ 7, my_loss_a = {loss:.3f}, done",
+}
+
+
+def lines(form: str) -> str:
+    return "".join(form.format(step=step, loss=3 - step / 100) + "\n" for step in range(5, 40))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_command_that_is_suggested_reads_the_log(name, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(lines(FORMS[name]))
+    report = check_loss([str(log)])
+    assert report.exit_code == 31
+    pattern = shlex.split(report.next_command)[-1]
+    rows = [*read_logs([str(log)], LogFormat(pattern=pattern))]
+    assert [row.step for row in rows] == [*range(5, 40)]
+    assert [row.loss.value for row in rows] == pytest.approx([3 - n / 100 for n in range(5, 40)])
+
+
+def test_the_losses_of_hifi_gan_are_those_of_a_loop_of_ones_own():
+    text = lines("Steps : {step}, Gen Loss Total : {loss:.3f}, Mel-Spec. Error : 0.4")
+    reader = LogReader("train.log")
+    found = [*reader.feed(text.encode()), *reader.end()]
+    assert [row.step for row in found if isinstance(row, Row)] == [*range(5, 40)]
+
+
+def test_a_table_of_epochs_between_the_lines_of_steps_is_not_read():
+    table = "| epoch | train_loss | val_loss |\n|---|---|---|\n| 1 | 2.5 | 2.6 |\n"
+    steps = [f"step {n} loss {3 - n / 100:.4f}\n" for n in range(1, 30)]
+    reader = LogReader("train.log")
+    found = [*reader.feed("".join([*steps[:20], table, *steps[20:]]).encode()), *reader.end()]
+    assert [row.step for row in found if isinstance(row, Row)] == [*range(1, 30)]
