@@ -36,10 +36,10 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+from ckptctl.logs.rows import LogPosition, Number, Row
 from ckptctl.loss import evidence
 from ckptctl.loss.checking import CheckOptions, check_rows
 from ckptctl.loss.resumes import ResumePoint
-from ckptctl.loss.rows import LogPosition, Number, Row
 
 FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "loss-resumes.json.xz"
 LATE_FIXTURE = FIXTURE.with_name("loss-late-resumes.json.xz")
