@@ -236,7 +236,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
     the kernel ends the process with 75.
     """
     own, objects = _taken(function)
-    options = _options(function)
+    options = _options(own, objects)
     paths = [option.name for option, _ in options if _is_path(option)]
 
     def run(context: typer.Context, **given: Any) -> int:
@@ -298,9 +298,8 @@ def _taken(function: Callable[..., int]) -> tuple[dict[str, Option], _Objects]:
     return own, objects
 
 
-def _options(function: Callable[..., int]) -> list[tuple[Option, str | None]]:
+def _options(own: Mapping[str, Option], objects: _Objects) -> list[tuple[Option, str | None]]:
     """All parameters of a command on the command line, each with its heading of help."""
-    own, objects = _taken(function)
     options: list[tuple[Option, str | None]] = [(each, None) for each in own.values()]
     for kind, offered in (*objects.values(), (AnswerOptions, options_of(AnswerOptions))):
         # A command may have its own words for one of them.
@@ -545,7 +544,7 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
         yield line(" ".join(paragraph.split()))
     rare = {
         option.name: heading
-        for option, heading in _options(loaded.function)
+        for option, heading in _options(*_taken(loaded.function))
         if not option.declared.common
     }
     shared = [each.opts[0] for each in command.params if rare.get(each.name)]
