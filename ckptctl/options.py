@@ -63,18 +63,6 @@ MARKS = Parameter(
     "File of marks for read-only roots, one per line; read in addition to the marks in the steps.",
     common=False,
 )
-GRACE = Parameter(
-    "--grace SECONDS",
-    "How long after its last write an unfinished save counts as running.",
-    min=0,
-    common=False,
-)
-KEY_FILE = Parameter(
-    "--key-file FILE",
-    "File with the key of seals, which only you can read (chmod 600); without it "
-    "CKPTCTL_SEAL_KEY is the key, if it is set.",
-    common=False,
-)
 IGNORE = Parameter(
     "--ignore PATTERN,...",
     "Names or paths below the root (with * and ?) of files and folders that are no saves, "
@@ -271,7 +259,12 @@ class Requirements:
     ] = None
     grace_s: Annotated[
         float,
-        GRACE,
+        Parameter(
+            "--grace SECONDS",
+            "How long after its last write an unfinished save counts as running.",
+            min=0,
+            common=False,
+        ),
     ] = 600.0
     require_seal: Annotated[
         bool,
@@ -302,7 +295,12 @@ class Requirements:
     ] = None
     key: Annotated[
         bytes | None,
-        KEY_FILE,
+        Parameter(
+            "--key-file FILE",
+            "File with the key of seals, which only you can read (chmod 600); without it "
+            "CKPTCTL_SEAL_KEY is the key, if it is set.",
+            common=False,
+        ),
     ] = field(default=None, repr=False)
     remote_checksums: Annotated[
         bool,

@@ -7,15 +7,12 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
-    GraceOpt,
     JobsOpt,
-    KeyFileOpt,
     MemoryOpt,
+    OfSource,
     OnlyOpt,
-    PatternOpt,
     only_model,
     parse_size,
-    seal_key,
 )
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
@@ -71,11 +68,9 @@ def convert(
     ] = None,
     memory: MemoryOpt = "256M",
     jobs: JobsOpt = None,
-    key_file: KeyFileOpt = None,
     accept_unverifiable: AcceptAsItIsOpt = False,
-    pattern: PatternOpt = None,
-    grace: GraceOpt = 600.0,
     *,
+    requirements: OfSource,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -98,10 +93,10 @@ def convert(
         accept_unverifiable=accept_unverifiable,
         memory=parse_size("memory", memory),
         jobs=jobs,
-        key=seal_key(key_file),
+        key=requirements.key,
         on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
-        pattern=pattern,
-        grace_s=grace,
+        pattern=requirements.pattern,
+        grace_s=requirements.grace_s,
         storage=storage,
     )
     out.answer(

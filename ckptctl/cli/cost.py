@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import PatternOpt, parse_duration
+from ckptctl.cli.options import OfNames, parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded
 from ckptctl.formatting import duration, listed, percent, size
@@ -63,7 +63,6 @@ def cost(
     gpus: Annotated[
         int | None, Parameter("--gpus N", "Number of GPUs, to print GPU hours as well.", min=1)
     ] = None,
-    pattern: PatternOpt = None,
     print_cadence: Annotated[
         bool,
         Parameter(
@@ -74,6 +73,7 @@ def cost(
         ),
     ] = False,
     *,
+    requirements: OfNames,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -95,7 +95,7 @@ def cost(
         load_s=parse_duration(load, "--load"),
         compile_s=parse_duration(compiling, "--compile"),
         n_gpus=gpus,
-        pattern=pattern,
+        pattern=requirements.pattern,
         storage=storage,
     )
     bare = () if found.daly_s is None else (f"{found.daly_s:.0f}",)

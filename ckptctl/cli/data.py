@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import only
+from ckptctl.cli.options import OfNames
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded
 from ckptctl.formatting import counted, safe
 from ckptctl.goodput.data_use import FIRST_IDS, DataUse, EpochState, EpochUse
-from ckptctl.options import Parameter, Requirements, StorageOptions
+from ckptctl.options import Parameter, StorageOptions
 
 EXAMPLES = (
     "ckptctl data /shared/ckpt/run-1234",
@@ -49,7 +49,7 @@ def data(
         ),
     ] = None,
     *,
-    requirements: Annotated[Requirements, only("pattern")],
+    requirements: OfNames,
     storage: StorageOptions,
     out: Output,
 ) -> int:

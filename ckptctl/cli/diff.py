@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import PatternOpt
+from ckptctl.cli.options import OfNames
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, section
 from ckptctl.formatting import counted
@@ -32,8 +32,8 @@ def diff(
             "otherwise by bytes.",
         ),
     ] = False,
-    pattern: PatternOpt = None,
     *,
+    requirements: OfNames,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -46,7 +46,7 @@ def diff(
         a,
         b,
         values=values,
-        pattern=pattern,
+        pattern=requirements.pattern,
         on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
         storage=storage,
     )

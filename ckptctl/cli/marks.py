@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import MarksOpt, PatternOpt, StepArg
+from ckptctl.cli.options import StepArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.formats.own.marks import Mark, MarkKind
-from ckptctl.options import Parameter, StorageOptions
+from ckptctl.options import MARKS, PATTERN, Parameter, StorageOptions
 from ckptctl.selection.results import Marked
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
@@ -29,66 +30,47 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 }
 EXIT_CODES = (0, 2, 10, 11, 25, 26, 75, 77)
 
-ByOpt = Annotated[
-    str | None, Parameter("--by NAME", "Who decided it; by default the user and the host.")
-]
-EvidenceOpt = Annotated[
-    list[str] | None,
-    Parameter("--evidence TEXT", "Evidence: a URL or a log file; may be given several times."),
-]
-ReasonOpt = Annotated[str, Parameter("--reason TEXT", "The reason, in one sentence.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkOptions:
+    """What is recorded of a decision, and where."""
+
+    reason: Annotated[str, Parameter("--reason TEXT", "The reason, in one sentence.")] = ""
+    evidence: Annotated[
+        Sequence[str],
+        Parameter("--evidence TEXT", "Evidence: a URL or a log file; may be given several times."),
+    ] = ()
+    by: Annotated[
+        str | None, Parameter("--by NAME", "Who decided it; by default the user and the host.")
+    ] = None
+    marks: Annotated[str | None, MARKS] = None
+    pattern: Annotated[str | None, PATTERN] = None
 
 
-def reject(
-    step: StepArg,
-    reason: ReasonOpt,
-    evidence: EvidenceOpt = None,
-    by: ByOpt = None,
-    marks: MarksOpt = None,
-    pattern: PatternOpt = None,
-    *,
-    storage: StorageOptions,
-    out: Output,
-) -> int:
+def reject(step: StepArg, *, options: MarkOptions, storage: StorageOptions, out: Output) -> int:
     """Reject a step, so that nothing resumes from it.
 
     pick skips it from then on. The mark is written to .ckptctl/marks/ of the step, or to the
     file of --marks, and no longer applies when the step is saved again. With --quiet the
     address of the mark is printed.
     """
-    given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
-    return _mark(step, MarkKind.REJECTED, given, storage, out)
+    return _mark(step, MarkKind.REJECTED, options, storage, out)
 
 
-def accept(
-    step: StepArg,
-    reason: ReasonOpt = "",
-    evidence: EvidenceOpt = None,
-    by: ByOpt = None,
-    marks: MarksOpt = None,
-    pattern: PatternOpt = None,
-    *,
-    storage: StorageOptions,
-    out: Output,
-) -> int:
+def accept(step: StepArg, *, options: MarkOptions, storage: StorageOptions, out: Output) -> int:
     """Lift a rejection, so that the step may be used again.
 
     Lifts every rejection and superseded mark that applies to the step; they stay on record.
     With --quiet the address of the mark is printed.
     """
-    given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
-    return _mark(step, MarkKind.ACCEPTED, given, storage, out)
+    return _mark(step, MarkKind.ACCEPTED, options, storage, out)
 
 
 def pin(
     step: StepArg,
-    reason: ReasonOpt = "",
     off: Annotated[bool, Parameter("--off", "Remove the pin.")] = False,
-    evidence: EvidenceOpt = None,
-    by: ByOpt = None,
-    marks: MarksOpt = None,
-    pattern: PatternOpt = None,
     *,
+    options: MarkOptions,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -97,16 +79,24 @@ def pin(
     No ckptctl command removes a pinned step. A pin does not state whether the step is good.
     With --quiet the address of the mark is printed.
     """
-    given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
-    return _mark(step, MarkKind.UNPINNED if off else MarkKind.PINNED, given, storage, out)
+    word = MarkKind.UNPINNED if off else MarkKind.PINNED
+    return _mark(step, word, options, storage, out)
 
 
 def _mark(
-    step: str, word: MarkKind, given: dict[str, Any], storage: StorageOptions, out: Output
+    step: str, word: MarkKind, options: MarkOptions, storage: StorageOptions, out: Output
 ) -> int:
     """Put the mark on the step, and print it, or with `--quiet` where it lies."""
-    given["evidence"] = given["evidence"] or ()
-    marked = ckptctl.mark(step, word, **given, storage=storage)
+    marked = ckptctl.mark(
+        step,
+        word,
+        reason=options.reason,
+        evidence=options.evidence,
+        by=options.by,
+        marks=options.marks,
+        pattern=options.pattern,
+        storage=storage,
+    )
     out.answer(
         document_of("marked", marked),
         lambda: marked_lines(marked),

@@ -19,11 +19,7 @@ from ckptctl.cli.output import Color
 from ckptctl.errors import UsageError
 from ckptctl.model import Level
 from ckptctl.options import (
-    GRACE,
-    KEY_FILE,
     LEVEL,
-    MARKS,
-    PATTERN,
     ContentOptions,
     Parameter,
     PickPolicy,
@@ -121,10 +117,6 @@ CreateOpt = Annotated[
         "later starts that the storage is mounted.",
     ),
 ]
-PatternOpt = Annotated[str | None, PATTERN]
-
-GraceOpt = Annotated[float, GRACE]
-KeyFileOpt = Annotated[str | None, KEY_FILE]
 OnlyOpt = Annotated[
     str | None, Parameter("--only KIND", "Keep only this kind of train state: model.")
 ]
@@ -166,7 +158,6 @@ NotifyOpt = Annotated[
         common=False,
     ),
 ]
-MarksOpt = Annotated[str | None, MARKS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,3 +417,9 @@ OfStep = Annotated[
     only(*(option.name for option in options_of(Requirements))) - {"remote_checksums"},
 ]
 """What `pick` and the commands that choose as it does require of a step."""
+
+OfNames = Annotated[Requirements, only("pattern")]
+"""What commands take that read records or names alone."""
+
+OfSource = Annotated[Requirements, only("pattern", "grace", "key_file")]
+"""What `reshard` and `convert` take of a step that they rewrite."""

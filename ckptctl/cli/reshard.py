@@ -10,16 +10,13 @@ from typing import Annotated, Any, Literal
 import ckptctl
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
-    GraceOpt,
     JobsOpt,
-    KeyFileOpt,
     MemoryOpt,
+    OfSource,
     OnlyOpt,
-    PatternOpt,
     StepArg,
     only_model,
     parse_size,
-    seal_key,
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
@@ -74,11 +71,9 @@ def reshard(
     ] = False,
     memory: MemoryOpt = "256M",
     jobs: JobsOpt = None,
-    key_file: KeyFileOpt = None,
     accept_unverifiable: AcceptAsItIsOpt = False,
-    pattern: PatternOpt = None,
-    grace: GraceOpt = 600.0,
     *,
+    requirements: OfSource,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -97,8 +92,8 @@ def reshard(
         "only_model": only_model(only),
         "accept_unverifiable": accept_unverifiable,
         "memory": parse_size("memory", memory),
-        "pattern": pattern,
-        "grace_s": grace,
+        "pattern": requirements.pattern,
+        "grace_s": requirements.grace_s,
         "storage": storage,
     }
     with ExitStack() as stack:
@@ -108,7 +103,7 @@ def reshard(
                 step,
                 target,
                 jobs=jobs,
-                key=seal_key(key_file),
+                key=requirements.key,
                 group=group,
                 on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
                 **wanted,

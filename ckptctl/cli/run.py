@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Annotated
 
 from ckptctl.cli.notifying import Notifier
-from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, only, parse_duration
+from ckptctl.cli.options import NotifyOpt, OfNames, OptionalRootOpt, only, parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.distributed.launcher import launched_nodes, launched_on_node
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
-from ckptctl.options import Parameter, PickPolicy, Requirements, StorageOptions
+from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.supervisor.launchers import LauncherOptions
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
@@ -130,7 +130,7 @@ def run(
     output: OutputOptions,
     nodes: NodeOptions,
     policy: Annotated[PickPolicy, only("allow_missing_state", "ignore")],
-    requirements: Annotated[Requirements, only("pattern")],
+    requirements: OfNames,
     storage: StorageOptions,
     out: Output,
 ) -> int:

@@ -374,7 +374,7 @@ def test_the_options_of_run_are_those_of_the_command(name):
     values = {"$sizes": "32,24", "$NNODES": "4", "$NODE_RANK": "0"}
     words = [values.get(word, word) for word in words_of_run(name)]
     found = command_of("run").make_context("run", [*words, "--", "true"]).params
-    assert found["root"] == ["$ROOT"]
+    assert found["root"] == ("$ROOT",)
     assert found["create"] is True
 
 
