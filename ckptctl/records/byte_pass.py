@@ -25,7 +25,7 @@ from zlib_ng.zlib_ng import crc32
 
 from ckptctl.errors import OutOfMemory
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
-from ckptctl.storage.contract import Span, Store, StoreKind, spread
+from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, spread
 from ckptctl.storage.waiting import start_daemon
 
 PIECE_BYTES = 1 << 20
@@ -257,13 +257,23 @@ def _read_files(store: Store, board: _Board, number: int) -> None:
     buffer = memoryview(bytearray(PIECE_BYTES))
     for run in board.runs():
         with store.open_file(run.path) as file:
-            for piece in run.pieces(PIECE_BYTES):
-                for start, n_bytes, into in piece.reads(PIECE_BYTES, IN_PLACE_BYTES):
-                    into = into or (buffer[:n_bytes],)
-                    file.read_into(start, *into)
-                    run.take(piece, into[0])
-                    if not board.count(number, n_bytes, piece.ahead):
-                        return
+            for piece, n_bytes in read_run(file, run, buffer):
+                if not board.count(number, n_bytes, piece.ahead):
+                    return
+
+
+def read_run(file: OpenFile, run: Run, buffer: memoryview) -> Iterator[tuple[Piece, int]]:
+    """Read one run of an open file in this thread; yields each piece with its bytes, as read.
+
+    Pieces without memory of their own pass through `buffer`.
+    """
+    limit = len(buffer)
+    for piece in run.pieces(limit):
+        for start, n_bytes, into in piece.reads(limit, IN_PLACE_BYTES):
+            into = into or (buffer[:n_bytes],)
+            file.read_into(start, *into)
+            run.take(piece, into[0])
+            yield piece, n_bytes
 
 
 def _read_objects(store: Store, board: _Board, number: int) -> None:

@@ -16,7 +16,16 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.records.byte_pass import Piece
-from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, byte_slices
+from ckptctl.records.slices import (
+    ByteSlice,
+    Dims,
+    Strided,
+    TensorSlice,
+    byte_slices,
+    copy_strided,
+    is_contiguous,
+    row_major,
+)
 from ckptctl.records.verification import CrcPart, ElementChecksum
 
 RUN_BYTES = 32 << 20
@@ -60,6 +69,43 @@ class ElementSink(Protocol):
     def copy(self, piece: ByteSlice, data: memoryview) -> None:
         """Copy the wanted elements of a piece, of which `data` are the bytes."""
         ...
+
+
+class StridedSink(NamedTuple):
+    """Copies the elements in `wanted` of one record to `target`; see `ElementSink`.
+
+    `shape` is that of the record; the strides of `target` are in bytes.
+    """
+
+    shape: Dims
+    wanted: TensorSlice
+    item_bytes: int
+    target: Strided
+
+    def memory_for(self, piece: ByteSlice) -> memoryview | None:
+        """See `ElementSink.memory_for`."""
+        elements = piece.elements
+        in_order = is_contiguous(elements.sizes, self.target.strides, self.item_bytes)
+        if not piece.contiguous or not in_order or not self.wanted.contains(elements):
+            return None
+        at = self.target.at(elements.relative_to(self.wanted).offsets).first
+        return self.target.buffer[at : at + piece.length]
+
+    def staging(self, n_bytes: int, limit: int) -> None:
+        """See `ElementSink.staging`."""
+
+    def copy(self, piece: ByteSlice, data: memoryview) -> None:
+        """See `ElementSink.copy`."""
+        common = piece.elements.overlap(self.wanted)
+        if common is None:
+            return
+        source = Strided(data, 0, row_major(self.shape, self.item_bytes))
+        copy_strided(
+            self.target.at(common.relative_to(self.wanted).offsets),
+            source.at(common.relative_to(piece.elements).offsets),
+            common.sizes,
+            self.item_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,23 @@ as well, `open_record` would accept it. Every other record is given to `open_rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.formats.archive.directory import View, crc_offsets
-from ckptctl.records.opening import Expected, Need, OpenRecord, open_record
+from ckptctl.records.opening import (
+    Expected,
+    Need,
+    OpenRecord,
+    Unfit,
+    check_transforms,
+    is_plain_pickle,
+    open_record,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -134,6 +144,31 @@ class Templates:
                 if template is not None:
                     self._templates[key] = template
         return found
+
+    def open_stored(
+        self, view: View, expected: Expected | None, transforms: Sequence[str], limit: int
+    ) -> tuple[View, OpenRecord] | Need:
+        """The record in `view` with its content, decompressed to at most `limit` bytes.
+
+        Its elements are those of this machine. Raises `RecordUnreadable` and `Unfit`.
+        """
+        if transforms:
+            check_transforms(transforms)
+            if len(view.head) < view.length:
+                return Need(head=view.length)
+            data = unpack(view.head, transforms, limit)
+            view = View(len(data), data, data)
+        if expected is None and is_plain_pickle(view.head, view.tail):
+            raise Unfit(
+                "format.unsupported",
+                "it is a planner's own pickle, which cannot be read without running it",
+            )
+        found = self.open(view, expected)
+        if isinstance(found, Need):
+            return found
+        if found.stub is not None and found.byte_order not in (None, sys.byteorder):
+            raise Unfit("format.unsupported", f"it is {found.byte_order}-endian")
+        return view, found
 
     def like(self, view: View, expected: Expected) -> Alike | None:
         """The record with its template; None for a record that must be parsed.

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from zlib_ng.zlib_ng import crc32
+
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
@@ -210,7 +212,9 @@ class _FlatFiles(SourceFiles):
         check_held(tensor, opened.n_bytes, held_limit)
         record = tensor.chunks[number].record
         data = read_range(self.store, self.path, opened.start, opened.n_bytes)
-        self.check_held_crc(record, opened, data)
+        if opened.crc is not None and crc32(data) != opened.crc:
+            message = f"its elements have the CRC-32 {crc32(data):08x}, saved was {opened.crc:08x}"
+            raise SourceDamaged(self.finding("record.crc", record, message))
         return opened._replace(start=0, held=aligned(data))
 
 

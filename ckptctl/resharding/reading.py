@@ -18,17 +18,20 @@ from zlib_ng.zlib_ng import crc32
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import Member, read_member
+from ckptctl.formats.archive.directory import Member, View, read_member
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
 from ckptctl.formats.pickles.values import TensorStub, decode_state
 from ckptctl.formatting import command_line
 from ckptctl.model import DTYPE_SIZES, ByteRange
+from ckptctl.records.byte_pass import read_run
+from ckptctl.records.elements import StridedSink, element_runs
+from ckptctl.records.loading import REACH
 from ckptctl.records.opening import (
     Expected,
+    Need,
     OpenRecord,
     Unfit,
     WrongChecksum,
-    check_transforms,
     open_whole,
     tensor_limit,
     unpack,
@@ -47,16 +50,14 @@ from ckptctl.records.slices import (
 from ckptctl.records.templates import Templates
 from ckptctl.resharding.sources import (
     SourceBytes,
-    SourceChunk,
     SourceDamaged,
     SourcePart,
     SourceTensor,
 )
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Closing, OpenFile, Span, Store, StoreKind, read_range
+from ckptctl.storage.contract import Closing, OpenFile, Span, Store, read_range
 
 _MAX_OPEN = 8
-_WASTE = 4
 
 
 MAX_VALUE_BYTES = 64 << 20
@@ -113,7 +114,7 @@ class SourceFiles:
         self._part_path = part_path
         self._opened: dict[tuple[str, int], Opened] = {}
         self._templates = Templates()
-        self._near = (1 << 20) if store.kind is StoreKind.OBJECT else (64 << 10)
+        self.skip = REACH[store.kind].skip
 
     def in_store(self, name: str) -> str:
         """The path of a shard file in the store."""
@@ -151,25 +152,34 @@ class SourceFiles:
 
     def _open(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
         chunk = tensor.chunks[number]
-        record = chunk.record
-        expected = Expected(tensor.entry.dtype, chunk.elements.sizes)
-        try:
-            if record.transforms:
-                return self._unpacked(tensor, chunk, held_limit)
-            found = open_one_record(
-                lambda start, n: self._read(record, start, n),
-                record.length,
-                lambda view: self._templates.open(view, expected),
+        record, dtype, sizes = chunk.record, tensor.entry.dtype, chunk.elements.sizes
+        limit = tensor_limit(dtype, sizes)
+        if record.transforms:
+            check_held(tensor, limit, held_limit)
+
+        def open_one(view: View) -> tuple[View, Opened] | Need:
+            found = self._templates.open_stored(
+                view, Expected(dtype, sizes), record.transforms, limit
             )
-            opened = _described(found)
+            if isinstance(found, Need):
+                return found
+            opened = _described(found[1])
+            if not opened.is_row_major and not record.transforms:
+                check_held(tensor, record.length, held_limit)
+                if len(view.head) < record.length:
+                    return Need(head=record.length)
+            return found[0], opened
+
+        try:
+            view, opened = open_one_record(
+                lambda start, n: self._read(record, start, n), record.length, open_one
+            )
         except (RecordUnreadable, Unfit) as error:
             raise self.damage(record, error) from error
-        if opened.is_row_major:
+        if opened.is_row_major and not record.transforms:
             return opened._replace(start=opened.start + record.offset)
-        check_held(tensor, record.length, held_limit)
-        data = self._read(record, opened.start, opened.n_bytes)
-        self.check_held_crc(record, opened, data)
-        return opened._replace(start=0, held=aligned(data))
+        elements = view.get(opened.start, opened.start + opened.n_bytes) or b""
+        return opened._replace(start=0, held=aligned(elements))
 
     def damage(self, record: ByteRange, error: RecordUnreadable | Unfit) -> SourceDamaged:
         """The error for a record that cannot be opened."""
@@ -178,33 +188,8 @@ class SourceFiles:
             message = f"{error.names} does not match the checksum saved with it"
         return SourceDamaged(self.finding(error.code, record, message))
 
-    def check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
-        """Raise `SourceDamaged` if elements that are held do not match their checksum."""
-        if opened.crc is not None and crc32(data) != opened.crc:
-            message = f"its elements have the CRC-32 {crc32(data):08x}, saved was {opened.crc:08x}"
-            raise SourceDamaged(self.finding("record.crc", record, message))
-
-    def _unpacked(self, tensor: SourceTensor, chunk: SourceChunk, held_limit: int) -> Opened:
-        """A compressed record, which is held as a whole."""
-        check_transforms(chunk.record.transforms)
-        sizes = chunk.elements.sizes
-        length = tensor_limit(tensor.entry.dtype, sizes)
-        check_held(tensor, length, held_limit)
-        packed = self._read(chunk.record, 0, chunk.record.length)
-        data = unpack(packed, chunk.record.transforms, length)
-        _, found = open_whole(data, Expected(tensor.entry.dtype, sizes))
-        opened = _described(found)
-        elements = data[opened.start : opened.start + opened.n_bytes]
-        self.check_held_crc(chunk.record, opened, elements)
-        return opened._replace(start=0, held=aligned(elements))
-
     def _read(self, record: ByteRange, start: int, n_bytes: int) -> bytes:
         return read_range(self.store, self.in_store(record.file), record.offset + start, n_bytes)
-
-    @property
-    def near(self) -> int:
-        """Bytes that cost less to read through than to skip."""
-        return self._near
 
 
 def source_files(found: OpenTarget, parts: Iterable[SourcePart]) -> dict[str, SourceFiles]:
@@ -224,8 +209,6 @@ def _described(found: OpenRecord) -> Opened:
     """Where the elements of an open record lie; raises `Unfit` if they cannot be copied."""
     stub, elements = found.stub, found.elements
     assert stub is not None and elements is not None  # noqa: S101, PT018 - a tensor was expected
-    if found.byte_order == "big":
-        raise Unfit("format.unsupported", "it was written on a big-endian machine")
     if stub.signs:
         raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
     return opened_at(stub, elements, found.crc if elements.size else None)
@@ -256,14 +239,6 @@ def check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
         )
 
 
-class _FileSlice(NamedTuple):
-    """Elements in a shard file: the first begins at byte `at`; `strides` are in bytes."""
-
-    name: str
-    at: int
-    strides: Dims
-
-
 class SliceReader(Closing):
     """Reads slices of tensors from one source folder, in one thread.
 
@@ -279,6 +254,9 @@ class SliceReader(Closing):
 
     def read(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from a shard file."""
+        self._file(name).read_into(offset, buffer)
+
+    def _file(self, name: str) -> OpenFile:
         file = self._open.get(name)
         if file is None:
             if len(self._open) >= _MAX_OPEN:
@@ -286,7 +264,7 @@ class SliceReader(Closing):
             file = self._open[name] = self._files.store.open_file(self._files.in_store(name))
         else:
             self._open.move_to_end(name)
-        file.read_into(offset, buffer)
+        return file
 
     def fill_block(
         self, tensor: SourceTensor, wanted: TensorSlice, block: memoryview
@@ -321,17 +299,21 @@ class SliceReader(Closing):
             source = Strided(opened.held, opened.first, opened.strides).at(within.offsets)
             copy_strided(target, source, within.sizes, item_bytes)
             return None
-        strides = row_major(chunk.elements.sizes, item_bytes)
-        first = opened.first + position(within.offsets, strides)
+        shape, first_byte = chunk.elements.sizes, opened.start + opened.first
+        strides = row_major(shape, item_bytes)
         sizes, n_bytes = within.sizes, within.n_elements * item_bytes
         if is_contiguous(sizes, strides, item_bytes) and is_contiguous(
             sizes, target.strides, item_bytes
         ):
+            at = position(within.offsets, strides)
             into = target.buffer[target.first : target.first + n_bytes]
-            self.read(record.file, opened.start + first, into)
-            return Piece(record.file, record.offset, first, n_bytes, crc32(into))
-        source_at = _FileSlice(record.file, opened.start + first, strides)
-        self._gather(source_at, sizes, item_bytes, target)
+            self.read(record.file, first_byte + at, into)
+            return Piece(record.file, record.offset, opened.first + at, n_bytes, crc32(into))
+        sink = StridedSink(shape, within, item_bytes, target)
+        file, skip = self._file(record.file), self._files.skip
+        for run in element_runs(record.file, first_byte, sink, skip=skip, checksum=None):
+            for _ in read_run(file, run, self._band):
+                pass  # its pieces are where they belong
         return None
 
     def _opened(self, tensor: SourceTensor, number: int) -> Opened:
@@ -344,25 +326,6 @@ class SliceReader(Closing):
         if opened.held is not None:
             self._held = key, opened
         return opened
-
-    def _gather(self, source: _FileSlice, sizes: Dims, item_bytes: int, target: Strided) -> None:
-        """Read a slice that is many runs: ranges of it at once, where gaps are short."""
-        n_bytes = prod(sizes) * item_bytes
-        span = item_bytes + position([n - 1 for n in sizes], source.strides)
-        near = span <= max(_WASTE * n_bytes, self._files.near)
-        if span <= len(self._band) and near:
-            self.read(source.name, source.at, self._band[:span])
-            copy_strided(target, Strided(self._band, 0, source.strides), sizes, item_bytes)
-            return
-        along = next(d for d, n in enumerate(sizes) if n > 1)
-        half = sizes[along] // 2
-        for start, n in ((0, half), (half, sizes[along] - half)):
-            self._gather(
-                source._replace(at=source.at + start * source.strides[along]),
-                (*sizes[:along], n, *sizes[along + 1 :]),
-                item_bytes,
-                target._replace(first=target.first + start * target.strides[along]),
-            )
 
     def close(self) -> None:
         """Close the files."""

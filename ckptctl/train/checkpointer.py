@@ -45,7 +45,7 @@ from ckptctl.train.passes import follow_all
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.samples import check_order
-from ckptctl.train.saving import SaveTarget, StateToSave, StepSave, check_step_format
+from ckptctl.train.saving import SaveTarget, Stager, StateToSave, StepSave, check_step_format
 from ckptctl.train.state import (
     Parts,
     RankPosition,
@@ -54,7 +54,6 @@ from ckptctl.train.state import (
     collect,
     give_generator,
 )
-from ckptctl.train.tensor_copy import Stager
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import pickle
 import uuid
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -20,22 +21,45 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptctl.errors import CkptctlError, StepDamaged, UsageError
-from ckptctl.findings import Finding
+from ckptctl.errors import (
+    CkptctlError,
+    LinkNotFollowed,
+    PathEscape,
+    PathNotFound,
+    StepDamaged,
+    UsageError,
+)
+from ckptctl.findings import Finding, Severity
+from ckptctl.formats.pickles.reading import collector_paused
+from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import command_line
 from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.presence import (
+    check_presence,
+    check_sizes,
+    escape_reason,
+    holds_safetensors,
+)
+from ckptctl.inspection.structure import SAYS
 from ckptctl.model import NO_FILE, Metadata
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.records.loading import QUANTIZED, LoadCounts, SliceLoads, TensorRecord
+from ckptctl.records.opening import Unfit
 from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource
+from ckptctl.records.slices import TensorSlice
+from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import open_store
-from ckptctl.train.record_loads import Loaded, RecordLoads
+from ckptctl.train.safe_values import safe_copy
+from ckptctl.train.tensor_copy import TensorSink, copy_from_record, is_plain, memory_of, signed
 from ckptctl.train.torch_metadata import (
     RankLocal,
     RefusedMetadata,
     StorageData,
     read_step_metadata,
     to_torch,
+    torch_dtype,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +143,7 @@ class Reader(StorageReader):
         self._safe_types = tuple(safe_types)
         self._jobs = jobs
         self._storage = options_from(keywords, storage)
-        self.loaded = Loaded()
+        self.loaded = LoadCounts()
         self._load_id = ""
         self._given: OpenStep | None = None
         self._stated: Metadata | None = None
@@ -232,17 +256,17 @@ class Reader(StorageReader):
         # torch's own planner returns views of the state; one that takes tensors back
         # may have allocated them for this.
         makes_none = type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor
-        loads = RecordLoads(
-            self._opened(),
-            self._ranges(),
-            planner,
+        wanted = self._numbered if self._is_own(plan) else self._by_number(plan.items)
+        load = _Load(Damage(self._opened(), self._ranges()), planner, wanted, self._safe_types)
+        loads = SliceLoads(
+            RecordSource(self._opened().store, self._opened().name, self._ranges()),
+            load,
             prove_slices=self._verify == "always",
-            safe_types=self._safe_types,
             jobs=self._jobs,
             most_waiting=None if makes_none else _WAITING_BYTES,
         )
-        self.loaded = loads.loaded
-        loads.load(self._numbered if self._is_own(plan) else self._by_number(plan.items))
+        self.loaded = loads.counts
+        load.run(loads)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -303,3 +327,188 @@ class Reader(StorageReader):
     def _damaged(self, finding: Finding) -> StepDamaged:
         command = command_line("verify", self._path)
         return StepDamaged(self._path, replace(finding, next_command=command))
+
+
+class _Item:
+    """An item of torch's plan, as a target of the record engine: a slice of one tensor."""
+
+    def __init__(self, item: ReadItem, load: _Load) -> None:
+        self.elements = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
+        self._item = item
+        self._load = load
+        self._resolved: torch.Tensor | None = None
+        self._buffered: tuple[torch.Tensor, tuple[str, ...]] | None = None
+
+    @property
+    def _target(self) -> torch.Tensor:
+        """The tensor of the planner, which it is asked for once."""
+        if self._resolved is None:
+            target = self._load.resolve(self._item)
+            if target.shape != self._item.lengths:
+                # Same message as torch's reader: the record is not damaged.
+                raise AssertionError(
+                    f"req {self._item.storage_index} mismatch sizes {target.size()} vs "
+                    f"{self._item.lengths}"
+                )
+            self._resolved = target
+        return self._resolved
+
+    def memory_for(self, stub: TensorStub) -> memoryview | None:
+        """See `Target.memory_for`."""
+        self._resolved = target = self._target.detach()
+        return memory_of(target) if target.dtype == torch_dtype(stub.dtype) else None
+
+    def copy(self, record: TensorRecord) -> None:
+        """See `Target.copy`."""
+        # A copy into a quantized tensor sets its scales too; an alias would keep its own.
+        if QUANTIZED not in record.stub.signs:
+            self._resolved = self._target.detach()
+        copy_from_record(record, self.elements, self._target)
+
+    def sink(self, record: TensorRecord) -> TensorSink:
+        """See `Target.sink`; what cannot be read in place is copied from a buffer at the end."""
+        stub, dtype, order = record.stub, torch_dtype(record.stub.dtype), record.order
+        assert dtype is not None and order is not None  # noqa: S101, PT018 - it was opened with both
+        self._resolved = target = self._target.detach()
+        self._load.devices.add(target.device)
+        if not is_plain(target) or stub.signs:
+            target = torch.empty(self.elements.sizes, dtype=dtype)
+            self._buffered = target, stub.signs
+        return TensorSink(stub.shape, self.elements, order, dtype, target)
+
+    def finish(self) -> None:
+        """See `Target.finish`."""
+        if self._buffered is not None:
+            self._target.copy_(signed(*self._buffered))
+            self._buffered = None
+        self._load.planner.commit_tensor(self._item, self._target)
+
+
+class _Load:
+    """One load of a part for torch's planner, as the caller of the record engine."""
+
+    def __init__(
+        self,
+        damage: Damage,
+        planner: LoadPlanner,
+        wanted: Mapping[int, Sequence[ReadItem]],
+        safe_types: Sequence[object],
+    ) -> None:
+        self.planner = planner
+        self.resolve = _resolver(planner)
+        self.devices: set[torch.device] = set()
+        self._damage = damage
+        self._wanted = wanted
+        self._safe_types = safe_types
+
+    def run(self, loads: SliceLoads) -> None:
+        """Load all items.
+
+        Raises `StepDamaged` for a damaged step, `RecordUnsafe` for an entry that may not be
+        unpickled. Other storage errors are passed on. After an error the content of the
+        tensors is undefined.
+        """
+        self._damage.check_paths(self._wanted)
+        try:
+            with collector_paused():  # one collection takes as long as reading a gigabyte
+                loads.load(
+                    {n: [_Item(item, self) for item in items] for n, items in self._wanted.items()}
+                )
+        except LinkNotFollowed:
+            raise  # nothing is known about the file, and no older step replaces this one
+        except (PathNotFound, PathEscape, ShortRead) as error:
+            raise self._damage.missing(error, self._wanted) from error
+
+    def item_bytes(self, dtype: str) -> int:
+        """See `Caller.item_bytes`."""
+        found = torch_dtype(dtype)
+        if found is None:
+            raise Unfit("format.unsupported", f"torch {torch.__version__} has no {dtype}")
+        return found.itemsize
+
+    def take_value(self, number: int, data: bytes) -> None:
+        """See `Caller.take_value`."""
+        fqn = self._damage.ranges.owner(number).entry.fqn
+        for item in self._wanted[number]:
+            self.planner.load_bytes(item, safe_copy(data, fqn, self._safe_types))
+
+    def damage(self, number: int, code: str, reason: str) -> StepDamaged:
+        """See `Caller.damage`."""
+        return self._damage.record(number, code, reason)
+
+    def before_reading(self) -> None:
+        """Wait for the devices, so that no earlier kernel still writes to the tensors."""
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self.devices.clear()
+
+
+def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
+    """As `resolve_tensor`, but torch's own finds each tensor once for all items of its slices."""
+    own = DefaultLoadPlanner
+    if not (
+        isinstance(planner, own)
+        and type(planner).resolve_tensor is own.resolve_tensor
+        and type(planner).lookup_tensor is own.lookup_tensor
+    ):
+        return planner.resolve_tensor
+    found: dict[MetadataIndex, torch.Tensor] = {}
+
+    def resolve(item: ReadItem) -> torch.Tensor:
+        index = item.dest_index
+        if index not in found:
+            found[index] = planner.lookup_tensor(index)
+        target: torch.Tensor = planner.transform_tensor(item, found[index])
+        return target
+
+    return resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Errors about the records of one part, whose `ranges` are those of its metadata."""
+
+    opened: OpenStep
+    ranges: Ranges
+
+    def record(self, number: int, code: str, reason: str) -> StepDamaged:
+        """The error for a damaged record, that of range `number`."""
+        ranges = self.ranges
+        if code == "record.framing" and holds_safetensors(ranges):
+            return self.finding(next(check_sizes(ranges)))
+        start = ranges.starts[number]
+        message = (
+            f"the record of {ranges.owner(number).name}, bytes {start:,} to "
+            f"{start + ranges.lengths[number]:,}, {SAYS[code][0]}: {reason}"
+        )
+        return self.finding(Finding(code, self._file(number), message))
+
+    def check_paths(self, numbers: Iterable[int]) -> None:
+        """Raise `StepDamaged` if the file of a record lies outside the step."""
+        for name in {self._file(number) for number in numbers}:
+            reason = escape_reason(name)
+            if reason is not None:
+                message = f"the path {reason}, and was not followed"
+                raise self.finding(Finding("path.escape", name, message))
+
+    def missing(self, error: Exception, numbers: Iterable[int]) -> StepDamaged:
+        """The error for a file that is missing, truncated or a link. Cost: one listing."""
+        needed = {self._file(number) for number in numbers}
+        # List again: the state after the failed read matters.
+        for finding in check_presence(self.ranges, self.opened.list_again()):
+            if finding.severity is Severity.FAULT and finding.where in needed:
+                return self.finding(finding)
+        message = (
+            f"it changed while it was loaded ({error}): another process writes or deletes there"
+        )
+        return self.finding(Finding("step.changed", "", message))
+
+    def finding(self, finding: Finding) -> StepDamaged:
+        """A finding as an error, with the command that inspects the whole step."""
+        url = self.opened.url
+        command = command_line("verify", url, "--level", "content")
+        return StepDamaged(url, replace(finding, next_command=command))
+
+    def _file(self, number: int) -> str:
+        return self.ranges.file_names[self.ranges.files[number]]

@@ -12,25 +12,18 @@ import ctypes
 import io
 import threading
 from collections.abc import Iterator, Sequence
-from math import prod
-from typing import Any
 
 import torch
 
-from ckptctl.formats.archive.directory import Member, View
-from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.records.loading import QUANTIZED, TensorRecord
 from ckptctl.records.slices import (
     ByteSlice,
     Dims,
     TensorSlice,
-    dense_order,
     flattened,
     position,
     row_major,
 )
-
-QUANTIZED = "quantized"
-"""The sign of a tensor whose record holds scales beside its elements."""
 
 _WRITABLE = 0x200
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -186,46 +179,26 @@ def elements(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype)
 
 
-def order_of(stub: TensorStub) -> tuple[int, ...] | None:
-    """The dimensions of a tensor from the slowest to the fastest.
-
-    None unless its elements fill their storage exactly once, from beginning to end.
-    """
-    if stub.storage_offset or prod(stub.shape) != stub.n_elements_in_storage:
-        return None
-    return dense_order(stub.shape, stub.strides)
-
-
-def copy_from_record(
-    record: View,
-    member: Member,
-    stub: TensorStub,
-    dtype: torch.dtype,
-    wanted: TensorSlice,
-    target: torch.Tensor,
-) -> None:
-    """Copy a slice of the tensor of a record that is in memory and verified.
-
-    `member` of the record holds the elements.
-    """
+def copy_from_record(record: TensorRecord, wanted: TensorSlice, target: torch.Tensor) -> None:
+    """Copy a slice of the tensor of a record that is in memory and verified."""
     if not target.numel():
         return
-    data = record.get(member.start, member.end) or b""
-    as_saved = wanted.sizes == stub.shape and target.dtype == dtype and not stub.signs
-    if as_saved and order_of(stub) == tuple(range(len(stub.shape))):
-        memory = memory_of(target)
-        if memory is not None:
+    view, member, stub = record.view, record.member, record.stub
+    if QUANTIZED in stub.signs:
+        # The record also holds its scales; `open_record` has allowed every name in its pickle.
+        source = torch.load(io.BytesIO(view.head), map_location="cpu", weights_only=True)
+    else:
+        data, dtype = view.get(member.start, member.end) or b"", getattr(torch, stub.dtype)
+        as_saved = wanted.sizes == stub.shape and target.dtype == dtype and not stub.signs
+        memory = memory_of(target) if as_saved else None
+        if memory is not None and record.order == tuple(range(len(stub.shape))):
             memory[:] = data
             return
+        source = elements(memoryview(data), dtype)
+        source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
     there = tuple(
         slice(at, at + size) for at, size in zip(wanted.offsets, wanted.sizes, strict=True)
     )
-    if QUANTIZED in stub.signs:
-        # The record also holds its scales; `open_record` has allowed every name in its pickle.
-        source = torch.load(io.BytesIO(record.head), map_location="cpu", weights_only=True)
-    else:
-        source = elements(memoryview(data), dtype)
-        source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
     with torch.no_grad():
         target.copy_(signed(source[there], stub.signs))
 
@@ -235,57 +208,3 @@ def signed(elements: torch.Tensor, signs: tuple[str, ...]) -> torch.Tensor:
     if "conj" in signs:
         elements = elements.conj()
     return -elements if "neg" in signs else elements
-
-
-class Stager:
-    """Copies states of the same structure; a copy is valid until the next one is made."""
-
-    def __init__(self) -> None:
-        self._stager: Any = None
-
-    def staged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy that shares no memory with the objects of the training."""
-        if self._stager is None:
-            self._stager = _new_stager()
-        copied: dict[str, Any] = self._stager.stage(state)
-        return copied
-
-    def close(self) -> None:
-        """Release the buffers."""
-        if hasattr(self._stager, "close"):
-            self._stager.close()
-        self._stager = None
-
-
-def _new_stager() -> Any:
-    import torch
-    from torch.distributed.checkpoint import staging
-
-    if not hasattr(staging, "DefaultStager"):  # torch before 2.9
-        return _CopyingStager()
-    on_gpu = torch.cuda.is_available()
-    return staging.DefaultStager(
-        staging.StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-    )
-
-
-class _CopyingStager:
-    """Makes a new copy each time. DTensors keep their position in the mesh, not their device."""
-
-    def stage(self, state: Any) -> Any:
-        import copy
-
-        import torch
-
-        if isinstance(state, torch.Tensor):
-            return state.detach().to("cpu", copy=True)
-        if isinstance(state, dict):
-            return {key: self.stage(value) for key, value in state.items()}
-        if isinstance(state, (list, tuple)):
-            return type(state)(self.stage(value) for value in state)
-        return copy.deepcopy(state)

@@ -1,0 +1,573 @@
+"""Load slices of the tensors in records into the memory of a caller.
+
+One record of each dtype, shape and length is parsed. The others are expected to be like it: one
+call reads many that lie side by side, their elements straight to where they belong, and what is
+around the elements, a kilobyte a record, into a buffer where it is compared. A record that differs
+is parsed, as is one whose elements need more than that: very long ones, slices that are not rows,
+memory of another device or dtype. Of these the frame is read first, and then several threads read
+the elements. `elements` maps slices to bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import NamedTuple, Protocol
+
+from zlib_ng.zlib_ng import crc32
+
+from ckptctl.errors import RecordUnreadable
+from ckptctl.formats.archive.directory import Member, View
+from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.formatting import inside
+from ckptctl.model import BytesEntry, TensorEntry
+from ckptctl.records.byte_pass import Limits, Piece, Run, read_runs
+from ckptctl.records.elements import RUN_BYTES, ElementSink, element_runs
+from ckptctl.records.opening import (
+    Expected,
+    Need,
+    OpenRecord,
+    Unfit,
+    unpacked_limit,
+)
+from ckptctl.records.reads import Reading, RecordSource, open_records
+from ckptctl.records.slices import Dims, TensorSlice, dense_order
+from ckptctl.records.templates import Template, Templates
+from ckptctl.records.verification import ElementChecksum
+from ckptctl.storage.contract import MAX_BUFFERS, StoreKind
+
+QUANTIZED = "quantized"
+"""The sign of a tensor whose record holds scales beside its elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What to read at once, in bytes.
+
+    Records up to `short` are read whole, in reads of up to `longest`. A gap of up to `skip`
+    between two rows of a slice is read rather than skipped.
+    """
+
+    short: int
+    longest: int
+    skip: int
+
+
+REACH = {
+    StoreKind.LOCAL: Reach(short=256 << 10, longest=1 << 20, skip=32 << 10),
+    StoreKind.NETWORK: Reach(short=1 << 20, longest=4 << 20, skip=128 << 10),
+    # A request takes as long as the transfer of a megabyte or two.
+    StoreKind.OBJECT: Reach(short=4 << 20, longest=8 << 20, skip=1 << 20),
+}
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """The bytes that one load read: `n_needed` are those of the requested elements.
+
+    `n_read` counts all bytes read, including the frames of records; `n_proven` those of
+    elements that were compared with the checksum of their record.
+    """
+
+    n_records: int = 0
+    n_needed: int = 0
+    n_read: int = 0
+    n_proven: int = 0
+
+
+class TensorRecord(NamedTuple):
+    """The tensor in the record of range `number`: `member` holds its elements.
+
+    `view` is what was read of the record.
+    """
+
+    number: int
+    view: View
+    stub: TensorStub
+    member: Member
+    has_crcs: bool
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """See `order_of`."""
+        return order_of(self.stub)
+
+
+def order_of(stub: TensorStub) -> tuple[int, ...] | None:
+    """The dimensions of a tensor from the slowest to the fastest.
+
+    None unless its elements fill their storage exactly once, from beginning to end.
+    """
+    if stub.storage_offset or prod(stub.shape) != stub.n_elements_in_storage:
+        return None
+    return dense_order(stub.shape, stub.strides)
+
+
+class Target(Protocol):
+    """Where one slice of a tensor goes."""
+
+    @property
+    def elements(self) -> TensorSlice:
+        """The slice, in the dimensions of the tensor in the record."""
+        ...
+
+    def memory_for(self, stub: TensorStub) -> memoryview | None:
+        """Memory for the elements as a row-major record of this tensor holds them, or None."""
+        ...
+
+    def copy(self, record: TensorRecord) -> None:
+        """Copy the slice from a record that was read whole."""
+        ...
+
+    def sink(self, record: TensorRecord) -> ElementSink:
+        """What receives the elements of a record, in its order."""
+        ...
+
+    def finish(self) -> None:
+        """Take note that all elements have arrived."""
+        ...
+
+
+class Caller(Protocol):
+    """Decides what the engine does not know about the one for whom it loads."""
+
+    def item_bytes(self, dtype: str) -> int:
+        """The bytes of an element; raises `Unfit` for a dtype that the caller does not have."""
+        ...
+
+    def take_value(self, number: int, data: bytes) -> None:
+        """Take the whole record of a range that holds no tensor."""
+        ...
+
+    def damage(self, number: int, code: str, reason: str) -> Exception:
+        """The error for a damaged record; `code` is that of the finding."""
+        ...
+
+    def before_reading(self) -> None:
+        """Called when the memory of targets is about to be read into, by other threads."""
+        ...
+
+
+_Kind = tuple[int, Expected]
+"""Length in bytes, dtype and shape: of records of one kind, most have one frame."""
+
+
+class SliceLoads:
+    """Loads slices of the records of one part.
+
+    With `prove_slices` a record is read whole also for a slice, and compared with its checksum.
+    Targets of at most `most_waiting` bytes are held at once; None for any number. `counts` are
+    those of all loads.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        caller: Caller,
+        *,
+        prove_slices: bool = False,
+        jobs: int | None = None,
+        most_waiting: int | None = None,
+    ) -> None:
+        self.counts = LoadCounts()
+        self._source = source
+        self._ranges = source.ranges
+        self._caller = caller
+        self._prove_slices = prove_slices
+        self._jobs = jobs
+        self._most_waiting = most_waiting
+        self._templates = Templates()
+        self._reach = REACH[source.store.kind]
+        self._waiting: list[Target] = []
+        self._n_waiting = 0
+        self._runs: list[Run] = []
+        self._alike: dict[int, tuple[_Neighbour, Target]] = {}
+        self._unlike: list[int] = []
+
+    def load(self, wanted: Mapping[int, Sequence[Target]]) -> None:
+        """Fill the targets of each record, by the number of its range.
+
+        Raises what `Caller.damage` returns for a damaged record, and storage errors. After an
+        error the content of the targets is undefined.
+        """
+        files, starts = self._ranges.files, self._ranges.starts
+        in_order = sorted(wanted, key=lambda number: (files[number], starts[number]))
+        parsed, likely = self._divided(in_order, wanted)
+        self._load_parsed(parsed, wanted)
+        templates = {kind: self._templates.get(*kind) for kind in set(likely.values())}
+        others = []
+        for number, kind in likely.items():
+            template = templates[kind]
+            if template is None or not self._queue_alike(number, template, wanted[number]):
+                others.append(number)
+            self._read_if_full()
+        self._load_parsed(others, wanted)
+        self._read_waiting()
+        unlike, self._unlike = self._unlike, []
+        self._load_parsed(unlike, wanted)
+        self._read_waiting()
+
+    # Records that are like one before
+
+    def _divided(
+        self, numbers: Sequence[int], wanted: Mapping[int, Sequence[Target]]
+    ) -> tuple[list[int], dict[int, _Kind]]:
+        """The records to be parsed, and those that may be like one of them, with their kind."""
+        lengths = self._ranges.lengths
+        parsed: list[int] = []
+        likely: dict[int, _Kind] = {}
+        kinds: set[_Kind] = set()
+        for number in numbers:
+            owner = self._ranges.owner(number)
+            if isinstance(owner.entry, TensorEntry) and not owner.transforms:
+                kind = lengths[number], Expected.chunk(owner.entry, owner.chunk)
+                if kind in kinds and self._is_one_run(number, kind[1].sizes, wanted[number]):
+                    likely[number] = kind
+                    continue
+                kinds.add(kind)
+            parsed.append(number)
+        return parsed, likely
+
+    def _is_one_run(self, number: int, sizes: Dims, targets: Sequence[Target]) -> bool:
+        """Whether what is read of a record are consecutive elements, for one target."""
+        if len(targets) > 1 or self._ranges.lengths[number] > RUN_BYTES:
+            return False
+        lengths = targets[0].elements.sizes
+        return lengths == sizes or (lengths[1:] == sizes[1:] and not self._prove_slices)
+
+    def _queue_alike(self, number: int, template: Template, targets: Sequence[Target]) -> bool:
+        """Queue a record to be read into its target as the template states, if that is possible."""
+        stub, (target,) = template.opened.stub, targets
+        if stub is None or stub.signs or max(template.start, template.n_rest) > _MAX_FRAME:
+            return False
+        if order_of(stub) != tuple(range(len(stub.shape))):
+            return False
+        memory, first, wanted = target.memory_for(stub), template.start, target.elements
+        if memory and wanted.sizes:
+            first += wanted.offsets[0] * len(memory) // wanted.sizes[0]  # the rows before
+        if not memory or first + len(memory) > template.end:
+            return False
+        record = _Neighbour(number, self._ranges.starts[number], template, first, memory)
+        self._alike[number] = record, target
+        self._n_waiting += len(memory)
+        return True
+
+    # Frames and short records
+
+    def _load_parsed(self, numbers: Sequence[int], wanted: Mapping[int, Sequence[Target]]) -> None:
+        """Parse the frame of each record, decompressed if necessary, and load or queue it."""
+        by_file: list[list[int]] = [[] for _ in self._ranges.file_names]
+        for number in numbers:
+            by_file[self._ranges.files[number]].append(number)
+        needs = {n: need for n in numbers if (need := self._need(n, wanted[n])) is not None}
+        reading = Reading()
+        for number, (view, record) in open_records(
+            self._source, by_file, self._open, reading, needs=needs, longest=self._reach.longest
+        ):
+            self.counts.n_records += 1
+            if record.stub is None:
+                self._caller.take_value(number, view.head)
+            else:
+                self._fill(self._tensor(number, view, record, record.stub), wanted[number])
+            self._read_if_full()
+        self.counts.n_read += reading.n_bytes
+
+    def _need(self, number: int, targets: Sequence[Target]) -> Need | None:
+        """How much of a record to read at first; None for its frame."""
+        owner = self._ranges.owner(number)
+        length = self._ranges.lengths[number]
+        if isinstance(owner.entry, BytesEntry) or owner.transforms:
+            return Need(head=length)
+        sizes = owner.entry.chunks.sizes_of(owner.chunk)
+        whole = self._prove_slices or any(target.elements.sizes == sizes for target in targets)
+        return Need(head=length) if whole and length <= self._reach.short else None
+
+    def _open(self, number: int, view: View) -> tuple[View, OpenRecord] | Need:
+        owner = self._ranges.owner(number)
+        tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
+        try:
+            expected = None if tensor is None else Expected.chunk(tensor, owner.chunk)
+            found = self._templates.open_stored(
+                view, expected, owner.transforms, unpacked_limit(owner)
+            )
+        except (RecordUnreadable, Unfit) as error:
+            raise self._caller.damage(number, error.code, error.message) from error
+        if isinstance(found, Need):
+            return found
+        view, record = found
+        stub, is_whole = record.stub, len(view.head) == view.length
+        if stub is None or is_whole:
+            return found
+        has_order = order_of(stub) is not None and QUANTIZED not in stub.signs
+        return found if has_order else Need(head=view.length)
+
+    def _tensor(
+        self, number: int, view: View, record: OpenRecord, stub: TensorStub
+    ) -> TensorRecord:
+        try:
+            n_bytes = stub.n_elements_in_storage * self._caller.item_bytes(stub.dtype)
+            member = record.elements
+            # `open_record` cannot compare this for dtypes whose size only the caller knows.
+            if member is None or member.size != n_bytes:
+                has = 0 if member is None else member.size
+                raise Unfit(
+                    "record.mismatch", f"it holds {has:,} bytes of elements instead of {n_bytes:,}"
+                )
+        except Unfit as error:
+            raise self._caller.damage(number, error.code, error.message) from error
+        return TensorRecord(number, view, stub, member, record.directory.has_crcs)
+
+    # The elements of one record
+
+    def _fill(self, record: TensorRecord, targets: Sequence[Target]) -> None:
+        item_bytes = self._caller.item_bytes(record.stub.dtype)
+        for place, target in enumerate(targets):
+            n_bytes = target.elements.n_elements * item_bytes
+            self.counts.n_needed += n_bytes
+            if len(record.view.head) == record.view.length:
+                target.copy(record)
+                self.counts.n_proven += record.member.size if record.has_crcs else 0
+                target.finish()
+                continue
+            self._waiting.append(target)
+            self._n_waiting += n_bytes
+            if n_bytes:
+                self._queue(record, target, prove=self._prove_slices and place == 0)
+
+    def _queue(self, record: TensorRecord, target: Target, *, prove: bool) -> None:
+        """Queue the elements to be read with those of other records."""
+        member, ranges = record.member, self._ranges
+        checksum = None
+        if record.has_crcs and (prove or target.elements.sizes == record.stub.shape):
+
+            def wrong(found: int) -> None:
+                reason = f"{member.name} has CRC-32 {found:08x}, but {member.crc:08x} was saved"
+                raise self._caller.damage(record.number, "record.crc", reason)
+
+            checksum = ElementChecksum(member.size, member.crc, wrong)
+            self.counts.n_proven += member.size
+        path = inside(self._source.folder, ranges.file_names[ranges.files[record.number]])
+        at = ranges.starts[record.number] + member.start
+        sink = target.sink(record)
+        self._runs += element_runs(path, at, sink, skip=self._reach.skip, checksum=checksum)
+
+    def _read_if_full(self) -> None:
+        if self._most_waiting is not None and self._n_waiting > self._most_waiting:
+            self._read_waiting()
+
+    def _read_waiting(self) -> None:
+        """Read the queued elements, and finish their targets."""
+        files, skip = self._ranges.files, self._reach.skip
+        alike, self._alike = self._alike, {}
+        for file, records in groupby(
+            (record for record, _ in alike.values()), lambda record: files[record.number]
+        ):
+            path = inside(self._source.folder, self._ranges.file_names[file])
+            self._runs += _neighbour_runs(path, records, skip, self._unlike.append)
+        self._caller.before_reading()
+        # The caller may give up, and use the memory otherwise: no thread may still write to it.
+        limits = Limits(jobs=self._jobs)
+        self.counts.n_read += read_runs(self._source.store, self._runs, limits, to_the_last=True)
+        for target in self._waiting:
+            target.finish()
+        for number in set(self._unlike):
+            alike.pop(number, None)
+        for record, target in alike.values():
+            self.counts.n_records += 1
+            self.counts.n_needed += len(record.memory)
+            self.counts.n_proven += record.n_proven
+            target.finish()
+        self._runs, self._waiting, self._n_waiting = [], [], 0
+
+
+# Records that are like a template: many with one call
+
+
+_MAX_FRAME = 64 << 10
+"""The longest head or end of a record, in bytes, that is read in this way."""
+
+_PROVEN = 34 << 10
+"""Of records up to this length in bytes all elements are read and compared, even for a slice."""
+
+
+class _Neighbour(NamedTuple):
+    """A record: that of range `number`, from byte `start` of its file on.
+
+    The bytes from its `first` one on, which are elements, go to `memory`.
+    """
+
+    number: int
+    start: int
+    template: Template
+    first: int
+    memory: memoryview
+
+    @property
+    def end(self) -> int:
+        """The byte of the file after the record."""
+        return self.start + self.template.end + self.template.n_rest
+
+    @property
+    def n_proven(self) -> int:
+        """The bytes of elements that are compared with their checksum: all, or 0."""
+        n_bytes = self.template.end - self.template.start
+        whole = len(self.memory) == n_bytes or self.end - self.start <= _PROVEN
+        return n_bytes if whole else 0
+
+
+_Check = Callable[[_Neighbour, memoryview], None]
+
+
+class _Part(NamedTuple):
+    """Bytes of a record from byte `start` of the file on; `memory` is None if they are not kept."""
+
+    check: _Check
+    start: int
+    n_bytes: int
+    memory: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedPiece(Piece):
+    """One call, with what is to be checked after it."""
+
+    checks: Sequence[tuple[_Check, _Neighbour, memoryview]] = ()
+
+
+class _Call:
+    """A call that is put together: bytes from `start` on, some of them into `buffer`.
+
+    Memory that is longer than a call is alone in it: `Piece.reads` divides it.
+    """
+
+    def __init__(self, start: int, buffer: memoryview) -> None:
+        self.checks: list[tuple[_Check, _Neighbour, memoryview]] = []
+        self._start = self._end = start
+        self._buffer = buffer
+        self._into: list[memoryview] = []
+        self._n_used = self._n_given = 0  # of the buffer: in all, and in `_into`
+
+    def room(self, start: int, skip: int) -> int:
+        """How many bytes from `start` on can be added; a gap of up to `skip` is read."""
+        near = 0 <= start - self._end <= skip and len(self._into) < MAX_BUFFERS - 2
+        return len(self._buffer) - (start - self._start) if near else 0
+
+    def add_aside(self, start: int, n_bytes: int) -> memoryview:
+        """Read bytes into the buffer; returns their place."""
+        at = self._n_used + start - self._end
+        self._n_used = at + n_bytes
+        self._end = start + n_bytes
+        return self._buffer[at : at + n_bytes]
+
+    def add(self, start: int, memory: memoryview) -> memoryview:
+        """Read bytes into memory of the caller, which is returned."""
+        self.add_aside(start, 0)
+        self._give()
+        self._into.append(memory)
+        self._end += len(memory)
+        return memory
+
+    def pieces(self) -> Iterator[_CheckedPiece]:
+        """The call, complete; none if nothing was added to it."""
+        self._give()
+        if self._into:
+            yield _CheckedPiece(
+                self._start, self._end - self._start, into=self._into, checks=self.checks
+            )
+
+    def _give(self) -> None:
+        if self._n_used > self._n_given:
+            self._into.append(self._buffer[self._n_given : self._n_used])
+            self._n_given = self._n_used
+
+
+class _NeighbourRun:
+    """Records of one file, in its order, that do not overlap; see `byte_pass.Run`.
+
+    Gaps of up to `skip` bytes are read. `differs` is called, in the thread that reads, with the
+    number of each record that is unlike its template or does not match its checksum.
+    """
+
+    def __init__(
+        self, path: str, records: Sequence[_Neighbour], skip: int, differs: Callable[[int], object]
+    ) -> None:
+        self.path = path
+        self.n_bytes = records[-1].end - records[0].start
+        self._records = records
+        self._skip = skip
+        self._differs = differs
+        # Of the record that is being read, whose parts may be in several pieces:
+        self._has_head = False
+        self._crc = 0
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """See `byte_pass.Run`; `limit` is at least `_MAX_FRAME`."""
+        buffer = memoryview(bytearray(limit))
+        call = _Call(self._records[0].start, buffer)
+        for record in self._records:
+            for check, at, n_bytes, memory in self._parts(record):
+                if call.room(at, self._skip) < n_bytes:
+                    yield from call.pieces()
+                    call = _Call(at, buffer)
+                part = call.add_aside(at, n_bytes) if memory is None else call.add(at, memory)
+                call.checks.append((check, record, part))
+        yield from call.pieces()
+
+    def take(self, piece: Piece, data: memoryview) -> None:
+        assert isinstance(piece, _CheckedPiece)  # noqa: S101 - it comes from `pieces`
+        for check, record, part in piece.checks:
+            # Elements that take several reads have a piece to themselves.
+            check(record, part if len(piece.checks) > 1 else data)
+
+    def _parts(self, record: _Neighbour) -> Iterator[_Part]:
+        _, start, template, first, memory = record
+        n_before, n_wanted = first - template.start, len(memory)
+        yield _Part(self._check_head, start, template.start)
+        if not record.n_proven:
+            yield _Part(_not_checked, start + first, n_wanted, memory)
+        else:
+            after = first + n_wanted
+            if n_before:
+                yield _Part(self._check_elements, start + template.start, n_before)
+            yield _Part(self._check_elements, start + first, n_wanted, memory)
+            if after < template.end:
+                yield _Part(self._check_elements, start + after, template.end - after)
+        yield _Part(self._check_rest, start + template.end, template.n_rest)
+
+    def _check_head(self, record: _Neighbour, part: memoryview) -> None:
+        self._has_head = bytes(part) == record.template.head
+        self._crc = 0
+
+    def _check_elements(self, record: _Neighbour, part: memoryview) -> None:  # noqa: ARG002
+        self._crc = crc32(part, self._crc)
+
+    def _check_rest(self, record: _Neighbour, part: memoryview) -> None:
+        checksums = record.template.checksums(part, 0)
+        if (
+            checksums is None
+            or not self._has_head
+            or (record.n_proven and self._crc != checksums[0])
+        ):
+            self._differs(record.number)
+
+
+def _not_checked(record: _Neighbour, part: memoryview) -> None:
+    """A slice of a long record: its other elements are not read."""
+
+
+def _neighbour_runs(
+    path: str, records: Iterable[_Neighbour], skip: int, differs: Callable[[int], object]
+) -> Iterator[_NeighbourRun]:
+    """The runs that read records of one file, which are given in its order; see `_NeighbourRun`."""
+    together: list[_Neighbour] = []
+    for record in records:
+        if together and (
+            record.start < together[-1].end or record.end - together[0].start > RUN_BYTES
+        ):
+            yield _NeighbourRun(path, together, skip, differs)
+            together = []
+        together.append(record)
+    if together:
+        yield _NeighbourRun(path, together, skip, differs)
