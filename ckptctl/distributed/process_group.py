@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
@@ -82,6 +83,13 @@ class RankOutcome(Generic[T]):
         raise error
 
 
+def _without_kept(outcome: RankOutcome[tuple[T, K]]) -> RankOutcome[tuple[T, K | None]]:
+    """The outcome as other processes get it."""
+    if outcome.value is None:
+        return RankOutcome(error=outcome.error)
+    return RankOutcome((outcome.value[0], None))
+
+
 class _Stopped(CkptctlError):
     """Another process failed, so this one stops working."""
 
@@ -127,25 +135,36 @@ class ProcessGroup:
 
     def from_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; its result, or its error, on every rank."""
-        outcome: RankOutcome[T] = RankOutcome.of(act) if self.is_first else RankOutcome()
+        return self.from_first_keeping(lambda: (act(), None))[0]
+
+    def from_first_keeping(self, act: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
+        """As `from_first`, and what rank 0 keeps for itself: `act` returns both."""
+        own: RankOutcome[tuple[T, K]] = RankOutcome.of(act) if self.is_first else RankOutcome()
+        shared = [_without_kept(own)]
         if self.size > 1:
             import torch.distributed as dist
 
-            shared = [outcome]
             self._communicate(lambda: dist.broadcast_object_list(shared, group=self.handle, src=0))
-            outcome = shared[0]
-        return outcome.get()
+        return own.get() if self.is_first else shared[0].get()
 
     def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:
         """Call `act` on every rank; the results by rank, or the first rank's error, on all."""
+        return self.from_all_keeping(lambda: (act(), None))[0]
+
+    def on_all(self, act: Callable[[], K]) -> K:
+        """Call `act` on every rank; its own result, or the first rank's error, on each."""
+        return self.from_all_keeping(lambda: (None, act()))[1]
+
+    def from_all_keeping(self, act: Callable[[], tuple[T, K]]) -> tuple[tuple[T, ...], K]:
+        """As `from_all`, and what this rank keeps for itself: `act` returns both."""
         own = RankOutcome.of(act)
-        outcomes = self.gather((self.host, own))
+        outcomes = self.gather((self.host, _without_kept(own)))
         if own.raised is not None:
             raise own.raised
         for rank, (host, outcome) in enumerate(outcomes):
             if outcome.error is not None and outcome.error[0] is not _Stopped:
                 outcome.get(f"rank {rank} on {host}: " if self.size > 1 else "")
-        return tuple(outcome.get() for _, outcome in outcomes)
+        return tuple(outcome.get()[0] for _, outcome in outcomes), own.get()[1]
 
     def bytes_from(self, sources: Sequence[int], data: bytes | None) -> bytes | None:
         """The bytes of another rank: `sources` names one for each rank, itself where it needs none.

@@ -23,7 +23,6 @@ from typing import Any
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report
-from ckptctl.formats.own.data_ledger import DataFields
 from ckptctl.formats.own.ledger import (
     EndedLine,
     FailedLine,
@@ -65,8 +64,6 @@ class RankAttempt:
     saved: int = 0
     loss: float | None = None
     cluster: Cluster | None = None
-    data: DataFields | None = None
-    data_lost: str | None = None
     _noted_s: float = -math.inf
     _stalled_s: float = 0.0
     _stalled_since_s: float | None = None

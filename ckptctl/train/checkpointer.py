@@ -198,27 +198,21 @@ class Checkpointer:
                 self._replay = Resume(self._job, resume_from).replay(replay)
                 heartbeat("first-step", step=self._replay.step)
                 return self._replay
-            attempt, start = Resume(self._job, resume_from).run()
+            attempt, start, (data, why) = Resume(self._job, resume_from).run()
         except CkptctlError as error:
             if self._job.group.is_first and error.next_command:
                 self._job.tell(f"next: {error.next_command}")
             raise
         attempt.watch()
         self._attempt = attempt
-        self._continue_data(attempt, start)
+        if self._data_ledger is not None:
+            is_continued = self._data_ledger.begin(start.step, data)
+            if self._job.group.is_first and not start.fresh and not is_continued:
+                why = why or "the data set or its order differs from that of the step"
+                self._job.tell(f"note: the data ledger begins after step {start.step}: {why}")
         _complete_at_exit(self)
         heartbeat("first-step", step=start.step)
         return start
-
-    def _continue_data(self, attempt: RankAttempt, start: Start) -> None:
-        """Continue the data ledger of the step, or begin one and state why."""
-        if self._data_ledger is None:
-            return
-        is_continued = self._data_ledger.begin(start.step, attempt.data)
-        if self._job.group.is_first and not start.fresh and not is_continued:
-            why = attempt.data_lost or "the data set or its order differs from that of the step"
-            self._job.tell(f"note: the data ledger begins after step {start.step}: {why}")
-        attempt.data = None
 
     # Saving
 
@@ -348,32 +342,29 @@ class Checkpointer:
         loss, saved = attempt.loss if loss is None else loss, attempt.saved
         parts = self._job.parts
         group, per_rank = self._job.group, tuple(self._job.options.per_rank)
-        taken: list[StateToSave] = []
-        compared: list[HeldOnce] = []
 
-        def collected() -> tuple[str, Outline]:
+        def collected() -> tuple[tuple[str, Outline], tuple[StateToSave, HeldOnce]]:
             if step <= saved:
                 raise UsageError(f"step {step} cannot be saved: the run is already at step {saved}")
             state = collect(parts, self._job.position, progress)
             # At every save, because any step may introduce a value that cannot be loaded.
             check_readable(state)
             copied = copied_buffers(parts.model, state)
-            compared.append(HeldOnce(state, copied, per_rank, group))
-            taken.append(StateToSave(state, buffers=copied))
-            return why_lost(parts.model, loss), compared[0].outline
+            held = HeldOnce(state, copied, per_rank, group)
+            return (why_lost(parts.model, loss), held.outline), (
+                StateToSave(state, buffers=copied),
+                held,
+            )
 
-        found = group.from_all(collected)
-        compared[0].agree([outline for _, outline in found], group)
-        lost = next((why for why, _ in found if why), "")
+        ranks, (taken, held) = group.from_all_keeping(collected)
+        held.agree([outline for _, outline in ranks], group)
+        lost = next((why for why, _ in ranks if why), "")
         data = None
         if self._data_ledger is not None:
             at = self._job.position
             data = self._data_ledger.collect(step, group, at.dp_rank, at.dp_size)
-        if staged is None:
-            return replace(taken[0], lost=lost, data=data)
-        copies: list[dict[str, Any]] = []
-        group.from_all(lambda: copies.append(staged(taken[0].state)))
-        return replace(taken[0], state=copies[0], lost=lost, data=data)
+        state = taken.state if staged is None else group.on_all(lambda: staged(taken.state))
+        return replace(taken, state=state, lost=lost, data=data)
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageError
@@ -14,6 +14,9 @@ from ckptctl.storage.contract import Store
 from ckptctl.train.agreement import Rejected, ResumeDecision, Selection
 from ckptctl.train.restoring import Inventory, SavedProgress
 from ckptctl.train.state import Parts, RankPosition
+
+if TYPE_CHECKING:
+    from ckptctl.train.abandoning import Branch
 
 Tell = Callable[[str], None]
 """Prints one line for the operator."""
@@ -73,7 +76,8 @@ class Job:
 class Restored:
     """The chosen step, after it was restored into the objects of the script.
 
-    `opened` is the step as this rank read it, None for a fresh run.
+    `opened` is the step as this rank read it, None for a fresh run. `branches` are what the
+    resume abandons, on rank 0, at the time of the decision.
     """
 
     decision: ResumeDecision
@@ -81,3 +85,4 @@ class Restored:
     saved: SavedProgress
     inventory: Inventory
     opened: OpenStep | None = None
+    branches: tuple[Branch, ...] = ()

@@ -76,27 +76,20 @@ _OF_ONE_RANK = ("rng.", "dataloader.", "train_state.")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepView:
     """A step as one rank sees it.
 
-    `names` are those in the step, by the names here, where they differ. `values` are loaded
-    already, by their names here. `lost` is what the options accept.
+    `names` are those in the step, by the names here, where they differ. `shared` is the step
+    without what only some ranks have. `values` are loaded already, by their names here. `lost` is
+    what the options accept.
     """
 
     saved: Metadata
     names: Mapping[str, str]
+    shared: Metadata
     values: Mapping[str, Any] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @property
-    def shared(self) -> Metadata:
-        """The step without what only some ranks have: the same on every rank."""
-        held = self.saved.bytes_entries.items()
-        return replace(
-            self.saved,
-            bytes_entries={name: one for name, one in held if not name.startswith(_OF_ONE_RANK)},
-        )
 
 
 def request_for(saved: Metadata, names: Iterable[str]) -> dict[str, Any]:
@@ -182,17 +175,17 @@ _MAX_FILE_BYTES = 1 << 30
 """Larger files hold weights, which each rank would read whole."""
 
 
-class Outline(NamedTuple):
+class ParameterNames(NamedTuple):
     """The names of a job's parameters: those of its model, and those of each optimizer group."""
 
     model: frozenset[str]
     groups: tuple[tuple[str, ...], ...]
 
     @staticmethod
-    def of(state: Mapping[str, Any]) -> Outline:
+    def of(state: Mapping[str, Any]) -> ParameterNames:
         """That of the sharded state of one rank."""
         groups = state.get("optimizer", {}).get("param_groups", ())
-        return Outline(
+        return ParameterNames(
             frozenset(state.get("model", ())), tuple(tuple(one["params"]) for one in groups)
         )
 
@@ -243,14 +236,14 @@ class Move:
     """A step of another program, for the parts of one script.
 
     `outlines` are those of all ranks, `names` what the script maps. `to_read` are the names of the
-    entries whose values `seen` takes. Cost: that of `entry_kinds`, and a few look-ups for each
+    entries whose values `view` takes. Cost: that of `entry_kinds`, and a few look-ups for each
     entry.
     """
 
     def __init__(
         self,
         saved: Metadata,
-        outlines: Sequence[Outline],
+        outlines: Sequence[ParameterNames],
         parts: Parts,
         position: RankPosition,
         names: Mapping[str, str],
@@ -306,7 +299,7 @@ class Move:
         self._find_left()
         self.to_read -= self._in_files.keys()
 
-    def seen(self, read: Read, decision: ResumeDecision, options: TrainOptions) -> Seen:
+    def view(self, read: Read, decision: ResumeDecision, options: TrainOptions) -> StepView:
         """The step of a decision in the names of this job; `read` are the values.
 
         Raises `StateRefused` for state that would stay in the step, unless the options accept it.
@@ -340,7 +333,10 @@ class Move:
         held = {name: one for name, one in self._bytes.items() if not name.startswith(left)}
         saved = replace(self._saved, tensors=tensors, bytes_entries=held)
         lost = tuple(f"{one.kind} ({one.text})" for one in self._left)
-        return Seen(saved, self._here, values, lost, tuple(self._notes))
+        # The same on every rank: what only some ranks have is left out.
+        held = {name: one for name, one in held.items() if not name.startswith(_OF_ONE_RANK)}
+        shared = replace(saved, bytes_entries=held)
+        return StepView(saved, self._here, shared, values, lost, tuple(self._notes))
 
     # What the step holds
 

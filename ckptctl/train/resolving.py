@@ -66,16 +66,10 @@ def open_on_all(
     views = group.gather(_view(step, decision, group.rank))
     readers = [views.index(view) for view in views]
     settle_s = 0.0 if group.is_first else selection.settle_s
-    data = None
-
-    def read() -> None:
-        nonlocal data
-        is_needed = not group.is_first or readers.count(0) > 1
-        if is_needed and readers[group.rank] == group.rank:
-            data = _wait_for(step, decision, settle_s)
-
-    group.from_all(read)
-    data = group.bytes_from(readers, data)
+    is_needed = not group.is_first or readers.count(0) > 1
+    reads = is_needed and readers[group.rank] == group.rank
+    own = group.on_all(lambda: _wait_for(step, decision, settle_s) if reads else None)
+    data = group.bytes_from(readers, own)
     return step if step is inspected else OpenStep(step.store, step.name, metadata=data)
 
 
@@ -232,14 +226,9 @@ def resolve(
 
     failed: dict[int, str] = {}
     while True:
-        inspected: OpenStep | None = None  # on rank 0, the step with what was read of it
-
-        def decide_here() -> ResumeDecision:
-            nonlocal inspected
-            decision, inspected = decide(resume_from, selection, skip=tuple(failed))
-            return decision
-
-        decision = group.from_first(decide_here)
+        decision, inspected = group.from_first_keeping(
+            lambda: decide(resume_from, selection, skip=tuple(failed))
+        )
         if decision.path is None or decision.step is None:
             _report(decision, failed, group, selection)
             return None

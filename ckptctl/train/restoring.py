@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
@@ -99,20 +99,9 @@ def progress_of(loaded: Mapping[str, Any], step: int) -> SavedProgress:
     return SavedProgress(step=step, **known)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The state of a step as this rank loaded it, and what all ranks lose.
-
-    `groups` are the groups of parameters of this job's optimizers, as they are before a load.
-    """
-
-    state: dict[str, Any]
-    differences: Differences
-    groups: tuple[dict[str, Any], ...] = ()
-
-
 def restore(
-    loaded: Loaded,
+    loaded: Wanted,
+    differences: Differences,
     parts: Parts,
     position: RankPosition,
     saved: SavedProgress,
@@ -124,7 +113,7 @@ def restore(
     Raises `StateRefused` if state would be lost that the options do not allow, and `ModelDiffers`
     if an object does not accept its state.
     """
-    return _Restore(loaded, parts, position, saved, options).run(path)
+    return _Restore(loaded, differences, parts, position, saved, options).run(path)
 
 
 class _Restore:
@@ -132,21 +121,21 @@ class _Restore:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: Wanted,
+        differences: Differences,
         parts: Parts,
         position: RankPosition,
         saved: SavedProgress,
         options: TrainOptions,
     ) -> None:
         self._loaded = loaded.state
-        self._differences = loaded.differences
+        self._differences = differences
         self._groups = loaded.groups
         self._parts = parts
         self._position = position
         self._saved = saved
         self._options = options
-        lost, notes = loaded.differences.lost, loaded.differences.notes
-        self._inventory = Inventory(lost=list(lost), notes=list(notes))
+        self._inventory = Inventory(lost=list(differences.lost), notes=list(differences.notes))
 
     def run(self, path: str | None) -> Inventory:
         """Restore every kind of state of the step at `path`."""
@@ -432,13 +421,6 @@ _STORAGE_ERRNOS = frozenset(
 )
 
 
-class Stored(NamedTuple):
-    """An open step, and its metadata, which may be that of several parts."""
-
-    opened: OpenStep
-    metadata: Metadata
-
-
 def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
     """The decoded metadata of the step; that of a step of several parts, as one.
 
@@ -480,34 +462,24 @@ def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
     )
 
 
-def load_into(
-    wanted: Wanted,
-    differences: Differences,
+def read_into(
+    state: dict[str, Any],
     decision: ResumeDecision,
     group: ProcessGroup,
-    stored: Stored,
-) -> tuple[str, ...]:
-    """Read the step into the state that is wanted; every rank calls it, with what it holds itself.
-
-    Returns what is lost: tensors that are one in this job and differ in the step. Raises
-    `LoadFailed` where the bytes do not load on this rank or another, and another `CkptctlError`
-    for what no older step would mend. Every rank raises, not all the same.
-    """
-    state = wanted.request(differences)
-    read_into(state, decision, group, stored)
-    return wanted.put(state)
-
-
-def read_into(
-    state: dict[str, Any], decision: ResumeDecision, group: ProcessGroup, stored: Stored
+    opened: OpenStep,
+    metadata: Metadata,
 ) -> None:
-    """Read the entries of a step into a state of one dict for each kind; every rank calls it."""
+    """Read the entries of a step into a state of one dict for each kind; every rank calls it.
+
+    Raises `LoadFailed` where the bytes do not load on this rank or another, and another
+    `CkptctlError` for what no older step would mend. Every rank raises, not all the same.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from ckptctl.train.reader import Reader
 
-    reader = Reader.of(*stored)
+    reader = Reader.of(opened, metadata)
     try:
         # The cyclic collector takes as long as reading a gigabyte each time torch's plan starts it.
         with collector_paused(), warnings.catch_warnings():

@@ -21,6 +21,7 @@ from typing import Any
 from ckptctl.distributed.launcher import ATTEMPT, cluster_context
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report
+from ckptctl.formats.own.data_ledger import DataFields
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
 from ckptctl.formatting import command_line, counted, verb
 from ckptctl.inspection.open_step import OpenStep
@@ -40,7 +41,7 @@ from ckptctl.train.agreement import (
 )
 from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
 from ckptctl.train.data_ledger import read_data
-from ckptctl.train.differences import RankEntries, compare, names_in, refuse_lost
+from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
@@ -52,8 +53,8 @@ from ckptctl.train.ledger import (
 )
 from ckptctl.train.moving import (
     Move,
-    Outline,
-    Seen,
+    ParameterNames,
+    StepView,
     is_of_another_program,
     read_files_beside,
     request_for,
@@ -64,10 +65,7 @@ from ckptctl.train.rank_names import seen_by
 from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
-    Loaded,
     SavedProgress,
-    Stored,
-    load_into,
     progress_of,
     read_into,
     restore,
@@ -88,11 +86,12 @@ class Resume:
         self._resume_from = resume_from
         self._replays = False
         self._began_s = clock_s()
-        self._branches: tuple[Branch, ...] = ()  # on rank 0, at the time of the decision
-        self._opened: OpenStep | None = None  # on rank 0, the step as it was inspected
 
-    def run(self) -> tuple[RankAttempt, Start]:
-        """Load, restore, take the root over, and record it; see `Checkpointer.resume`."""
+    def run(self) -> tuple[RankAttempt, Start, tuple[DataFields | None, str | None]]:
+        """Load, restore, take the root over, and record it; see `Checkpointer.resume`.
+
+        Returns also what `read_data` does of the step, on rank 0.
+        """
         job, first = self._job, self._job.group.from_first
         self._check_same(None)
         first(self._check_before)
@@ -106,11 +105,12 @@ class Resume:
             restored = self._load_and_restore(passed_over)
         previous = history[-1][0] if history else None
         report = first(lambda: self._complete(attempt, restored, previous))
-        first(lambda: self._read_data(attempt, restored))
+        # Rank 0 alone continues the data ledger, which may be long.
+        _, data = job.group.from_first_keeping(lambda: (None, self._data(restored)))
         attempt.resumed_from = restored.decision.step
         attempt.step = attempt.saved = restored.saved.step
         path = join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json")
-        return attempt, _start(restored, report, path)
+        return attempt, _start(restored, report, path), data or (None, None)
 
     def replay(self, n_steps: int) -> Start:
         """Load and restore so that `n_steps` steps can be trained again; write nothing.
@@ -172,129 +172,128 @@ class Resume:
         job = self._job
         failed = {one.step: one for one in passed_over if one.step is not None}
         while True:
-            decision = job.group.from_first(lambda: self._decide(tuple(failed)))
+            decision, kept = job.group.from_first_keeping(lambda: self._decide(tuple(failed)))
+            inspected, branches = (None, ()) if kept is None else kept
             if decision.path is None or decision.step is None:
-                return Restored(decision, decision.rejected, SavedProgress(0), Inventory())
-            opened = open_on_all(decision, job.group, job.selection, self._opened)
+                return Restored(
+                    decision, decision.rejected, SavedProgress(0), Inventory(), None, branches
+                )
+            opened = open_on_all(decision, job.group, job.selection, inspected)
             error = prove_content(decision, job.group, job.selection, opened)
             if error is None:
                 loaded = self._load(decision, opened)
                 if not isinstance(loaded, LoadFailed):
-                    saved, inventory = self._restore(decision, loaded)
+                    saved, inventory = self._restore(decision, *loaded)
                     rejected = (*failed.values(), *decision.rejected)
-                    return Restored(decision, rejected, saved, inventory, opened)
+                    return Restored(decision, rejected, saved, inventory, opened, branches)
                 error = loaded
             step = decision.step
             failed[step] = Rejected(step, decision.path, "corrupt", error.message, not_loaded=True)
             if len(failed) - len(passed_over) > job.selection.policy.max_fallback:
                 raise too_many(failed, job.selection.roots)
 
-    def _decide(self, skip: tuple[int, ...]) -> ResumeDecision:
-        """The step to load, and what a resume from it abandons; on rank 0 only."""
-        decision, self._opened = decide(self._resume_from, self._job.selection, skip=skip)
-        if not self._replays:
-            self._branches = abandoned_branches(self._job, decision)
-        return decision
+    def _decide(
+        self, skip: tuple[int, ...]
+    ) -> tuple[ResumeDecision, tuple[OpenStep | None, tuple[Branch, ...]]]:
+        """The step to load, as it was inspected, and what a resume from it abandons; on rank 0."""
+        decision, inspected = decide(self._resume_from, self._job.selection, skip=skip)
+        branches = () if self._replays else abandoned_branches(self._job, decision)
+        return decision, (inspected, branches)
 
-    def _load(self, decision: ResumeDecision, opened: OpenStep) -> Loaded | LoadFailed:
-        """The state loaded on this rank, or the failure that all ranks agree on.
+    def _load(
+        self, decision: ResumeDecision, opened: OpenStep
+    ) -> tuple[Wanted, Differences] | LoadFailed:
+        """The state loaded on this rank, and what is lost; or the failure that all ranks agree on.
 
         Raises `StateRefused` before anything is loaded if the step and the job do not hold the
         same state, and the options do not accept that.
         """
-        job = self._job
-        undo = ExitStack()
-        wanted: Wanted
-
-        def prepare() -> RankEntries:
-            nonlocal wanted
-            saved = seen.saved
-            kinds = kinds_in(saved)
-            formless = False
-            for name, optimizer in job.parts.named_optimizers():
-                if name in kinds or name in saved.bytes_entries:
-                    if not optimizer.state:
-                        undo.callback(optimizer.state.clear)
-                    formless |= not allocate_state(optimizer) and name == "optimizer"
-            held = template(job.parts, job.position, saved, kinds, formless=formless)
-            wanted = Wanted(held, saved, seen.names, seen.values)
-            return wanted.entries(job.parts, names)
-
+        job, group = self._job, self._job.group
+        step, path = decision.step or 0, decision.path
         try:
-            seen, whole, stored = self._see(decision, opened)
-            names = [seen.names.get(name, name) for name in names_in(whole)]
-            with undo:
+            view, whole = self._view(decision, opened)
+            with ExitStack() as undo:
                 # A different model must fail on every rank before any tensor is written to.
-                differences = compare(job.group.from_all(prepare), whole)
-                refuse_lost(differences.lost, decision.step or 0, decision.path, job.options)
-                if not differences.keeps_optimizer:
-                    del wanted.state["optimizer"]
-                groups = wanted.state.get("optimizer", {}).get("param_groups", ())
-                groups = tuple(dict(group) for group in groups)
-                lost = job.group.from_all(
-                    lambda: load_into(wanted, differences, decision, job.group, stored)
-                )
+                entries, wanted = group.from_all_keeping(lambda: self._wanted(view, undo))
+                differences = compare(entries, view.shared)
+                refuse_lost(differences.lost, step, path, job.options)
+
+                def read(request: dict[str, Any]) -> None:
+                    read_into(request, decision, group, opened, whole)
+
+                lost = group.from_all(lambda: wanted.fill(differences, read))
                 more = sorted({one for rank in lost for one in rank})
-                refuse_lost(more, decision.step or 0, decision.path, job.options)
+                refuse_lost(more, step, path, job.options)
                 if differences.keeps_optimizer:
                     undo.pop_all()
         except LoadFailed as error:
             return error
-        left = {one.split()[0] for one in seen.lost}
-        differences = replace(
+        left = {one.split()[0] for one in view.lost}
+        return wanted, replace(
             differences,
-            lost=(*seen.lost, *(one for one in differences.lost if one not in left), *more),
-            notes=(*seen.notes, *differences.notes),
+            lost=(*view.lost, *(one for one in differences.lost if one not in left), *more),
+            notes=(*view.notes, *differences.notes),
         )
-        return Loaded(wanted.state, differences, groups)
 
-    def _see(self, decision: ResumeDecision, opened: OpenStep) -> tuple[Seen, Metadata, Stored]:
-        """The step as this rank sees it, and as all do, in the names of this job; and its own.
+    def _wanted(self, view: StepView, undo: ExitStack) -> tuple[RankEntries, Wanted]:
+        """What this rank loads; `undo` takes back the state that its optimizers get for it."""
+        parts, saved, kinds = self._job.parts, view.saved, kinds_in(view.saved)
+        formless = False
+        for name, optimizer in parts.named_optimizers():
+            if name in kinds or name in saved.bytes_entries:
+                if not optimizer.state:
+                    undo.callback(optimizer.state.clear)
+                formless |= not allocate_state(optimizer) and name == "optimizer"
+        held = template(parts, self._job.position, saved, kinds, formless=formless)
+        wanted = Wanted(held, saved, view.names, view.values)
+        names = (view.names.get(name, name) for name in names_in(view.shared))
+        return wanted.entries(parts, list(names)), wanted
+
+    def _view(self, decision: ResumeDecision, opened: OpenStep) -> tuple[StepView, Metadata]:
+        """The step in the names of this job, as this rank sees it; and its metadata.
 
         Raises `StateRefused` for state of another program that this job would not load.
         """
-        job = self._job
-        whole: Metadata
-        outline = Outline(frozenset(), ())
-        move: Move
-        seen: Seen
-
-        def read() -> Outline:
-            nonlocal whole
-            try:
-                whole = saved_metadata(decision, opened)
-            except PathNotFound as error:  # removed since rank 0 inspected it
-                raise LoadFailed(error.message) from error
-            if not is_of_another_program(whole):
-                return outline
-            return Outline.of(sharded(job.parts, ("model", "optimizer")))
-
-        def recognize() -> None:
-            nonlocal move
-            beside = read_files_beside(opened, job.group.rank)
-            names = job.options.names
-            move = Move(whole, outlines, job.parts, job.position, names, beside)
-
-        def translate() -> None:
-            nonlocal seen
-            read = values_in(request, move.to_read)
-            seen = move.seen(read, decision, job.options)
-
-        outlines = job.group.from_all(read)
-        stored = Stored(opened, whole)
+        job, group = self._job, self._job.group
+        outlines, whole = group.from_all_keeping(lambda: self._metadata(decision, opened))
         if not is_of_another_program(whole):
-            return Seen(*seen_by(whole, job.group.rank)), whole, stored
-        job.group.from_all(recognize)
+            return StepView(*seen_by(whole, group.rank), whole), whole
+        move = group.on_all(
+            lambda: Move(
+                whole,
+                outlines,
+                job.parts,
+                job.position,
+                job.options.names,
+                read_files_beside(opened, group.rank),
+            )
+        )
         request = request_for(whole, move.to_read)
-        job.group.from_all(lambda: read_into(request, decision, job.group, stored))
-        job.group.from_all(translate)
-        return seen, seen.shared, stored
+        group.on_all(lambda: read_into(request, decision, group, opened, whole))
+        read = values_in(request, move.to_read)
+        return group.on_all(lambda: move.view(read, decision, job.options)), whole
 
-    def _restore(self, decision: ResumeDecision, loaded: Loaded) -> tuple[SavedProgress, Inventory]:
+    def _metadata(
+        self, decision: ResumeDecision, opened: OpenStep
+    ) -> tuple[ParameterNames, Metadata]:
+        """The metadata of the step, and for that of another program the names of this job."""
+        try:
+            whole = saved_metadata(decision, opened)
+        except PathNotFound as error:  # removed since rank 0 inspected it
+            raise LoadFailed(error.message) from error
+        if not is_of_another_program(whole):
+            return ParameterNames(frozenset(), ()), whole
+        return ParameterNames.of(sharded(self._job.parts, ("model", "optimizer"))), whole
+
+    def _restore(
+        self, decision: ResumeDecision, wanted: Wanted, differences: Differences
+    ) -> tuple[SavedProgress, Inventory]:
         job = self._job
-        saved = progress_of(loaded.state, decision.step or 0)
+        saved = progress_of(wanted.state, decision.step or 0)
         inventory, *others = job.group.from_all(
-            lambda: restore(loaded, job.parts, job.position, saved, job.options, decision.path)
+            lambda: restore(
+                wanted, differences, job.parts, job.position, saved, job.options, decision.path
+            )
         )
         for other in others:
             for mine, theirs in zip(inventory.lists, other.lists, strict=True):
@@ -345,7 +344,7 @@ class Resume:
         if changed(restored.decision, job.selection) is not None:
             return ()
         now = [branch.states for branch in abandoned_branches(job, restored.decision)]
-        return None if now == [branch.states for branch in self._branches] else ()
+        return None if now == [branch.states for branch in restored.branches] else ()
 
     def _complete(
         self, attempt: RankAttempt, restored: Restored, previous: str | None
@@ -363,7 +362,7 @@ class Resume:
                 next_command=command_line("pick", *job.selection.roots.words),
             )
         held = Held(job.store, attempt.token)
-        superseded, warnings = supersede_all(job, held, decision, self._branches)
+        superseded, warnings = supersede_all(job, held, decision, restored.branches)
         report = resume_document(job, restored) | {
             "attempt": attempt.token.attempt,
             "superseded": superseded,
@@ -390,10 +389,8 @@ class Resume:
         self._print(report, restored)
         return report
 
-    def _read_data(self, attempt: RankAttempt, restored: Restored) -> None:
-        """Read the data ledger that the job continues; on rank 0 only."""
-        if restored.opened is not None:
-            attempt.data, attempt.data_lost = read_data(restored.opened)
+    def _data(self, restored: Restored) -> tuple[DataFields | None, str | None]:
+        return (None, None) if restored.opened is None else read_data(restored.opened)
 
     # Replaying
 

@@ -6,7 +6,7 @@ weights, are read apart and compared: one of their values would be lost otherwis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptctl.errors import ModelDiffers, UsageError
@@ -20,7 +20,8 @@ class Wanted:
     """The state that a load fills on this rank, by the names of the entries of the step.
 
     `saved` is the step as this rank sees it, `own` are the names in it that differ, and `values`
-    those that were read before, by their names here.
+    those that were read before, by their names here. `groups` are the groups of parameters of this
+    job's optimizers, as they are before the load.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class Wanted:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         self.state = state
+        groups = state.get("optimizer", {}).get("param_groups", ())
+        self.groups: tuple[dict[str, Any], ...] = tuple(map(dict, groups))
         self._saved = saved
         self._own = own or {}
         self._values = values or {}
@@ -58,11 +61,25 @@ class Wanted:
             int(digits or "0", 2),
             tuple(name for name in self._flat if not self._is_saved(name)),
             parts.given,
-            len(self.state.get("optimizer", {}).get("param_groups", ())),
+            len(self.groups),
             frozenset(one for one in casts if one[1] != one[2]),
         )
 
-    def request(self, differences: Differences) -> dict[str, Any]:
+    def fill(
+        self, differences: Differences, read: Callable[[dict[str, Any]], None]
+    ) -> tuple[str, ...]:
+        """Fill the state by `read`, which reads the entries of the step into what it is given.
+
+        An optimizer that is not kept is taken out of the state. Returns what is lost: the tensors
+        that are one in this job, and differ in the step.
+        """
+        if not differences.keeps_optimizer:
+            del self.state["optimizer"]
+        request = self._request(differences)
+        read(request)
+        return self._put(request)
+
+    def _request(self, differences: Differences) -> dict[str, Any]:
         """What the load reads: a dict for each kind of state, by the rest of the name.
 
         Kinds of state rather than names are the keys, because torch gathers the keys of all ranks.
@@ -84,11 +101,8 @@ class Wanted:
                 request[kind] = value
         return request
 
-    def put(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
-        """Put the values of a request that was loaded into the state; tensors are there already.
-
-        Returns what is lost: the tensors that are one in this job, and differ in the step.
-        """
+    def _put(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+        """Put the values of a request that was loaded into the state; tensors are there already."""
         lost = []
         plain = {name: one for one, name in self._own.items()}
         for kind, values in loaded.items():
@@ -105,7 +119,8 @@ class Wanted:
                     continue
                 self._set(name, value)
         for name in self._values.keys() & self._paths.keys():
-            self._set(name, self._values[name])
+            if self._paths[name][0] in self.state:
+                self._set(name, self._values[name])
         return tuple(lost)
 
     def _set(self, name: str, value: Any) -> None:

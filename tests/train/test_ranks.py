@@ -137,7 +137,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_resume_ends_the_others(folder, tmp_
     hook.write_text(
         "from ckptctl.train import resuming\n"
         "def die(*args): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if rank == 1: resuming.load_into = die\n"
+        "if rank == 1: resuming.read_into = die\n"
     )
     done = run_job(folder, "--ranks", 3, "--steps", 8, "--hook", hook)
     assert codes_of(done)[0] in (75, -9)

@@ -126,7 +126,7 @@ def test_steps_that_another_attempt_saves_during_a_load_are_resumed_from(root, m
     other = root.job()
     other.resume()
     later = root.job()
-    before(monkeypatch, resuming, "load_into", lambda: other.train(7, 12))
+    before(monkeypatch, resuming, "read_into", lambda: other.train(7, 12))
     assert later.resume().step == 12
     assert later.start.report["superseded"] == []
     assert set(root.verdicts().values()) == {Verdict.COMPLETE}
@@ -272,7 +272,7 @@ def test_a_job_that_cannot_resume_does_not_end_one_that_trains(root, monkeypatch
         def broken(*args: object) -> None:
             raise error("so it is")
 
-        monkeypatch.setattr(resuming, "load_into", broken)
+        monkeypatch.setattr(resuming, "read_into", broken)
     with pytest.raises(errors.get(why, CkptctlError)):
         newer.resume()
     monkeypatch.undo()
