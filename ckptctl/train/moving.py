@@ -9,7 +9,6 @@ the argument that loads it.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
@@ -21,6 +20,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own, layout_of, step_name
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
+    SCALER_MARKS,
     Leaf,
     StateKind,
     StateMap,
@@ -28,6 +28,7 @@ from ckptctl.formats.frameworks.state_keys import (
     entry_kinds,
     file_holds_no_state,
     is_count_of_one_rank,
+    is_scaler_name,
     kinds_in_file,
     leaves_of,
     outermost_key,
@@ -49,8 +50,6 @@ NAMED = (*PARTS, "rng", "step", "tokens", "samples")
 """The kinds of state that `names` may map, besides the names in `extra`."""
 
 _VALUES = ("scheduler", "grad_scaler", "dataloader")
-_SCALER = frozenset({"growth_factor", "backoff_factor"})
-_SCALER_KEY = r"(?:amp_|grad_|loss_)?scaler|amp"
 _SHOWN = 20
 
 
@@ -232,6 +231,18 @@ class _Left(NamedTuple):
     remedy: str
 
 
+class _Made(NamedTuple):
+    """A value for this job, None for none, with what it leaves in the step and a note about it."""
+
+    value: Any
+    left: tuple[_Left, ...] = ()
+    note: str = ""
+
+
+_Maker = Callable[[Read, int], _Made]
+"""What makes a value of those that were read, and of the number of the step."""
+
+
 class Move:
     """A step of another program, for the parts of one script.
 
@@ -266,8 +277,8 @@ class Move:
         self._tensors: dict[str, TensorEntry] = {}
         self._bytes: dict[str, BytesEntry] = {}
         self._here: dict[str, str] = {}
-        self._makers: dict[str, Callable[[Read, int], Any]] = {}
-        """What makes a value of those that are read, by its name here."""
+        self._makers: dict[str, _Maker] = {}
+        """By the names here of the values."""
         self.to_read: set[str] = set()
         self._in_files: dict[str, Any] = {}
         """The values in files beside the shards, by the names of their entries."""
@@ -282,7 +293,7 @@ class Move:
         children: dict[Path, set[str | int]] = defaultdict(set)
         for entry in self._entries.values():
             children[entry.path[:-1]].add(entry.path[-1])
-        self._scalers = {owner for owner, keys in children.items() if keys >= _SCALER}
+        self._scalers = {owner for owner, keys in children.items() if keys >= SCALER_MARKS}
         self._kinds_below: dict[Path, set[str]] = defaultdict(set)
         for entry in self._entries.values():
             for n in range(1, len(entry.path) + 1):
@@ -306,37 +317,35 @@ class Move:
         """
         number = decision.step or 0
         accepted = accepted_losses(options)
-        values = {}
         read = {**read, **self._in_files}
-        self._check_numbers(read)
-        for name, make in self._makers.items():
-            value = make(read, number)
-            if value is not None:
-                values[name] = value
-                self._bytes[name] = BytesEntry(name, None, _path_of(name))
+        made = {name: make(read, number) for name, make in self._makers.items()}
+        values = {name: one.value for name, one in made.items() if one.value is not None}
+        left = [*self._left, *self._other_numbers(read)]
+        left += [each for one in made.values() for each in one.left]
+        notes = [*self._notes, *(one.note for one in made.values() if one.note)]
         if "train_state.step" not in values:
-            name, count = "train_state.step", decision.train_step
-            values[name], self._bytes[name] = count, BytesEntry(name, None, _path_of(name))
-            if count is None:
+            values["train_state.step"] = decision.train_step
+            if decision.train_step is None:
                 text = "a number in its name that counts saves or epochs, and no count of steps"
                 remedy = "names={'step': KEY} maps one that it holds under another name"
-                self._left.append(_Left("step", text, remedy))
-        refused = [one for one in self._left if one.kind not in accepted]
+                left.append(_Left("step", text, remedy))
+        refused = [one for one in left if one.kind not in accepted]
         if refused:
             raise StateRefused(
                 f"step {number} was saved by another program, and holds state that this job would "
                 f"not load: {'; '.join(f'{one.text} ({one.remedy})' for one in refused)}",
                 next_command=command_line("show", decision.path or ""),
             )
-        left = tuple(f"{one.kind}." for one in self._left if one.kind in PARTS)
-        tensors = {name: one for name, one in self._tensors.items() if not name.startswith(left)}
-        held = {name: one for name, one in self._bytes.items() if not name.startswith(left)}
+        kinds = tuple(f"{one.kind}." for one in left if one.kind in PARTS)
+        small = self._bytes | {name: BytesEntry(name, None, _path_of(name)) for name in values}
+        tensors = {name: one for name, one in self._tensors.items() if not name.startswith(kinds)}
+        held = {name: one for name, one in small.items() if not name.startswith(kinds)}
         saved = replace(self._saved, tensors=tensors, bytes_entries=held)
-        lost = tuple(f"{one.kind} ({one.text})" for one in self._left)
+        lost = tuple(f"{one.kind} ({one.text})" for one in left)
         # The same on every rank: what only some ranks have is left out.
         held = {name: one for name, one in held.items() if not name.startswith(_OF_ONE_RANK)}
         shared = replace(saved, bytes_entries=held)
-        return StepView(saved, self._here, shared, values, lost, tuple(self._notes))
+        return StepView(saved, self._here, shared, values, lost, tuple(notes))
 
     # What the step holds
 
@@ -387,8 +396,7 @@ class Move:
     def _kind(self, entry: _Entry) -> str:
         """The kind of an entry, of which a scaler is one here."""
         if entry.kind.names == ("other",) and (
-            entry.path[:-1] in self._scalers
-            or re.fullmatch(_SCALER_KEY, entry.key.rpartition(".")[2])
+            entry.path[:-1] in self._scalers or is_scaler_name(entry.key.rpartition(".")[2])
         ):
             return "grad_scaler"
         return entry.kind.names[0]
@@ -494,17 +502,12 @@ class Move:
             else:
                 self.to_read.add(entry.name)
 
-        def make(read: Read, _: int) -> Any:
-            return (
-                _assembled(
-                    [
-                        (tail, read[each] if each in read else {TENSOR: _dotted(tail)})
-                        for tail, each in items
-                    ],
-                    own,
-                    numbered=hasattr(part, "param_groups"),
-                ),
-            )
+        def make(read: Read, _: int) -> _Made:
+            held = [
+                (tail, read[each] if each in read else {TENSOR: _dotted(tail)})
+                for tail, each in items
+            ]
+            return _Made((_assembled(held, own, numbered=hasattr(part, "param_groups")),))
 
         self._makers[f"extra.{name}"] = make
 
@@ -554,35 +557,35 @@ class Move:
         for number, fqns in enumerate(self._groups if flat else ()):
             self._find_flat_group(f"optimizer.param_groups.{number}", fqns, flat)
 
-    def _parameters(self, name: str) -> Callable[[Read, int], list[str]]:
+    def _parameters(self, name: str) -> _Maker:
         """What makes the names of a group's parameters of those or the numbers in the step."""
-        return lambda read, _: [self._parameter(str(each)) for each in read[name]]
+        return lambda read, _: _Made([self._parameter(str(each)) for each in read[name]])
 
-    def _check_numbers(self, read: Read) -> None:
-        """Leave an optimizer by number to the step whose numbers are of other parameters."""
+    def _other_numbers(self, read: Read) -> Iterator[_Left]:
+        """An optimizer by number whose numbers are of other parameters is left in the step."""
         numbers = [each for name in self._lists for each in read[name] if isinstance(each, int)]
         n_own = len(self._by_number)
         if numbers and len(numbers) != n_own:
             text = f"optimizer of {counted(len(numbers), 'parameter')} by number"
             remedy = f"this job's has {n_own or 'others on each rank'}; give it those of the run"
-            self._left.append(_Left("optimizer", text, remedy))
+            yield _Left("optimizer", text, remedy)
 
     def _find_flat_group(
         self, name: str, group: Sequence[str], flat: Mapping[str, Mapping[str, Sequence[str]]]
     ) -> None:
         """The options of a group of parameters, which the step holds for each of them."""
         held = [flat[fqn] for fqn in group if fqn in flat]
-        self._makers[f"{name}.params"] = lambda *_: [fqn for fqn in group if fqn in flat]
+        self._makers[f"{name}.params"] = lambda *_: _Made([fqn for fqn in group if fqn in flat])
         for option in dict.fromkeys(option for one in held for option in one):
             sources = [each for one in held for each in one.get(option, ())]
 
-            def make(read: Read, _: int, sources: Sequence[str] = sources) -> Any:
+            def make(read: Read, _: int, sources: Sequence[str] = sources) -> _Made:
                 first, *others = (read[each] for each in sources)
-                if any(other != first for other in others):
-                    text = f"other groups of parameters: {sources[0]} and others differ"
-                    remedy = "divide the parameters among the groups of the optimizer as in the run"
-                    self._left.append(_Left("optimizer", text, remedy))
-                return first
+                if all(other == first for other in others):
+                    return _Made(first)
+                text = f"other groups of parameters: {sources[0]} and others differ"
+                remedy = "divide the parameters among the groups of the optimizer as in the run"
+                return _Made(first, (_Left("optimizer", text, remedy),))
 
             self._makers[f"{name}.{option}"] = make
 
@@ -594,20 +597,19 @@ class Move:
         own = state_of(getattr(self._parts, kind))
         items = [(one.path[len(root) :], one.name) for one in self._take_below(root)]
 
-        def make(read: Read, _: int) -> Any:
+        def make(read: Read, _: int) -> _Made:
             value = _assembled([(tail, read[each]) for tail, each in items], own)
             if not isinstance(value, Mapping | list):
-                self._leave_other(kind, root, value)
-                return None
-            return (value,)
+                return self._of_other_class(kind, root, value)
+            return _Made((value,))
 
         self._makers[kind] = make
 
-    def _leave_other(self, kind: str, root: Path, value: Any) -> None:
+    def _of_other_class(self, kind: str, root: Path, value: Any) -> _Made:
         text = f"{kind} as {self._name_of(root)}, of the class {type(value).__name__}"
         part = getattr(self._parts, kind)
         remedy = f"a {type(part).__name__} does not load it; pass the object that saved it"
-        self._left.append(_Left(kind, text, remedy))
+        return _Made(None, (_Left(kind, text, remedy),))
 
     def _find_dataloader(self) -> None:
         entries = self._of_kind("dataloader")
@@ -629,7 +631,7 @@ class Move:
             fronts = {one.path[: len(root) + 1] for one in below}
             if not str(root[-1]).endswith(own_rank) and len(fronts) == 1:
                 (root,) = fronts
-            self._makers["train_state.dp_size"] = lambda *_: len(ranks)
+            self._makers["train_state.dp_size"] = lambda *_: _Made(len(ranks))
         elif self._position.dp_size > 1:
             self._notes.append(
                 f"the step holds one {self._name_of(root)} for all ranks; each continues from it"
@@ -637,13 +639,12 @@ class Move:
         self.to_read.update(one.name for one in below)
         items = [(one.path[len(root) :], one.name) for one in below]
 
-        def make(read: Read, _: int) -> Any:
+        def make(read: Read, _: int) -> _Made:
             value = _assembled([(tail, read[each]) for tail, each in items], own)
             is_global = isinstance(value, Mapping) and {"global_batch", "position"} <= value.keys()
             if self._parts.has_global_loader and not is_global:
-                self._leave_other("dataloader", root, value)
-                return None
-            return (value,)
+                return self._of_other_class("dataloader", root, value)
+            return _Made((value,))
 
         key = GLOBAL_DATA if self._parts.has_global_loader else self._position.data_key
         if items:
@@ -653,30 +654,29 @@ class Move:
         entries = self._take(self._of_kind("rng"), read=False)
         n_ranks = self._beside.n_ranks
         if n_ranks:
-            self._makers["train_state.world_size"] = lambda *_: n_ranks
+            self._makers["train_state.world_size"] = lambda *_: _Made(n_ranks)
         elif not entries:
             self._notes.append("the step holds no random states: those of this process stay")
             return
         ranks = {one.kind.rank for one in entries} - {None}
         if ranks:
-            self._makers["train_state.world_size"] = lambda *_: len(ranks)
+            self._makers["train_state.world_size"] = lambda *_: _Made(len(ranks))
             own_rank = str(self._position.rank)
             entries = [one for one in entries if one.kind.rank == own_rank]
         elif self._position.world_size > 1 and not n_ranks:
             self._notes.append("the step holds one random state for all ranks; each continues it")
         self.to_read.update(one.name for one in entries)
 
-        def make(read: Read, _: int) -> Any:
+        def make(read: Read, _: int) -> _Made:
             states, unknown = states_in((one.name, read[one.name]) for one in entries)
+            note, left = "", list[_Left]()
             if "torch" not in states:
-                self._notes.append(
-                    "the step holds no random state of torch: that of this process stays"
-                )
+                note = "the step holds no random state of torch: that of this process stays"
             if unknown:
                 text = f"random states as {some_of(unknown)}, in a form that is not known"
                 remedy = f"pass extra={{{unknown[0]!r}: ...}}, an object that restores them"
-                self._left.append(_Left("rng", text, remedy))
-            return ({"state": states},)
+                left.append(_Left("rng", text, remedy))
+            return _Made(({"state": states},), tuple(left), note)
 
         if entries:
             self._makers[f"rng.{self._position.rng_key}"] = make
@@ -688,30 +688,14 @@ class Move:
                 is_count_of_samples = kind == "tokens" and "sample" in str(entry.path[-1])
                 if is_count_of_samples and kind not in self._mapped:
                     entry = self._take([entry])[0]
-                    self._makers["train_state.samples"] = self._counts("samples", [entry.name])
+                    self._makers["train_state.samples"] = _count_of("samples", [entry.name])
                 elif is_count_of_one_rank(entry.name):
                     self._take([entry], read=False)
                     self._notes.append(f"{entry.name} is the count of one rank: it is left out")
                 else:
                     names += [one.name for one in self._take([entry])]
             if names:
-                self._makers[f"train_state.{kind}"] = self._counts(kind, names)
-
-    def _counts(self, kind: str, names: Sequence[str]) -> Callable[[Read, int], int | None]:
-        """What makes one count of those in the step: the likeliest step, or the furthest."""
-
-        def make(read: Read, number: int) -> int | None:
-            counts = []
-            for name in names:
-                try:
-                    counts.append(int(read[name]))
-                except (TypeError, ValueError):
-                    text = f"{kind} as {name}, which is no number"
-                    remedy = f"pass extra={{{name!r}: ...}}, an object that loads it"
-                    self._left.append(_Left("extra", text, remedy))
-            return likeliest_step(counts, number if kind == "step" else None)
-
-        return make
+                self._makers[f"train_state.{kind}"] = _count_of(kind, names)
 
     def _find_model(self) -> None:
         if self._parts.model is None:
@@ -805,6 +789,23 @@ class Move:
         found = {name.partition(".")[0] for name in (*self._makers, *self._here)}
         found |= {one.kind for one in self._left}
         return kind in self._parts.given and kind not in found
+
+
+def _count_of(kind: str, names: Sequence[str]) -> _Maker:
+    """What makes one count of those in the step: the likeliest step, or the furthest."""
+
+    def make(read: Read, number: int) -> _Made:
+        counts, left = [], []
+        for name in names:
+            try:
+                counts.append(int(read[name]))
+            except (TypeError, ValueError):
+                text = f"{kind} as {name}, which is no number"
+                remedy = f"pass extra={{{name!r}: ...}}, an object that loads it"
+                left.append(_Left("extra", text, remedy))
+        return _Made(likeliest_step(counts, number if kind == "step" else None), tuple(left))
+
+    return make
 
 
 def _tail_in_optimizer(entry: _Entry, start: str, n_words: int) -> Path:

@@ -81,6 +81,11 @@ def is_square(fqn: str) -> bool:
     return fqn.rpartition(".")[2] in _SQUARES
 
 
+def is_scaler_name(word: str) -> bool:
+    """Whether a key is that of a gradient scaler, which is state of none of the kinds."""
+    return _matches(_SCALER_HEAD, word)
+
+
 def has_shape_of_parameter(fqn: str) -> bool:
     """Whether a moment has a value for each value of its parameter."""
     return fqn.rpartition(".")[2] in _LIKE_THEIR_PARAMETER
@@ -144,7 +149,9 @@ _POSITIONS = _names(
 _BESIDE_POSITIONS = _POSITIONS | _names(
     "epoch seed shuffle rank world_size num_replicas shard shard_index version"
 )
-_SCALER_MARKS = frozenset({"growth_factor", "backoff_factor"})
+SCALER_MARKS = frozenset({"growth_factor", "backoff_factor"})
+"""What the state of a gradient scaler has, whatever it is called."""
+_SCALER_HEAD = r"(?:amp_|grad_|loss_)?scaler|amp"
 
 _STEP_LEAVES = _names(
     "step global_step global_steps iteration iter iter_num step_count steps_run "
@@ -163,7 +170,7 @@ _NO_STATE_HEAD = (
     r"(?:.*_)?args|arguments|cfg|configs?|(?:.*_)?config|hparams(?:_name)?|hyper_?param(?:eter)?s|.*_meta"
     r"|(?:.*_)?metadata|message_hub|sample|(?:batch|sample|token|iteration)_in_.*|(?:.*[-_])?versions?|arch|(?:run_|task_)?name|.*_(?:id|name|dir|path|time)"
     r"|(?:.*_)?metrics?|(?:.*_)?loss(?:es)?|(?:.*_)?best(?:_.*)?|(?:.*_)?epochs?(?:_.*)?|seed|lr"
-    r"|(?:amp_|grad_|loss_)?scaler|amp|(?:.*_)?(?:world_size|rank|size)|history|log_history|git.*"
+    rf"|{_SCALER_HEAD}|(?:.*_)?(?:world_size|rank|size)|history|log_history|git.*"
     r"|callbacks|loops|datamodule|rerun_state_machine|num_floating_point_operations_so_far"
     r"|max_.*|num_.*|(?:.*_)?(?:every|interval|steps|batches|workers)|(?:.*_)?names?|tp|pp|dp|cp|ep"
     r"|(?:.*_)?shapes?|shared_params|skipped_steps|global_samples|total_flos|stateful_callbacks"
@@ -446,7 +453,7 @@ class _Content:
                 "epoch" in names and not _POSITIONS.isdisjoint(names) and names <= _BESIDE_POSITIONS
             ):
                 self._below.setdefault(owner, "dataloader")
-            elif names >= _SCALER_MARKS:
+            elif names >= SCALER_MARKS:
                 self._below[owner] = "other"
             elif "bit_generator" in names and not _OF_BIT_GENERATORS.isdisjoint(names):
                 self._below[owner] = "rng"
