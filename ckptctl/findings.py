@@ -152,6 +152,7 @@ CODES: Mapping[str, Code] = {
     "optimizer.negative": _warning("means of squares are below zero"),
     "optimizer.shape": _warning("moments have another shape than their parameter"),
     "optimizer.unchanged": _warning("the weights have moved, and the moments have not"),
+    "optimizer.discontinuous": _warning("moments fell faster than the optimizer lets them"),
     "optimizer.unseen": _note("no tensor that an optimizer keeps was read"),
     "format.unsupported": _fault(Verdict.UNVERIFIABLE, "ckptctl does not inspect this format"),
     "format.unlisted": _fault(

@@ -558,7 +558,11 @@ def optimizer_state(opened: OpenStep, context: StageContext) -> Iterator[Finding
 
     step = context.state.step.value
     train_step = opened.step.number if step is None else step
-    for finding in check_optimizer_state(opened, read.values, train_step, context.neighbours):
+    # A part of the bytes was asked for: then files that hold other state are not read, either.
+    limits = asked.limits if asked.choose is None else None
+    for finding in check_optimizer_state(
+        opened, read.values, train_step, context.neighbours, limits
+    ):
         if finding.code != "optimizer.unseen" or context.state.optimizer.found:
             yield finding
 

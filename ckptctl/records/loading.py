@@ -24,7 +24,7 @@ from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import inside
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, Piece, Run, read_runs
-from ckptctl.records.elements import RUN_BYTES, ElementSink, element_runs
+from ckptctl.records.elements import RUN_BYTES, ElementSink, StridedSink, element_runs
 from ckptctl.records.opening import (
     Expected,
     Need,
@@ -33,7 +33,14 @@ from ckptctl.records.opening import (
     unpacked_limit,
 )
 from ckptctl.records.reads import Reading, RecordSource, open_records
-from ckptctl.records.slices import Dims, TensorSlice, dense_order
+from ckptctl.records.slices import (
+    Dims,
+    Strided,
+    TensorSlice,
+    copy_strided,
+    dense_order,
+    row_major,
+)
 from ckptctl.records.templates import Template, Templates
 from ckptctl.records.verification import ElementChecksum
 from ckptctl.storage.contract import MAX_BUFFERS, StoreKind
@@ -128,6 +135,45 @@ class Target(Protocol):
     def finish(self) -> None:
         """Take note that all elements have arrived."""
         ...
+
+
+class MemoryTarget(NamedTuple):
+    """A slice of a tensor in row-major order, in `memory` of as many bytes; see `Target`."""
+
+    elements: TensorSlice
+    item_bytes: int
+    memory: memoryview
+
+    def memory_for(self, stub: TensorStub) -> memoryview:  # noqa: ARG002
+        """See `Target.memory_for`."""
+        return self.memory
+
+    def copy(self, record: TensorRecord) -> None:
+        """See `Target.copy`."""
+        stub, item_bytes = record.stub, self.item_bytes
+        data = record.view.get(record.member.start, record.member.end) or b""
+        strides = tuple(stride * item_bytes for stride in stub.strides)
+        source = Strided(memoryview(data), stub.storage_offset * item_bytes, strides)
+        copy_strided(
+            Strided(self.memory, 0, row_major(self.elements.sizes, item_bytes)),
+            source.at(self.elements.offsets),
+            self.elements.sizes,
+            item_bytes,
+        )
+
+    def sink(self, record: TensorRecord) -> StridedSink:
+        """See `Target.sink`."""
+        order = record.order or ()
+        strides = row_major(self.elements.sizes, self.item_bytes)
+        return StridedSink(
+            tuple(record.stub.shape[dim] for dim in order),
+            self.elements.permuted(order),
+            self.item_bytes,
+            Strided(self.memory, 0, tuple(strides[dim] for dim in order)),
+        )
+
+    def finish(self) -> None:
+        """See `Target.finish`."""
 
 
 class Caller(Protocol):

@@ -24,7 +24,7 @@ class Form:
     `high` are the highest bytes that such a value can have. `exponent` is the mask of its
     exponent, all ones in such a value, and `mantissa` that of its mantissa: zero for an
     infinity. Without `exponent`, each of `high` is a NaN. With `signs` values below zero are
-    counted too.
+    counted too. `negative_zero` is the highest byte of -0.0, empty in a form without one.
     """
 
     size: int
@@ -32,6 +32,7 @@ class Form:
     exponent: int = 0
     mantissa: int = 0
     signs: bool = False
+    negative_zero: bytes = b"\x80"
 
 
 def _ieee(size: int, exponent_bits: int) -> Form:
@@ -52,9 +53,9 @@ FORMS: Mapping[str, Form] = {
     "complex128": _ieee(8, 11),
     "float8_e5m2": _ieee(1, 5),
     "float8_e4m3fn": Form(1, b"\x7f\xff"),
-    "float8_e4m3fnuz": Form(1, b"\x80"),
-    "float8_e5m2fnuz": Form(1, b"\x80"),
-    "float8_e8m0fnu": Form(1, b"\xff"),
+    "float8_e4m3fnuz": Form(1, b"\x80", negative_zero=b""),
+    "float8_e5m2fnuz": Form(1, b"\x80", negative_zero=b""),
+    "float8_e8m0fnu": Form(1, b"\xff", negative_zero=b""),
 }
 """By torch's dtype name; a complex number is two values. Other dtypes are always finite."""
 
@@ -63,7 +64,7 @@ FORMS: Mapping[str, Form] = {
 class Values:
     """How many values were scanned, and how many of them are NaN, infinite or below zero.
 
-    `more`: there are more than were counted. `is_zero`: all of them are zero.
+    `more`: there are more than were counted. `is_zero`: all of them are zero, or -0.0.
     """
 
     n_values: int = 0
@@ -150,8 +151,11 @@ class FiniteScan:
         form = self._form
         if any(high.find(byte) >= 0 for byte in form.high):
             self._count(piece, high)
-        if self._is_zero and piece.count(0, 0, n_whole) != n_whole:
-            self._is_zero = False
+        if self._is_zero:
+            n_zero = piece.count(0, 0, n_whole)
+            if n_zero != n_whole and form.negative_zero:
+                n_zero += high.count(form.negative_zero)
+            self._is_zero = n_zero == n_whole
         if form.signs:
             self._count_negative(piece, high)
 

@@ -52,7 +52,10 @@ BYTES_PER_S = 100 << 20
 
 _RUNNING = (Verdict.IN_PROGRESS, Verdict.CHANGED)
 _EXCLUDED = (Verdict.REJECTED, Verdict.SUPERSEDED)
-_OF_OPTIMIZER = ("optimizer.zero", "optimizer.negative", "optimizer.shape", "optimizer.unchanged")
+_OF_OPTIMIZER = (
+    *("optimizer.zero", "optimizer.negative", "optimizer.shape", "optimizer.unchanged"),
+    "optimizer.discontinuous",
+)
 """What an event says besides: the step is sealed, and its optimizer is not that of the run."""
 
 
