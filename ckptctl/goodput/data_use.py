@@ -35,7 +35,6 @@ from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.logs import read_bytes
-from ckptctl.train.data_ledger import read_data
 from ckptctl.train.samples import Order
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def data_use(
         return _answer(", ".join(rows), account, None, None)
     which = f"{root}@auto" if parse_target(root).which is None else root
     with open_target(which, requirements, storage) as opened:
-        fields, why = read_data(opened)
+        fields, why = opened.read_data_ledger()
         if fields is None:
             return _no_ledger(opened.url, why)
         account = account_of(fields, samples)

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import ZIP_MAGIC
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -38,6 +38,7 @@ from ckptctl.formats.frameworks.scattered import (
     scattered_steps,
 )
 from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds, optimizer_steps
+from ckptctl.formats.own.data_ledger import DATA_FILE, MAX_DATA_BYTES, DataFields, parse_data
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.part_files import (
@@ -294,6 +295,19 @@ class OpenStep:
     def digests(self) -> dict[str, str]:
         """The digest of each metadata file that decodes, by its path in the step."""
         return {path: digest for part in self.parts for path, digest in part.digests.items()}
+
+    def read_data_ledger(self) -> tuple[DataFields | None, str | None]:
+        """The data ledger of this save; None with the reason. Cost: one read."""
+        try:
+            data = self.store.read(self.in_store(DATA_FILE), limit=MAX_DATA_BYTES)
+            fields = parse_data(data)
+        except PathNotFound:
+            return None, f"{self.name} has no data ledger"
+        except OwnFileUnreadable as error:
+            return None, f"the data ledger of {self.name} cannot be read: {error.message}"
+        if [fields["metadata"]] != list(self.digests.values()):
+            return None, f"the data ledger of {self.name} is that of another save"
+        return fields, None
 
 
 class OpenPart:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.families import families_of
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
+from ckptctl.formats.own.data_ledger import DATA_FILE, data_bytes
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
@@ -316,10 +318,18 @@ class _Work:
             )
             expected.add(one.file.path)
         if self.place.is_moved:
-            for path, data in self._metadata().items():
+            for path, data in (self._metadata() | self._data_ledger()).items():
                 store.put(f"{self._folder}/{path}", data, replace=True)
                 expected.add(path)
             self.place.clear(self._folder, expected)
+
+    def _data_ledger(self) -> dict[str, bytes]:
+        """The data ledger of the source, for the new step: it is that of one metadata file."""
+        fields, _ = self._source.read_data_ledger()
+        metadata = [*self._metadata().values()]
+        if fields is None or len(metadata) != 1:
+            return {}
+        return {DATA_FILE: data_bytes({**fields, "metadata": sha256_of(metadata[0])})}
 
     def _metadata(self) -> dict[str, bytes]:
         url = absolute_url(self.place.url)
@@ -357,8 +367,8 @@ class _Work:
         """Publish the step, atomically for each part."""
         store, name = self.place.store, self.place.name
         if not self.place.is_moved:
-            for path, data in self._metadata().items():
-                store.put(f"{name}/{path}", data)
+            for path, data in (self._data_ledger() | self._metadata()).items():
+                store.put(f"{name}/{path}", data, replace=path == DATA_FILE)
             return
         self.place.move(self.identity)
 

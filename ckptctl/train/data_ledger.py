@@ -11,15 +11,13 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import OwnFileUnreadable, PathNotFound, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.formats.own.data_ledger import (
-    DATA_FILE,
-    MAX_DATA_BYTES,
     MODULUS,
     DataFields,
     EpochFields,
@@ -31,15 +29,11 @@ from ckptctl.formats.own.data_ledger import (
     as_hex,
     joined_rows,
     keys_of,
-    parse_data,
 )
 from ckptctl.formats.own.files import MAX_STRING
 from ckptctl.train.batch_ids import has_ids, samples_of_epoch
 from ckptctl.train.passes import passes_of
 from ckptctl.train.samples import GlobalLoader
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.open_step import OpenStep
 
 MOST_IDS = 1_000_000
 """Ids of one epoch that a step keeps; of an epoch with more, none."""
@@ -364,17 +358,3 @@ def _parts(taken: _Taken | None) -> list[int]:
     if taken is None:
         return [0] * (2 + _LIMBS)
     return [1, taken.count, *(taken.total >> 32 * i & 0xFFFFFFFF for i in range(_LIMBS))]
-
-
-def read_data(opened: OpenStep) -> tuple[DataFields | None, str | None]:
-    """The data ledger of a step; None with the reason. Raises `StorageError`. Cost: one read."""
-    try:
-        data = opened.store.read(opened.in_store(DATA_FILE), limit=MAX_DATA_BYTES)
-        fields = parse_data(data)
-    except PathNotFound:
-        return None, f"{opened.name} has no data ledger"
-    except OwnFileUnreadable as error:
-        return None, f"the data ledger of {opened.name} cannot be read: {error.message}"
-    if [fields["metadata"]] != list(opened.digests.values()):
-        return None, f"the data ledger of {opened.name} is that of another save"
-    return fields, None

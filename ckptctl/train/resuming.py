@@ -40,7 +40,6 @@ from ckptctl.train.agreement import (
     wanted_step,
 )
 from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
-from ckptctl.train.data_ledger import read_data
 from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
@@ -90,7 +89,7 @@ class Resume:
     def run(self) -> tuple[RankAttempt, Start, tuple[DataFields | None, str | None]]:
         """Load, restore, take the root over, and record it; see `Checkpointer.resume`.
 
-        Returns also what `read_data` does of the step, on rank 0.
+        Returns also the data ledger of the step, or why there is none, on rank 0.
         """
         job, first = self._job, self._job.group.from_first
         self._check_same(None)
@@ -390,7 +389,8 @@ class Resume:
         return report
 
     def _data(self, restored: Restored) -> tuple[DataFields | None, str | None]:
-        return (None, None) if restored.opened is None else read_data(restored.opened)
+        opened = restored.opened
+        return (None, None) if opened is None else opened.read_data_ledger()
 
     # Replaying
 

@@ -392,6 +392,27 @@ def test_data_that_a_resume_repeats_or_skips_is_found_with_its_ids_after_prune(t
 
 
 @pytest.mark.torch
+def test_a_resharded_step_holds_the_ledger_and_a_resume_from_it_continues(tmp_path):
+    job = Job(tmp_path / "run")
+    job.resume()
+    job.train(1, 7)
+    job.ckpt.close()
+    (tmp_path / "new").mkdir()
+    made = ckptctl.reshard(
+        str(tmp_path / "run" / "step_6"), str(tmp_path / "new" / "step_6"), world_size=3
+    )
+    assert made.written
+    before, after = (data_use(str(tmp_path / name) + "@6") for name in ("run", "new"))
+    assert (after.verdict, after.epochs) == (before.verdict, before.epochs)
+    job = Job(tmp_path / "new", accept_lost=("rng",))
+    assert job.resume().step == 6
+    job.train(7, 12)
+    job.ckpt.close()
+    use = data_use(str(tmp_path / "new"))
+    assert (use.verdict, use.step, use.epochs[0].state) == ("excluded", 12, EpochState.ONCE)
+
+
+@pytest.mark.torch
 def test_a_ledger_that_is_damaged_or_of_another_save_proves_nothing(tmp_path):
     job = Job(tmp_path / "run")
     job.resume()
