@@ -353,7 +353,7 @@ LOADS: list[tuple[str, Callable[[Script, Path], None]]] = [
 def _stages(script: Script, root: Path) -> dict[str, float]:
     """Seconds of the processor in each stage of a resume on this rank, by the profiler."""
     from ckptctl.selection.fencing import take_token
-    from ckptctl.train import optimizers, reader, resolving, resuming, state, wanted
+    from ckptctl.train import optimizers, reader, resolving, restoring, resuming, state
 
     run = resuming.Resume
     stages = {
@@ -362,7 +362,7 @@ def _stages(script: Script, root: Path) -> dict[str, float]:
         "proving that every rank sees it": resolving.open_on_all,
         "building the state: allocation": optimizers.allocate_state,
         "building the state: state dicts": state.template,
-        "loading": wanted.Wanted.fill,
+        "loading": restoring.Wanted.fill,
         "reading and comparing bytes, a part of loading": reader.Reader.read_data,
         "restoring": run._restore,
         "taking the root over": take_token,

@@ -25,7 +25,7 @@ from ckptctl.options import SETTLE_S, PickPolicy, Requirements
 from ckptctl.selection.choosing import refusal
 from ckptctl.selection.empty_roots import without_steps
 from ckptctl.selection.picking import past_damaged, pick_step
-from ckptctl.selection.results import Answer, PassedOver
+from ckptctl.selection.results import Answer
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import Roots, open_roots
 from ckptctl.selection.verifying import open_target
@@ -171,7 +171,10 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision
         selection.storage,
         selection.seal_bytes_at_first,
     )
-    rejected = tuple(_rejected(over) for over in found.passed_over)
+    rejected = tuple(
+        Rejected(over.report.number, over.report.url, over.report.verdict.value, over.reason)
+        for over in found.passed_over
+    )
     if found.answer is Answer.FRESH and not skip:
         return ResumeDecision(None, None, rejected=rejected), None
     if found.chosen is None:
@@ -190,11 +193,6 @@ def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision
 def _first_level(selection: Selection) -> Level | None:
     """The level of rank 0's own inspection; level `content` follows, shared by all ranks."""
     return None if selection.shares_content else selection.policy.level
-
-
-def _rejected(over: PassedOver) -> Rejected:
-    report = over.report
-    return Rejected(report.number, report.url, report.verdict.value, over.reason)
 
 
 def _named(

@@ -18,9 +18,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
-from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.formats.own.ledger import SavedLine, SavingLine
-from ckptctl.model import STATE_KINDS
+from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.formats.own.ledger import RemovingLine, SavedLine, SavingLine
+from ckptctl.formatting import and_more
+from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.stages import SealBytes
+from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import (
     PickPolicy,
     Requirements,
@@ -29,9 +32,17 @@ from ckptctl.options import (
     TrainOptions,
     options_from,
 )
-from ckptctl.selection.targets import roots_in
+from ckptctl.selection.branches import read_resumes
+from ckptctl.selection.choosing import Candidate
+from ckptctl.selection.fencing import check_token
+from ckptctl.selection.removing import remove_step
+from ckptctl.selection.retention import RetentionPlan, Rules
+from ckptctl.selection.roots import list_all, list_root
+from ckptctl.selection.searching import CachingInspector
+from ckptctl.selection.targets import OpenRoot, roots_in
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import SharedStores, join_url, open_store
-from ckptctl.storage.waiting import SAVE_RETRY_S
+from ckptctl.storage.waiting import SAVE_RETRY_S, start_daemon
 from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.data_ledger import DataLedger
@@ -43,7 +54,6 @@ from ckptctl.train.loss_guard import why_lost
 from ckptctl.train.moving import check_names
 from ckptctl.train.passes import follow_all
 from ckptctl.train.resuming import Resume
-from ckptctl.train.retaining import Retention
 from ckptctl.train.samples import check_order
 from ckptctl.train.saving import SaveTarget, Stager, StateToSave, StepSave, check_step_format
 from ckptctl.train.state import (
@@ -515,3 +525,100 @@ def _complete_at_exit(checkpointer: Checkpointer) -> None:
 def _end_all() -> None:
     for one in tuple(_open.get(os.getpid(), ())):
         one._end()
+
+
+PATIENCE_S = 30.0
+"""How long a save, or the end of the process, waits for the previous removal."""
+
+
+class Retention:
+    """Keeps the newest `keep` steps of the root that an attempt holds, and removes older ones.
+
+    Only steps that a resume of the job would use count; they are selected over all its
+    roots, and removed from the first. Inspections are cached: while the files of a step do
+    not change, a later save lists them and reads nothing.
+
+    Runs on rank 0 only, in a daemon thread that takes part in no collective: a hung removal
+    delays neither a save nor the end of the process, and an interrupted one leaves an
+    interrupted save, which the next one removes.
+    """
+
+    def __init__(self, job: Job, attempt: RankAttempt, keep: int) -> None:
+        self._job = job
+        self._store = job.store
+        self._attempt = attempt
+        self._keep = keep
+        self._memory: dict[str, Inspection] = {}
+        self._thread: threading.Thread | None = None
+
+    def begin(self, protected: Mapping[int, str]) -> None:
+        """Start a removal, unless the previous one is still running.
+
+        `protected` maps steps that stay to the reason.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = start_daemon("ckptctl-retention", self._run, dict(protected))
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until the removal ends, at most `timeout_s` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self, protected: Mapping[int, str]) -> None:
+        selection = self._job.selection
+        policy = replace(selection.policy, level=Level.LISTING)
+        # Bytes are not read during training: a resume or `prune` compares them with the seals.
+        rules = Rules(
+            self._keep,
+            selection.requirements,
+            policy,
+            protected=protected,
+            seal_bytes=SealBytes.LATER,
+        )
+        others = [
+            (store, url in selection.roots.optional)
+            for url, store in self._job.stores.items()
+            if store is not self._store
+        ]
+        try:
+            listing, trees = list_all(self._store)
+            plan = RetentionPlan(
+                OpenRoot(self._store, listing, trees=trees),
+                rules,
+                prove=_not_now,
+                others=[root for other in others for root in _listed(*other)],
+                memory=self._memory,
+            )
+            plan.carry_out(self._remove)
+            failures: Sequence[CkptctlError] = plan.retained().failures
+        except CkptctlError as error:
+            failures = [error]
+        if failures:
+            self._job.tell(
+                f"older steps were not removed: {failures[0].message}{and_more(failures)}"
+            )
+
+    def _remove(self, inspected: Inspection) -> bool:
+        check_token(self._store, self._attempt.token)
+        # Before it goes: a signal may end this process at any moment.
+        name = inspected.step.name
+        number = inspected.report.number
+        self._attempt.record(RemovingLine(step=number, path=join_url(self._store.url, name)))
+        self._attempt.ledger.drain(RECORD_TIMEOUT_S)
+        return remove_step(self._store, name, seen=inspected.step.files)
+
+
+def _listed(store: Store, optional: bool) -> Iterator[OpenRoot]:
+    """Another root, unless it is optional and absent or unavailable."""
+    try:
+        listing = list_root(store)
+        if listing.exists:
+            yield OpenRoot(store, listing, optional, resumes=read_resumes(store))
+    except StorageError:
+        if not optional:
+            raise
+
+
+def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> str:
+    """Not during training: proving a step's bytes is left to `prune` and `seal`."""
+    return "written to since it was sealed"

@@ -27,7 +27,7 @@ from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import REPORT_SCHEMA, LedgerLine
 from ckptctl.formatting import counted, duration
 from ckptctl.redaction import redacted
-from ckptctl.resharding.advising import ReadAdvice, advise
+from ckptctl.resharding.advising import advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
@@ -162,7 +162,9 @@ def to_stderr(line: str) -> None:
 def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
     """The report (schema `ckptctl.resume/1`) without the fields of the attempt; on rank 0 only."""
     decision, saved, rejected = restored.decision, restored.saved, restored.rejected
-    advice = _advice(job, restored)
+    advice = None
+    if restored.opened is not None and saved.world_size not in (None, job.group.size):
+        advice = advise(restored.opened, job.group.size)  # the reads that this load took
     return {
         "schema": REPORT_SCHEMA,
         "attempt": None,
@@ -190,13 +192,6 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
         "state": restored.inventory.document(),
         "cluster": None,
     }
-
-
-def _advice(job: Job, restored: Restored) -> ReadAdvice | None:
-    """The reads that a load of this step takes, if the number of ranks has changed."""
-    if restored.opened is None or restored.saved.world_size in (None, job.group.size):
-        return None
-    return advise(restored.opened, job.group.size)
 
 
 def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]:

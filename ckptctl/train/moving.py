@@ -137,6 +137,8 @@ def read_files_beside(opened: OpenStep, rank: int) -> FilesBeside:
 
     No code from them is run. Cost: a listing of the step, and each of these files.
     """
+    from ckptctl.train.safe_values import safe_value
+
     files = opened.files
     named = step_name(opened.name)
     layout = layout_of(named, files) if named is not None else "dcp"
@@ -157,17 +159,12 @@ def read_files_beside(opened: OpenStep, rank: int) -> FilesBeside:
             refused[path] = f"which has {file.size:,} bytes"
             continue
         try:
-            values[path] = by_name, _read(opened, path)
+            data = opened.store.read(opened.in_store(path), limit=_MAX_FILE_BYTES)
+            values[path] = by_name, safe_value(data, path)
         except RecordUnsafe as error:
             why = error.message.removeprefix(f"entry {path} ").partition(", which may run")[0]
             refused[path] = f"which {why} and was not loaded"
     return FilesBeside(values, refused, len(ranks))
-
-
-def _read(opened: OpenStep, path: str) -> Any:
-    from ckptctl.train.safe_values import safe_value
-
-    return safe_value(opened.store.read(opened.in_store(path), limit=_MAX_FILE_BYTES), path)
 
 
 _MAX_FILE_BYTES = 1 << 30
@@ -288,7 +285,10 @@ class Move:
         self._mapped = {kind: self._mapped_root(kind, key) for kind, key in names.items()}
         if names:
             self._entries = self._recognized(
-                [(kind, _dotted(self._in_its_file(root))) for kind, root in self._mapped.items()]
+                [
+                    (kind, _dotted(root[1:] or root if root[0] in beside.values else root))
+                    for kind, root in self._mapped.items()
+                ]
             )
         children: dict[Path, set[str | int]] = defaultdict(set)
         for entry in self._entries.values():
@@ -389,9 +389,6 @@ class Move:
                 f"{', '.join([*keys][:_SHOWN])}"
             )
         return root
-
-    def _in_its_file(self, root: Path) -> Path:
-        return root[1:] or root if root[0] in self._beside.values else root
 
     def _kind(self, entry: _Entry) -> str:
         """The kind of an entry, of which a scaler is one here."""
@@ -751,7 +748,10 @@ class Move:
         for file, why in self._beside.refused.items():
             remedy = "load it in the script, and pass what it holds in extra"
             self._left.append(_Left("extra", f"{file}, {why}", remedy))
-        for key, entries in _by_key(self._entries.values()).items():
+        by_key: dict[str, list[_Entry]] = defaultdict(list)
+        for entry in self._entries.values():
+            by_key[entry.key].append(entry)
+        for key, entries in by_key.items():
             may_be = [kind for one in entries for kind in one.kind.may_be]
             key = entries[0].name if may_be and len(entries) == 1 else key
             remedy = f"pass extra={{{key!r}: ...}}, an object that loads it"
@@ -858,13 +858,6 @@ def _leaves_in(value: Any, path: Path = ()) -> Iterator[tuple[Leaf, Any]]:
 
 def _path_of(name: str) -> Path:
     return tuple(int(word) if word.isdecimal() else word for word in name.split("."))
-
-
-def _by_key(entries: Iterable[_Entry]) -> Mapping[str, list[_Entry]]:
-    found: dict[str, list[_Entry]] = defaultdict(list)
-    for entry in entries:
-        found[entry.key].append(entry)
-    return found
 
 
 def _assembled(items: Sequence[tuple[Path, Any]], own: Any, *, numbered: bool = False) -> Any:

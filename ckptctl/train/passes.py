@@ -267,7 +267,8 @@ def follow_all(
             passes = Passes(data, options, tell)
             loader.__class__ = _followed(type(loader))
             setattr(loader, _PASSES, passes)
-        passes.options, passes.tell = options, tell if group.is_first else _untold
+        passes.options = options
+        passes.tell = tell if group.is_first else lambda _: None
         passes.is_main, passes.numbers = loader is main, partial(_numbers_of, extra)
 
 
@@ -289,10 +290,6 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, int]]:
     elif isinstance(value, Mapping | list | tuple):
         for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _numbers(one, f"{name}.{key}")
-
-
-def _untold(_: str) -> None:
-    """Print nothing, on ranks that are not the first."""
 
 
 def _followed(base: Any) -> type:

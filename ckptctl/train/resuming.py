@@ -65,13 +65,14 @@ from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
     SavedProgress,
+    Wanted,
+    kinds_in,
     progress_of,
     read_into,
     restore,
     saved_metadata,
 )
 from ckptctl.train.state import sharded, template
-from ckptctl.train.wanted import Wanted, kinds_in
 
 _SAME_ON_ALL = ("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "names", "per_rank")
 """The options that every rank of a job acts upon."""

@@ -266,7 +266,7 @@ def check_order(loader: Any) -> None:
     from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
     drawn = [one.__iter__ for one in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)]
-    for sampler in _samplers(loader):
+    for sampler in samplers_of(loader):
         if type(sampler).__iter__ in drawn and not hasattr(sampler, "state_dict"):
             raise UsageError(
                 f"the {type(loader).__name__} takes its samples from a {type(sampler).__name__} of "
@@ -279,8 +279,9 @@ def check_order(loader: Any) -> None:
 
 def note_on_order(loader: Any) -> str | None:
     """What has to hold for samplers of the script's own, which have no state; None without one."""
-    found = [one for one in _samplers(loader) if not hasattr(one, "state_dict")]
-    names = sorted({type(one).__name__ for one in found if not _of_torch(one)})
+    found = [one for one in samplers_of(loader) if not hasattr(one, "state_dict")]
+    classes, torchs = {type(one) for one in found}, ("torch", "torchdata")
+    names = sorted(one.__name__ for one in classes if one.__module__.split(".")[0] not in torchs)
     if not names:
         return None
     return (
@@ -289,26 +290,18 @@ def note_on_order(loader: Any) -> str | None:
     )
 
 
-def _of_torch(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] in ("torch", "torchdata")
-
-
-def _samplers(loader: Any) -> Iterator[Any]:
+def samplers_of(loader: Any) -> Iterator[Any]:
+    """The samplers of a loader, also those within another."""
     for name in ("batch_sampler", "sampler"):
         sampler = getattr(loader, name, None)
         if sampler is not None:
             yield sampler
-            yield from _samplers(sampler)
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """The samplers of a loader, also those within another."""
-    return list(_samplers(loader))
+            yield from samplers_of(sampler)
 
 
 def owner_of_epoch(loader: Any) -> Any:
     """The sampler of a loader, or its data set, that has `set_epoch`; None without one."""
-    for one in (*_samplers(loader), getattr(loader, "dataset", None)):
+    for one in (*samplers_of(loader), getattr(loader, "dataset", None)):
         if callable(getattr(one, "set_epoch", None)) and isinstance(
             getattr(one, "epoch", None), int
         ):

@@ -34,7 +34,6 @@ from ckptctl.model import (
     BytesEntry,
     Chunk,
     Chunks,
-    FileInfo,
     Metadata,
     Part,
     PartFormat,
@@ -218,7 +217,9 @@ def read_step_metadata(opened: OpenStep) -> Metadata | RankLocal:
 
 def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
     files = opened.files
-    if any(file.path.endswith(".safetensors") for file in files) and not _has_metadata(files):
+    paths = [file.path for file in files]
+    has_metadata = any(path == METADATA or rank_local_rank(path) is not None for path in paths)
+    if not has_metadata and any(path.endswith(".safetensors") for path in paths):
         message = (
             "its tensors are in safetensors files, without DCP metadata; torch's "
             "HuggingFaceStorageReader loads them"
@@ -236,10 +237,6 @@ def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
         message = f"it changed while it was read ({error.message}): another process writes there"
         raise StepDamaged(opened.url, Finding("step.changed", METADATA, message)) from error
     return RankLocal(opened.url, by_rank)
-
-
-def _has_metadata(files: Sequence[FileInfo]) -> bool:
-    return any(f.path == METADATA or rank_local_rank(f.path) is not None for f in files)
 
 
 def _joined(metadatas: Sequence[Metadata]) -> Metadata:

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ckptctl.train import tensor_digests  # noqa: E402
-from ckptctl.train.tensor_digests import device_digest, exact_digest, quick_digests  # noqa: E402
+from ckptctl.train import held_once  # noqa: E402
+from ckptctl.train.held_once import device_digest, exact_digest, quick_digests  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -25,8 +25,8 @@ DIGESTS = {
 @pytest.fixture(params=DIGESTS)
 def digest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Each kind of digest, of several pieces also where a tensor is small."""
-    monkeypatch.setattr(tensor_digests, "_PIECE_BYTES", 8)
-    monkeypatch.setattr(tensor_digests, "_PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(held_once, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(held_once, "_PIECE_ELEMENTS", 4)
     return DIGESTS[request.param]
 
 
