@@ -138,7 +138,10 @@ class Target(Protocol):
 
 
 class MemoryTarget(NamedTuple):
-    """A slice of a tensor in row-major order, in `memory` of as many bytes; see `Target`."""
+    """A slice of a tensor in row-major order, in `memory` of as many bytes; see `Target`.
+
+    The signs of a record (a conjugated view) are not applied.
+    """
 
     elements: TensorSlice
     item_bytes: int

@@ -91,33 +91,6 @@ class StepView:
     notes: tuple[str, ...] = ()
 
 
-def request_for(saved: Metadata, names: Iterable[str]) -> dict[str, Any]:
-    """What a load fills to read entries of a step: a dict for each first word of their names."""
-    import torch
-
-    request: dict[str, Any] = {}
-    for name in sorted(names):
-        tensor = saved.tensors.get(name)
-        value: Any = 0
-        if tensor is not None:
-            value = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-        kind, _, rest = name.partition(".")
-        if rest:
-            request.setdefault(kind, {})[rest] = value
-        else:
-            request[kind] = value
-    return request
-
-
-def values_in(request: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The values of a request that was loaded, by their names in the step."""
-    divided = {name: name.partition(".") for name in names}
-    return {
-        name: request[kind][rest] if rest else request[kind]
-        for name, (kind, _, rest) in divided.items()
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class FilesBeside:
     """The files of `torch.save` beside the shards of a step that one rank reads.
@@ -243,9 +216,8 @@ _Maker = Callable[[Read, int], _Made]
 class Move:
     """A step of another program, for the parts of one script.
 
-    `outlines` are those of all ranks, `names` what the script maps. `to_read` are the names of the
-    entries whose values `view` takes. Cost: that of `entry_kinds`, and a few look-ups for each
-    entry.
+    `outlines` are those of all ranks, `names` what the script maps. Cost: that of `entry_kinds`,
+    and a few look-ups for each entry.
     """
 
     def __init__(
@@ -276,7 +248,7 @@ class Move:
         self._here: dict[str, str] = {}
         self._makers: dict[str, _Maker] = {}
         """By the names here of the values."""
-        self.to_read: set[str] = set()
+        self._to_read: set[str] = set()
         self._in_files: dict[str, Any] = {}
         """The values in files beside the shards, by the names of their entries."""
         self._lists: list[str] = []
@@ -308,7 +280,7 @@ class Move:
         self._find_random_states()
         self._find_counts()
         self._find_left()
-        self.to_read -= self._in_files.keys()
+        self._to_read -= self._in_files.keys()
 
     def view(self, read: Read, decision: ResumeDecision, options: TrainOptions) -> StepView:
         """The step of a decision in the names of this job; `read` are the values.
@@ -346,6 +318,18 @@ class Move:
         held = {name: one for name, one in held.items() if not name.startswith(_OF_ONE_RANK)}
         shared = replace(saved, bytes_entries=held)
         return StepView(saved, self._here, shared, values, lost, tuple(notes))
+
+    def request(self) -> dict[str, Any]:
+        """What a load fills to read the values that `view` takes, by their names in the step."""
+        import torch
+
+        tensors = self._saved.tensors
+        return {
+            name: torch.empty(tensors[name].shape, dtype=getattr(torch, tensors[name].dtype))
+            if name in tensors
+            else 0
+            for name in sorted(self._to_read)
+        }
 
     # What the step holds
 
@@ -432,7 +416,7 @@ class Move:
         for entry in taken:
             self._entries.pop(entry.name, None)
         if read:
-            self.to_read.update(entry.name for entry in taken)
+            self._to_read.update(entry.name for entry in taken)
         return taken
 
     def _take_below(self, root: Path, *, read: bool = True) -> list[_Entry]:
@@ -497,7 +481,7 @@ class Move:
             if isinstance(entry.entry, TensorEntry) and tail:
                 self._place(entry, ("extra_tensors", name, _dotted(tail)))
             else:
-                self.to_read.add(entry.name)
+                self._to_read.add(entry.name)
 
         def make(read: Read, _: int) -> _Made:
             held = [
@@ -543,9 +527,9 @@ class Move:
                 self._place(entry, path)
             elif not group.isdecimal():
                 flat[self._parameter(group)][str(value)].append(entry.name)
-                self.to_read.add(entry.name)
+                self._to_read.add(entry.name)
             elif value == "params":
-                self.to_read.add(entry.name)
+                self._to_read.add(entry.name)
                 self._lists.append(entry.name)
                 name = f"optimizer.param_groups.{group}.params"
                 self._makers[name] = self._parameters(entry.name)
@@ -633,7 +617,7 @@ class Move:
             self._notes.append(
                 f"the step holds one {self._name_of(root)} for all ranks; each continues from it"
             )
-        self.to_read.update(one.name for one in below)
+        self._to_read.update(one.name for one in below)
         items = [(one.path[len(root) :], one.name) for one in below]
 
         def make(read: Read, _: int) -> _Made:
@@ -662,7 +646,7 @@ class Move:
             entries = [one for one in entries if one.kind.rank == own_rank]
         elif self._position.world_size > 1 and not n_ranks:
             self._notes.append("the step holds one random state for all ranks; each continues it")
-        self.to_read.update(one.name for one in entries)
+        self._to_read.update(one.name for one in entries)
 
         def make(read: Read, _: int) -> _Made:
             states, unknown = states_in((one.name, read[one.name]) for one in entries)

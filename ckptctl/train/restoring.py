@@ -464,22 +464,31 @@ def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
 
 
 def read_into(
-    state: dict[str, Any],
+    values: Mapping[str, Any],
     decision: ResumeDecision,
     group: ProcessGroup,
     opened: OpenStep,
     metadata: Metadata,
-) -> None:
-    """Read the entries of a step into a state of one dict for each kind; every rank calls it.
+) -> dict[str, Any]:
+    """Read entries of a step, by name; every rank calls it, with what it needs itself.
 
-    Raises `LoadFailed` where the bytes do not load on this rank or another, and another
-    `CkptctlError` for what no older step would mend. Every rank raises, not all the same.
+    Tensors are read into the `values`, and are returned with the others. Raises `LoadFailed`
+    where the bytes do not load on this rank or another, and another `CkptctlError` for what no
+    older step would mend. Every rank raises, not all the same.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from ckptctl.train.reader import Reader
 
+    # torch gathers the keys of all ranks: the kinds of state are few.
+    state: dict[str, Any] = {}
+    divided = {name: name.partition(".") for name in values}
+    for name, (kind, _, rest) in divided.items():
+        if rest:
+            state.setdefault(kind, {})[rest] = values[name]
+        else:
+            state[kind] = values[name]
     reader = Reader.of(opened, metadata)
     try:
         # The cyclic collector takes as long as reading a gigabyte each time torch's plan starts it.
@@ -494,6 +503,10 @@ def read_into(
         raise ranks_lost(error) from error
     finally:
         reader.close()
+    return {
+        name: state[kind][rest] if rest else state[kind]
+        for name, (kind, _, rest) in divided.items()
+    }
 
 
 def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:
@@ -575,58 +588,39 @@ class Wanted:
         )
 
     def fill(
-        self, differences: Differences, read: Callable[[dict[str, Any]], None]
+        self, differences: Differences, read: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> tuple[str, ...]:
-        """Fill the state by `read`, which reads the entries of the step into what it is given.
+        """Fill the state by `read`, which takes and returns values by their names in the step.
 
         An optimizer that is not kept is taken out of the state. Returns what is lost: the tensors
         that are one in this job, and differ in the step.
         """
         if not differences.keeps_optimizer:
             del self.state["optimizer"]
-        request = self._request(differences)
-        read(request)
-        return self._put(request)
-
-    def _request(self, differences: Differences) -> dict[str, Any]:
-        """What the load reads: a dict for each kind of state, by the rest of the name.
-
-        Kinds of state rather than names are the keys, because torch gathers the keys of all ranks.
-        """
         left_out: tuple[str, ...] = ()
         if not differences.keeps_options:
             left_out = ("optimizer.param_groups." if differences.keeps_optimizer else "optimizer.",)
-        request: dict[str, Any] = {}
-        for name, value in self._flat.items():
-            is_read = name in self._values or not self._is_saved(name)
-            if is_read or name.startswith(left_out):
-                continue
-            if name in self._tied:
-                value = value.detach().clone()
-            kind, _, rest = self._own.get(name, name).partition(".")
-            if rest:
-                request.setdefault(kind, {})[rest] = value
-            else:
-                request[kind] = value
-        return request
-
-    def _put(self, loaded: Mapping[str, Any]) -> tuple[str, ...]:
-        """Put the values of a request that was loaded into the state; tensors are there already."""
+        names = {}
+        for name in self._flat:
+            if self._is_saved(name) and name not in self._values and not name.startswith(left_out):
+                names[self._own.get(name, name)] = name
+        loaded = read(
+            {
+                there: self._flat[name].detach().clone() if name in self._tied else self._flat[name]
+                for there, name in names.items()
+            }
+        )
         lost = []
-        plain = {name: one for one, name in self._own.items()}
-        for kind, values in loaded.items():
-            for rest, value in values.items() if isinstance(values, dict) else (("", values),):
-                name = f"{kind}.{rest}" if rest else kind
-                name = plain.get(name, name)
-                first = self._tied.get(name)
-                if first is not None:
-                    if not _same_bits(value, self._flat[first]):
-                        lost.append(
-                            f"{kind.removesuffix('_tensors')} ({first} and {name} are one tensor "
-                            "in this job, and differ in the step)"
-                        )
-                    continue
-                self._set(name, value)
+        for there, name in names.items():
+            first = self._tied.get(name)
+            if first is None:
+                self._set(name, loaded[there])
+            elif not _same_bits(loaded[there], self._flat[first]):
+                kind = name.partition(".")[0].removesuffix("_tensors")
+                lost.append(
+                    f"{kind} ({first} and {name} are one tensor in this job, and differ in the "
+                    "step)"
+                )
         for name in self._values.keys() & self._paths.keys():
             if self._paths[name][0] in self.state:
                 self._set(name, self._values[name])

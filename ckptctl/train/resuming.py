@@ -56,8 +56,6 @@ from ckptctl.train.moving import (
     StepView,
     is_of_another_program,
     read_files_beside,
-    request_for,
-    values_in,
 )
 from ckptctl.train.optimizers import allocate_state
 from ckptctl.train.rank_names import seen_by
@@ -218,8 +216,8 @@ class Resume:
                 differences = compare(entries, view.shared)
                 refuse_lost(differences.lost, step, path, job.options)
 
-                def read(request: dict[str, Any]) -> None:
-                    read_into(request, decision, group, opened, whole)
+                def read(values: dict[str, Any]) -> dict[str, Any]:
+                    return read_into(values, decision, group, opened, whole)
 
                 lost = group.from_all(lambda: wanted.fill(differences, read))
                 more = sorted({one for rank in lost for one in rank})
@@ -268,9 +266,7 @@ class Resume:
                 read_files_beside(opened, group.rank),
             )
         )
-        request = request_for(whole, move.to_read)
-        group.on_all(lambda: read_into(request, decision, group, opened, whole))
-        read = values_in(request, move.to_read)
+        read = group.on_all(lambda: read_into(move.request(), decision, group, opened, whole))
         return group.on_all(lambda: move.view(read, decision, job.options)), whole
 
     def _metadata(
