@@ -31,6 +31,7 @@ from ckptctl.formats.archive.directory import (
 from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import has_shape_of_parameter, is_moment_name, is_square
+from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.shards import decode_shards
 from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_value
@@ -421,6 +422,8 @@ def _fallen(
     now = _Reader(part, part.metadata[0], part.folder)
     then = _Reader(part, before.metadata, folder)
     try:
+        if any(mark.word is MarkKind.SUPERSEDED for mark in before.opened.marks[0]):
+            return  # the run did not go on from there
         decay = _least_decay(now)
         alike = _same_squares(now.metadata, then.metadata)
         chunks = _spread([one for one in alike if inside(part.path, one[0]) not in doubted])

@@ -149,6 +149,13 @@ def test_moments_of_another_parameter_of_the_same_shape_are_found(tmp_path):
     assert found(tmp_path, 6) == {}
 
 
+def test_moments_are_not_compared_with_a_branch_that_the_run_has_left(tmp_path):
+    root = train(tmp_path, torch.optim.AdamW, breaks=begun_anew)
+    assert [*found(root, 9)] == ["optimizer.discontinuous"]
+    ckptctl.mark(f"{root}@6", "superseded", reason="the run went back to step 3", by="a test")
+    assert found(root, 9) == {}
+
+
 def test_moments_of_projected_gradients_are_sound(tmp_path):
     """GaLore keeps those of a matrix in fewer dimensions, and those of a vector whole."""
     moments = {
