@@ -200,15 +200,18 @@ class Writer(StorageWriter):
         }:  # torch 2.9 and later
             metadata.version = filesystem.CURRENT_DCP_VERSION
         data = pickle.dumps(metadata)
-        taken = _Pass(self._algorithm, None)
-        taken.take(memoryview(data))
         if self._before_metadata is not None:
             self._before_metadata(data)
         with self._opened() as (store, name):
             store.put(f"{name}/{self._metadata}", data)
             if store.folders is not None:
                 store.folders.sync_folder("")
-        self.written = {**self.written, self._metadata: taken.written()}
+        digester = Digester(self._algorithm)
+        digester.update(data)
+        self.written = {
+            **self.written,
+            self._metadata: WrittenFile(len(data), digester.digests()),
+        }
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -351,18 +354,10 @@ class _ShardFile:
 
 def _write_file(store: Store, path: str, file: _ShardFile, algorithm: Algorithm) -> WrittenFile:
     """Write one file of a step, and digest it on the way."""
-    passes: list[_Pass] = []
-
-    def pieces() -> Iterator[memoryview]:
-        # A storage may ask for the bytes again.
-        passes.append(_Pass(algorithm, store.upload_checksum))
-        for piece in joined(file.pieces()):
-            passes[-1].take(piece)
-            yield piece
-
+    digested = _Digested(lambda: joined(file.pieces()), algorithm, store.upload_checksum)
     put = store.put_pieces if store.folders is None else store.folders.write_in_place
-    put(path, pieces, file.size)
-    written = passes[-1].written()
+    put(path, digested.pieces, file.size)
+    written = digested.written()
     if written.size != file.size:
         raise SaveFailed(
             f"{path} was planned with {file.size:,} bytes, and {written.size:,} were written: a "
@@ -371,20 +366,34 @@ def _write_file(store: Store, path: str, file: _ShardFile, algorithm: Algorithm)
     return written
 
 
-class _Pass:
-    """What the bytes of a file come to, while they are written."""
+class _Digested:
+    """Bytes of a file, digested as they are taken; a storage may ask for them again."""
 
-    def __init__(self, algorithm: Algorithm, checksum: str | None) -> None:
+    def __init__(
+        self,
+        source: Callable[[], Iterable[memoryview]],
+        algorithm: Algorithm,
+        checksum: str | None = None,
+    ) -> None:
+        self._source = source
+        self._kinds = algorithm, checksum
+        self._begin()
+
+    def _begin(self) -> None:
+        algorithm, checksum = self._kinds
         self._digester = Digester(algorithm)
         self._checksum = None if checksum is None else checksumming(checksum)
         self._size = 0
 
-    def take(self, piece: memoryview) -> None:
-        """Take the next bytes."""
-        self._digester.update(piece)
-        if self._checksum is not None:
-            self._checksum.update(piece)
-        self._size += len(piece)
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes, from the beginning."""
+        self._begin()
+        for piece in self._source():
+            self._digester.update(piece)
+            if self._checksum is not None:
+                self._checksum.update(piece)
+            self._size += len(piece)
+            yield piece
 
     def written(self) -> WrittenFile:
         """The file, once all of it was taken."""
