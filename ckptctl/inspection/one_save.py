@@ -427,32 +427,38 @@ def check_optimizer_count(
     counts: tuple[int, int],
     neighbours: Neighbours | None,
     counters: tuple[Callable[[OpenStep], int | None], Callable[[OpenStep], int | None]],
-) -> list[Finding]:
+    is_of_step: Callable[[int], bool],
+) -> tuple[list[Finding], Claim | None]:
     """Compare the steps that the train state counts with those that the optimizer counts.
 
     An optimizer may be younger than the run. `counters` return both counts of another step: where
-    they are equal in the steps beside, and differ here, the two are not of one save.
+    they are equal in the steps beside, and differ here, the optimizer began anew, or the two are
+    not of one save. It is so if the file with the optimizer was saved as the step that it counts:
+    `is_of_step` says so. Otherwise it is not known which step this is.
 
-    Yields `state.mixed`. Cost: none where the counts agree; else as `check_identity`.
+    Yields `state.mixed`, and a claim where the identity is unknown. Cost: none where the counts
+    agree; else as `check_identity`.
     """
     of_state, of_optimizer = counts
     if abs(of_state - of_optimizer) <= 1:
-        return []
+        return [], None
     states, optimizers = (dict(_counts_beside(opened, neighbours, one)) for one in counters)
     both = states.keys() & optimizers.keys()
     if not both or any(abs(states[n] - optimizers[n]) > 1 for n in both):
-        return []
-    return [
-        Finding(
-            "state.mixed",
-            "",
-            f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}; in "
-            f"step {max(both)} beside it they agree: a file of another step lies in this one",
-            expected=f"an optimizer of step {of_state:,}",
-            found=f"an optimizer of step {of_optimizer:,}",
-            next_command=command_line("show", opened.url),
-        )
-    ]
+        return [], None
+    what = f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}"
+    beside = f"in step {max(both)} beside it they agree"
+    if not is_of_step(of_optimizer):
+        return [], _of_name(f"{what}; {beside}", opened)
+    found = Finding(
+        "state.mixed",
+        "",
+        f"{what}; {beside}: a file of another step lies in this one",
+        expected=f"an optimizer of step {of_state:,}",
+        found=f"an optimizer of step {of_optimizer:,}",
+        next_command=command_line("show", opened.url),
+    )
+    return [found], None
 
 
 _NUMBERED_BY_RECORD = frozenset({"ray-train"})

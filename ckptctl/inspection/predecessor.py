@@ -35,7 +35,7 @@ from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, l
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.sidecars import tensors_in_header, value_in_archive
+from ckptctl.inspection.sidecars import steps_counted, tensors_in_header, value_in_archive
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.inspection.train_state import Shape, check_names
 from ckptctl.model import DTYPE_SIZES, NO_FILE, SHARDED, ByteRange, Metadata, TensorEntry
@@ -248,10 +248,6 @@ MAX_METADATA_BYTES = 32 << 20
 MAX_END = 64 << 10
 """Bytes of the end of two files that are compared."""
 
-COUNTS = ("global_step", "global_steps", "iteration", "iter", "iter_num", "step")
-"""Keys under which transformers, DeepSpeed, Lightning, Megatron, BasicSR, nanoGPT and others count
-the steps of the run."""
-
 MAX_TRIED = 2
 """So many older steps are tried until one can be read."""
 
@@ -270,9 +266,8 @@ def check_counts(
     if number is None or not counts_training_steps(opened.step.layout):
         return
     for path, content in contents.items():
-        held = content if isinstance(content, Mapping) else {}
-        count = next((held[key] for key in COUNTS if key in held), None)
-        if type(count) is not int or count >= number:
+        count = steps_counted(content)
+        if count is None or count >= number:
             continue
         for named in (one for one in neighbours.older() if one.number == count):
             with suppress(StorageError):

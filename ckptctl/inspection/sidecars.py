@@ -229,6 +229,18 @@ def _directory(reads: FileReads, size: int) -> RecordDirectory | None:
     return directory
 
 
+COUNTS = ("global_step", "global_steps", "iteration", "iter", "iter_num", "step")
+"""Keys under which transformers, DeepSpeed, Lightning, Megatron, BasicSR, nanoGPT and others count
+the steps of the run."""
+
+
+def steps_counted(content: object) -> int | None:
+    """The steps that a decoded file counts under a key of `COUNTS`; None where it counts none."""
+    held = content if isinstance(content, Mapping) else {}
+    count = next((held[key] for key in COUNTS if key in held), None)
+    return count if type(count) is int else None
+
+
 def steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
     """The steps that a file of `torch.save` counts, at its top and in optimizers; sorted.
 

@@ -50,6 +50,7 @@ from ckptctl.inspection.shape import (
 from ckptctl.inspection.sidecars import (
     check_documents,
     optimizer_steps_inside,
+    steps_counted,
     tensors_in_header,
     value_in_archive,
 )
@@ -256,10 +257,10 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
 
 def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the families of files with each other and with those of the steps beside."""
-    from ckptctl.inspection.whole import check_families
+    from ckptctl.inspection.whole import decide_whole
 
     n_ranks = context.requirements.saved_world_size
-    context.wholeness = check_families(opened, context.neighbours, n_ranks, is_deep=context.is_deep)
+    context.wholeness = decide_whole(opened, context.neighbours, n_ranks, is_deep=context.is_deep)
     sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
     faults = {one.where for one in context.findings if one.severity is Severity.FAULT}
     for finding in context.wholeness.findings:
@@ -268,12 +269,12 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             yield finding
 
 
-def dropped(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+def gone(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the kinds of files with those of the steps before; a seal names those of its step."""
-    from ckptctl.inspection.gone_files import check_dropped
+    from ckptctl.inspection.whole import check_gone
 
     if context.notes.seal is None and not _has_fault(context.findings):
-        yield from check_dropped(opened, context.neighbours)
+        yield from check_gone(opened, context.neighbours)
 
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -333,10 +334,15 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
             yield from _check_stated_ranks(opened, part, contents, context, is_cheap=is_cheap)
-    if is_cheap and context.neighbours is not None and contents:
+    copies: frozenset[str] = frozenset()
+    if is_cheap and any(steps_counted(content) is not None for content in contents.values()):
         from ckptctl.inspection.predecessor import check_counts
+        from ckptctl.inspection.stored_tensors import copied_weights
 
-        yield from check_counts(opened, contents, context.neighbours)
+        copies = copied_weights(opened, contents)
+        if context.neighbours is not None:
+            of_step = {path: held for path, held in contents.items() if path not in copies}
+            yield from check_counts(opened, of_step, context.neighbours)
     context.state = train_state(
         Sources(
             step.layout,
@@ -351,6 +357,7 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             },
             step.number if layouts.counts_training_steps(step.layout) else None,
             mapped,
+            copies,
         )
     )
 
@@ -424,7 +431,10 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     if optimizer is not None and step.value is not None and not found:
         counts = (step.value, optimizer.n_steps)
         counters = (count_of, optimizer_count)
-        found = check_optimizer_count(opened, counts, context.neighbours, counters)
+        beside = context.neighbours
+        is_of_step = partial(_is_of_step, opened, optimizer.path, neighbours=beside)
+        found, doubt = check_optimizer_count(opened, counts, beside, counters, is_of_step)
+        context.identity = doubt or context.identity
     # A file that another step left here explains the count, but for one of that whole step.
     named = number_in_metadata(opened)
     is_whole = named is not None and step.value is not None and abs(named - step.value) <= 1
@@ -678,7 +688,7 @@ STAGES: tuple[Stage, ...] = (
     pickles,
     state,
     notes,
-    dropped,
+    gone,
     identity,
     lost_weights,
     content,

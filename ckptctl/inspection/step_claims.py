@@ -16,7 +16,6 @@ from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import StageContext
-from ckptctl.model import SHARDED, Level, PartFormat
 
 CONTRADICTS: Mapping[str, ClaimName] = {
     "metadata.missing": ClaimName.WHOLE,
@@ -136,21 +135,9 @@ def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
 def _whole(opened: OpenStep, context: StageContext) -> Claim:
     if context.notes.seal is not None:
         return Claim.proven(ClaimName.WHOLE, _SEAL)
-    formats = {part.part.format for part in opened.parts}
-    if formats & SHARDED and formats <= SHARDED | {PartFormat.SAFETENSORS}:
-        return Claim.proven(ClaimName.WHOLE, "metadata")
-    grids = [grid for part in opened.step.parts for grid in part.grids if grid.sharded]
-    if not context.ranks_counted and not all(grid.stated for grid in grids):
-        deeper = command_line("verify", opened.url, "--level", Level.STRUCTURE.value)
-        why = "how many ranks wrote it was compared with no file of it"
-        return Claim.unknown(ClaimName.WHOLE, why, deeper)
-    if context.wholeness is not None and context.wholeness.by:
-        return Claim.proven(ClaimName.WHOLE, context.wholeness.by)
-    return Claim.unknown(
-        ClaimName.WHOLE,
-        "nothing states which files belong to the step",
-        "--saved-world-size N, or a seal",
-    )
+    if context.wholeness is None:
+        return Claim.unknown(ClaimName.WHOLE, "the files of the step were not compared", None)
+    return context.wholeness.claim(opened, ranks_counted=context.ranks_counted)
 
 
 def _bytes(opened: OpenStep, context: StageContext) -> Claim:

@@ -45,6 +45,8 @@ from ckptctl.model import (
 
 _EXAMPLES = 3
 
+_COUNTED = ("step", "tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:
@@ -53,7 +55,8 @@ class Sources:
     `sidecars` are files outside the tensor parts. `contents` are the decoded contents
     of those sidecars that were read, `numbers` the values of scalar entries
     by (part, FQN). `number` is the training step in the step's name, where it has one, and
-    `mapped` what a person states about entries and files.
+    `mapped` what a person states about entries and files. `copies` are files whose counts are
+    those of the weights in them: they may be of another step.
     """
 
     layout: str
@@ -63,6 +66,7 @@ class Sources:
     numbers: Mapping[tuple[str, str], int]
     number: int | None = None
     mapped: StateMap = ()
+    copies: Collection[str] = ()
 
 
 NO_STATE = TrainState.of({})
@@ -145,6 +149,10 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
             keys.add(_without_numbers(path))
     by_kind: dict[str, list[_Held]] = defaultdict(list)
     for one in held:
+        if one.kind in _COUNTED and one.where.partition(": ")[0] in sources.copies:
+            # No step needs the count of a copy, and one of another step is none of this.
+            is_of_step = one.value is None or abs(one.value - (sources.number or 0)) <= 1
+            one = one._replace(where="", value=one.value if is_of_step else None)
         by_kind[one.kind].append(one)
     state = TrainState.of(
         {kind: _state_part(kind, by_kind[kind]) for kind in STATE_KINDS if by_kind[kind]},
@@ -213,9 +221,9 @@ def likeliest_step(counts: Iterable[int], number: int | None) -> int | None:
 
 def _state_part(kind: str, held: Sequence[_Held]) -> StatePart:
     ranks = {one.rank for one in held if one.rank is not None}
-    counts = held if kind in ("step", "tokens") else ()
+    counts = held if kind in _COUNTED else ()
     values = [one.value for one in counts if one.value is not None]
-    where = tuple(sorted({one.where for one in held})[:_EXAMPLES])
+    where = tuple(sorted({one.where for one in held if one.where})[:_EXAMPLES])
     return StatePart(True, where, len(ranks) or None, max(values, default=None))
 
 

@@ -3,7 +3,8 @@
 Metadata, an index, a seal and counts in the names state what a save consists of. Where nothing
 does, the files of one kind are compared with each other, with those of the other kinds, and with
 the steps beside this one: a family of files (`formats.families`) whose size nothing states and no
-other step confirms is unknown, however sound its files are.
+other step confirms is unknown, however sound its files are. Files without a number are compared
+with the steps before (`check_gone`).
 
 A job may go on with another number of ranks. Then every family has another size than before, as
 if the files of the last ranks were missing: the tensors in them decide. Where they are split over
@@ -12,44 +13,59 @@ the ranks, they add up to the same size.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import Family, key_of
+from ckptctl.formats.families import Family, families_of, key_of
 from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import (
+    axes_in,
+    kind_of_file,
+    may_hold_state,
+    rank_file,
+)
 from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
+from ckptctl.formats.frameworks.parts import is_empty_archive
+from ckptctl.formats.frameworks.state_keys import entries_of
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
-from ckptctl.inspection.beside import Neighbours, steps_beside
+from ckptctl.inspection.beside import Neighbours, steps_before, steps_beside
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.rank_files import check_fewer, empty_file
-from ckptctl.inspection.unlisted_files import (
-    INDEX_NAME,
-    SIMILAR,
-    are_alike,
-    has_alike,
-    kinds_of_files,
-    named_files,
-    open_families,
-    shape_of_name,
-    suffix_of,
+from ckptctl.inspection.stored_tensors import (
+    TensorNames,
+    TensorSizes,
+    are_held,
+    is_split,
+    leaves_in,
+    split_tensors,
+    tensor_names,
+    tensor_sizes,
 )
-from ckptctl.model import Step
+from ckptctl.model import SHARDED, Level, PartFormat, Step
 
-if TYPE_CHECKING:
-    from ckptctl.inspection.stored_tensors import HeldTensor
+SIMILAR = 1.1
+"""Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
+third larger than those of four."""
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
+
+N_BEFORE = 2
+"""So many steps before must hold a file: one that a single step has is not of each save."""
+
+MAX_BEFORE = 4
+"""So many steps before are listed to see whether one of them lacks a file, too."""
 
 
 class Wholeness(msgspec.Struct, frozen=True):
@@ -61,6 +77,24 @@ class Wholeness(msgspec.Struct, frozen=True):
     """What proves that all files are there; empty where nothing does."""
     n_ranks: int | None = None
     """How many ranks wrote the step, by its manifest."""
+
+    def claim(self, opened: OpenStep, *, ranks_counted: bool) -> Claim:
+        """The claim of a step without a seal, as if no finding spoke against it.
+
+        `ranks_counted`: the number of ranks was compared with what the files state.
+        """
+        formats = {part.part.format for part in opened.parts}
+        if formats & SHARDED and formats <= SHARDED | {PartFormat.SAFETENSORS}:
+            return Claim.proven(ClaimName.WHOLE, "metadata")
+        grids = [grid for part in opened.step.parts for grid in part.grids if grid.sharded]
+        if not ranks_counted and not all(grid.stated for grid in grids):
+            deeper = command_line("verify", opened.url, "--level", Level.STRUCTURE.value)
+            why = "how many ranks wrote it was compared with no file of it"
+            return Claim.unknown(ClaimName.WHOLE, why, deeper)
+        if self.by:
+            return Claim.proven(ClaimName.WHOLE, self.by)
+        why = "nothing states which files belong to the step"
+        return Claim.unknown(ClaimName.WHOLE, why, "--saved-world-size N, or a seal")
 
 
 class Gap(msgspec.Struct, frozen=True):
@@ -85,7 +119,7 @@ class _Beside(msgspec.Struct, frozen=True):
         return self.opened.name
 
 
-def check_families(
+def decide_whole(
     opened: OpenStep,
     neighbours: Neighbours | None,
     saved_world_size: int | None,
@@ -134,7 +168,11 @@ def _check_unlisted(
     stated_by: str,
 ) -> Wholeness:
     """What is known of the files that no manifest lists."""
-    lost = _emptied(opened, families, neighbours) or _lost_names(opened, families, neighbours)
+    lost = (
+        _emptied(opened, families, neighbours)
+        or _lost_index(opened, families, neighbours)
+        or _lost_words(opened, neighbours)
+    )
     if lost is not None:
         return Wholeness((lost,))
     if not families:
@@ -167,6 +205,9 @@ def _check_unlisted(
             return _result(opened.step, gaps, stated_by)
     if confirmed is not None:
         gaps += _fewer_of_equal_parts(opened, unstated)
+        stopped = next(_no_longer_growing(opened, unstated, neighbours), None)
+        if stopped is not None and not gaps:
+            return Wholeness((stopped,))
         return _result(opened.step, gaps, f"{confirmed.name}, which has the same files")
     same_world = next((other for other in beside if _is_same_world(unstated, other)), None)
     if same_world is not None:
@@ -242,7 +283,7 @@ def _not_as_listed(opened: OpenStep, manifest: Manifest, *, is_deep: bool) -> It
 def _parts_missing(opened: OpenStep, item: ManifestItem) -> Iterator[Finding]:
     """Yield `coverage.gap` for tensors whose parts in the files are less than the whole."""
     keys = frozenset(map(key_of, item.files.values()))
-    sizes = _tensor_sizes(opened, keys)
+    sizes = tensor_sizes(opened, keys, key_of)
     by_fqn: dict[str, int] = defaultdict(int)
     for (fqn, _), size in sizes.items():
         by_fqn[fqn] += size.n_elements
@@ -386,7 +427,7 @@ def _confirms(families: Iterable[Family], other: _Beside) -> bool:
 
 def _is_about(family: Family, other: Family) -> bool:
     """Whether a file of one family is about as large as one of another."""
-    return are_alike(family.n_bytes / family.n_present, other.n_bytes / other.n_present)
+    return _are_alike(family.n_bytes / family.n_present, other.n_bytes / other.n_present)
 
 
 def _is_open(family: Family) -> bool:
@@ -406,18 +447,55 @@ def _grows(step: Step, family: Family, beside: Iterable[_Beside]) -> bool:
 
     So does a replay buffer in parts. One that lost a file is not in line with two other steps.
     """
-    held = {
+    counts = {
         other.opened.step.number: other.families[family.key].n_files
         for other in beside
         if family.key in other.families
     }
-    counts = sorted((n, count) for n, count in {**held, step.number: family.n_files}.items() if n)
-    if len(counts) < 3 or family.n_present < family.n_files:
+    is_full = family.n_present == family.n_files
+    return is_full and _are_in_line({**counts, step.number: family.n_files})
+
+
+def _are_in_line(counts: Mapping[int | None, int]) -> bool:
+    """Whether the numbers of files in three steps or more grow as the numbers of the steps do."""
+    in_order = sorted((number, count) for number, count in counts.items() if number)
+    if len(in_order) < 3:
         return False
-    (first, least), (last, most) = counts[0], counts[-1]
+    (first, least), (last, most) = in_order[0], in_order[-1]
     return most > least and all(
-        (count - least) * (last - first) == (most - least) * (n - first) for n, count in counts
+        (count - least) * (last - first) == (most - least) * (n - first) for n, count in in_order
     )
+
+
+def _no_longer_growing(
+    opened: OpenStep, families: Sequence[Family], neighbours: Neighbours | None
+) -> Iterator[Finding]:
+    """Yield `file.fewer` for families that grew from step to step until the step before.
+
+    Cost: none for a family that has as many files as another, as those of ranks have; else the
+    listing of a second step before, and of a third where that has fewer files.
+    """
+    counts = [family.n_files for family in families]
+    for family in families:
+        if not family.is_line or family.n_files < 3 or counts.count(family.n_files) > 1:
+            continue
+        before: dict[int | None, int] = {}
+        for other in steps_before(opened, neighbours, 3):
+            held = [one for one in open_families(other.step) if one.key == family.key]
+            before[other.step.number] = held[0].n_files if held else 0
+            if len(before) == 2 and max(before.values()) == min(before.values()):
+                break
+        if _are_in_line(before) and max(before.values()) == family.n_files:
+            yield Finding(
+                "file.fewer",
+                family.example,
+                f"{counted(family.n_files, 'file')} {family.key}, as many as the step before has, "
+                "and each of the steps before has more than the one before it: the last file is "
+                "missing, or their number no longer grows; a seal proves which",
+                expected=f"more than {counted(family.n_files, 'file')}",
+                found=counted(family.n_files, "file"),
+                next_command=command_line("show", opened.url),
+            )
 
 
 def _counted_as_beside(family: Family, beside: Iterable[_Beside]) -> Family:
@@ -428,68 +506,98 @@ def _counted_as_beside(family: Family, beside: Iterable[_Beside]) -> Family:
     return family.from_base(1) if any(other.base == 1 for other in held) else family
 
 
-def _lost_names(
+def _lost_index(
     opened: OpenStep, families: Sequence[Family], neighbours: Neighbours | None
 ) -> Finding | None:
-    """The finding for a file without a rank's number that each step beside this one has.
+    """The finding for an index that the step beside has, of files that are there.
 
-    It is an index of files that are there; or it has the size of one that is there, under a name
-    of the same shape, and the files that are there have the same names beside: letters or hosts
-    are those of ranks. Cost: none but for steps with a family or two files of one size; else the
-    listing of the nearest step, and of three others where that one has more of them.
+    Cost: none without a family; else the listing of the nearest step.
     """
-    now = named_files(opened.step, families, opened.step)
-    if neighbours is None or not (families or any(map(has_alike, now.values()))):
+    here = {file.path for file in opened.files}
+    indexed = {_folder_and_suffix(path) for path in here}
+    for other in steps_beside(opened, neighbours, 1) if families else ():
+        for file in other.files:
+            match = _INDEX_NAME(file.path)
+            if match and file.path not in here and (match["folder"], match["suffix"]) in indexed:
+                return _lost(opened, {file.path})
+        break
+    return None
+
+
+def _lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | None:
+    """The finding for files of ranks that letters or hosts tell apart, not numbers.
+
+    In the nearest step, three files or more of a kind are about as large. They are those of ranks,
+    and no copies of one, if the files of another kind have the same words (`a.pt` and
+    `a.optim.pt`), or if each holds an optimizer. This step has two of them or more, and lacks some;
+    the tensors do not show that fewer ranks hold the same.
+
+    Cost: none without two such files; else the listing of the nearest step, and where that has
+    more, the pickles of both.
+    """
+    here = _by_words(opened.step, opened.step)
+    if not any(len(words) > 1 for words in here.values()):
         return None
-    lost: set[str] | None = None
-    for other in steps_beside(opened, neighbours, MAX_COMPARED):
+    for other in steps_beside(opened, neighbours, 1):
         with suppress(StorageError):
-            missing = _lost_of(opened, now, other)
-            lost = missing if lost is None else lost & missing
+            then = _by_words(other.step, opened.step)
+            lost = {*_lost_of_ranks(other, then, here)}
+            resized = _resized(opened, other, {_shape_of_name(path) for path in lost})
+            lost = {path for path in lost if _shape_of_name(path) not in resized}
             if not lost:
                 return None
-    if not lost:
-        return None
+            numbers = (other.step.number or 0, opened.step.number or 0)
+            return _lost(opened, {layouts.path_in_step(path, *numbers) for path in lost})
+    return None
+
+
+def _lost_of_ranks(
+    other: OpenStep, then: Mapping[str, _Words], here: Mapping[str, _Words]
+) -> Iterator[str]:
+    """The files of ranks, by kind and word, that another step has and this one lacks."""
+    n_kinds = Counter(frozenset(words) for words in then.values())
+    for kind, files in then.items():
+        there = here.get(kind, {}).keys() & files.keys()
+        alike = {
+            word: path
+            for word, (path, size) in files.items()
+            if any(_are_alike(size, files[known][1]) for known in there)
+        }
+        if len(there & alike.keys()) < 2 or there >= alike.keys():
+            continue
+        if n_kinds[frozenset(files)] > 1 or _hold_optimizers(other, alike.values()):
+            yield from (path for word, path in alike.items() if word not in there)
+
+
+def _hold_optimizers(opened: OpenStep, paths: Iterable[str]) -> bool:
+    """Whether each of some files of a step holds tensors of an optimizer. Cost: their pickles."""
+    tensors, _ = opened.tensors_in_files
+    return {tensor.file for tensor in tensors if tensor.kind == "optimizer"}.issuperset(paths)
+
+
+def _lost(opened: OpenStep, paths: Collection[str]) -> Finding:
     return Finding(
         "file.missing",
-        min(lost),
-        f"{counted(len(lost), 'file')} that the steps beside this one have "
-        f"{verb(len(lost), 'is', 'are')} missing: {some_of(sorted(lost))}",
+        min(paths),
+        f"{counted(len(paths), 'file')} that the step beside this one has "
+        f"{verb(len(paths), 'is', 'are')} missing: {some_of(sorted(paths))}",
         next_command=command_line("show", opened.url),
     )
 
 
-def _lost_of(opened: OpenStep, now: Mapping[str, Mapping[str, int]], other: OpenStep) -> set[str]:
-    """The files that another step has, and this one lacks beside others of the same size."""
-    lost: dict[str, set[str]] = {}
-    beside = named_files(other.step, open_families(other.step), opened.step)
-    for shape, then in beside.items():
-        there = now.get(shape, {})
-        if there and there.keys() < then.keys():
-            sizes = [then[path] for path in there]
-            lost[shape] = {
-                path
-                for path in then.keys() - there.keys()
-                if any(are_alike(then[path], size) for size in sizes)
-            }
-    lost = {shape: paths for shape, paths in lost.items() if paths}
-    here = {file.path for file in opened.files}
-    held = {(path[: path.rfind("/") + 1], suffix_of(path)) for path in here}
-    lost_indexes = {
-        file.path
-        for file in other.files
-        if (match := INDEX_NAME(file.path))
-        and file.path not in here
-        and (match["folder"], match["suffix"]) in held
+def _resized(opened: OpenStep, other: OpenStep, shapes: Collection[str]) -> set[str]:
+    """Those of `shapes` of names whose files hold tensors in fewer, larger parts than in `other`.
+
+    Raises `StorageError`. Cost: none without `shapes`; else the pickles of both steps.
+    """
+    if not shapes:
+        return set()
+    now, then = (tensor_sizes(step, shapes, _shape_of_name) for step in (opened, other))
+    split = split_tensors(now, then)
+    smaller = {
+        shape for fqn, shape in split if now[fqn, shape].n_elements < then[fqn, shape].n_elements
     }
-    if not lost:
-        return lost_indexes
-    before, after = (_tensor_sizes(step, lost, shape_of_name) for step in (other, opened))
-    split = [name for name in after if name in before and _is_split(after[name], before[name])]
-    elastic = {shape for fqn, shape in split}
-    elastic -= {name[1] for name in split if after[name].n_elements < before[name].n_elements}
-    found = (path for shape, paths in lost.items() if shape not in elastic for path in paths)
-    return lost_indexes.union(found)
+    return {shape for _, shape in split} - smaller
 
 
 def _fewer_of_equal_parts(opened: OpenStep, families: Sequence[Family]) -> Iterator[Gap]:
@@ -549,7 +657,7 @@ def _fewer_than_before(
         _sizes_beside(other, [other.families[one.key] for one in fewer]),
     )
     is_less: dict[str, bool] = {}
-    for fqn, key in _split(now, then):
+    for fqn, key in split_tensors(now, then):
         is_smaller = now[fqn, key].n_elements < then[fqn, key].n_elements
         is_less[key] = is_less.get(key, False) or is_smaller
     # A model of as many parts does not show that as many ranks wrote the optimizer.
@@ -630,11 +738,11 @@ def _smaller_kinds(opened: OpenStep, other: OpenStep) -> Mapping[str, bool]:
         files = [file for part in step.step.parts for file in part.files]
         kinds = files_by_kind(files, step.step.layout)
         kind_in = {path: kind for kind, paths in kinds.items() for path in paths}
-        sizes.append(_tensor_sizes(step, kinds, defaultdict(str, kind_in).__getitem__))
+        sizes.append(tensor_sizes(step, kinds, defaultdict(str, kind_in).__getitem__))
     now, then = sizes
     smaller: dict[str, bool] = {}
     for name, size in now.items():
-        if size.is_part or (name in then and _is_split(size, then[name])):
+        if size.is_part or (name in then and is_split(size, then[name])):
             less = size.lacks_parts if size.is_part else size.n_elements < then[name].n_elements
             smaller[name[1]] = less or smaller.get(name[1], False)
     return smaller
@@ -708,7 +816,7 @@ def _by_content(
         return Wholeness(by="the shapes of the whole tensors, which the files state")
     for other in beside if not parts else ():
         then = _sizes_beside(other, [*other.families.values()])
-        split = _split(now, then)
+        split = split_tensors(now, then)
         if split and all(now[name].n_elements == then[name].n_elements for name in split):
             n_ranks = counted(largest.n_files, "rank")
             by = f"the tensors of {n_ranks}, which together are as large as in {other.name}"
@@ -726,54 +834,18 @@ def _listed(names: Iterable[tuple[str, str]]) -> str:
     return some_of([f"{fqn} in {key}" for fqn, key in names])
 
 
-def _has_more_copies(now: _Sizes, other: _Beside, names: Iterable[tuple[str, str]]) -> bool:
+def _has_more_copies(now: TensorSizes, other: _Beside, names: Iterable[tuple[str, str]]) -> bool:
     """Whether the parts of a tensor in another step are more elements: copies of it are gone."""
     then = _sizes_beside(other, [*other.families.values()])
     return any(name in then and then[name].n_elements > now[name].n_elements for name in names)
 
 
-def _split(now: _Sizes, then: _Sizes) -> list[tuple[str, str]]:
-    """The tensors that are split over the ranks: of more ranks each has less of them.
-
-    A tensor that each rank holds whole shows nothing of how many there must be.
-    """
-    return [name for name, size in now.items() if name in then and _is_split(size, then[name])]
-
-
-def _is_split(now: _Size, then: _Size) -> bool:
-    return now.n_files != then.n_files and now.largest != then.largest
-
-
-class _Size(msgspec.Struct):
-    """The elements of one tensor in the files of a step."""
-
-    n_files: int = 0
-    n_elements: int = 0
-    largest: int = 0
-    n_whole: int | None = None
-    """Elements of the whole tensor, where the files state it."""
-
-    @property
-    def is_part(self) -> bool:
-        """The files hold parts of a tensor whose size they state."""
-        return self.n_whole is not None and self.largest < self.n_whole
-
-    @property
-    def lacks_parts(self) -> bool:
-        """The parts that exist are fewer elements than the whole tensor."""
-        return self.n_whole is not None and self.n_elements < self.n_whole
-
-
-_Sizes = Mapping[tuple[str, str], _Size]
-"""The sizes of tensors over the files of one kind, by FQN and kind."""
-
-
-def _sizes(opened: OpenStep, families: Sequence[Family]) -> _Sizes:
+def _sizes(opened: OpenStep, families: Sequence[Family]) -> TensorSizes:
     """The size of each tensor over the files of each family; of files that cannot be read, none."""
-    return _tensor_sizes(opened, frozenset(family.key for family in families))
+    return tensor_sizes(opened, {family.key for family in families}, key_of)
 
 
-def _sizes_beside(other: _Beside, families: Sequence[Family]) -> _Sizes:
+def _sizes_beside(other: _Beside, families: Sequence[Family]) -> TensorSizes:
     """Those of a step beside; of one that cannot be read, none."""
     with suppress(StorageError):
         return _sizes(other.opened, families)
@@ -785,38 +857,11 @@ def _shapes_by_key(
 ) -> Mapping[str, set[tuple[int, ...]]]:
     """The shapes of the tensors of several elements in the files of each family."""
     shapes: dict[str, set[tuple[int, ...]]] = {family.key: set() for family in families}
-    for tensor in _tensors(opened):
+    tensors, unlisted = opened.tensors_in_files
+    for tensor in () if unlisted else tensors:
         if prod(tensor.shape) > 1 and key_of(tensor.file) in shapes:
             shapes[key_of(tensor.file)].add(tensor.shape)
     return shapes
-
-
-def _tensors(opened: OpenStep) -> Sequence[HeldTensor]:
-    """The tensors in the files that no metadata describes; none where one cannot be decoded.
-
-    Raises `StorageError`.
-    """
-    tensors, unlisted = opened.tensors_in_files
-    # What is not known of every file is known of none: it would look smaller than it is.
-    return () if unlisted else tensors
-
-
-def _tensor_sizes(
-    opened: OpenStep, keys: Collection[str], key_in: Callable[[str], str] = key_of
-) -> _Sizes:
-    """The size of each tensor over the files of each key, by FQN and key."""
-    sizes: dict[tuple[str, str], _Size] = defaultdict(_Size)
-    for tensor in _tensors(opened):
-        key = key_in(tensor.file)
-        if key in keys:
-            size = sizes[tensor.fqn, key]
-            n_elements = prod(tensor.shape)
-            size.n_files += 1
-            size.n_elements += n_elements
-            size.largest = max(size.largest, n_elements)
-            if tensor.whole is not None:
-                size.n_whole = prod(tensor.whole)
-    return sizes
 
 
 def _missing(step: Step, gap: Gap) -> Finding:
@@ -859,3 +904,181 @@ def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
         found=n_files,
         next_command=command_line("explain", code),
     )
+
+
+# Files without a number of a rank
+
+
+def check_gone(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Finding]:
+    """Yield a finding for kinds of files that both steps before hold and this one lacks.
+
+    It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
+    and shapes: they would begin anew. If other files here have all of them, as a network and its
+    twin, or weights and their average, it is `file.fewer`, unless another step before lacks the
+    file too: the run writes it at some steps only. A file without tensors is `file.gone`: a marker
+    or the output of an evaluation may come and go. A file that has another name here is none.
+
+    Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
+    header of its file and of each file here, and the listings of two more steps.
+    """
+    if opened.is_file:
+        return
+    older = [*steps_before(opened, neighbours, N_BEFORE)]
+    same = [other for other in older if other.step.layout == opened.step.layout]
+    if len(same) < N_BEFORE:
+        return
+    kinds, held = kinds_of_files(opened.step), [kinds_of_files(other.step) for other in same]
+    new = {_shape_of_name(kind) for kind in kinds if not all(kind in one for one in held)}
+    gone = {
+        kind: path
+        for kind, path in sorted(held[0].items())
+        if kind not in kinds
+        and all(kind in one for one in held)
+        and _shape_of_name(kind) not in new
+    }
+    if not gone:
+        return
+    shapes = {_shape_of_name(path) for path in gone.values()}
+    with suppress(StorageError):
+        resized = _resized(opened, same[0], shapes & {*map(_shape_of_name, kinds.values())})
+        gone = {kind: path for kind, path in gone.items() if _shape_of_name(path) not in resized}
+    renamed = _held_in(opened, [path for kind, path in kinds.items() if kind not in held[0]])
+    here = _held_in(opened, kinds.values(), with_metadata=True)
+    before: dict[str, TensorNames] = {}
+    for kind, path in gone.items():
+        with suppress(StorageError):
+            before[kind] = _held_in(same[0], [path])
+    dropped = [kind for kind, tensors in before.items() if not are_held(tensors, here)]
+    twins = [kind for kind, tensors in before.items() if not are_held(tensors, renamed)]
+    twins = [kind for kind in twins if kind not in dropped]
+    if twins and not dropped:
+        further = [*steps_before(opened, neighbours, MAX_BEFORE)][N_BEFORE:]
+        twins = [
+            kind for kind in twins if all(kind in kinds_of_files(other.step) for other in further)
+        ]
+    if dropped:
+        code, lost = "file.dropped", dropped
+        why = "a resume from here would reset what is in it (--allow-missing-state accepts that)"
+    elif twins:
+        code, lost = "file.fewer", twins
+        why = (
+            "other files here have tensors of the same names and shapes, and nothing shows that "
+            "none of its own is lost. A seal, or two steps without the file, prove that"
+        )
+    else:
+        code, lost = "file.gone", [*gone]
+        why = "nothing shows that it was not part of this save"
+    if lost:
+        yield Finding(
+            code,
+            lost[0],
+            f"lacks {some_of(lost)}, which {same[0].name} and {same[1].name} hold: {why}",
+            next_command=command_line("show", same[0].url),
+        )
+
+
+def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = False) -> TensorNames:
+    """The tensors in some files of a step, and those that its metadata describes."""
+    described = (one for part in opened.parts for one in part.metadata if with_metadata)
+    leaves = [leaf for metadata in described for _, leaf in entries_of(metadata)]
+    for path in paths:
+        size = next(file.size for file in opened.files if file.path == path)
+        leaves += leaves_in(opened.store, opened.in_store(path), size) or ()
+    return tensor_names(leaves)
+
+
+# The files of a step that nothing lists: families, kinds, words
+
+
+def open_families(step: Step) -> tuple[Family, ...]:
+    """The families among files whose number nothing else states.
+
+    Metadata states the shards of DCP, an index the files of a model, the names of frameworks
+    those of their ranks, and the content of some layouts the files of each parameter.
+    """
+    saved = _unlisted_files(step)
+    return families_of(saved, step.number, saved)
+
+
+def kinds_of_files(step: Step) -> Mapping[str, str]:
+    """The kinds of files that may hold state and that nothing lists, each with one of its paths.
+
+    A kind is a path with each number in it as `N`: that of a single file is no rank, but may be an
+    epoch (`model-epoch1.pt`). Files whose numbers have more holes than files, as those of hosts,
+    are kinds of their own. Not among them are a manifest, which is written at the first save of a
+    process only, and random states, which one rank names otherwise than several.
+    """
+    sparse = {one.key for one in open_families(step) if one.n_present > 1 and not one.is_numbered}
+    kinds: dict[str, str] = {}
+    for path in sorted(_unlisted_files(step)):
+        kind = kind_of_file(step.layout, path)
+        is_random = kind is not None and "rng" in kind.names
+        if may_hold_state(path) and path != MANIFEST and not is_random:
+            key = key_of(path)
+            kinds.setdefault(path if key in sparse else key, path)
+    return kinds
+
+
+def _unlisted_files(step: Step) -> Mapping[str, int]:
+    """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
+    if step.layout in _FILES_OF_PARAMETERS:
+        return {}
+    saved = {
+        file.path: file.size
+        for file in step.files
+        if (file.kind == "link" or (file.kind == "file" and not is_empty_archive(file)))
+        and layouts.is_saved(file.path)
+        and not layouts.belongs_to_shards(file.path)
+        and not _states_a_place(file.path, step.layout)
+    }
+    indexed = {(match["folder"], match["suffix"]) for path in saved if (match := _INDEX_NAME(path))}
+    return {path: size for path, size in saved.items() if _folder_and_suffix(path) not in indexed}
+
+
+def _states_a_place(path: str, layout: str) -> bool:
+    """Whether the name of a file states a place in the grid of ranks of its framework."""
+    found = rank_file(path, layout)
+    return found is not None and bool(axes_in(found[1]))
+
+
+_FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
+"""Layouts with files for each parameter, which `inspection.rank_files` counts."""
+
+_INDEX_NAME = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
+
+
+def _folder_and_suffix(path: str) -> tuple[str, str]:
+    """The folder of a file and the end of its name from the last dot on."""
+    return path[: path.rfind("/") + 1], path[path.rfind(".") :]
+
+
+_Words = Mapping[str, tuple[str, int]]
+
+
+def _by_words(step: Step, as_in: Step) -> Mapping[str, _Words]:
+    """The files in no numbered family, by kind and by the word that tells those of a kind apart.
+
+    A kind is a path with one word as `*`, as it is called in the step `as_in`: `shard_*.pt`,
+    `*/model.pt`. Each word has the path of its file and the size.
+    """
+    numbered = {family.key for family in open_families(step) if family.is_numbered}
+    kinds: dict[str, dict[str, tuple[str, int]]] = defaultdict(dict)
+    for path, size in _unlisted_files(step).items():
+        if not may_hold_state(path) or path.endswith(".json") or key_of(path) in numbered:
+            continue
+        there = layouts.path_in_step(path, step.number or 0, as_in.number or 0)
+        end = len(there) - len(_folder_and_suffix(there)[1])
+        for word in re.finditer("[A-Za-z0-9]+", there[:end]):
+            kinds[f"{there[: word.start()]}*{there[word.end() :]}"][word[0]] = (path, size)
+    return kinds
+
+
+def _shape_of_name(path: str) -> str:
+    """A path with every word as `W`."""
+    _, suffix = _folder_and_suffix(path)
+    return re.sub("[A-Za-z0-9]+", "W", path.removesuffix(suffix)) + suffix
+
+
+def _are_alike(size: float, other: float) -> bool:
+    """Whether two files are about as large."""
+    return max(size, other) <= SIMILAR * min(size, other)

@@ -1,6 +1,7 @@
 """Whether all files of a step are there, under whatever names: families of files."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -302,8 +303,6 @@ WEIGHTS = {"w": torch.ones(9, 8)}
 @pytest.mark.parametrize(
     ("gone", "new"),
     [
-        ({"best.pt": WEIGHTS}, {}),
-        ({"ema.pt": {"shadow": WEIGHTS}}, {}),
         ({"samples.npz": b"", "rank0_trace.json.gz": b"", "DONE": b""}, {}),
         ({"scaler.pt": {"scale": 65536.0, "growth_tracker": 3}}, {}),
         ({"net.pt": WEIGHTS}, {"net.safetensors": WEIGHTS}),
@@ -325,6 +324,54 @@ def test_files_that_come_and_go_keep_the_newest_step(tmp_path, gone, new):
     assert ckptctl.verify(f"{tmp_path}@30").claim(ClaimName.WHOLE).finding != "file.dropped"
     # Safetensors have no checksums.
     assert ckptctl.seal(str(tmp_path / "step_30"), accept_unverifiable=bool(new)).exit_code == 0
+
+
+TWINS = {
+    "twins": {"actor.pt": WEIGHTS, "critic.pt": WEIGHTS},
+    "average": {"model.pt": WEIGHTS, "ema.pt": {"shadow": WEIGHTS}},
+    "best": {"model.pt": WEIGHTS, "best.pt": {"model": WEIGHTS, "step": 10}},
+}
+
+
+@pytest.mark.parametrize("files", TWINS.values(), ids=TWINS)
+@pytest.mark.parametrize("form", ["files", "beside DCP"])
+def test_a_twin_that_both_steps_before_hold_leaves_the_step_unverifiable(tmp_path, files, form):
+    for number in (10, 20, 30):
+        save_kinds(tmp_path / f"step_{number}", number)
+        for name, value in files.items():
+            named(tmp_path / f"step_{number}", name, value)
+        if form == "beside DCP":
+            state = {"w": torch.full((8, 8), float(number))}
+            torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / f"step_{number}")
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    (tmp_path / "step_30" / [*files][-1]).unlink()
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (22, ["file.fewer"])
+    assert report.claim(ClaimName.WHOLE).finding == "file.fewer"
+    assert ckptctl.pick(str(tmp_path)).step == 20
+    assert ckptctl.pick(str(tmp_path), accept_unverifiable=True).step == 30
+    assert ckptctl.seal(str(tmp_path / "step_30")).exit_code == 22
+    assert ckptctl.seal(str(tmp_path / "step_30"), accept_unverifiable=True).exit_code == 0
+    assert ckptctl.pick(str(tmp_path)).step == 30
+
+
+@pytest.mark.parametrize("files", TWINS.values(), ids=TWINS)
+@pytest.mark.parametrize("held_by", [[10], [20], [10, 20, 40, 50], [50]])
+def test_a_twin_that_some_steps_hold_is_missed_in_no_other(tmp_path, files, held_by):
+    (first, value), (twin, copy) = files.items()
+    for number in (10, 20, 30, 40, 50, 60):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number, *(["other.pt", "third.pt"]))
+        named(step, first, value)
+        for rank in range(2):
+            torch.save({"rng": torch.full((16,), number)}, step / f"seeds_{rank}.pt")
+        if number in held_by:
+            named(step, twin, copy)
+    last = 20 if held_by == [10] else 60
+    for number in range(last + 10, 70, 10):
+        shutil.rmtree(tmp_path / f"step_{number}")
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, chosen.passed_over) == (last, ())
 
 
 @pytest.mark.parametrize("lost", ["actor.pt", "critic.pt", "config.json"])
@@ -358,6 +405,30 @@ def test_a_kind_that_grows_by_a_file_a_step_is_whole(tmp_path):
     for number in (10, 20, 30, 40):
         assert ckptctl.verify(f"{tmp_path}@{number}").exit_code == 0
     assert chosen_without(tmp_path, "step_40/buffer_1.pt") == 30
+
+
+def test_a_kind_that_grew_until_the_step_before_and_lost_its_last_file_is_unverifiable(tmp_path):
+    for number in (10, 20, 30, 40, 50):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        for part in range(min(number // 10, 3)):
+            torch.save({"x": torch.full((90, 4), float(part))}, step / f"buffer_{part}.pt")
+    report = ckptctl.verify(f"{tmp_path}@40", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (22, ["file.fewer"])
+    # Two steps of the same number of files show that it no longer grows.
+    assert ckptctl.pick(str(tmp_path)).step == 50
+
+
+@pytest.mark.parametrize("has", [(1, 1, 0), (0, 0, 1), (1, 0, 1)])
+def test_a_tokenizer_holds_no_state_and_may_come_and_go(tmp_path, has):
+    for number, is_there in zip((10, 20, 30), has, strict=True):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        if is_there:
+            (step / "tokenizer.model").write_bytes(b"\n\x0e" + bytes(5000))
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, chosen.passed_over) == (30, ())
+    assert ckptctl.verify(f"{tmp_path}@30").claim(ClaimName.WHOLE).is_proven
 
 
 def test_the_files_of_an_only_step_are_not_proven_to_be_all(tmp_path):
@@ -397,9 +468,28 @@ def test_names_of_a_step_before_that_nobody_could_read_are_no_loss(tmp_path):
         step.mkdir()
         for word in "abcd" if number < 30 else "ab":
             torch.save({"w": torch.full((64, 8), float(number))}, step / f"{word}.pt")
-    assert "file.missing" in codes_with(tmp_path, "step_20/a.pt")  # step 10 shows it
+    assert "file.fewer" in codes_with(tmp_path, "step_20/a.pt")
     (tmp_path / "step_10").rename(tmp_path / "other")
     assert "step.unknown" not in codes_with(tmp_path, "step_20/a.pt")
+
+
+HOSTS = ("node17", "node923", "node441")
+
+
+@pytest.mark.parametrize("n_steps", [2, 3])
+@pytest.mark.parametrize("words", ["abcd", HOSTS])
+def test_a_lost_file_of_one_kind_is_missed_where_each_holds_an_optimizer(tmp_path, words, n_steps):
+    for number in range(10, 10 * n_steps + 1, 10):
+        save_step(tmp_path / "numbered", ("m{r}.pt", "o{r}.pt"), 4, number)
+        for rank, word in enumerate(words):
+            states = [torch.load(tmp_path / "numbered" / f"{kind}{rank}.pt") for kind in "mo"]
+            path = tmp_path / "run" / f"step-{number}" / word / "state.pt"
+            path.parent.mkdir(parents=True)
+            torch.save({**states[0], **states[1]}, path)
+    root, newest = tmp_path / "run", 10 * n_steps
+    assert ckptctl.pick(str(root)).step == newest
+    for word in words:
+        assert chosen_without(root, f"step-{newest}/{word}/state.pt") == newest - 10
 
 
 def test_a_file_without_bytes_is_none_of_its_family(tmp_path):

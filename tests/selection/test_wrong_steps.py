@@ -11,6 +11,7 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level, Report, Severity, Verdict
+from ckptctl.claims import ClaimName, ClaimState
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
@@ -167,3 +168,51 @@ def test_an_optimizer_that_began_anew_contradicts_no_name(tmp_path, is_pruned):
     if is_pruned:
         shutil.rmtree(tmp_path / "step_100")
     assert ckptctl.pick(str(tmp_path)).step == 400
+
+
+def save_counted(root: Path, number: int, count: int, *, apart: bool) -> None:
+    """A step of which the train state counts its number and the optimizer `count`."""
+    torch = pytest.importorskip("torch")
+    save_by_file(root, number, count)
+    step = root / f"step_{number}"
+    state = {"step": number, "w": torch.full((8,), float(number))}
+    if not apart:
+        state["optimizer"] = torch.load(step / "optimizer.bin")
+        (step / "optimizer.bin").unlink()
+    torch.save(state, step / "last.pt")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("numbers", [(0, 100, 200), (100, 200, 300), (0, 200, 300, 400)])
+def test_an_optimizer_that_began_anew_leaves_open_which_step_it_is(tmp_path, numbers, apart):
+    for number in numbers[:-1]:
+        save_counted(tmp_path, number, number, apart=apart)
+    save_counted(tmp_path, numbers[-1], 100, apart=apart)
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, chosen.passed_over) == (numbers[-1], ())
+    assert chosen.chosen.claim(ClaimName.IDENTITY).state is ClaimState.UNKNOWN
+
+
+@pytest.mark.torch
+def test_an_optimizer_that_another_step_holds_too_lies_in_the_wrong_step(tmp_path):
+    for number in (100, 200, 300):
+        save_counted(tmp_path, number, number, apart=True)
+    shutil.copy2(tmp_path / "step_200" / "optimizer.bin", tmp_path / "step_300")
+    codes = [finding.code for finding in ckptctl.verify(f"{tmp_path}@300").findings]
+    assert "state.mixed" in codes
+    assert ckptctl.pick(str(tmp_path)).step == 200
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("counts", [(100, 200, 200), (100, 100, 100)])
+def test_a_copy_of_the_best_weights_counts_its_own_step(tmp_path, counts):
+    torch = pytest.importorskip("torch")
+    for number, count in zip((100, 200, 300), counts, strict=True):
+        save_by_file(tmp_path, number, number)
+        torch.manual_seed(count)
+        best = {"model": {"w": torch.randn(8)}, "step": count}
+        torch.save(best, tmp_path / f"step_{number}" / "best.pt")
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, chosen.passed_over) == (300, ())
+    assert chosen.chosen.claim(ClaimName.IDENTITY).is_proven
