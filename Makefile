@@ -68,6 +68,7 @@ fmt: $(READY) ## Format the code
 
 generate: $(READY) ## Write the generated files again; `make test` checks that they are current
 	@$(BIN)/python tools/failure_rules.py
+	@$(BIN)/python tools/framework_tables.py
 	@$(BIN)/python tools/reference.py
 	@$(BIN)/python tools/man_page.py
 

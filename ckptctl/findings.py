@@ -162,7 +162,9 @@ CODES: Mapping[str, Code] = {
     "index.size": _warning("an index states another size than its files have"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
     "file.missing": _fault(Verdict.INCOMPLETE, "a file that the layout requires is missing"),
-    "file.fewer": _fault(Verdict.UNVERIFIABLE, "fewer files of a kind, or of kinds alike, than in the steps before"),
+    "file.fewer": _fault(
+        Verdict.UNVERIFIABLE, "fewer files of like kinds than in the steps before"
+    ),
     "file.dropped": _warning("a file with state is missing that the steps before hold"),
     "file.gone": _warning("a file is missing that the steps before hold"),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),

@@ -13,8 +13,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from ckptctl.cli.app import run
-from ckptctl.formats.frameworks import layout_tables, state_keys
-from ckptctl.formats.frameworks.file_names import FILES, text_in
+from ckptctl.formats.frameworks import state_keys
+from ckptctl.formats.frameworks.layout_tables import TABLES, text_in
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -28,8 +28,8 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(each)
 
 
-_TABLES = [each for name, each in vars(layout_tables).items() if not name.startswith("__")]
-for _pattern in {*_texts((*_TABLES, state_keys._RANK)), *(row.name for row in FILES)}:
+_TABLES = [getattr(TABLES, field) for field in TABLES.__struct_fields__]
+for _pattern in {*_texts((*_TABLES, state_keys._RANK)), *(row.name for row in TABLES.files)}:
     text_in(_pattern)
     re.compile(_pattern)
 state_keys.kinds_of([state_keys.Leaf(("an entry",))])

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.grids import (
     COMPOSERS_RANKS,
@@ -22,6 +21,7 @@ from ckptctl.formats.frameworks.grids import (
     STATED_INSIDE,
     grids_of,
 )
+from ckptctl.formats.frameworks.layout_tables import TABLES
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formats.pickles.policy import Opaque
@@ -49,7 +49,7 @@ def check_rank_files(
     lacking = (one for one in part.grids if one.missing)
     yield from at_most_few(_missing(step, one) for one in lacking)
     yield from _mixed(step, part.grids)
-    indexes = (re.fullmatch(tables.TORCH_INDEX, file.path) for file in part.files)
+    indexes = (re.fullmatch(TABLES.torch_index, file.path) for file in part.files)
     indexed = {match["folder"] for match in indexes if match}
     alone = [path for path in archives if path[: path.rfind("/") + 1] not in indexed]
     yield from [*check_numbers(alone)] or _without_index(step, alone)
@@ -74,7 +74,7 @@ def check_rank_files(
 
 def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
     """Yield `file.missing` for the index of a model in several files, without which none loads."""
-    found = (re.fullmatch(tables.TORCH_SHARD, path) for path in archives)
+    found = (re.fullmatch(TABLES.torch_shard, path) for path in archives)
     for model in sorted({match["model"] for match in found if match}):
         index = f"{model}.bin.index.json"
         yield _missing_file(
@@ -94,7 +94,7 @@ def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Itera
     paths = [file.path for file in part.files if file.kind == "file"]
     for path, content in documents.items():
         folder = path[: path.rfind("/") + 1]
-        tag = re.fullmatch(tables.TAG, path)
+        tag = re.fullmatch(TABLES.tag, path)
         if tag is None:
             below = [one.removeprefix(folder) for one in paths if one.startswith(folder)]
             for finding in check_index(FileInfo(path, len(content)), content, {}, below):

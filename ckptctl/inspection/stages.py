@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptctl.claims import Claim
 from ckptctl.errors import ObjectArchived, PathNotFound
 from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
-from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_hold_state
+from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state
+from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
@@ -380,7 +380,7 @@ def _check_stated_ranks(
     context.ranks_counted = is_cheap
     known = {one.where for one in context.findings}
     for file in part.part.files if is_cheap else ():
-        if full_match(tables.STATES_RANKS, file.path) and file.kind == "file":
+        if full_match(TABLES.states_ranks, file.path) and file.kind == "file":
             value = value_in_archive(opened.store, part.in_store(file.path), file.size)
             contents = {**contents, file.path: value}
     for finding in check_stated_ranks(opened.step, part.part, contents):

@@ -3,7 +3,8 @@
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.formats.frameworks import layout_tables, layouts
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layout_tables import TABLES
 from ckptctl.formats.frameworks.layouts import compile_pattern, pointed_step, step_name
 from ckptctl.formats.frameworks.parts import parts_of
 from ckptctl.model import FileInfo, PartFormat
@@ -83,7 +84,7 @@ COUNTED = {
 
 
 def test_every_layout_is_known_by_what_its_number_counts():
-    layouts_with_names = {layout for layout, _ in layout_tables.STEP_NAMES}
+    layouts_with_names = {layout for layout, _ in TABLES.step_names}
     assert set(COUNTED) == layouts_with_names
     for layout, counted in COUNTED.items():
         assert layouts.counts_training_steps(layout) is (counted == "steps"), layout

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.formats.frameworks import layout_tables
-from ckptctl.formats.frameworks.file_names import (
-    FILES,
-    full_match,
-    rank_in_name,
-    text_in,
-)
+from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.grids import grids_of
+from ckptctl.formats.frameworks.layout_tables import TABLES, full_match, text_in
 from ckptctl.model import FileInfo
 
 
@@ -125,11 +122,10 @@ def patterns_in(value: object) -> Iterator[str]:
 
 PATTERNS = sorted(
     {
-        *(row.name for row in FILES),
-        *(p for name, each in vars(layout_tables).items() if name.isupper()
-          for p in patterns_in(each)),
+        *(row.name for row in TABLES.files),
+        *(p for field in TABLES.__struct_fields__ for p in patterns_in(getattr(TABLES, field))),
     }
-)  # fmt: skip
+)
 
 
 @given(st.data())
@@ -143,4 +139,11 @@ def test_a_name_that_a_pattern_matches_has_the_text_that_the_pattern_needs(data)
 
 
 def test_most_names_of_files_need_a_text():
-    assert sum(len(text_in(row.name)) > 3 for row in FILES) > len(FILES) * 3 / 4
+    files = TABLES.files
+    assert sum(len(text_in(row.name)) > 3 for row in files) > len(files) * 3 / 4
+
+
+def test_the_generated_tables_are_up_to_date(monkeypatch):
+    tool = Path(__file__).resolve().parent.parent.parent / "tools" / "framework_tables.py"
+    monkeypatch.setattr("sys.argv", [tool.name, "--check"])
+    assert runpy.run_path(str(tool))["main"]() == 0

@@ -4,7 +4,7 @@ A rank-file checkpoint has no metadata. Each rank writes one `torch.save` file o
 and the name of a file states its place in a grid of ranks. The files that exist therefore
 state which others must exist. Nothing is read here.
 
-Source: those of `file_names`.
+Source: those of `tables/files.toml`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,8 @@ from itertools import islice, product
 from math import prod
 
 from ckptctl.formats.families import Family, families_of, key_of
-from ckptctl.formats.frameworks.file_names import (
-    AGAIN,
-    FileName,
-    axes_in,
-    kind_of_file,
-    rank_file,
-)
+from ckptctl.formats.frameworks.file_names import AGAIN, axes_in, kind_of_file, rank_file
+from ckptctl.formats.frameworks.layout_tables import FileName
 from ckptctl.formats.manifest import MANIFEST
 from ckptctl.model import FileInfo, Grid
 

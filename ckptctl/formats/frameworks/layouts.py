@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ckptctl.errors import UsageError
-from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import full_match, is_named_as_weights
+from ckptctl.formats.frameworks.file_names import is_named_as_weights
+from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.model import FileInfo, Part, PartFormat
 from ckptctl.outside_numbers import clamped, whole
 
@@ -69,7 +69,7 @@ class StepName:
 
 def counted_by(layout: str) -> str:
     """What the number in a step's name counts: `steps`, `epochs`, `saves` or `samples`."""
-    return tables.COUNTS_OF_OTHER_THINGS.get(layout, "steps")
+    return TABLES.counts_of_other_things.get(layout, "steps")
 
 
 def counts_training_steps(layout: str) -> bool:
@@ -93,7 +93,7 @@ def name_of_attempt(name: str, attempt: int) -> str:
 
 def is_of_one_attempt(name: str) -> bool:
     """Whether only one attempt ever writes a step of this name, and only once."""
-    return full_match(tables.OF_ATTEMPT, name) is not None
+    return full_match(TABLES.of_attempt, name) is not None
 
 
 _PATTERN = "--pattern 'save-(?P<step>[0-9]+)'"
@@ -131,7 +131,7 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         match = pattern.fullmatch(name)
         return named_by(name, "dcp", match) if match else None
     inside, unfinished = _finished(name)
-    saved = full_match(tables.OF_ATTEMPT, inside)
+    saved = full_match(TABLES.of_attempt, inside)
     plain, cut = _finished(saved["rest"]) if saved else (inside, False)
     found = _plain_step(plain)
     if found is None or (saved and found.bare):
@@ -175,7 +175,7 @@ def _finished(name: str) -> tuple[str, bool]:
     """The name that a step has once it is saved, and whether `name` is that of one being saved."""
     inside = name
     for _ in range(_MAX_WRAPPERS):
-        wrapped = full_match(tables.UNFINISHED, inside)
+        wrapped = full_match(TABLES.unfinished, inside)
         if wrapped is None:
             break
         inside = wrapped["after"] or wrapped["before"]
@@ -186,22 +186,22 @@ def _plain_step(name: str) -> StepName | None:
     if name.startswith("."):
         return None
     stem = stem_of(name)
-    for layout, expression in tables.STEP_NAMES:
+    for layout, expression in TABLES.step_names:
         match = full_match(expression, name) or full_match(expression, stem)
         named = named_by(name, layout, match) if match else None
         if match:
             return named and replace(named, lone=name.endswith(WEIGHTS_ALONE))
     if stem != name:
-        match = full_match(tables.FLAT_NUMBER, stem)
+        match = full_match(TABLES.flat_number, stem)
         if match:
             return named_by(name, "dcp", match)
-        for layout, expression in tables.LONE_NAMES:
+        for layout, expression in TABLES.lone_names:
             match = full_match(expression, name)
             found = named_by(name, layout, match) if match else None
             if found is not None:
-                epoch = re.search(tables.EPOCH_BEFORE, name) if layout == "dcp" else None
+                epoch = re.search(TABLES.epoch_before, name) if layout == "dcp" else None
                 return replace(found, lone=True, epoch=whole(epoch["epoch"]) if epoch else None)
-    match = full_match(tables.BARE_NUMBER, name)
+    match = full_match(TABLES.bare_number, name)
     return named_by(name, "dcp", match, bare=True) if match else None
 
 
@@ -215,23 +215,23 @@ def named_by(
     number = whole(digits, MAX_STEP)
     if number is None:
         return None
-    version = full_match(tables.LIGHTNING_VERSION, name) if layout in tables.WITH_VERSIONS else None
+    version = full_match(TABLES.lightning_version, name) if layout in TABLES.with_versions else None
     attempt = version[1] if version else match.groupdict().get("attempt")
     run = match.groupdict().get("run") or ""
-    run = re.sub(tables.SAME_RUN, "", run).strip("-_.") if run else ""
+    run = re.sub(TABLES.same_run, "", run).strip("-_.") if run else ""
     return StepName(name, number, layout, bare=bare, attempt=clamped(attempt or "0"), run=run)
 
 
 def counted_name(name: str) -> StepName | None:
     """The step that a file is if it counts the number in its name: `12.pt`; None for others."""
-    match = full_match(tables.COUNTED_NAME, name)
+    match = full_match(TABLES.counted_name, name)
     named = named_by(name, "lone", match) if match else None
     return named and replace(named, lone=True)
 
 
 def is_of_a_step(name: str) -> bool:
     """Whether a file of this name lies in steps, and never directly under a root."""
-    return full_match(tables.OF_ONE_STEP, name) is not None
+    return full_match(TABLES.of_one_step, name) is not None
 
 
 def run_of(step: StepName) -> tuple[str, str]:
@@ -245,7 +245,7 @@ def may_be_shards(names: Iterable[str], numbers: Collection[int]) -> bool:
     Shards are numbered from 0 or 1, and few numbers are missing among them.
     """
     is_dense = min(numbers) <= 1 and max(numbers) < 2 * len(numbers)
-    return len(numbers) > 1 and is_dense and not any(re.search(tables.LABELLED, n) for n in names)
+    return len(numbers) > 1 and is_dense and not any(re.search(TABLES.labelled, n) for n in names)
 
 
 def has_too_large_a_number(name: str) -> bool:
@@ -268,8 +268,8 @@ def stem_of(name: str) -> str:
 
 def unfinished_beside(file: FileInfo) -> str | None:
     """The step that a file beside it (`NAME-unfinished`) marks as being saved; else None."""
-    is_marker = file.kind == "file" and file.path.endswith(tables.UNFINISHED_BESIDE)
-    return file.path.removesuffix(tables.UNFINISHED_BESIDE) if is_marker else None
+    is_marker = file.kind == "file" and file.path.endswith(TABLES.unfinished_beside)
+    return file.path.removesuffix(TABLES.unfinished_beside) if is_marker else None
 
 
 def is_flat_file(file: FileInfo) -> bool:
@@ -279,7 +279,7 @@ def is_flat_file(file: FileInfo) -> bool:
 
 def is_saved_weights(file: FileInfo) -> bool:
     """Whether a file under a root is named as saved weights without a step: `last.ckpt`."""
-    return file.kind == "file" and file.path != tables.TRACKER and is_named_as_weights(file.path)
+    return file.kind == "file" and file.path != TABLES.tracker and is_named_as_weights(file.path)
 
 
 NO_RUN_BELOW = frozenset({"lost+found"})
@@ -296,7 +296,7 @@ def is_pointer(file: FileInfo) -> bool:
     """Whether a file directly under the root is a pointer that can be read as text or link."""
     if file.kind == "dir" or is_flat_file(file):
         return False
-    return file.path in tables.POINTERS or bool(full_match(tables.RANK_POINTER, file.path))
+    return file.path in TABLES.pointers or bool(full_match(TABLES.rank_pointer, file.path))
 
 
 def pointed_step(
@@ -344,20 +344,20 @@ METADATA_TMP = ".metadata.tmp"
 
 def shard_rank(file_name: str) -> int | None:
     """The rank in the name of a shard file (`__3_0.distcp`), None for another name."""
-    match = full_match(tables.SHARD, file_name)
+    match = full_match(TABLES.shard, file_name)
     return whole(match["rank"], _MOST_RANKS) if match else None
 
 
 def hugging_face_rank(file_name: str) -> int | None:
     """The rank in the name of a shard of DCP's Hugging Face writer, which counts from 1."""
-    match = full_match(tables.HUGGING_FACE_SHARD, file_name)
+    match = full_match(TABLES.hugging_face_shard, file_name)
     number = whole(match["number"], _MOST_RANKS) if match else None
     return number - 1 if number else None
 
 
 def rank_local_rank(file_name: str) -> int | None:
     """The rank in the name of rank-local metadata (`__3.metadata`), None for another name."""
-    match = full_match(tables.RANK_LOCAL, file_name)
+    match = full_match(TABLES.rank_local, file_name)
     return whole(match["rank"], _MOST_RANKS) if match else None
 
 
@@ -374,7 +374,7 @@ def is_own(path: str) -> bool:
 
 def is_saved(path: str) -> bool:
     """Whether a file below a step may be of the save: neither ckptctl nor a tool left it there."""
-    return not is_own(path) and full_match(tables.LEFT_BY_TOOLS, path) is None
+    return not is_own(path) and full_match(TABLES.left_by_tools, path) is None
 
 
 def own_file_of_lone(name: str, path: str) -> str:
@@ -388,10 +388,10 @@ def own_file_of_lone(name: str, path: str) -> str:
 def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
     """The framework whose step this is, by its name and by the files in it; else `dcp`."""
     paths = [file.path for file in files]
-    for layout, names, sign in tables.SIGNATURES:
+    for layout, names, sign in TABLES.signatures:
         if named.layout in names.split() and any(full_match(sign, path) for path in paths):
             return layout
-    return "dcp" if named.layout in tables.NEEDS_SIGNATURE else named.layout
+    return "dcp" if named.layout in TABLES.needs_signature else named.layout
 
 
 def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:
@@ -400,12 +400,12 @@ def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) 
     OLMo-core also saves weights alone, as bare DCP, and Lightning also saves a step as one
     file: then there are none.
     """
-    if layout in tables.LIGHTNING and not any(part.format is PartFormat.DCP for part in parts):
+    if layout in TABLES.lightning and not any(part.format is PartFormat.DCP for part in parts):
         return ()
     if layout == "olmo-core" and any(part.path == "" for part in parts):
         return ()
-    last = tables.WRITTEN_LAST.get(layout, ())
-    beside, needed = tables.NEEDED_BESIDE.get(layout, ("", ""))
+    last = TABLES.written_last.get(layout, ())
+    beside, needed = TABLES.needed_beside.get(layout, ("", ""))
     if beside and any(full_match(beside, file.path) for file in files):
         return (*last, needed)
     return last
@@ -416,17 +416,17 @@ def documents_parsed(
 ) -> frozenset[str]:
     """The documents in JSON that a load of the step parses: damage to one ends it."""
     last = written_last(layout, parts, files)
-    return frozenset((*last, *tables.PARSED.get(layout, ())))
+    return frozenset((*last, *TABLES.parsed.get(layout, ())))
 
 
 def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:
     """Marker files that a framework keeps in a step until it is whole."""
-    return tuple(f.path for f in files if full_match(tables.UNFINISHED_MARKERS, f.path))
+    return tuple(f.path for f in files if full_match(TABLES.unfinished_markers, f.path))
 
 
 def missing_stages(parts: Sequence[Part]) -> tuple[str, ...]:
     """Pipeline stages (`pp{K}`) that are missing below the highest one that is there."""
-    matches = (full_match(tables.STAGE, part.path) for part in parts)
+    matches = (full_match(TABLES.stage, part.path) for part in parts)
     numbers = (whole(match["stage"], _MOST_STAGES) for match in matches if match)
     stages = {number for number in numbers if number is not None}
     return tuple(f"pp{k}" for k in range(max(stages, default=-1)) if k not in stages)
@@ -434,4 +434,4 @@ def missing_stages(parts: Sequence[Part]) -> tuple[str, ...]:
 
 def is_stage(path: str) -> bool:
     """Whether a part is a pipeline stage, whose ranks are numbered from 0 again."""
-    return full_match(tables.STAGE, path) is not None
+    return full_match(TABLES.stage, path) is not None

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.formats.families import key_of
-from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import full_match, kind_of_file, may_hold_state
+from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.grids import grids_of
+from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     METADATA_TMP,
@@ -61,7 +61,7 @@ def parts_of(
 
 def _safetensors_beside(folder: str, files: Iterable[FileInfo]) -> PartFormat | None:
     """A folder of safetensors that a resume reads: exports for others are not parts."""
-    is_model = folder in tables.MODEL_FOLDERS
+    is_model = folder in TABLES.model_folders
     found = any(
         hugging_face_rank(file.path) is not None
         or (is_model and file.path.endswith(".safetensors"))
@@ -90,7 +90,7 @@ def _other_parts(
         for folder in folders
         for file in folders[folder]
     ]
-    for kind, expression in tables.OTHER_FORMATS:
+    for kind, expression in TABLES.other_formats:
         if any(full_match(expression, path) for path in paths):
             return (Part("", kind, _flattened(folders)),)
     files = _flattened(folders)
@@ -129,9 +129,9 @@ def in_parts(files: Iterable[FileInfo], kind: PartFormat) -> Iterator[Part]:
 
 def is_archive(path: str, layout: str = "") -> bool:
     """Whether a file of a rank-file step is one of `torch.save`, by its name."""
-    if full_match(tables.ARCHIVE, path):
+    if full_match(TABLES.archive, path):
         return True
-    return bool(full_match(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
+    return bool(full_match(TABLES.perhaps_archive, path)) and kind_of_file(layout, path) is not None
 
 
 def is_empty_archive(file: FileInfo) -> bool:
@@ -157,7 +157,7 @@ def unnamed_archives(part: Part, layout: str) -> Mapping[str, list[str]]:
     if part.format in (PartFormat.RANK_FILES, PartFormat.UNKNOWN):
         for file in part.files:
             is_perhaps = (
-                file.kind == "file" and file.size and full_match(tables.PERHAPS_ARCHIVE, file.path)
+                file.kind == "file" and file.size and full_match(TABLES.perhaps_archive, file.path)
             )
             if is_perhaps and not is_archive(file.path, layout):
                 found[key_of(file.path)].append(file.path)
@@ -176,7 +176,7 @@ def with_archives(
 
 def may_be_archive(path: str) -> bool:
     """Whether a file may be one of `torch.save`, by the end of its name."""
-    return is_archive(path) or bool(full_match(tables.PERHAPS_ARCHIVE, path))
+    return is_archive(path) or bool(full_match(TABLES.perhaps_archive, path))
 
 
 def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...]:

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import full_match, rank_file
+from ckptctl.formats.frameworks.file_names import rank_file
+from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.formats.frameworks.layouts import StepName, by_epochs, named_by, stem_of
 from ckptctl.model import FileInfo
 from ckptctl.outside_numbers import clamped, whole
@@ -70,7 +70,7 @@ def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileIn
 
 
 def _named_by_framework(file: FileInfo) -> StepName | None:
-    for layout, expression in tables.SCATTERED:
+    for layout, expression in TABLES.scattered:
         match = full_match(expression, file.path)
         named = named_by("", layout, match) if match and file.kind == "file" else None
         if named is not None:
@@ -86,18 +86,18 @@ def _named_by_kind(file: FileInfo) -> _Beside | None:
     stem = stem_of(file.path)
     if file.kind != "file" or "/" in stem or not file.path.endswith(BESIDE_SUFFIXES):
         return None
-    rest = re.sub(tables.KIND_BESIDE, "", stem)
-    match = full_match(tables.NAME_BESIDE, rest)
+    rest = re.sub(TABLES.kind_beside, "", stem)
+    match = full_match(TABLES.name_beside, rest)
     row = rank_file(file.path) if match else None
     if match is None or row is not None:
         return None
     named = named_by("", "by-kind-epochs" if match["epochs"] else "by-kind", match)
     if named is None:
         return None
-    epoch = None if match["epochs"] else re.search(tables.EPOCH_BEFORE, rest)
+    epoch = None if match["epochs"] else re.search(TABLES.epoch_before, rest)
     name = scattered_name(named.number)
     named = replace(named, name=name, epoch=whole(epoch["epoch"]) if epoch else None)
-    return _Beside(file, "".join(re.findall(tables.KIND_BESIDE, stem)), named)
+    return _Beside(file, "".join(re.findall(TABLES.kind_beside, stem)), named)
 
 
 def _last_of_epochs(beside: Sequence[_Beside]) -> Iterator[_Beside]:
@@ -141,7 +141,7 @@ def ranks_beside(entries: Iterable[FileInfo], number: int) -> int:
     no older than all that the ranks with a file have: NVRx removes what is older after each
     save, so that the folders of a job that ran on more ranks keep older steps.
     """
-    layout, expression = tables.SCATTERED[0]
+    layout, expression = TABLES.scattered[0]
     held: dict[str, set[int]] = {}
     for entry in entries:
         folder, _, name = entry.path.rpartition("/")
@@ -158,4 +158,4 @@ def ranks_beside(entries: Iterable[FileInfo], number: int) -> int:
 
 def may_hold_scattered(folder: str) -> bool:
     """Whether a folder in a session may hold files of steps without a folder."""
-    return full_match(tables.HOLDS_SCATTERED, folder) is not None
+    return full_match(TABLES.holds_scattered, folder) is not None
