@@ -5,22 +5,16 @@ files of two saves, each of them sound. What tells them apart are the times of t
 files of one save are written within a window, whose length the other steps of the root show, and
 DCP writes its metadata last. A copy has times of its own: then the steps follow each other as fast
 as the files of one step do, and no time proves anything.
-
-The steps that a train state counts tell whose step it is. A counter may begin at any number, and
-count batches instead of steps; the steps beside show how it relates to the numbers in their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from math import gcd
 
 import msgspec
 
 from ckptctl.claims import Claim, ClaimName
-from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
@@ -29,6 +23,7 @@ from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.inspection.beside import Neighbours, steps_beside
+from ckptctl.inspection.identity import counts_beside, number_in_metadata
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import is_unwritten, written_again
 from ckptctl.inspection.shape import weights_in
@@ -331,7 +326,7 @@ def _part_of_another_step(
     path, own = min(others.items())
     if len(set(named.values())) < 2:
         is_counted = counted_steps is not None and abs(counted_steps - number) <= 1
-        there = dict(_counts_beside(opened, neighbours, number_in_metadata, {own}))
+        there = dict(counts_beside(opened, neighbours, number_in_metadata, {own}))
         if not is_counted or there.get(own) != own:
             return None
     rest = min(set(named.values()) - {own}, default=number)
@@ -342,200 +337,5 @@ def _part_of_another_step(
         f"{opened.step.name} for step {rest}: a part of another step lies in this one",
         expected=f"parts of step {number}",
         found=f"a part of step {own}",
-        next_command=command_line("show", opened.url),
-    )
-
-
-def number_in_metadata(opened: OpenStep) -> int | None:
-    """The step that the metadata of all parts was written for; None where they name none."""
-    named = {part.own_number for part in opened.parts if part.part.format in SHARDED}
-    return next(iter(named)) if len(named) == 1 else None
-
-
-def check_identity(
-    opened: OpenStep,
-    counted_steps: int | None,
-    neighbours: Neighbours | None,
-    count_of: Callable[[OpenStep], int | None],
-    is_of_step: Callable[[int], bool] | None = None,
-) -> tuple[list[Finding], Claim]:
-    """Compare the steps that the train state counts with the number in the step's name.
-
-    `count_of` returns the steps that another step counts. A counter that differs from the name is
-    compared with those of the steps beside: where they agree with their names, or differ by the
-    same amount or ratio, and this one does not, it is another step. Where the counts are those of
-    the names in another order, folders were swapped. Without a counter, the step that the metadata
-    was written for is compared instead. A counter that may begin later than the run, as that of an
-    optimizer, contradicts a name where folders were swapped, or where the step that it counts is
-    the one that was saved: `is_of_step` says so.
-
-    Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
-    train state of `MAX_COMPARED` steps on each side at most.
-    """
-    number = opened.step.number
-    counts_steps = layouts.counts_training_steps(opened.step.layout)
-    in_metadata = number_in_metadata(opened)
-    # What the writer called the folder states the number in its name, whatever that counts.
-    is_named = in_metadata is not None and (counted_steps is None or not counts_steps)
-    count = in_metadata if is_named else counted_steps
-    if number is None or count is None:
-        return [], _of_name("no file states the step, or its name does not", opened)
-    if opened.step.layout in _NUMBERED_BY_RECORD:
-        return [], _of_name("a record of the run gives its number", opened)
-    further = _further_than(opened, in_metadata, counted_steps, neighbours)
-    if further is not None:
-        return [_wrong_step(opened, count, (further, further))], _of_name("", opened)
-    if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
-        by = "metadata" if is_named else f"step count {count:,}"
-        return [], Claim.proven(ClaimName.IDENTITY, by)
-    counter = number_in_metadata if is_named else count_of
-    counts = [*_counts_beside(opened, neighbours, counter)]
-    if _is_swapped(number, count, counts):
-        return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
-    if _fits(number, count, counts) or (counts_steps and abs(count - number) <= 1):
-        by = f"step count {count:,}, as far from the name as in the steps beside"
-        return [], Claim.proven(ClaimName.IDENTITY, by)
-    agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
-    is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
-    if agreeing and is_regular and len(agreeing) == len(counts):
-        is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
-        if is_other if is_of_step is None else is_of_step(count):
-            return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
-    return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
-
-
-def _further_than(
-    opened: OpenStep, named: int | None, counted: int | None, neighbours: Neighbours | None
-) -> int | None:
-    """A step beside that is at least as far as what metadata and train state both call this one.
-
-    None where they do not agree, or the folder claims to be an earlier step: as the beginning of
-    another run it is named so on purpose.
-    """
-    number = opened.step.number
-    if named is None or counted is None or number is None or abs(counted - named) > 1:
-        return None
-    if neighbours is None or number <= max(counted, named) + 1:
-        return None
-    wanted = [one.number for one in neighbours.older() if one.number >= named][:MAX_COMPARED]
-    beside = _counts_beside(opened, neighbours, number_in_metadata, wanted)
-    return next((n for n, own in beside if n == own and n in wanted), None)
-
-
-def check_optimizer_count(
-    opened: OpenStep,
-    counts: tuple[int, int],
-    neighbours: Neighbours | None,
-    counters: tuple[Callable[[OpenStep], int | None], Callable[[OpenStep], int | None]],
-    is_of_step: Callable[[int], bool],
-) -> tuple[list[Finding], Claim | None]:
-    """Compare the steps that the train state counts with those that the optimizer counts.
-
-    An optimizer may be younger than the run. `counters` return both counts of another step: where
-    they are equal in the steps beside, and differ here, the optimizer began anew, or the two are
-    not of one save. It is so if the file with the optimizer was saved as the step that it counts:
-    `is_of_step` says so. Otherwise it is not known which step this is.
-
-    Yields `state.mixed`, and a claim where the identity is unknown. Cost: none where the counts
-    agree; else as `check_identity`.
-    """
-    of_state, of_optimizer = counts
-    if abs(of_state - of_optimizer) <= 1:
-        return [], None
-    states, optimizers = (dict(_counts_beside(opened, neighbours, one)) for one in counters)
-    both = states.keys() & optimizers.keys()
-    if not both or any(abs(states[n] - optimizers[n]) > 1 for n in both):
-        return [], None
-    what = f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}"
-    beside = f"in step {max(both)} beside it they agree"
-    if not is_of_step(of_optimizer):
-        return [], _of_name(f"{what}; {beside}", opened)
-    found = Finding(
-        "state.mixed",
-        "",
-        f"{what}; {beside}: a file of another step lies in this one",
-        expected=f"an optimizer of step {of_state:,}",
-        found=f"an optimizer of step {of_optimizer:,}",
-        next_command=command_line("show", opened.url),
-    )
-    return [found], None
-
-
-_NUMBERED_BY_RECORD = frozenset({"ray-train"})
-"""Layouts whose names have no number: after a run went back, a later report counts fewer steps."""
-
-_NAMED_BY_COUNT = frozenset({"transformers"})
-"""Layouts whose writer takes the number in the name from the counter in the train state."""
-
-
-def _of_name(why: str, opened: OpenStep) -> Claim:
-    return Claim.unknown(ClaimName.IDENTITY, why, command_line("seal", opened.url))
-
-
-def _counts_beside(
-    opened: OpenStep,
-    neighbours: Neighbours | None,
-    count_of: Callable[[OpenStep], int | None],
-    numbers: Collection[int] | None = None,
-) -> Iterator[tuple[int, int]]:
-    """What the steps beside count, by their numbers: of all that are compared, or of `numbers`."""
-    if neighbours is None:
-        return
-    for names in (neighbours.older, neighbours.newer):
-        wanted = (one for one in names() if numbers is None or one.number in numbers)
-        for named in islice(wanted, MAX_COMPARED):
-            with suppress(StorageError):
-                count = count_of(neighbours.open(opened.store, named))
-                if count is not None:
-                    yield named.number, count
-
-
-def _fits(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
-    """Whether a counter relates to its name as those of most steps beside do."""
-    if all(other == count for _, other in beside):
-        return False  # it counts nothing
-    by_offset = sum(abs((other - n) - (count - number)) <= 1 for n, other in beside)
-    by_ratio = sum(abs(other * number - count * n) <= max(n, number) for n, other in beside)
-    return 2 * max(by_offset, by_ratio) > len(beside)
-
-
-def _is_a_step(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
-    """Whether a counter may be that of another step: the steps are saved at multiples of a number.
-
-    A counter within an epoch passes them by.
-    """
-    apart = gcd(number, *(n for n, _ in beside))
-    return any((count + off) % apart == 0 for off in (-1, 0, 1))
-
-
-def _is_swapped(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
-    """Whether the counts are those of the names in another order, and this one is displaced.
-
-    The counts in order are the numbers in order, or of three steps and more a multiple of them.
-    """
-    numbers = sorted([number, *(n for n, _ in beside)])
-    counts = sorted([count, *(other for _, other in beside)])
-    in_order = dict(zip(numbers, counts, strict=True))
-    offsets = {other - n for n, other in in_order.items()}
-    ratio = sum(counts) / max(sum(numbers), 1)
-    # Several that count their own names show that the ratio is a coincidence.
-    by_name = sum(abs(other - n) <= 1 for n, other in beside)
-    is_multiple = len(counts) > 2 and by_name < 2
-    is_multiple &= all(abs(c - ratio * n) <= 1 for n, c in in_order.items())
-    is_equal = offsets in ({-1}, {0}, {1})
-    is_displaced = abs(count - in_order[number]) > (0 if is_equal else 1)
-    return counts[0] > 0 and (is_equal or is_multiple) and is_displaced
-
-
-def _wrong_step(opened: OpenStep, count: int, beside: tuple[int, int]) -> Finding:
-    name = opened.step.name
-    number, other = beside
-    return Finding(
-        "step.wrong-step",
-        name,
-        f"{name} holds another step: its train state or metadata counts {count:,} steps, and that "
-        f"of step {number} beside it {other:,}. A resume from here would start at step {count}",
-        expected=f"step {opened.step.number}",
-        found=f"step {count}",
         next_command=command_line("show", opened.url),
     )

@@ -12,13 +12,12 @@ Predecessors are not inspected: where one is damaged, gone or does not answer, n
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice, pairwise, zip_longest
+from itertools import chain, islice, zip_longest
 from math import prod
 
 from ckptctl.errors import StorageError
@@ -27,22 +26,19 @@ from ckptctl.formats.archive.directory import TAIL
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
-    counts_training_steps,
-    path_in_step,
 )
-from ckptctl.formats.frameworks.scattered import is_scattered
-from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, leaves_of
+from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.beside import Neighbours
+from ckptctl.inspection.identity import path_then
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.sidecars import steps_counted, tensors_in_header, value_in_archive
+from ckptctl.inspection.stored_tensors import leaves_at
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.inspection.train_state import Shape, check_names
 from ckptctl.model import DTYPE_SIZES, NO_FILE, SHARDED, ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.reads import read_headers
-from ckptctl.storage.contract import Span, read_range
+from ckptctl.storage.contract import Span
 
 FEW = 4
 """Records of each shard file that are compared first."""
@@ -245,78 +241,8 @@ def _by_turns(split: Collection[_Split]) -> Iterator[_Split]:
 MAX_METADATA_BYTES = 32 << 20
 """Steps of larger metadata (some 190,000 chunks) are not compared: two would be in memory."""
 
-MAX_END = 64 << 10
-"""Bytes of the end of two files that are compared."""
-
 MAX_TRIED = 2
 """So many older steps are tried until one can be read."""
-
-
-def check_counts(
-    opened: OpenStep, contents: Mapping[str, object], neighbours: Neighbours
-) -> Iterator[Finding]:
-    """Yield `state.mixed` for each file of a rank-file step that is that of an older step.
-
-    `contents` are decoded files by path. One that counts as many steps as an older step has in
-    its name, and no more, and ends with the same bytes as the file of that step, was not
-    written by this save: an archive ends with the checksums of all that it holds. Cost: none
-    where all counts are those of the step; else a listing and two short reads for each file.
-    """
-    number = opened.step.number
-    if number is None or not counts_training_steps(opened.step.layout):
-        return
-    for path, content in contents.items():
-        count = steps_counted(content)
-        if count is None or count >= number:
-            continue
-        for named in (one for one in neighbours.older() if one.number == count):
-            with suppress(StorageError):
-                before = neighbours.open(opened.store, named)
-                then = _path_then(opened, before, path, count)
-                if _end(opened, path) == _end(before, then):
-                    from ckptctl.inspection.rank_files import file_of_another_step
-
-                    yield file_of_another_step(opened.step, path, count, named.name)
-
-
-def is_file_of_step(opened: OpenStep, path: str, count: int, neighbours: Neighbours) -> bool:
-    """Whether a file that counts `count` steps was saved as step `count`, and not as this one.
-
-    It ends with the same bytes as the file of that step, or that step alone is gone from among
-    steps that are equally far apart: its folder was renamed. An optimizer that is younger than the
-    run counts fewer steps too. Cost: two short reads where that step exists.
-    """
-    beside = [*neighbours.older(), *neighbours.newer()]
-    named = next((one for one in beside if one.number == count), None)
-    if named is not None:
-        with suppress(StorageError):
-            other = neighbours.open(opened.store, named)
-            return _end(opened, path) == _end(other, _path_then(opened, other, path, count))
-        return False
-    numbers = sorted({one.number for one in beside} - {0})
-    number = opened.step.number or 0
-    apart = {later - number for number, later in pairwise(sorted({*numbers, count}))}
-    last = max([*numbers, number])
-    return len(apart) == 1 and len(numbers) > 1 and numbers[0] < count < last
-
-
-def _path_then(opened: OpenStep, before: OpenStep, path: str, count: int) -> str:
-    """The path in step `count` of the file that the open step has at `path`."""
-    number = opened.step.number or 0
-    if opened.is_file:
-        return before.name
-    if not is_scattered(opened.name):
-        return path_in_step(path, number, count)
-    then = re.sub(rf"(?<![0-9])0*{number}(?![0-9])", f"0*{count}", re.escape(path))
-    return next((file.path for file in before.files if re.fullmatch(then, file.path)), path)
-
-
-def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:
-    """The size and the last bytes of a file; None for a file that is not there."""
-    size = next((file.size for file in opened.files if file.path == path), 0)
-    n_bytes = min(size, MAX_END)
-    end = read_range(opened.store, opened.in_store(path), size - n_bytes, n_bytes)
-    return size, end
 
 
 def check_renamed(opened: OpenStep, part: OpenPart, neighbours: Neighbours) -> Iterator[Finding]:
@@ -347,26 +273,16 @@ def _shapes_in_files(
     opened: OpenStep, part: OpenPart, before: OpenStep
 ) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """The tensors in one file of a part, and those in the file of the same name before."""
-    number, number_before = opened.step.number, before.step.number
-    if number is None or number_before is None:
+    number = before.step.number
+    if opened.step.number is None or number is None:
         return {}, {}
-    for held in part.safetensors:
-        for path, header in held.headers.items():
-            then = path_in_step(held.in_step(path), number, number_before)
-            files = [file for file in before.files if file.path == then]
-            for _, other in read_headers(opened.store, before.folder, files):
-                states = (tensors_in_header(header), tensors_in_header(other))
-                now_held, then_held = (_shapes(leaves_of(state or {})) for state in states)
-                return now_held, then_held
-    for sidecar in opened.sidecars:
-        now_held = _shapes(leaves_of(sidecar.content))
-        if now_held:
-            then = _path_then(opened, before, sidecar.path, number_before)
-            sizes = {before.in_store(file.path): file.size for file in before.files}
-            path = then if opened.is_file else before.in_store(then)
-            if path not in sizes:
-                return {}, {}
-            return now_held, _shapes(leaves_of(value_in_archive(opened.store, path, sizes[path])))
+    paths = [held.in_step(name) for held in part.safetensors for name in held.headers]
+    paths += [sidecar.path for sidecar in opened.sidecars if sidecar.content is not None]
+    for path in paths:
+        now = _shapes(leaves_at(opened, path))
+        then = _shapes(leaves_at(before, path_then(opened, before, path, number)))
+        if now and then:
+            return now, then
     return {}, {}
 
 

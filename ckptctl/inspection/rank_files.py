@@ -22,7 +22,6 @@ from ckptctl.formats.frameworks.grids import (
     grids_of,
 )
 from ckptctl.formats.frameworks.layout_tables import TABLES
-from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import shown
@@ -55,9 +54,6 @@ def check_rank_files(
     yield from [*check_numbers(alone)] or _without_index(step, alone)
     kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
     names = {name for kind in kinds if kind for name in kind.names}
-    for file in part.files:
-        if not file.size and is_archive(file.path) and kind_of_file(step.layout, file.path) is None:
-            yield empty_file(step, file.path)
     is_one_file = [file.path for file in part.files] == [step.name]
     if "model" in names or is_one_file:
         return
@@ -199,72 +195,6 @@ def _value_at(content: object, path: Iterable[str]) -> object:
     return content
 
 
-def check_fewer(
-    step: Step, part: Part, before: Step, compared: Callable[[], Mapping[str, bool]]
-) -> Iterator[Finding]:
-    """Yield a finding for a kind that more ranks wrote in the step `before` than in this one.
-
-    The names of some frameworks do not state how many ranks there were: the files of the
-    last ranks can be missing without a trace. The job may also have got fewer ranks. `compared`
-    returns for each kind, by folder and name, whether its tensors are smaller than before; of a
-    kind without such tensors nothing. Yields `file.missing` where they are smaller, or where all
-    ranks wrote another kind as well, and it has as many files as before; `file.fewer` where
-    nothing decides.
-    """
-    was = {_kind(one): one for other in before.parts for one in other.grids}
-    unchanged = {
-        one.n_present
-        for one in part.grids
-        if one.n_ranks == one.n_present and _present(was, one) == one.n_present
-    }
-    fewer = [
-        one
-        for one in part.grids
-        if one.framework != FAMILY
-        and not (one.stated or one.missing)
-        and _present(was, one) > one.n_present
-    ]
-    is_smaller = compared() if fewer else {}
-    smaller_of = {f"{one.folder} {one.what}": one.n_present for one in fewer}
-    resized = {n for kind, n in smaller_of.items() if is_smaller.get(kind) is False}
-    for one in fewer:
-        smaller = is_smaller.get(f"{one.folder} {one.what}")
-        n_before = _present(was, one)
-        files = f"{counted(one.n_present, 'file')} with the {one.what}"
-        if smaller is False or (smaller is None and one.n_present in resized):
-            continue
-        if smaller or (one.n_ranks == one.n_present and n_before in unchanged):
-            yield _missing_file(
-                step,
-                one.folder.rstrip("/"),
-                f"{files}, where {before.name} has {n_before:,}; "
-                + ("its tensors are smaller" if smaller else "as many ranks wrote other files")
-                + ": those of the last ranks are missing",
-                counted(n_before, "file"),
-                counted(one.n_present, "file"),
-            )
-            continue
-        yield Finding(
-            "file.fewer",
-            one.folder.rstrip("/"),
-            f"{files}, where {before.name} has {n_before:,}: the job ran on fewer ranks, or the "
-            "files of the last ranks are missing; --saved-world-size N states which",
-            expected=counted(n_before, "file"),
-            found=counted(one.n_present, "file"),
-            next_command=command_line("show", step.url),
-        )
-
-
-def _kind(grid: Grid) -> tuple[str, str]:
-    return grid.framework, grid.what
-
-
-def _present(was: Mapping[tuple[str, str], Grid], grid: Grid) -> int:
-    """How many files of the same kind the step before has."""
-    other = was.get(_kind(grid))
-    return other.n_present if other else 0
-
-
 def _missing(step: Step, grid: Grid) -> Finding:
     n_missing = grid.n_files - grid.n_present
     of_ranks = f" of {grid.n_ranks} ranks" if grid.n_ranks else ""
@@ -303,30 +233,6 @@ def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
                 next_command=command_line("show", step.url),
             )
             return
-
-
-def file_of_another_step(step: Step, path: str, count: int, before: str) -> Finding:
-    """The finding for a file that an older step has, and that counts its steps."""
-    return Finding(
-        "state.mixed",
-        path,
-        f"{path} counts {count:,} steps and is the file of {before}: the step, or a part of it, is "
-        "a copy of that one",
-        expected=f"a file that counts {step.number:,} steps",
-        found=f"{count:,} steps",
-    )
-
-
-def empty_file(step: Step, path: str) -> Finding:
-    """The finding for a file of `torch.save` without a byte."""
-    return Finding(
-        "file.unreadable",
-        path,
-        f"{path} is empty: the save was interrupted, or the storage was full",
-        expected="more than 0 bytes",
-        found="0 bytes",
-        next_command=command_line("show", step.url),
-    )
 
 
 def _no_weights(step: Step, names: Collection[str]) -> Finding:

@@ -19,6 +19,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import is_named_as_weights, kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
+from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 
@@ -157,17 +158,24 @@ def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
 
 
 def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
+    are_rank_files = any(part.format is PartFormat.RANK_FILES for part in step.parts)
     for file in sidecars_of(step):
-        needed = file.path in last or kind_of_file(step.layout, file.path) is not None
-        if needed and file.size == 0 and file.kind == "file":
-            yield Finding(
-                "file.unreadable",
-                file.path,
-                f"{file.path} is empty, and a resume reads it",
-                expected="more than 0 bytes",
-                found="0 bytes",
-                next_command=command_line("show", step.url),
-            )
+        is_needed = file.path in last or kind_of_file(step.layout, file.path) is not None
+        is_needed |= are_rank_files and is_archive(file.path)
+        if is_needed and file.size == 0 and file.kind == "file":
+            yield empty_file(step, file.path)
+
+
+def empty_file(step: Step, path: str) -> Finding:
+    """The finding for a file with state that has not a byte."""
+    return Finding(
+        "file.unreadable",
+        path,
+        f"{path} is empty: the save was interrupted, or the storage was full",
+        expected="more than 0 bytes",
+        found="0 bytes",
+        next_command=command_line("show", step.url),
+    )
 
 
 def _no_tensors(step: Step) -> Finding:

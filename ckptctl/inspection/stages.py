@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptctl.claims import Claim
 from ckptctl.errors import ObjectArchived, PathNotFound
@@ -21,7 +21,6 @@ from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.formats.frameworks.layouts import StepName
-from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.coverage import check_part_coverage
@@ -45,11 +44,11 @@ from ckptctl.inspection.shape import (
     check_shape,
     check_unchanged,
     claims_further,
+    empty_file,
     sidecars_of,
 )
 from ckptctl.inspection.sidecars import (
     check_documents,
-    optimizer_steps_inside,
     steps_counted,
     tensors_in_header,
     value_in_archive,
@@ -145,8 +144,6 @@ def metadata(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             context.readable.add(part.path)
         yield from findings
     if opened.beside is not None and not opened.beside.file.size:
-        from ckptctl.inspection.rank_files import empty_file
-
         yield empty_file(opened.step, opened.beside.file.path)
     sharded = [part.metadata for part in opened.parts if part.part.format in SHARDED]
     yield from check_holds_anything(sharded)
@@ -336,7 +333,7 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             yield from _check_stated_ranks(opened, part, contents, context, is_cheap=is_cheap)
     copies: frozenset[str] = frozenset()
     if is_cheap and any(steps_counted(content) is not None for content in contents.values()):
-        from ckptctl.inspection.predecessor import check_counts
+        from ckptctl.inspection.identity import check_counts
         from ckptctl.inspection.stored_tensors import copied_weights
 
         copies = copied_weights(opened, contents)
@@ -375,7 +372,7 @@ def _check_stated_ranks(
     Unless it `is_cheap`, no file is read for it but of a step with fewer files than the one before.
     """
     from ckptctl.inspection.rank_files import check_stated_ranks, stated_ranks
-    from ckptctl.inspection.whole import check_fewer_ranks
+    from ckptctl.inspection.world_size import check_fewer_ranks
 
     context.ranks_counted = is_cheap
     known = {one.where for one in context.findings}
@@ -406,35 +403,14 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 
 def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
-    """Compare the steps that the train state counts with the number in the name.
-
-    Where the train state has no counter, or several of which one may be that of batches, the
-    optimizer's is compared.
-    """
-    from ckptctl.inspection.one_save import (
-        check_identity,
-        check_optimizer_count,
-        number_in_metadata,
-    )
+    """Compare what the train state and the optimizer count with the number in the name."""
+    from ckptctl.inspection.identity import decide_identity, number_in_metadata
 
     step = context.state.step
-    found, context.identity = check_identity(opened, step.value, context.neighbours, count_of)
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
-    optimizer = counting_optimizer(opened) if is_cheap else None
-    if optimizer is not None and not found and (step.value is None or len(step.where) > 1):
-        beside = context.neighbours
-        is_of_step = partial(_is_of_step, opened, optimizer.path, neighbours=beside)
-        found, claim = check_identity(
-            opened, optimizer.n_steps, beside, optimizer_count, is_of_step
-        )
-        context.identity = claim if step.value is None or found else context.identity
-    if optimizer is not None and step.value is not None and not found:
-        counts = (step.value, optimizer.n_steps)
-        counters = (count_of, optimizer_count)
-        beside = context.neighbours
-        is_of_step = partial(_is_of_step, opened, optimizer.path, neighbours=beside)
-        found, doubt = check_optimizer_count(opened, counts, beside, counters, is_of_step)
-        context.identity = doubt or context.identity
+    found, context.identity = decide_identity(
+        opened, step, context.neighbours, count_of, reads_optimizer=is_cheap
+    )
     # A file that another step left here explains the count, but for one of that whole step.
     named = number_in_metadata(opened)
     is_whole = named is not None and step.value is not None and abs(named - step.value) <= 1
@@ -453,55 +429,6 @@ def count_of(opened: OpenStep, level: Level = Level.LISTING) -> int | None:
     context.findings += [*metadata(opened, context)]
     context.findings += [*state(opened, context)]
     return context.state.step.value
-
-
-MAX_OPTIMIZERS = 3
-"""So many files are opened to find the one that holds an optimizer."""
-
-
-def _is_of_step(opened: OpenStep, path: str, count: int, neighbours: Neighbours | None) -> bool:
-    from ckptctl.inspection.predecessor import is_file_of_step
-
-    return neighbours is not None and is_file_of_step(opened, path, count, neighbours)
-
-
-def optimizer_count(opened: OpenStep) -> int | None:
-    """The steps that an optimizer in a file of `torch.save` counts; see `counting_optimizer`."""
-    found = counting_optimizer(opened)
-    return None if found is None else found.n_steps
-
-
-class CountingOptimizer(NamedTuple):
-    """A file of `torch.save` with an optimizer, and the steps that it counts."""
-
-    path: str
-    n_steps: int
-
-
-def counting_optimizer(opened: OpenStep) -> CountingOptimizer | None:
-    """The first file of `torch.save` with an optimizer that counts steps; None if none does.
-
-    Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
-    """
-    layout = opened.step.layout
-    files = [file for file in opened.files if file.size and may_be_optimizer(opened, file.path)]
-    files.sort(key=lambda file: kind_of_file(layout, file.path) is None)
-    for file in files[:MAX_OPTIMIZERS]:
-        path = opened.name if opened.is_file else opened.in_store(file.path)
-        counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
-        if counts:
-            return CountingOptimizer(file.path, int(max(counts)))
-    return None
-
-
-def may_be_optimizer(opened: OpenStep, path: str) -> bool:
-    """Whether a file of `torch.save` may hold an optimizer, by its name."""
-    layout = opened.step.layout
-    is_known = is_archive(path, layout) or any(path in part.archives for part in opened.step.parts)
-    if not (layouts.is_saved(path) and is_known):
-        return False
-    kind = kind_of_file(layout, path)
-    return kind is None or "optimizer" in kind.names
 
 
 def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

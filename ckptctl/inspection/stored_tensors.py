@@ -119,6 +119,12 @@ def copied_weights(opened: OpenStep, contents: Mapping[str, object]) -> frozense
     return frozenset(path for path, tensors in copies.items() if are_held(tensors, there))
 
 
+def leaves_at(opened: OpenStep, path: str) -> Sequence[Leaf]:
+    """The entries of a file of a step; none where it is not there or damaged. Cost: `leaves_in`."""
+    size = next((file.size for file in opened.files if file.path == path), 0)
+    return (leaves_in(opened.store, opened.in_store(path), size) if size else None) or ()
+
+
 def leaves_in(store: Store, path: str, size: int) -> list[Leaf] | None:
     """The entries of a file of `torch.save` or safetensors; None where it is damaged.
 

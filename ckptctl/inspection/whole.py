@@ -17,7 +17,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -34,20 +33,18 @@ from ckptctl.formats.frameworks.file_names import (
     may_hold_state,
     rank_file,
 )
-from ckptctl.formats.frameworks.grids import FAMILY, files_by_kind
 from ckptctl.formats.frameworks.parts import is_empty_archive
 from ckptctl.formats.frameworks.state_keys import entries_of
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import Neighbours, steps_before, steps_beside
-from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.rank_files import check_fewer, empty_file
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.shape import empty_file
 from ckptctl.inspection.stored_tensors import (
     TensorNames,
     TensorSizes,
     are_held,
-    is_split,
-    leaves_in,
+    leaves_at,
     split_tensors,
     tensor_names,
     tensor_sizes,
@@ -672,82 +669,6 @@ def _fewer_than_before(
             )
 
 
-def check_fewer_ranks(
-    opened: OpenStep, part: OpenPart, neighbours: Neighbours, *, reads_only_step: bool
-) -> Iterator[Finding]:
-    """Yield the findings of `check_fewer` for rank files of which the step before has more.
-
-    With `reads_only_step`, files of the only step of a root, of which nothing states how many
-    there are, are `format.unlisted`. Storage errors of other steps are passed over. Cost: one
-    listing; where a kind has fewer files, or in an only step, the pickle of each file of the steps.
-    """
-    for named in [*neighbours.older()][:1]:
-        with suppress(StorageError):
-            other = neighbours.open(opened.store, named)
-            yield from check_fewer(
-                opened.step, part.part, other.step, partial(_smaller_kinds, opened, other)
-            )
-            return
-    grids = [
-        grid
-        for grid in part.part.grids
-        if grid.sharded
-        and grid.framework != FAMILY
-        and grid.n_present > 1
-        and not (grid.stated or grid.missing)
-    ]
-    # The folders of the ranks state how many there are.
-    is_only = reads_only_step and not neighbours.newer()
-    if not grids or not is_only or opened.step.layout == "nvrx":
-        return
-    lacks_parts = _smaller_kinds(opened, opened)
-    for grid in grids:
-        lacking = lacks_parts.get(f"{grid.folder} {grid.what}")
-        if lacking is not False:
-            yield _uncounted(grid.folder.rstrip("/"), grid.n_present, grid.what, lacking=lacking)
-            return
-
-
-def _uncounted(where: str, n_files: int, what: str, *, lacking: bool | None) -> Finding:
-    """The finding for files of ranks in an only step; `lacking`: so do parts of their tensors."""
-    files = counted(n_files, "file")
-    code = "file.missing" if lacking else "format.unlisted"
-    why = (
-        "they hold less than the whole of the tensors that they are parts of: those of the last "
-        "ranks are missing"
-        if lacking
-        else "nothing states how many ranks wrote them, and no other step confirms it. "
-        "--saved-world-size N, a seal, or another step with the same files proves that none is "
-        "missing"
-    )
-    expected = "files of all ranks" if lacking else "a stated number of files"
-    return Finding(
-        code,
-        where,
-        f"{files} with the {what}: {why}",
-        expected,
-        files,
-        command_line("explain", code),
-    )
-
-
-def _smaller_kinds(opened: OpenStep, other: OpenStep) -> Mapping[str, bool]:
-    """Of each kind of rank file with split tensors: whether these are smaller than in `other`."""
-    sizes = []
-    for step in (opened, other):
-        files = [file for part in step.step.parts for file in part.files]
-        kinds = files_by_kind(files, step.step.layout)
-        kind_in = {path: kind for kind, paths in kinds.items() for path in paths}
-        sizes.append(tensor_sizes(step, kinds, defaultdict(str, kind_in).__getitem__))
-    now, then = sizes
-    smaller: dict[str, bool] = {}
-    for name, size in now.items():
-        if size.is_part or (name in then and is_split(size, then[name])):
-            less = size.lacks_parts if size.is_part else size.n_elements < then[name].n_elements
-            smaller[name[1]] = less or smaller.get(name[1], False)
-    return smaller
-
-
 def _fewer_than_ranks(families: Sequence[Family], n_ranks: int) -> Iterator[Gap]:
     lines = [family for family in families if family.is_line]
     most = max((family.n_files for family in lines), default=0)
@@ -982,8 +903,7 @@ def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = Fa
     described = (one for part in opened.parts for one in part.metadata if with_metadata)
     leaves = [leaf for metadata in described for _, leaf in entries_of(metadata)]
     for path in paths:
-        size = next(file.size for file in opened.files if file.path == path)
-        leaves += leaves_in(opened.store, opened.in_store(path), size) or ()
+        leaves += leaves_at(opened, path)
     return tensor_names(leaves)
 
 

@@ -3,25 +3,32 @@
 The metadata does not state the world size that wrote a step. The names of the shard files do
 in a clean folder, where every rank leaves a file even if it had nothing to write; elsewhere
 they give a lower bound. No check here calls a step damaged for its number of files, unless
-the caller states how many ranks wrote it.
+the caller states how many ranks wrote it, or the tensors in rank files or the step before do.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 
+from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.grids import CONVERSIONS, FAMILY
+from ckptctl.formats.frameworks.grids import CONVERSIONS, FAMILY, files_by_kind
 from ckptctl.formats.frameworks.layouts import (
     hugging_face_rank,
     is_stage,
     rank_local_rank,
     shard_rank,
 )
-from ckptctl.formatting import command_line, listed, some_of, verb
+from ckptctl.formatting import command_line, counted, listed, some_of, verb
+from ckptctl.inspection.beside import Neighbours, steps_before
+from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.stored_tensors import is_split, tensor_sizes
 from ckptctl.model import (
     SHARDED,
     FileInfo,
+    Grid,
     Part,
     PartFormat,
     TrainState,
@@ -134,6 +141,118 @@ def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Find
         found=found,
         next_command=command_line("verify", url),
     )
+
+
+def check_fewer_ranks(
+    opened: OpenStep, part: OpenPart, neighbours: Neighbours, *, reads_only_step: bool
+) -> Iterator[Finding]:
+    """Yield a finding for a kind of which nothing states how many ranks wrote it.
+
+    The names of some frameworks do not state it: the files of the last ranks can be missing without
+    a trace. The job may also have got fewer ranks. Of a kind with more files in the step before it
+    yields `file.missing` where its tensors are smaller now, or where all ranks wrote another kind
+    as well, and that has as many files as before; `file.fewer` where nothing decides. With
+    `reads_only_step`, the files of the only step of a root are `file.missing` where they lack parts
+    of their tensors, and `format.unlisted` where nothing decides. Storage errors of other steps are
+    passed over.
+
+    Cost: one listing; where a kind has fewer files, or in an only step, the pickle of each file of
+    the steps.
+    """
+    uncounted = [
+        grid
+        for grid in part.part.grids
+        if grid.framework != FAMILY and not (grid.stated or grid.missing)
+    ]
+    for other in steps_before(opened, neighbours, 1):
+        with suppress(StorageError):
+            yield from _fewer_than_before(opened, part.part.grids, uncounted, other)
+            return
+    uncounted = [grid for grid in uncounted if grid.sharded and grid.n_present > 1]
+    # The folders of the ranks of NVRx state how many there are.
+    is_only = reads_only_step and not neighbours.newer() and opened.step.layout != "nvrx"
+    lacks_parts = _smaller_kinds(opened, opened) if uncounted and is_only else {}
+    for grid in uncounted if is_only else ():
+        lacking = lacks_parts.get(f"{grid.folder} {grid.what}")
+        if lacking is not False:
+            code = "file.missing" if lacking else "format.unlisted"
+            why = (
+                "they hold less than the whole of the tensors that they are parts of: those of the "
+                "last ranks are missing"
+                if lacking
+                else "nothing states how many ranks wrote them, and no other step confirms it. "
+                "--saved-world-size N, a seal, or another step with the same files proves that "
+                "none is missing"
+            )
+            files = counted(grid.n_present, "file")
+            yield Finding(
+                code,
+                grid.folder.rstrip("/"),
+                f"{files} with the {grid.what}: {why}",
+                "files of all ranks" if lacking else "a stated number of files",
+                files,
+                command_line("explain", code),
+            )
+            return
+
+
+def _fewer_than_before(
+    opened: OpenStep, grids: Sequence[Grid], uncounted: Sequence[Grid], other: OpenStep
+) -> Iterator[Finding]:
+    n_before: dict[tuple[str, str], int] = defaultdict(int)
+    for part in other.step.parts:
+        n_before |= {_kind(grid): grid.n_present for grid in part.grids}
+    unchanged = {
+        grid.n_present for grid in grids if grid.n_ranks == grid.n_present == n_before[_kind(grid)]
+    }
+    fewer = [grid for grid in uncounted if n_before[_kind(grid)] > grid.n_present]
+    smaller = _smaller_kinds(opened, other) if fewer else {}
+    is_smaller = [smaller.get(f"{grid.folder} {grid.what}") for grid in fewer]
+    resized = {
+        grid.n_present for grid, less in zip(fewer, is_smaller, strict=True) if less is False
+    }
+    for grid, less in zip(fewer, is_smaller, strict=True):
+        if less is False or (less is None and grid.n_present in resized):
+            continue
+        is_missing = less or (grid.n_ranks == grid.n_present and n_before[_kind(grid)] in unchanged)
+        why = (
+            "the job ran on fewer ranks, or the files of the last ranks are missing; "
+            "--saved-world-size N states which"
+        )
+        if is_missing:
+            shown_by = "its tensors are smaller" if less else "as many ranks wrote other files"
+            why = f"{shown_by}: those of the last ranks are missing"
+        files = counted(grid.n_present, "file")
+        yield Finding(
+            "file.missing" if is_missing else "file.fewer",
+            grid.folder.rstrip("/"),
+            f"{files} with the {grid.what}, where {other.name} has {n_before[_kind(grid)]:,}"
+            f"{'; ' if is_missing else ': '}{why}",
+            expected=counted(n_before[_kind(grid)], "file"),
+            found=files,
+            next_command=command_line("show", opened.url),
+        )
+
+
+def _kind(grid: Grid) -> tuple[str, str]:
+    return grid.framework, grid.what
+
+
+def _smaller_kinds(opened: OpenStep, other: OpenStep) -> Mapping[str, bool]:
+    """Of each kind of rank file with split tensors: whether these are smaller than in `other`."""
+    sizes = []
+    for step in (opened, other):
+        files = [file for part in step.step.parts for file in part.files]
+        kinds = files_by_kind(files, step.step.layout)
+        kind_in = {path: kind for kind, paths in kinds.items() for path in paths}
+        sizes.append(tensor_sizes(step, kinds, defaultdict(str, kind_in).__getitem__))
+    now, then = sizes
+    smaller: dict[str, bool] = {}
+    for name, size in now.items():
+        if size.is_part or (name in then and is_split(size, then[name])):
+            less = size.lacks_parts if size.is_part else size.n_elements < then[name].n_elements
+            smaller[name[1]] = less or smaller.get(name[1], False)
+    return smaller
 
 
 def check_world_size(

@@ -1,0 +1,385 @@
+"""Decide whether a step is the one that its name says, and whether its files are of that step.
+
+The steps that a train state counts tell whose step it is. A counter may begin at any number, and
+count batches instead of steps; the steps beside show how it relates to the numbers in their names.
+An optimizer counts steps too; it may be younger than the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice, pairwise
+from math import gcd
+from typing import NamedTuple
+
+from ckptctl.claims import Claim, ClaimName
+from ckptctl.errors import StorageError
+from ckptctl.findings import Finding
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.parts import is_archive
+from ckptctl.formats.frameworks.scattered import is_scattered
+from ckptctl.formatting import command_line
+from ckptctl.inspection.beside import Neighbours
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.sidecars import optimizer_steps_inside, steps_counted
+from ckptctl.model import SHARDED, StatePart
+from ckptctl.storage.contract import read_range
+
+MAX_COMPARED = 3
+"""So many steps on each side are compared."""
+
+MAX_OPTIMIZERS = 3
+"""So many files are opened to find the one that holds an optimizer."""
+
+MAX_END = 64 << 10
+"""Bytes of the end of two files that are compared."""
+
+
+CountOf = Callable[[OpenStep], int | None]
+"""What returns the steps that a step counts."""
+
+
+def decide_identity(
+    opened: OpenStep,
+    state: StatePart,
+    neighbours: Neighbours | None,
+    count_of: CountOf,
+    *,
+    reads_optimizer: bool,
+) -> tuple[list[Finding], Claim]:
+    """Compare the counts of the train state, the metadata and the optimizer with the name.
+
+    `state` is the count of the train state of this step, `count_of` returns that of another. Where
+    there is none, or several of which one may be that of batches, the optimizer's is compared.
+
+    Yields `step.wrong-step` and `state.mixed`. Cost: see `check_identity`; with `reads_optimizer`,
+    three short reads for each of `MAX_OPTIMIZERS` files at most.
+    """
+    found, claim = check_identity(opened, state.value, neighbours, count_of)
+    optimizer = counting_optimizer(opened) if reads_optimizer and not found else None
+    if optimizer is None:
+        return found, claim
+    if state.value is None or len(state.where) > 1:
+        found, of_optimizer = check_identity(
+            opened, optimizer.n_steps, neighbours, optimizer_count, optimizer.path
+        )
+        claim = of_optimizer if state.value is None or found else claim
+    if state.value is None or found:
+        return found, claim
+    found, doubt = check_optimizer_count(opened, state.value, optimizer, neighbours, count_of)
+    return found, doubt or claim
+
+
+def number_in_metadata(opened: OpenStep) -> int | None:
+    """The step that the metadata of all parts was written for; None where they name none."""
+    named = {part.own_number for part in opened.parts if part.part.format in SHARDED}
+    return next(iter(named)) if len(named) == 1 else None
+
+
+def check_identity(
+    opened: OpenStep,
+    counted_steps: int | None,
+    neighbours: Neighbours | None,
+    count_of: CountOf,
+    counting_file: str | None = None,
+) -> tuple[list[Finding], Claim]:
+    """Compare the steps that the train state counts with the number in the step's name.
+
+    `count_of` returns the steps that another step counts. A counter that differs from the name is
+    compared with those of the steps beside: where they agree with their names, or differ by the
+    same amount or ratio, and this one does not, it is another step. Where the counts are those of
+    the names in another order, folders were swapped. Without a counter, the step that the metadata
+    was written for is compared instead. A counter that may begin later than the run, as that of an
+    optimizer in `counting_file`, contradicts a name where folders were swapped, or where the file
+    was saved as the step that it counts.
+
+    Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
+    train state of `MAX_COMPARED` steps on each side at most.
+    """
+    number = opened.step.number
+    counts_steps = layouts.counts_training_steps(opened.step.layout)
+    in_metadata = number_in_metadata(opened)
+    # What the writer called the folder states the number in its name, whatever that counts.
+    is_named = in_metadata is not None and (counted_steps is None or not counts_steps)
+    count = in_metadata if is_named else counted_steps
+    if number is None or count is None:
+        return [], _of_name("no file states the step, or its name does not", opened)
+    if opened.step.layout in _NUMBERED_BY_RECORD:
+        return [], _of_name("a record of the run gives its number", opened)
+    further = _further_than(opened, in_metadata, counted_steps, neighbours)
+    if further is not None:
+        return [_wrong_step(opened, count, (further, further))], _of_name("", opened)
+    if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
+        by = "metadata" if is_named else f"step count {count:,}"
+        return [], Claim.proven(ClaimName.IDENTITY, by)
+    counter = number_in_metadata if is_named else count_of
+    counts = [*counts_beside(opened, neighbours, counter)]
+    if _is_swapped(number, count, counts):
+        return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
+    if _fits(number, count, counts) or (counts_steps and abs(count - number) <= 1):
+        by = f"step count {count:,}, as far from the name as in the steps beside"
+        return [], Claim.proven(ClaimName.IDENTITY, by)
+    agreeing = [(n, other) for n, other in counts if abs(other - n) <= 1]
+    is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
+    if agreeing and is_regular and len(agreeing) == len(counts):
+        is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
+        if counting_file is not None:
+            is_other = _is_file_of_step(opened, counting_file, count, neighbours)
+        if is_other:
+            return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
+    return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
+
+
+def _further_than(
+    opened: OpenStep, named: int | None, counted: int | None, neighbours: Neighbours | None
+) -> int | None:
+    """A step beside that is at least as far as what metadata and train state both call this one.
+
+    None where they do not agree, or the folder claims to be an earlier step: as the beginning of
+    another run it is named so on purpose.
+    """
+    number = opened.step.number
+    if named is None or counted is None or number is None or abs(counted - named) > 1:
+        return None
+    if neighbours is None or number <= max(counted, named) + 1:
+        return None
+    wanted = [one.number for one in neighbours.older() if one.number >= named][:MAX_COMPARED]
+    beside = counts_beside(opened, neighbours, number_in_metadata, wanted)
+    return next((n for n, own in beside if n == own and n in wanted), None)
+
+
+def check_optimizer_count(
+    opened: OpenStep,
+    of_state: int,
+    optimizer: CountingOptimizer,
+    neighbours: Neighbours | None,
+    count_of: CountOf,
+) -> tuple[list[Finding], Claim | None]:
+    """Compare the steps that the train state counts with those that the optimizer counts.
+
+    Where both counts are equal in the steps beside, and differ here, the optimizer began anew, or
+    the two are not of one save. It is so if the file with the optimizer was saved as the step that
+    it counts. Otherwise it is not known which step this is.
+
+    Yields `state.mixed`, and a claim where the identity is unknown. Cost: none where the counts
+    agree; else as `check_identity`.
+    """
+    of_optimizer = optimizer.n_steps
+    if abs(of_state - of_optimizer) <= 1:
+        return [], None
+    states = dict(counts_beside(opened, neighbours, count_of))
+    optimizers = dict(counts_beside(opened, neighbours, optimizer_count))
+    both = states.keys() & optimizers.keys()
+    if not both or any(abs(states[n] - optimizers[n]) > 1 for n in both):
+        return [], None
+    what = f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}"
+    beside = f"in step {max(both)} beside it they agree"
+    if not _is_file_of_step(opened, optimizer.path, of_optimizer, neighbours):
+        return [], _of_name(f"{what}; {beside}", opened)
+    found = Finding(
+        "state.mixed",
+        "",
+        f"{what}; {beside}: a file of another step lies in this one",
+        expected=f"an optimizer of step {of_state:,}",
+        found=f"an optimizer of step {of_optimizer:,}",
+        next_command=command_line("show", opened.url),
+    )
+    return [found], None
+
+
+_NUMBERED_BY_RECORD = frozenset({"ray-train"})
+"""Layouts whose names have no number: after a run went back, a later report counts fewer steps."""
+
+_NAMED_BY_COUNT = frozenset({"transformers"})
+"""Layouts whose writer takes the number in the name from the counter in the train state."""
+
+
+def _of_name(why: str, opened: OpenStep) -> Claim:
+    return Claim.unknown(ClaimName.IDENTITY, why, command_line("seal", opened.url))
+
+
+def counts_beside(
+    opened: OpenStep,
+    neighbours: Neighbours | None,
+    count_of: CountOf,
+    numbers: Collection[int] | None = None,
+) -> Iterator[tuple[int, int]]:
+    """What the steps beside count, by their numbers: of all that are compared, or of `numbers`."""
+    if neighbours is None:
+        return
+    for names in (neighbours.older, neighbours.newer):
+        wanted = (one for one in names() if numbers is None or one.number in numbers)
+        for named in islice(wanted, MAX_COMPARED):
+            with suppress(StorageError):
+                count = count_of(neighbours.open(opened.store, named))
+                if count is not None:
+                    yield named.number, count
+
+
+def _fits(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
+    """Whether a counter relates to its name as those of most steps beside do."""
+    if all(other == count for _, other in beside):
+        return False  # it counts nothing
+    by_offset = sum(abs((other - n) - (count - number)) <= 1 for n, other in beside)
+    by_ratio = sum(abs(other * number - count * n) <= max(n, number) for n, other in beside)
+    return 2 * max(by_offset, by_ratio) > len(beside)
+
+
+def _is_a_step(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
+    """Whether a counter may be that of another step: the steps are saved at multiples of a number.
+
+    A counter within an epoch passes them by.
+    """
+    apart = gcd(number, *(n for n, _ in beside))
+    return any((count + off) % apart == 0 for off in (-1, 0, 1))
+
+
+def _is_swapped(number: int, count: int, beside: Sequence[tuple[int, int]]) -> bool:
+    """Whether the counts are those of the names in another order, and this one is displaced.
+
+    The counts in order are the numbers in order, or of three steps and more a multiple of them.
+    """
+    numbers = sorted([number, *(n for n, _ in beside)])
+    counts = sorted([count, *(other for _, other in beside)])
+    in_order = dict(zip(numbers, counts, strict=True))
+    offsets = {other - n for n, other in in_order.items()}
+    ratio = sum(counts) / max(sum(numbers), 1)
+    # Several that count their own names show that the ratio is a coincidence.
+    by_name = sum(abs(other - n) <= 1 for n, other in beside)
+    is_multiple = len(counts) > 2 and by_name < 2
+    is_multiple &= all(abs(c - ratio * n) <= 1 for n, c in in_order.items())
+    is_equal = offsets in ({-1}, {0}, {1})
+    is_displaced = abs(count - in_order[number]) > (0 if is_equal else 1)
+    return counts[0] > 0 and (is_equal or is_multiple) and is_displaced
+
+
+def _wrong_step(opened: OpenStep, count: int, beside: tuple[int, int]) -> Finding:
+    name = opened.step.name
+    number, other = beside
+    return Finding(
+        "step.wrong-step",
+        name,
+        f"{name} holds another step: its train state or metadata counts {count:,} steps, and that "
+        f"of step {number} beside it {other:,}. A resume from here would start at step {count}",
+        expected=f"step {opened.step.number}",
+        found=f"step {count}",
+        next_command=command_line("show", opened.url),
+    )
+
+
+def optimizer_count(opened: OpenStep) -> int | None:
+    """The steps that an optimizer in a file of `torch.save` counts; see `counting_optimizer`."""
+    found = counting_optimizer(opened)
+    return None if found is None else found.n_steps
+
+
+class CountingOptimizer(NamedTuple):
+    """A file of `torch.save` with an optimizer, and the steps that it counts."""
+
+    path: str
+    n_steps: int
+
+
+def counting_optimizer(opened: OpenStep) -> CountingOptimizer | None:
+    """The first file of `torch.save` with an optimizer that counts steps; None if none does.
+
+    Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
+    """
+    layout = opened.step.layout
+    files = [file for file in opened.files if file.size and _may_be_optimizer(opened, file.path)]
+    files.sort(key=lambda file: kind_of_file(layout, file.path) is None)
+    for file in files[:MAX_OPTIMIZERS]:
+        path = opened.name if opened.is_file else opened.in_store(file.path)
+        counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
+        if counts:
+            return CountingOptimizer(file.path, int(max(counts)))
+    return None
+
+
+def _may_be_optimizer(opened: OpenStep, path: str) -> bool:
+    """Whether a file of `torch.save` may hold an optimizer, by its name."""
+    layout = opened.step.layout
+    is_known = is_archive(path, layout) or any(path in part.archives for part in opened.step.parts)
+    if not (layouts.is_saved(path) and is_known):
+        return False
+    kind = kind_of_file(layout, path)
+    return kind is None or "optimizer" in kind.names
+
+
+def check_counts(
+    opened: OpenStep, contents: Mapping[str, object], neighbours: Neighbours
+) -> Iterator[Finding]:
+    """Yield `state.mixed` for each file of a rank-file step that is that of an older step.
+
+    `contents` are decoded files by path. One that counts as many steps as an older step has in
+    its name, and no more, and ends with the same bytes as the file of that step, was not
+    written by this save: an archive ends with the checksums of all that it holds. Cost: none
+    where all counts are those of the step; else a listing and two short reads for each file.
+    """
+    number = opened.step.number
+    if number is None or not layouts.counts_training_steps(opened.step.layout):
+        return
+    for path, content in contents.items():
+        count = steps_counted(content)
+        if count is None or count >= number:
+            continue
+        for named in (one for one in neighbours.older() if one.number == count):
+            with suppress(StorageError):
+                before = neighbours.open(opened.store, named)
+                then = path_then(opened, before, path, count)
+                if _end(opened, path) == _end(before, then):
+                    yield Finding(
+                        "state.mixed",
+                        path,
+                        f"{path} counts {count:,} steps and is the file of {named.name}: the step, "
+                        "or a part of it, is a copy of that one",
+                        expected=f"a file that counts {number:,} steps",
+                        found=f"{count:,} steps",
+                    )
+
+
+def _is_file_of_step(
+    opened: OpenStep, path: str, count: int, neighbours: Neighbours | None
+) -> bool:
+    """Whether a file that counts `count` steps was saved as step `count`, and not as this one.
+
+    It ends with the same bytes as the file of that step, or that step alone is gone from among
+    steps that are equally far apart: its folder was renamed. An optimizer that is younger than the
+    run counts fewer steps too. Cost: two short reads where that step exists.
+    """
+    if neighbours is None:
+        return False
+    beside = [*neighbours.older(), *neighbours.newer()]
+    named = next((one for one in beside if one.number == count), None)
+    if named is not None:
+        with suppress(StorageError):
+            other = neighbours.open(opened.store, named)
+            return _end(opened, path) == _end(other, path_then(opened, other, path, count))
+        return False
+    numbers = sorted({one.number for one in beside} - {0})
+    number = opened.step.number or 0
+    apart = {later - number for number, later in pairwise(sorted({*numbers, count}))}
+    last = max([*numbers, number])
+    return len(apart) == 1 and len(numbers) > 1 and numbers[0] < count < last
+
+
+def path_then(opened: OpenStep, before: OpenStep, path: str, count: int) -> str:
+    """The path in step `count` of the file that the open step has at `path`."""
+    number = opened.step.number or 0
+    if opened.is_file:
+        return before.name
+    if not is_scattered(opened.name):
+        return layouts.path_in_step(path, number, count)
+    then = re.sub(rf"(?<![0-9])0*{number}(?![0-9])", f"0*{count}", re.escape(path))
+    return next((file.path for file in before.files if re.fullmatch(then, file.path)), path)
+
+
+def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:
+    """The size and the last bytes of a file; None for a file that is not there."""
+    size = next((file.size for file in opened.files if file.path == path), 0)
+    n_bytes = min(size, MAX_END)
+    end = read_range(opened.store, opened.in_store(path), size - n_bytes, n_bytes)
+    return size, end
