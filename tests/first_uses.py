@@ -29,7 +29,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 _TABLES = [getattr(TABLES, field) for field in TABLES.__struct_fields__]
-for _pattern in {*_texts((*_TABLES, state_keys._RANK)), *(row.name for row in TABLES.files)}:
+for _pattern in {*_texts((*_TABLES, TABLES.words.rank)), *(row.name for row in TABLES.files)}:
     text_in(_pattern)
     re.compile(_pattern)
 state_keys.kinds_of([state_keys.Leaf(("an entry",))])

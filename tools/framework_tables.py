@@ -26,10 +26,10 @@ def tables() -> dict[str, Any]:
     """All tables, with the fragments filled in."""
     found: dict[str, Any] = {}
     fragments: dict[str, str] = {}
-    for name in ("files", "layouts"):
+    for name in ("files", "layouts", "words"):
         document = tomllib.loads((PACKAGE / "tables" / f"{name}.toml").read_text("utf-8"))
         own: dict[str, str] = {}
-        for key, text in document["fragments"].items():
+        for key, text in document.get("fragments", {}).items():
             own[key] = _filled(text, {**fragments, **own})
         fragments |= own
         found |= _filled(document["tables"], fragments)

@@ -1,4 +1,4 @@
-"""The names that frameworks give steps, files, pointers, parts and markers, as tables.
+"""The names of steps, files, pointers, parts and markers, and the words of key paths, as tables.
 
 They are data: `tables/*.toml` are edited by hand and say what each table is for,
 `tools/framework_tables.py` writes `tables.json` from them, and a test compares the two. Patterns
@@ -28,6 +28,42 @@ class FileName(msgspec.Struct, frozen=True):
     layout: str = ""
     grid: str = ""
     what: str = ""
+
+
+_Set = frozenset[str]
+
+
+class Words(msgspec.Struct, frozen=True):
+    """The words of key paths; see `tables/words.toml`."""
+
+    wrappers: _Set
+    optimizer_head: str
+    moments: _Set
+    squares: _Set
+    other_shapes: _Set
+    slots_of_classes: tuple[_Set, ...]
+    pairs: tuple[tuple[str, str], ...]
+    settings_that_keep_state: _Set
+    of_a_group: _Set
+    rng_head: str
+    generators: _Set
+    of_bit_generators: _Set
+    scheduler_head: str
+    scheduler_marks: _Set
+    scheduler_leaves: _Set
+    dataloader_head: str
+    dataloader_marks: _Set
+    positions: _Set
+    beside_positions: _Set
+    scaler_marks: _Set
+    scaler_head: str
+    step_leaves: _Set
+    token_leaves: _Set
+    model_head: str
+    no_state_head: str
+    settings_file: str
+    rank: str
+    rng_of_rank: str
 
 
 class Tables(msgspec.Struct, frozen=True):
@@ -79,6 +115,7 @@ class Tables(msgspec.Struct, frozen=True):
     written_last: _Files
     parsed: _Files
     needed_beside: Mapping[str, tuple[str, str]]
+    words: Words
 
 
 TABLES = msgspec.json.decode(Path(__file__).with_name("tables.json").read_bytes(), type=Tables)

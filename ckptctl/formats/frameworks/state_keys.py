@@ -30,6 +30,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
+from ckptctl.formats.frameworks.layout_tables import TABLES
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.values import ShardStub, TensorStub
 from ckptctl.model import Metadata
@@ -41,152 +42,43 @@ StateMap = Sequence[tuple[str, str]]
 """Pairs of a kind and a whole key path or file name: what `--state KIND=KEY` gives."""
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Words in front of everything else that do not determine the kind.
-_WRAPPERS = _names(
-    "app app_state state train_state trainer checkpoint ckpt progress metas timestamp extra_state "
-    "meta"
-)
-
-_OPTIMIZER_HEAD = (
-    r"(?:raw_|last_)?(?:optim|optimizer|optimizers|opt|optimizer_states?|optim_states?|opt_states?)"
-    r"(?:_[0-9]+|_dict)?|chained_[0-9]+|optimizers?_state_dict|adamw?"
-)
-_MOMENTS = _names(
-    "exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer square_avg grad_avg acc_delta "
-    "exp_avg_slow exp_avg_res_row exp_avg_sq_row exp_avg_sq_col exp_inf prev_flat_grad"
-)
-"""What optimizers keep of the gradients, under names that nothing else has."""
-
-_SQUARES = _names(
-    "exp_avg_sq max_exp_avg_sq square_avg exp_avg_sq_row exp_avg_sq_col exp_inf acc_delta"
-)
-"""Those of them that are never below zero: means of squares, and greatest absolute values."""
-
-_LIKE_THEIR_PARAMETER = _MOMENTS - _names(
-    "exp_avg_sq_row exp_avg_sq_col exp_avg_res_row exp_avg_res_col prev_flat_grad"
-)
+_WORDS = TABLES.words
 
 
 def is_moment_name(fqn: str) -> bool:
     """Whether a tensor is what an optimizer keeps of the gradients, by the end of its name."""
-    return fqn.rpartition(".")[2] in _MOMENTS
+    return fqn.rpartition(".")[2] in _WORDS.moments
 
 
 def is_square(fqn: str) -> bool:
     """Whether a tensor is one that an optimizer never lets fall below zero."""
-    return fqn.rpartition(".")[2] in _SQUARES
-
-
-def is_scaler_name(word: str) -> bool:
-    """Whether a key is that of a gradient scaler, which is state of none of the kinds."""
-    return _matches(_SCALER_HEAD, word)
+    return fqn.rpartition(".")[2] in _WORDS.squares
 
 
 def has_shape_of_parameter(fqn: str) -> bool:
     """Whether a moment has a value for each value of its parameter."""
-    return fqn.rpartition(".")[2] in _LIKE_THEIR_PARAMETER
+    return fqn.rpartition(".")[2] in _WORDS.moments - _WORDS.other_shapes
 
 
-_SLOTS_OF_CLASSES: Sequence[frozenset[str]] = tuple(
-    _names(names)
-    for names in (
-        "step sum",  # Adagrad
-        "step prev step_size",  # Rprop
-        "step eta mu ax",  # ASGD
-        "step variance",  # Adafactor, of vectors
-        "step row_var col_var",  # Adafactor, of matrices
-    )
-)
-"""The names under which torch's other optimizers keep state, together: alone they are common."""
+SCALER_MARKS = _WORDS.scaler_marks
+"""What the state of a gradient scaler has, whatever it is called."""
 
-_PAIRS = (("m", "v"), ("mu", "nu"), ("momentum", "variance"), ("first_moment", "second_moment"))
-_SETTINGS_THAT_KEEP_STATE = _names("betas amsgrad centered rho etas momentum_decay")
-"""Settings of optimizers that keep state of every parameter from the first step on."""
 
-_OF_A_GROUP = frozenset({"lr", "params"})
-"""What every group of parameters has, whatever the list of groups is called."""
+def is_scaler_name(word: str) -> bool:
+    """Whether a key is that of a gradient scaler, which is state of none of the kinds."""
+    return _matches(_WORDS.scaler_head, word)
 
-_RNG_HEAD = (
-    r"(?:rngs?|rng_tracker_states?|random_states?|(?:.*_)?rng_states?|.*_rng)"
-    r"(?:_(?:dp_|global_)?rank)?_?[0-9]*"
-)
-_GENERATORS = _names(
-    "torch cuda cpu numpy python random xla xpu npu torch_cuda generator generators"
-)
-_OF_BIT_GENERATORS = frozenset({"has_gauss", "has_uint32"})
-"""Beside the name of the generator in numpy's `get_state(legacy=False)` and `state`."""
+
 CPU_RNG_BYTES = 5056
 """Size of torch's CPU generator state, a 1-d uint8 tensor (`torch.get_rng_state`)."""
 CUDA_RNG_BYTES = 16
 """Size of that of a CUDA device: seed and offset, as common as any short tensor."""
 _MT_WORDS = 624
 
-_SCHEDULER_HEAD = (
-    r"(?:lr_|learning_rate_)?(?:scheduler|schedulers|sched)(?:_[0-9]+)?"
-    r"|opt_param_scheduler|lr_schedule|(?:lr_)?schedulers?_state_dict|(?:lr_)?scheduler_states?"
-)
-_SCHEDULER_MARKS = _names(
-    "_last_lr base_lrs _step_count _get_lr_called_within_step _schedulers num_bad_epochs"
-)
-_SCHEDULER_LEAVES = frozenset({"last_epoch", "_last_lr"})
-_DATALOADER_HEAD = (
-    r"(?:train_|training_)?(?:dataloader|data_loader|loader|dataset|data_iterator|data_iter)"
-    r"(?:_state|_state_dict|s)?(?:_(?:dp_)?rank)?_?[0-9]*"
-    r"|dl_state(?:_dict)?|sampler|sampler_state(?:_dict)?|data_state|data_stages|train_iterator"
-)
-_DATALOADER_MARKS = _names(
-    "_sampler_iter_state _sampler_iter_yielded _num_yielded _iterator_finished _snapshot "
-    "fetcher_state _num_batches_fetched samples_yielded"
-)
-_POSITIONS = _names(
-    "offset position cursor index sample_index batch_index batch_idx samples_yielded "
-    "start_index iterations_in_epoch"
-)
-_BESIDE_POSITIONS = _POSITIONS | _names(
-    "epoch seed shuffle rank world_size num_replicas shard shard_index version"
-)
-SCALER_MARKS = frozenset({"growth_factor", "backoff_factor"})
-"""What the state of a gradient scaler has, whatever it is called."""
-_SCALER_HEAD = r"(?:amp_|grad_|loss_)?scaler|amp"
-
-_STEP_LEAVES = _names(
-    "step global_step global_steps iteration iter iter_num step_count steps_run "
-    "last_train_step batch training_step current_step num_updates train_step"
-)
-_TOKEN_LEAVES = _names(
-    "tokens tokens_seen ntokens_seen n_tokens_seen num_tokens total_tokens "
-    "total_tokens_seen consumed_tokens consumed_tokens_total consumed_train_samples "
-    "global_train_tokens_seen num_input_tokens_seen token samples_seen samples"
-)
-_MODEL_HEAD = (
-    r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|(?:.*_)?ema(?:_.*)?|actor|critic"
-    r"|pytorch_model(?:_fsdp)?_[0-9]+"
-)
-_NO_STATE_HEAD = (
-    r"(?:.*_)?args|arguments|cfg|configs?|(?:.*_)?config|hparams(?:_name)?|hyper_?param(?:eter)?s|.*_meta"
-    r"|(?:.*_)?metadata|message_hub|sample|(?:batch|sample|token|iteration)_in_.*|(?:.*[-_])?versions?|arch|(?:run_|task_)?name|.*_(?:id|name|dir|path|time)"
-    r"|(?:.*_)?metrics?|(?:.*_)?loss(?:es)?|(?:.*_)?best(?:_.*)?|(?:.*_)?epochs?(?:_.*)?|seed|lr"
-    rf"|{_SCALER_HEAD}|(?:.*_)?(?:world_size|rank|size)|history|log_history|git.*"
-    r"|callbacks|loops|datamodule|rerun_state_machine|num_floating_point_operations_so_far"
-    r"|max_.*|num_.*|(?:.*_)?(?:every|interval|steps|batches|workers)|(?:.*_)?names?|tp|pp|dp|cp|ep"
-    r"|(?:.*_)?shapes?|shared_params|skipped_steps|global_samples|total_flos|stateful_callbacks"
-    r"|is_.*|.*_dimensions|trial_.*|logging_.*|eval_.*|save_.*|train_batch_size"
-    r"|last_improvement|integrations|parallelism|topology|criterion|criteria|patience"
-)
-"""Heads of what belongs to none of the kinds: settings, versions, measurements, callbacks."""
-_SETTINGS_FILE = r"(?:.*[-_.])?(?:args|arguments|config|cfg|hparams|settings)\.[a-z]+"
-_RANK = r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})"
-
-_RNG_OF_RANK = r"(?:rngs?|random)(?:_states?)?_?(?P<rank>[0-9]{1,7})"
-
 _HEADS = (
-    (2, _RNG_HEAD, "rng"),
-    (3, _SCHEDULER_HEAD, "scheduler"),
-    (1, _DATALOADER_HEAD, "dataloader"),
+    (2, _WORDS.rng_head, "rng"),
+    (3, _WORDS.scheduler_head, "scheduler"),
+    (1, _WORDS.dataloader_head, "dataloader"),
 )
 """Among how many first words of a path, the pattern of one, and the kind that it states."""
 
@@ -366,7 +258,9 @@ class _Content:
             self._note_structure()
         for path in self._weights:
             if self._kind_below(path) is None:
-                owners = (path[:n] for n in range(1, len(path)) if path[n - 1] not in _WRAPPERS)
+                owners = (
+                    path[:n] for n in range(1, len(path)) if path[n - 1] not in _WORDS.wrappers
+                )
                 self._with_weights.update(owners)
         self._named_optimizers = self._optimizers_by_name(leaves, words)
         self._generators = {
@@ -387,7 +281,7 @@ class _Content:
         head = words[0]
         if path[: len(path) - len(words) + 1] in self._named_optimizers:
             return _OPTIMIZER
-        if _matches(_MODEL_HEAD, head) or leaf.is_weight or self._is_buffer(leaf, path):
+        if _matches(_WORDS.model_head, head) or leaf.is_weight or self._is_buffer(leaf, path):
             return _COPY if leaf.is_weight and head in self._copies else _MODEL
         return self._by_words(leaf, path, words)
 
@@ -398,11 +292,11 @@ class _Content:
                 return StateKind((kind,), None if kind == "scheduler" else _rank_in(path))
         is_number = leaf.shape in (None, ()) and leaf.content not in ("plain", "settings", "rng")
         if is_number and len(words) <= _MAX_STEP_DEPTH:
-            if leaf_word in _TOKEN_LEAVES:
+            if leaf_word in _WORDS.token_leaves:
                 return StateKind(("tokens",)) if leaf.value != 0 else _OTHER
-            if leaf_word in _STEP_LEAVES and (len(words) == 1 or not _is_no_state(head)):
+            if leaf_word in _WORDS.step_leaves and (len(words) == 1 or not _is_no_state(head)):
                 return StateKind(("step",))
-        if leaf_word in _SCHEDULER_LEAVES and not _is_no_state(head):
+        if leaf_word in _WORDS.scheduler_leaves and not _is_no_state(head):
             return _SCHEDULER
         if leaf.content in ("plain", "settings") or _is_no_state(head):
             return _OTHER
@@ -439,7 +333,7 @@ class _Content:
     def _is_short_generator(self, leaf: Leaf, path: Words) -> bool:
         is_short = leaf.dtype == "uint8" and leaf.shape == (CUDA_RNG_BYTES,)
         near = {path[:-1], path[:-2]} & self._generators if is_short else ()
-        return is_short and bool(near or not _GENERATORS.isdisjoint(path))
+        return is_short and bool(near or not _WORDS.generators.isdisjoint(path))
 
     def _note_marks(self, words: Iterable[Words]) -> None:
         """Find schedulers, data loaders and scalers by keys that only they have together."""
@@ -447,26 +341,28 @@ class _Content:
             names = children.keys()
             if not owner:
                 continue
-            if "last_epoch" in names and not _SCHEDULER_MARKS.isdisjoint(names):
+            if "last_epoch" in names and not _WORDS.scheduler_marks.isdisjoint(names):
                 self._below[owner] = "scheduler"
             elif (
-                "epoch" in names and not _POSITIONS.isdisjoint(names) and names <= _BESIDE_POSITIONS
+                "epoch" in names
+                and not _WORDS.positions.isdisjoint(names)
+                and names <= _WORDS.positions | _WORDS.beside_positions
             ):
                 self._below.setdefault(owner, "dataloader")
             elif names >= SCALER_MARKS:
                 self._below[owner] = "other"
-            elif "bit_generator" in names and not _OF_BIT_GENERATORS.isdisjoint(names):
+            elif "bit_generator" in names and not _WORDS.of_bit_generators.isdisjoint(names):
                 self._below[owner] = "rng"
 
         for path in words:
-            if not _DATALOADER_MARKS.isdisjoint(path) and path not in self._weights:
-                at = next(n for n, word in enumerate(path) if word in _DATALOADER_MARKS)
+            if not _WORDS.dataloader_marks.isdisjoint(path) and path not in self._weights:
+                at = next(n for n, word in enumerate(path) if word in _WORDS.dataloader_marks)
                 self._below.setdefault(path[: max(at, 1)], "dataloader")
 
     def _note_groups(self, words: Iterable[Words]) -> None:
         """Find optimizers by their groups of parameters, and what lies beside these."""
         for owner, children in self._children.items():
-            is_group = owner and children.keys() >= _OF_A_GROUP
+            is_group = owner and children.keys() >= _WORDS.of_a_group
             if is_group and (owner[-1].isdigit() or children["params"].content == "settings"):
                 n_words = max(
                     (n for n, word in enumerate(owner, 1) if not word.isdigit()), default=0
@@ -476,7 +372,7 @@ class _Content:
             if "param_groups" not in path or path in self._weights:
                 continue
             root = path[: path.index("param_groups")]
-            if root and root[-1] not in _WRAPPERS:
+            if root and root[-1] not in _WORDS.wrappers:
                 self._add([root])
             else:
                 self._add([(*root, "param_groups"), (*root, "state")])
@@ -486,15 +382,15 @@ class _Content:
         inner: dict[tuple[Words, Words], set[str]] = defaultdict(set)
         found: set[Words] = set()
         for path in words:
-            if _MOMENTS.isdisjoint(path) or self._kind_below(path) is not None:
+            if _WORDS.moments.isdisjoint(path) or self._kind_below(path) is not None:
                 continue
-            at = next(n for n in range(len(path) - 1, -1, -1) if path[n] in _MOMENTS)
+            at = next(n for n in range(len(path) - 1, -1, -1) if path[n] in _WORDS.moments)
             owner, rest = path[:at], path[at + 1 :]
             if not rest and owner in self._above_modules:
                 continue  # buffers of a module
             names = {*self._children[owner]} if not rest else set()
-            is_pair = "step" in names or len(_MOMENTS & names) > 1
-            is_named = any(_matches(_OPTIMIZER_HEAD, word) for word in owner[:2])
+            is_pair = "step" in names or len(_WORDS.moments & names) > 1
+            is_named = any(_matches(_WORDS.optimizer_head, word) for word in owner[:2])
             is_named = is_named or ("state" in owner and not rest)
             if is_named or is_pair or (owner and owner[-1].isdigit()) or self._is_keyed(owner):
                 found.add(owner if not rest else path)
@@ -541,7 +437,7 @@ class _Content:
         )
         pairs: dict[tuple[Words, Words], list[Words]] = defaultdict(list)
         for path in self._weights:
-            for one, other in _PAIRS:
+            for one, other in _WORDS.pairs:
                 if one not in path[:-1]:
                     continue
                 at = path.index(one)
@@ -577,7 +473,7 @@ class _Content:
         shapes: dict[str, set[tuple[int, ...] | None]] = defaultdict(set)
         for path in self._nested:
             shapes[_unwrapped(path)[0]].add(self._weights[path])
-        models = [head for head in shapes if _matches(_MODEL_HEAD, head)]
+        models = [head for head in shapes if _matches(_WORDS.model_head, head)]
         if not (models or self._beside):
             models = [*shapes][:1]
         of_models = [
@@ -598,12 +494,12 @@ class _Content:
 
     def _is_owner_of_slots(self, owner: Words, children: Mapping[str, Leaf]) -> bool:
         """Whether a path is that of a parameter, and its children the state kept of it."""
-        is_class = frozenset(children) in _SLOTS_OF_CLASSES
+        is_class = frozenset(children) in _WORDS.slots_of_classes
         # Quantized averages are integers of the shape of the parameter.
         shapes = [leaf.shape for leaf in children.values() if leaf.shape]
         is_counted = "step" in children and bool(shapes)
         if owner[-1].isdigit():
-            is_pair = any({one, other} <= children.keys() for one, other in _PAIRS)
+            is_pair = any({one, other} <= children.keys() for one, other in _WORDS.pairs)
             is_pair = is_pair or len({*shapes}) < len(shapes)
             return is_class or (is_counted and (is_pair or "state" in owner))
         for param in self._parameters(owner):
@@ -617,7 +513,7 @@ class _Content:
         heads: set[Words] = set()
         for leaf, path in zip(leaves, words, strict=True):
             own = _unwrapped(path)
-            if not _matches(_OPTIMIZER_HEAD, own[0]):
+            if not _matches(_WORDS.optimizer_head, own[0]):
                 continue
             is_of_model = leaf.is_weight or self._is_buffer(leaf, path)
             if not is_of_model or "state" in own[1:] or self._kind_below(path) == "optimizer":
@@ -644,17 +540,17 @@ def _matches(pattern: str, word: str) -> bool:
 
 
 def _is_of_model(words: Words) -> bool:
-    return all(word in _WRAPPERS or _matches(_MODEL_HEAD, word) for word in words)
+    return all(word in _WORDS.wrappers or _matches(_WORDS.model_head, word) for word in words)
 
 
 def _is_no_state(head: str) -> bool:
-    return _matches(_NO_STATE_HEAD, head)
+    return is_scaler_name(head) or _matches(_WORDS.no_state_head, head)
 
 
 def _unwrapped(words: Words) -> Words:
-    first = next((i for i, word in enumerate(words) if word not in _WRAPPERS), len(words) - 1)
+    first = next((i for i, word in enumerate(words) if word not in _WORDS.wrappers), len(words) - 1)
     # A bare optimizer state dict begins with `state` itself.
-    bare_state = first > 0 and words[first - 1] == "state" and words[-1] in _MOMENTS
+    bare_state = first > 0 and words[first - 1] == "state" and words[-1] in _WORDS.moments
     return words[first - 1 :] if bare_state else words[first:]
 
 
@@ -664,7 +560,7 @@ def _rank_in(words: Sequence[str]) -> str | None:
         if word.startswith("shard_"):
             # Megatron's ShardedObject: `shard_{offsets}_{shape}`, dots inside both.
             return ".".join(words[at:])
-        match = re.fullmatch(_RANK, word) or re.fullmatch(_RNG_OF_RANK, word)
+        match = re.fullmatch(_WORDS.rank, word) or re.fullmatch(_WORDS.rng_of_rank, word)
         if match:
             return match["rank"]
         if word.isdigit() and words[0].startswith(("rng", "random")):
@@ -684,8 +580,8 @@ def entry_kinds(
     sometimes the scheduler.
     """
     folder = part_path.rsplit("/", maxsplit=1)[-1]
-    is_optimizer = _matches(_OPTIMIZER_HEAD, folder)
-    front = (folder,) if is_optimizer or _matches(_MODEL_HEAD, folder) else ()
+    is_optimizer = _matches(_WORDS.optimizer_head, folder)
+    front = (folder,) if is_optimizer or _matches(_WORDS.model_head, folder) else ()
     entries = [*entries_of(metadata)]
     leaves = [leaf for _, leaf in entries]
     found = kinds_of(leaves, front, mapped, beside)
@@ -726,7 +622,7 @@ def kinds_in_file(
 
 def file_holds_no_state(path: str) -> bool:
     """Whether the name of a file is that of settings: `training_args.bin`."""
-    return _matches(_SETTINGS_FILE, path.rpartition("/")[2].lower())
+    return _matches(_WORDS.settings_file, path.rpartition("/")[2].lower())
 
 
 def mapped_file(path: str, mapped: StateMap) -> str:
@@ -738,7 +634,9 @@ def mapped_file(path: str, mapped: StateMap) -> str:
 def outermost_key(leaf: Leaf) -> str:
     """The key under which an entry is reported: up to the first that is no wrapper."""
     keys = [str(key) for key in leaf.path]
-    first = next((i for i, key in enumerate(keys) if key.lower() not in _WRAPPERS), len(keys) - 1)
+    first = next(
+        (i for i, key in enumerate(keys) if key.lower() not in _WORDS.wrappers), len(keys) - 1
+    )
     return ".".join(keys[: first + 1])
 
 
@@ -755,7 +653,7 @@ def optimizer_is_hollow(leaves: Iterable[Leaf]) -> bool:
             settings |= {*words[words.index("param_groups") :]}
         elif leaf.shape or leaf.content == "unread":
             return False
-    return bool(settings & _SETTINGS_THAT_KEEP_STATE)
+    return bool(settings & _WORDS.settings_that_keep_state)
 
 
 def optimizer_steps(metadata: Metadata) -> Mapping[str, str]:
@@ -780,7 +678,7 @@ def is_count_of_one_rank(key: str) -> bool:
 
 def is_moment(path: Path) -> bool:
     """Whether the entry is one of the averages that an optimizer keeps of the gradients."""
-    return not _MOMENTS.isdisjoint(_words(path))
+    return not _WORDS.moments.isdisjoint(_words(path))
 
 
 def _optimizer_of(path: Path) -> str:
