@@ -74,8 +74,12 @@ class ContentCheck:
         self._unverifiable: dict[str, list[int]] = defaultdict(list)
         self._folds: dict[int, tuple[int, int]] = {}
         self._values: dict[str, Values] = {}
+        # For those that went through something else, `structure` has a finding.
         by_file = [
-            sorted(filter(self._can_read, numbers), key=ranges.starts.__getitem__)
+            sorted(
+                (n for n in numbers if ranges.owner(n).transforms in ((), (ZSTD,))),
+                key=ranges.starts.__getitem__,
+            )
             for numbers in readable_ranges(ranges, files)
         ]
         self.n_asked = sum(ranges.lengths[number] for numbers in by_file for number in numbers)
@@ -145,10 +149,6 @@ class ContentCheck:
             for fqn, values in sorted(self._values.items())
             if not values.finite
         )
-
-    def _can_read(self, number: int) -> bool:
-        # For those that went through something else, `structure` has a finding.
-        return self.ranges.owner(number).transforms in ((), (ZSTD,))
 
     def report(self, number: int, checked: Checked) -> None:
         """Take the result of a record; see `records.content_runs.Report`."""
@@ -220,18 +220,17 @@ class ContentCheck:
         counts = []
         files: set[str] = set()
         for why, numbers in self._unverifiable.items():
-            open_ = {
-                number: path
-                for number in numbers
-                if (path := self._path_in_step(number)) not in sealed
-            }
-            files.update(open_.values())
-            if open_:
-                counts.append(f"{counted(len(open_), 'record')} {why}")
+            names = (self.ranges.file_names[self.ranges.files[number]] for number in numbers)
+            paths = (inside(self.part_path, name) for name in names)
+            unproven = [path for path in paths if path not in sealed]
+            files.update(unproven)
+            if unproven:
+                counts.append(f"{counted(len(unproven), 'record')} {why}")
         if counts:
-            yield unverifiable(
-                self.part_path, f"{'; '.join(counts)} ({some_of(sorted(files))})", self._hint
-            )
+            what = f"{'; '.join(counts)} ({some_of(sorted(files))})"
+            needs_zstd = NO_ZSTD in self._unverifiable
+            hint = "pip install 'ckptctl[zstd]'" if needs_zstd else None
+            yield unverifiable(self.part_path, what, hint)
 
     def _not_finite(self, fqn: str, values: Values) -> Finding:
         n_nan, n_infinite = values.n_nan, values.n_infinite
@@ -248,13 +247,6 @@ class ContentCheck:
             found=f"{least}{n_nan:,} NaN, {n_infinite:,} infinite",
             next_command="ckptctl explain values.not-finite",
         )
-
-    @property
-    def _hint(self) -> str | None:
-        return "pip install 'ckptctl[zstd]'" if NO_ZSTD in self._unverifiable else None
-
-    def _path_in_step(self, number: int) -> str:
-        return inside(self.part_path, self.ranges.file_names[self.ranges.files[number]])
 
 
 def unverifiable(part_path: str, what: str, next_command: str | None = None) -> Finding:

@@ -247,7 +247,8 @@ def _report(
     saved = _recorded_world_size(seal, context, saved_world_size(step.parts, named, state))
     findings = [*findings]
     if is_known and step.parts:
-        if _holds_metadata(parts):
+        # Without metadata there is nothing to say what a resume would restore.
+        if all(part.metadata or part.part.format not in SHARDED for part in parts):
             findings += check_required(state, requirements.require, step.url)
         if requirements.saved_world_size is not None:
             findings += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
@@ -320,11 +321,6 @@ def _names(step: Step, part: Part) -> Iterator[str]:
     if part.format is PartFormat.RANK_FILES and not is_export:
         held = [inside(one.path, file.path) for one in safetensors_in(part) for file in one.files]
         yield from sorted({path.rpartition("/")[0] for path in held} - {""})
-
-
-def _holds_metadata(parts: Sequence[OpenPart]) -> bool:
-    # Without metadata there is nothing to say what a resume would restore.
-    return all(part.metadata or part.part.format not in SHARDED for part in parts)
 
 
 def _saved_files(step: Step) -> list[FileInfo]:

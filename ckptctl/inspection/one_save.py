@@ -27,7 +27,7 @@ from ckptctl.inspection.identity import counts_beside, number_in_metadata
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import is_unwritten, written_again
 from ckptctl.inspection.shape import weights_in
-from ckptctl.model import SHARDED, FileInfo, Step
+from ckptctl.model import SHARDED, Step
 
 LEAST_WINDOW_S = 120.0
 """A step is not refused for less: clocks of nodes differ, and a slow rank ends late."""
@@ -187,16 +187,16 @@ def _timed(step: Step) -> Mapping[str, float] | None:
     held = [
         file
         for file in step.files
-        if file.kind == "file" and layouts.is_saved(file.path) and _holds_state(file)
+        if file.kind == "file"
+        and file.size
+        and layouts.is_saved(file.path)
+        and may_hold_state(file.path)
+        # A report of an evaluation is added later; a configuration may be.
+        and not file.path.endswith(".json")
     ]
     times = {file.path: file.mtime_s for file in held}
     known = {path: at_s for path, at_s in times.items() if at_s is not None}
     return known if len(known) == len(times) else None
-
-
-def _holds_state(file: FileInfo) -> bool:
-    # A report of an evaluation is added later; a configuration may be.
-    return bool(file.size) and may_hold_state(file.path) and not file.path.endswith(".json")
 
 
 def times_of(step: Step) -> SaveTimes | None:

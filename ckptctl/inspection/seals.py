@@ -104,7 +104,9 @@ def check_binding(seal: Seal, step: Step, root: RootSeals) -> Iterator[Finding]:
         if earlier.name == step.name and earlier.sequence > seal.sequence and earlier.seal != digest
     )
     yield from islice(newer, 1)
-    newest = max((seal.sequence, *(n for other in root.beside for n in _places(other))))
+    places = [other.sequence for other in root.beside]
+    places += [earlier.sequence for other in root.beside for earlier in other.earlier]
+    newest = max(seal.sequence, *places, 0)
     if root.at_least is not None and newest < root.at_least:
         yield Finding(
             "seal.set-back",
@@ -116,11 +118,6 @@ def check_binding(seal: Seal, step: Step, root: RootSeals) -> Iterator[Finding]:
             found=f"{newest:,}",
             next_command="ckptctl explain seal.set-back",
         )
-
-
-def _places(seal: Seal) -> Iterator[int]:
-    yield seal.sequence
-    yield from (earlier.sequence for earlier in seal.earlier)
 
 
 def _other_run(seal: Seal, run: str | None) -> Finding:

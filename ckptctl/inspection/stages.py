@@ -308,9 +308,9 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find the train state, in the entries and in the files beside the shards."""
     # A request for each file on an object store: there they wait for a deeper level, or
     # for a reason.
-    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
-    is_cheap = is_cheap or _claims_further(opened)
     step, sidecars = opened.step, sidecars_of(opened.step)
+    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
+    is_cheap = is_cheap or any(claims_further(step, part.own_number) for part in opened.parts)
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
     contents = _tensors_in_headers(opened)
     if opened.beside is not None:
@@ -386,10 +386,6 @@ def _check_stated_ranks(
     is_stated = context.requirements.saved_world_size or stated_ranks(opened.step, contents)
     if context.neighbours is not None and not is_stated:
         yield from check_fewer_ranks(opened, part, context.neighbours, reads_only_step=is_cheap)
-
-
-def _claims_further(opened: OpenStep) -> bool:
-    return any(claims_further(opened.step, part.own_number) for part in opened.parts)
 
 
 def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

@@ -418,13 +418,11 @@ def _confirms(families: Iterable[Family], other: _Beside) -> bool:
             family.members <= mine.members if other.is_newer else family.members == mine.members
             for mine, family in both
         )
-        and any(_is_about(mine, family) for mine, family in both)
+        and any(
+            _are_alike(mine.n_bytes / mine.n_present, family.n_bytes / family.n_present)
+            for mine, family in both
+        )
     )
-
-
-def _is_about(family: Family, other: Family) -> bool:
-    """Whether a file of one family is about as large as one of another."""
-    return _are_alike(family.n_bytes / family.n_present, other.n_bytes / other.n_present)
 
 
 def _is_open(family: Family) -> bool:

@@ -101,14 +101,13 @@ def _other_parts(
         for part in in_parts(files, PartFormat.SAFETENSORS)
         if any(file.path.endswith(".safetensors") for file in part.files)
     )
-    if not parts and any(_may_be_weights(file) for file in files):
+    may_be_weights = (
+        file.size and may_hold_state(file.path) and not file.path.endswith(".json")
+        for file in files
+    )
+    if not parts and any(may_be_weights):
         return (Part("", PartFormat.UNKNOWN, files),)
     return parts
-
-
-def _may_be_weights(file: FileInfo) -> bool:
-    """Whether a file of no known format may hold weights."""
-    return bool(file.size) and may_hold_state(file.path) and not file.path.endswith(".json")
 
 
 def in_parts(files: Iterable[FileInfo], kind: PartFormat) -> Iterator[Part]:
