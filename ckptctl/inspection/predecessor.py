@@ -27,11 +27,12 @@ from ckptctl.formats.frameworks.layouts import (
     METADATA,
     StepName,
 )
-from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment
+from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, leaves_of
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.identity import path_then
 from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.sidecars import tensors_in_header
 from ckptctl.inspection.stored_tensors import leaves_at
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.inspection.train_state import Shape, check_names
@@ -276,12 +277,17 @@ def _shapes_in_files(
     number = before.step.number
     if opened.step.number is None or number is None:
         return {}, {}
-    paths = [held.in_step(name) for held in part.safetensors for name in held.headers]
-    paths += [sidecar.path for sidecar in opened.sidecars if sidecar.content is not None]
-    for path in paths:
-        now = _shapes(leaves_at(opened, path))
-        then = _shapes(leaves_at(before, path_then(opened, before, path, number)))
-        if now and then:
+    states: list[tuple[str, object]] = [
+        (held.in_step(name), tensors_in_header(header))
+        for held in part.safetensors
+        for name, header in held.headers.items()
+    ]
+    states += [(sidecar.path, sidecar.content) for sidecar in opened.sidecars]
+    for path, state in states:
+        now = _shapes(leaves_of(state))
+        path_before = path_then(opened, before, path, number)
+        then = _shapes(leaves_at(before, path_before)) if now else {}
+        if then:
             return now, then
     return {}, {}
 
