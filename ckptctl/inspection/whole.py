@@ -14,7 +14,7 @@ the ranks, they add up to the same size.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -523,20 +523,16 @@ def _lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | No
     """The finding for files of ranks that letters or hosts tell apart, not numbers.
 
     In the nearest step, three files or more of a kind are about as large. They are those of ranks,
-    and no copies of one, if the files of another kind have the same words (`a.pt` and
-    `a.optim.pt`), or if each holds an optimizer. This step has two of them or more, and lacks some;
-    the tensors do not show that fewer ranks hold the same.
+    and no copies of one, if each holds an optimizer, or the file of another kind with the same word
+    does (`a.pt` and `a.optim.pt`). This step has one of them, and lacks others; the tensors do not
+    show that fewer ranks hold the same.
 
-    Cost: none without two such files; else the listing of the nearest step, and where that has
-    more, the pickles of both.
+    Cost: the listing of the nearest step, and where that has more files, the pickles of both.
     """
     here = _by_words(opened.step, opened.step)
-    if not any(len(words) > 1 for words in here.values()):
-        return None
-    for other in steps_beside(opened, neighbours, 1):
+    for other in steps_beside(opened, neighbours, 1) if here else ():
         with suppress(StorageError):
-            then = _by_words(other.step, opened.step)
-            lost = {*_lost_of_ranks(other, then, here)}
+            lost = {*_lost_of_ranks(other, _by_words(other.step, opened.step), here)}
             resized = _resized(opened, other, {_shape_of_name(path) for path in lost})
             lost = {path for path in lost if _shape_of_name(path) not in resized}
             if not lost:
@@ -550,7 +546,6 @@ def _lost_of_ranks(
     other: OpenStep, then: Mapping[str, _Words], here: Mapping[str, _Words]
 ) -> Iterator[str]:
     """The files of ranks, by kind and word, that another step has and this one lacks."""
-    n_kinds = Counter(frozenset(words) for words in then.values())
     for kind, files in then.items():
         there = here.get(kind, {}).keys() & files.keys()
         alike = {
@@ -558,16 +553,18 @@ def _lost_of_ranks(
             for word, (path, size) in files.items()
             if any(_are_alike(size, files[known][1]) for known in there)
         }
-        if len(there & alike.keys()) < 2 or there >= alike.keys():
+        if len(alike) < 3 or there >= alike.keys():
             continue
-        if n_kinds[frozenset(files)] > 1 or _hold_optimizers(other, alike.values()):
+        optimizers = {one.file for one in other.tensors_in_files[0] if one.kind == "optimizer"}
+        with_optimizer = {
+            word
+            for words in then.values()
+            if words.keys() == files.keys()
+            for word, (path, _) in words.items()
+            if path in optimizers
+        }
+        if with_optimizer >= alike.keys():
             yield from (path for word, path in alike.items() if word not in there)
-
-
-def _hold_optimizers(opened: OpenStep, paths: Iterable[str]) -> bool:
-    """Whether each of some files of a step holds tensors of an optimizer. Cost: their pickles."""
-    tensors, _ = opened.tensors_in_files
-    return {tensor.file for tensor in tensors if tensor.kind == "optimizer"}.issuperset(paths)
 
 
 def _lost(opened: OpenStep, paths: Collection[str]) -> Finding:

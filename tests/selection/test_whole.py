@@ -374,6 +374,17 @@ def test_a_twin_that_some_steps_hold_is_missed_in_no_other(tmp_path, files, held
     assert (chosen.step, chosen.passed_over) == (last, ())
 
 
+def test_copies_in_two_formats_that_one_step_holds_are_missed_in_no_other(tmp_path):
+    for number in (10, 20):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        for name in ("model", "ema", "best") if number == 10 else ("model", "ema"):
+            named(step, f"{name}.pt", WEIGHTS)
+            named(step, f"{name}.safetensors", WEIGHTS)
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, chosen.passed_over) == (20, ())
+
+
 @pytest.mark.parametrize("lost", ["actor.pt", "critic.pt", "config.json"])
 def test_a_step_that_lost_a_twin_or_a_known_file_is_not_proven_whole(tmp_path, lost):
     for number in (10, 20, 30):
@@ -490,6 +501,8 @@ def test_a_lost_file_of_one_kind_is_missed_where_each_holds_an_optimizer(tmp_pat
     assert ckptctl.pick(str(root)).step == newest
     for word in words:
         assert chosen_without(root, f"step-{newest}/{word}/state.pt") == newest - 10
+    all_but_one = (f"step-{newest}/{word}/state.pt" for word in words[1:])
+    assert chosen_without(root, *all_but_one) == newest - 10
 
 
 def test_a_file_without_bytes_is_none_of_its_family(tmp_path):
