@@ -128,9 +128,10 @@ def decide_whole(
     Yields `file.missing` for a hole in a numbering, for fewer files than the names state, than
     another kind of the same step has, or than the same kind has in a step of the same world;
     `state.mixed` for files of two worlds; `format.unlisted` for a family whose size nothing
-    confirms. Storage errors of other steps are passed over: they confirm nothing. Of a step of
-    torch_checkpointing the files that its manifest names are compared with those that are there,
-    and with `is_deep` the parts of each tensor with its whole.
+    confirms; `file.fewer` for one that had more files, or grew until the step before. Storage
+    errors of other steps are passed over: they confirm nothing. Of a step of torch_checkpointing
+    the files that its manifest names are compared with those that are there, and with `is_deep`
+    the parts of each tensor with its whole.
 
     Cost: none for a step without such families; else the listing of the nearest step, and where
     that does not decide, of at most `MAX_COMPARED` on each side; where all sizes differ, one read
@@ -223,17 +224,20 @@ def _check_unlisted(
 def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
     """What proves that a step without families has all its files; empty where nothing does.
 
-    Cost: none where a framework names its files, or where there is only one kind of them; else
-    the listing of one step, or of two on each side.
+    One file is all that there is unless each step beside has others. Cost: none where a framework
+    names the files; else the listing of one step, or of two on each side.
     """
     if opened.step.layout != "dcp" and any(part.grids for part in opened.step.parts):
         return f"files as {opened.step.layout} names them"
     kinds = kinds_of_files(opened.step).keys()
-    if len(kinds) < 2:
-        return "one file" if kinds else "no name of a rank"
-    beside = steps_beside(opened, neighbours, MAX_COMPARED)
-    same = next((other for other in beside if kinds_of_files(other.step).keys() <= kinds), None)
-    return f"{same.name}, which has the same files" if same else ""
+    if not kinds:
+        return "no name of a rank"
+    is_only = True
+    for other in steps_beside(opened, neighbours, MAX_COMPARED):
+        is_only = False
+        if kinds_of_files(other.step).keys() <= kinds:
+            return "one file" if len(kinds) == 1 else f"{other.name}, which has the same files"
+    return "one file" if is_only and len(kinds) == 1 else ""
 
 
 def _manifest(opened: OpenStep) -> Manifest | Finding:

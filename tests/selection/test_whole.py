@@ -400,6 +400,18 @@ def test_a_step_that_lost_a_twin_or_a_known_file_is_not_proven_whole(tmp_path, l
     assert not any(one.removed for one in pruned.decisions if one.number == 20)
 
 
+def test_one_file_is_not_all_where_the_step_before_has_others(tmp_path):
+    for number in (10, 20):
+        for word in "abc" if number == 10 else "a":
+            named(tmp_path / f"step_{number}", f"{word}.pt", WEIGHTS)
+    whole = ckptctl.verify(f"{tmp_path}@20", grace_s=0).claim(ClaimName.WHOLE)
+    assert whole.state is ClaimState.UNKNOWN
+    assert ckptctl.pick(str(tmp_path)).step == 20
+    for word in "bc":
+        (tmp_path / "step_10" / f"{word}.pt").unlink()
+    assert ckptctl.verify(f"{tmp_path}@20", grace_s=0).claim(ClaimName.WHOLE).is_proven
+
+
 def test_what_only_the_step_before_holds_is_not_of_each_save(tmp_path):
     for number in (10, 20):
         save_kinds(tmp_path / f"step_{number}", number, *(["init.pt"] if number == 10 else []))
