@@ -30,6 +30,8 @@ _WEAK = (
     *("exit.", "divergence.loss", "xid.other"),
 )
 
+_UNNAMED = ("python.", "accelerator.unknown")
+
 # Any failure cancels a step or ends native code; these decide only without other evidence.
 _LAST = ("slurm.step-cancelled", "program.abort")
 
@@ -107,8 +109,8 @@ def _decisive(
     killed = _first(each for each in suspects if each.rule in _SIGKILL)
     suspects = [e for e in suspects if e.rule != "stop.sigterm" or not _was_first(killed, e)]
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
-    # An exception only names what the lines about it explain.
-    strong = [each for each in strong if not each.rule.startswith("python.")] or strong
+    # An exception that no rule knows only names what the lines about it explain.
+    strong = [each for each in strong if not each.rule.startswith(_UNNAMED)] or strong
     hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
     # A killed process explains the peers that waited for it, never the reverse.
     return _first(

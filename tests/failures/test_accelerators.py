@@ -18,6 +18,7 @@ ACCELERATORS = (
     ("ascend.config", "job-config", "EI0001: Value 1000 for HCCL_RDMA_SL is invalid."),
     ("ascend.core", "unknown", f"{NPU}aclrtSynchronizeStream, error code is 507015"),
     ("ascend.timeout", "hang", f"{NPU}aclrtSynchronizeStream, error code is 507046"),
+    ("ascend.timeout", "hang", "EI0002: The wait execution of the Notify register times out."),
     ("amd.hang", "infra-node", "HW Exception by GPU node-9 (Agent: 0x6) reason :GPU Hang"),
     ("amd.hardware", "infra-node", "RuntimeError: HIP error: the device is lost"),
     ("amd.lost", "infra-node", "[   7.5] amdgpu 0000:c1:00.0: amdgpu: device lost from bus!"),
@@ -59,6 +60,35 @@ def test_no_error_of_an_accelerator_accuses_the_program(tmp_path, rule, failure,
         assert Action.FIX not in (alone.action, ending.action)
     found = [each.rule for each in (*alone.evidence, *alone.consequences)]
     assert found[0] == rule
+
+
+def test_a_named_error_below_an_unnamed_one_of_the_runtime_decides(tmp_path):
+    unnamed = "RuntimeError: ACL stream synchronize failed."
+    report = _classify(tmp_path, f"{IN_A_CALL}{unnamed}\nEI0002: [PID: 7] Notify wait timeout.")
+    assert report.failure == "hang"
+
+
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        (
+            "infra-node",
+            "[7.5] nvme: Unable to change power state from D3hot to D0, device inaccessible",
+        ),
+        (
+            "job-config",
+            "n:7:8 [0] NCCL WARN NET/OFI Unable to insert remote address into address vector",
+        ),
+        ("job-config", "RuntimeError: received 0 items of ancdata"),
+    ],
+)
+def test_devices_addresses_and_limits_that_are_reported_in_other_words(tmp_path, failure, line):
+    assert _classify(tmp_path, line).failure == failure
+
+
+def test_a_kernel_that_the_device_stopped_without_a_reason_accuses_nobody(tmp_path):
+    report = _classify(tmp_path, f"{IN_A_CALL}RuntimeError: HIP error: unspecified launch failure")
+    assert (report.confidence, report.action) == ("low", Action.INVESTIGATE)
 
 
 @pytest.mark.parametrize("line", MEMORY)
