@@ -18,8 +18,9 @@ nothing happened are counted on the same runs, cut at every fifth step.
 `--late` measures the answers of this project alone, on the resumes of
 `fixtures/loss_late_resumes.py`: with 4, 5 and 6 decimals and the whole float, 5 to 40
 steps logged twice, with the learning rate and without. It prints how many resumes with a
-fault are `continuous` or exclude that fault, and how many right ones are `continuous`
-or accused, by the digits of the loss.
+fault are `continuous` or exclude that fault, how many right ones are `continuous` or
+accused, by the digits of the loss, and which share of the faults is found and of the right
+resumes is `continuous`, by the learning rate and the digits.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ LISTED = {
     "learning rate times 0.3": evidence.RATE,
     "stale tensor": evidence.WEIGHTS,
     "older weights": evidence.WEIGHTS,
+    "older step": evidence.WEIGHTS,
     "weights of another run": evidence.WEIGHTS,
     "rounded weights": evidence.ROUNDED,
     "averaged weights": evidence.WEIGHTS,
@@ -153,6 +155,7 @@ _NO_FAULT_OF_TRAINING = ("rounded weights", "random numbers lost")
 def late(document: dict, *, trace: bool = False) -> int:
     """Print the answers on resumes late in the schedule; 1 where they miss their targets."""
     counts: Counter[tuple[str, str]] = Counter()
+    shares: Counter[tuple[bool, float, int, bool]] = Counter()
     for run in document["runs"]:
         phase = "late" if run["ratio"] <= LATE else "peak"
         for resume in run["resumes"]:
@@ -161,6 +164,8 @@ def late(document: dict, *, trace: bool = False) -> int:
                 continue
             kind = phase if fault in LISTED else "right"
             kind = fault if fault in _NO_FAULT_OF_TRAINING else kind
+            if fault == "correct, other ranks" and run["depends_on_ranks"]:
+                kind = "other ranks, other losses"
             for n_twice, decimals, with_rate in product(
                 (5, 8, 12, 20, 40), (4, 5, 6, 16), (True, False)
             ):
@@ -175,11 +180,15 @@ def late(document: dict, *, trace: bool = False) -> int:
                 else:
                     kind_here = kind
                 counts[kind_here, report.verdict.value] += 1
+                answers = {"right": ("continuous",), "late": _ACCUSED, "peak": _ACCUSED}
+                if kind in answers and n_twice >= 8:
+                    is_good = report.verdict.value in answers[kind]
+                    shares[kind == "right", run["ratio"], min(digits, _MOST_DIGITS), is_good] += 1
                 counts[kind_here, "all"] += 1
                 excluded = {each.name for each in report.faults if each.excluded}
                 wrong = LISTED.get(fault) in excluded
                 counts[kind_here, "excluded"] += wrong
-                is_missed = kind == "right" and report.exit_code in (30, 32)
+                is_missed = fault.startswith("correct") and report.exit_code in (30, 32)
                 is_missed |= kind in ("late", "peak") and report.verdict.value == "continuous"
                 if trace and (wrong or is_missed):
                     print(run["name"], fault, n_twice, decimals, with_rate, report.message)
@@ -189,11 +198,29 @@ def late(document: dict, *, trace: bool = False) -> int:
         total = counts[kind, "all"]
         shares = "".join(f"{100 * counts[kind, word] / total:>13.2f} %" for word in words)
         print(f"{kind:28}{total:>7}{shares}")
+    _print_shares(shares)
     fine = "right, 6 digits or more"
-    right = [kind for kind, _ in counts if kind.startswith("right")]
+    right = [kind for kind, _ in counts if kind.startswith(("right", "other ranks"))]
     accused = sum(counts[kind, word] for kind in {*right} for word in words[:2])
     missed = counts["late", "continuous"] + counts["late", "excluded"]
     return int(counts[fine, "continuous"] < 0.97 * counts[fine, "all"] or accused + missed > 0)
+
+
+_ACCUSED = ("discontinuous", "suspect")
+_MOST_DIGITS = 8
+
+
+def _print_shares(shares: Counter[tuple[bool, float, int, bool]]) -> None:
+    """How often 8 rows or more give the right answer, by learning rate and digits."""
+    digits = range(4, _MOST_DIGITS + 1)
+    for is_right, what in ((False, "faults found"), (True, "right resumes continuous")):
+        print(f"\n{what + ', by share of the peak':40}" + "".join(f"{n:>6} d" for n in digits))
+        for ratio in sorted({ratio for _, ratio, _, _ in shares}):
+            cells = []
+            for n in digits:
+                good, bad = (shares[is_right, ratio, n, each] for each in (True, False))
+                cells.append(f"{100 * good / (good + bad):>6.0f} %" if good + bad else f"{'-':>8}")
+            print(f"{ratio:40.0%}" + "".join(cells))
 
 
 LATE = 0.1
@@ -201,7 +228,7 @@ LATE = 0.1
 
 
 def _digits(row: Row) -> int:
-    if row.loss is None or not row.loss.quantum:
+    if row.loss is None or not row.loss.quantum or not row.loss.value:
         return 16
     return math.floor(math.log10(abs(row.loss.value) / row.loss.quantum)) + 1
 
@@ -223,7 +250,10 @@ def late_report(run: dict, resume: dict, n_twice: int, decimals: int, *, with_ra
 
     before = [row for row in run["before"] if row[0] <= saved + n_twice]
     items = [*logged(before), *logged(resume["rows"])]
-    return check_rows(items, CheckOptions(ResumePoint(saved, "asked")))
+    n_ranks = run["n_ranks"]
+    grown = 2 * n_ranks if resume["fault"] == "correct, other ranks" else n_ranks
+    point = ResumePoint(saved, "asked", world_size=grown, saved_world_size=n_ranks)
+    return check_rows(items, CheckOptions(point))
 
 
 def main() -> int:

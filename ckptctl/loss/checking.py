@@ -226,7 +226,8 @@ def check_split(
     assessments = tuple(assess(each) for each in chosen)
     if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
         assessments = _alone(parts, options.resume_point)
-    of_logs = _of_logs(parts, assessments, resume_point, waits_for)
+    without_rows = [log for log in logs if not _has_rows(parts, log)] if len(logs) > 1 else []
+    of_logs = _of_logs(parts, assessments, resume_point, waits_for, without_rows)
     findings = in_order([*of_logs, *_damage(damage)])
     answer = _answer(parts, assessments, findings, logs, options)
     recomputed = recomputed_by(assessments[-1].resume) if assessments else None
@@ -394,6 +395,7 @@ def _of_logs(
     assessments: Sequence[Assessment],
     resume_point: ResumePoint | None,
     waits_for: str | None,
+    without_rows: Sequence[str],
 ) -> Iterable[Finding]:
     """The findings about the logs as a whole."""
     if not parts.n_losses:
@@ -407,7 +409,7 @@ def _of_logs(
             found=f"{parts.n_segments:,} segments in {counted(parts.n_rows, 'row')}",
         )
     elif not assessments:
-        yield _no_resume(parts, resume_point, waits_for)
+        yield _no_resume(parts, resume_point, waits_for, without_rows)
     if parts.n_copies:
         copies = counted(parts.n_copies, "row")
         yield Finding(
@@ -452,12 +454,23 @@ def _no_loss(parts: Split) -> Finding:
     )
 
 
-def _no_resume(parts: Split, resume_point: ResumePoint | None, waits_for: str | None) -> Finding:
+def _no_resume(
+    parts: Split,
+    resume_point: ResumePoint | None,
+    waits_for: str | None,
+    without_rows: Sequence[str],
+) -> Finding:
     first, last = parts.segments[0].first_step, parts.segments[-1].last_step
     if waits_for is not None:
         message = (
             f"{waits_for} holds no row of a step: the resumed job has logged nothing that can be "
             f"read; the other logs hold steps {first:,} to {last:,}"
+        )
+    elif resume_point is not None and first >= resume_point.step:
+        which = f" ({', '.join(without_rows)} holds none)" if without_rows else ""
+        message = (
+            f"the logs hold no row from before the resume{which}: they hold steps {first:,} to "
+            f"{last:,}, and the checkpoint holds step {resume_point.step:,}"
         )
     elif resume_point is not None:
         message = (

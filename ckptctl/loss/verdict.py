@@ -8,8 +8,10 @@ never counts as good.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import counted
@@ -27,12 +29,14 @@ from ckptctl.loss.level import (
     WINDOWS,
     LossLevel,
     check_grad_norm,
+    finite,
     is_above,
     measure_level,
     share,
     signed,
 )
 from ckptctl.loss.replay import (
+    EXACT,
     FINE,
     FINE_DIGITS,
     GOOD_ROWS,
@@ -243,6 +247,9 @@ _JUMP_EXCESS, _JUMP_EXCESS_TWICE = 1.6, 1.25
 _SPIKES = 2
 # Standard errors. Another order of the same data gave at most 2.1, no loaded state 2.4 to 19.
 _Z_SHIFT, _Z_JUMP = 4.0, 6.0
+# On another number of ranks, where random numbers change every loss.
+_EQUAL_BY_CHANCE = 0.005
+_FOR_HIGHER = 8  # rows
 
 
 def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
@@ -313,13 +320,32 @@ _OTHER_RANKS = (
 def _is_of_ranks(resume: LoggedResume, replay: Replay) -> bool:
     """Whether another number of ranks can be the cause: other random numbers and statistics.
 
-    These change single losses more than their median.
+    These change single losses more than their median, and the first loss as much as the others.
     """
     if resume.resume_point is None or resume.resume_point.growth == 1:
         return False
+    if replay.agreement is Agreement.DRIFT:
+        return _equal_by_chance(resume, replay) > _EQUAL_BY_CHANCE
     if replay.agreement is Agreement.HIGHER:
-        return replay.middle <= LEAST_RISE or replay.z_score <= _Z_JUMP
+        is_small = replay.middle <= LEAST_RISE or replay.z_score <= _Z_JUMP
+        # A loss around zero is no worse where it is higher.
+        losses = [row.before.loss.value for row in replay.rows if row.before.loss]
+        return is_small or len(losses) < _FOR_HIGHER or min(losses) <= 0
     return replay.agreement in (Agreement.DIFFERENT, Agreement.LOWER)
+
+
+def _equal_by_chance(resume: LoggedResume, replay: Replay) -> float:
+    """How probable it is that the first loss is as equal as it is, if it changed as later ones."""
+    first, *rest = replay.rows
+    changes = math.sqrt(fmean(row.difference**2 for row in rest))
+    near = max(abs(first.difference), 2 * replay.rounding, EXACT)
+    if changes <= near:
+        return 1.0
+    # A loss that is exactly 0 where no action is rewarded is equal to many others.
+    losses = [number.value for _, number in finite(resume.before)]
+    value = first.before.loss.value if first.before.loss else 0.0
+    n_equal = sum(abs(loss - value) <= EXACT * abs(value) for loss in losses)
+    return max(near / changes, n_equal / max(1, len(losses)))
 
 
 _MEANINGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 from ckptctl.cli.loss_rendering import picture_of_loss
 from ckptctl.findings import CODES
 from ckptctl.logs.rows import LogPosition, Marker, Number, Row
-from ckptctl.loss.checking import CheckOptions, check_rows
+from ckptctl.loss.checking import CheckOptions, check_loss, check_rows
 from ckptctl.loss.plots import curve_of
 from ckptctl.loss.replay import Agreement
 from ckptctl.loss.resumes import ResumePoint
@@ -559,6 +560,31 @@ def test_other_results_on_another_number_of_ranks_are_no_fault_and_no_proof():
     assert check_rows(resumed(), CheckOptions(OTHER_RANKS)).verdict is LossVerdict.CONTINUOUS
 
 
+def test_a_first_loss_that_is_equal_by_chance_is_no_drift_on_another_number_of_ranks():
+    def wobble(first):
+        def change(each):
+            factor = first if each.step == SAVED + 1 else 3e-3 * math.cos(2.4 * each.step)
+            return times(1 + factor)(each)
+
+        return change
+
+    by_chance = check_rows(resumed(wobble(4e-5)), CheckOptions(OTHER_RANKS))
+    assert found(by_chance) == ("inconclusive", ["loss.other-ranks"])
+    same_ranks = CheckOptions(ResumePoint(SAVED, "asked"))
+    assert "loss.drift" in found(check_rows(resumed(wobble(4e-5)), same_ranks))[1]
+
+
+def test_an_exactly_equal_first_loss_is_a_drift_on_any_number_of_ranks():
+    def drift(each):
+        return times(1 + 9e-3 * math.sin(each.step), since=SAVED + 2)(each)
+
+    items = [
+        each if isinstance(each, Marker) else replace(each, loss=Number(each.loss.value, 0))
+        for each in resumed(drift)
+    ]
+    assert found(check_rows(items, CheckOptions(OTHER_RANKS))) == ("suspect", ["loss.drift"])
+
+
 def test_a_loss_that_is_much_higher_is_a_fault_on_any_number_of_ranks():
     report = check_rows(resumed(times(1.05)), CheckOptions(OTHER_RANKS))
     assert "loss.higher" in found(report)[1]
@@ -631,6 +657,16 @@ def test_a_first_step_before_the_checkpoint_needs_no_rows_before_the_resume():
     assert "loss.step" in found(report)[1]
     report = check_rows([mark, *rows(SAVED + 1, SAVED + 40)])
     assert found(report) == ("inconclusive", ["loss.no-resume"])
+
+
+def test_a_log_without_a_row_before_the_resume_is_named(tmp_path):
+    for name, steps in (("a", ()), ("b", range(41, 80))):
+        lines = [json.dumps({"step": step, "loss": 2 + 1 / step}) for step in steps]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([*lines, ""]))
+    logs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    report = check_loss(logs, resume_step=40)
+    assert report.verdict is LossVerdict.INCONCLUSIVE
+    assert f"no row from before the resume ({logs[0]} holds none)" in report.message
 
 
 # What each answer rests on.
