@@ -29,7 +29,9 @@ from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.checking import CheckOptions, check_loss, check_rows
 from ckptctl.loss.plots import curve_of
 from ckptctl.loss.replay import Agreement
-from ckptctl.loss.resumes import ResumePoint
+from ckptctl.loss.resumes import ResumePoint, resumes
+from ckptctl.loss.segments import split
+from ckptctl.loss.sensitivity import measure_update
 from ckptctl.loss.verdict import FORCES, LossVerdict
 
 CLEAN = SAVED  # no step is logged twice
@@ -544,6 +546,31 @@ def test_whatever_the_log_holds_there_is_an_answer(items, every):
     report = check_rows(items, CheckOptions(which="all" if every else "last"))
     assert report.exit_code in (0, 30, 31, 32)
     assert report.message
+
+
+# How far an update moves the loss.
+
+
+def update_of(change):
+    items = [each if isinstance(each, Marker) else change(each) for each in resumed()]
+    (resume,) = resumes(split(items))
+    return measure_update(resume).size
+
+
+def test_the_gradient_norm_of_an_adaptive_optimizer_tells_how_far_an_update_moves_the_loss():
+    without = update_of(lambda each: replace(each, grad_norm=None))
+    of_norm = 3e-4 * 5 / 2.7
+    with_norm = update_of(lambda each: replace(each, grad_norm=printed(5)))
+    assert with_norm > 2 * of_norm > without
+    # The loss falls by far less than that with another optimizer.
+    assert update_of(lambda each: replace(each, grad_norm=printed(50))) == without
+
+
+def test_a_loss_that_still_falls_is_moved_further_by_an_update():
+    def falling(each):
+        return replace(each, loss=printed(each.loss.value - 0.002 * each.step))
+
+    assert update_of(falling) > 1.2 * update_of(lambda each: each)
 
 
 # Another number of ranks, rows that are missing, counters of a process.
