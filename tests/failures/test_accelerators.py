@@ -80,6 +80,11 @@ def test_a_named_error_below_an_unnamed_one_of_the_runtime_decides(tmp_path):
             "n:7:8 [0] NCCL WARN NET/OFI Unable to insert remote address into address vector",
         ),
         ("job-config", "RuntimeError: received 0 items of ancdata"),
+        ("job-config", "NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory"),
+        ("job-config", "UCX ERROR mlx5_0: ibv_create_cq() failed: Cannot allocate memory."),
+        ("job-data", "lmdb.CorruptedError: mdb_get: MDB_CORRUPTED: Located page was wrong type"),
+        ("unknown", "RuntimeError: UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)"),
+        ("unknown", "RuntimeError: miopenStatusUnknownError"),
     ],
 )
 def test_devices_addresses_and_limits_that_are_reported_in_other_words(tmp_path, failure, line):

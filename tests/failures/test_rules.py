@@ -80,6 +80,7 @@ EXAMPLES = {
     "service.timeout": "concurrent.futures._base.TimeoutError",
     "nccl.environment": "node017:7:7 [0] NCCL WARN Error : no algorithm/protocol available",
     "nccl.fabric-manager": "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 4096",
+    "nccl.locked-memory": "NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory",
     "slurm.node-drained": "Kill task failed   root   2026-11-20T03:12:44 gpu[12-14]",
     "slurm.task-launch": "srun: error: Task launch for 7.0 failed on node gpu12: Bad credential",
     "stop.preempted": "controller.py:118] Cluster is preempted (status: STOPPED). Recovering",
