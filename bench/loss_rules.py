@@ -155,7 +155,7 @@ _NO_FAULT_OF_TRAINING = ("rounded weights", "random numbers lost")
 def late(document: dict, *, trace: bool = False) -> int:
     """Print the answers on resumes late in the schedule; 1 where they miss their targets."""
     counts: Counter[tuple[str, str]] = Counter()
-    shares: Counter[tuple[bool, float, int, bool]] = Counter()
+    by_rate: Counter[tuple[bool, float, int, bool]] = Counter()
     for run in document["runs"]:
         phase = "late" if run["ratio"] <= LATE else "peak"
         for resume in run["resumes"]:
@@ -183,7 +183,7 @@ def late(document: dict, *, trace: bool = False) -> int:
                 answers = {"right": ("continuous",), "late": _ACCUSED, "peak": _ACCUSED}
                 if kind in answers and n_twice >= 8:
                     is_good = report.verdict.value in answers[kind]
-                    shares[kind == "right", run["ratio"], min(digits, _MOST_DIGITS), is_good] += 1
+                    by_rate[kind == "right", run["ratio"], min(digits, _MOST_DIGITS), is_good] += 1
                 counts[kind_here, "all"] += 1
                 excluded = {each.name for each in report.faults if each.excluded}
                 wrong = LISTED.get(fault) in excluded
@@ -198,7 +198,7 @@ def late(document: dict, *, trace: bool = False) -> int:
         total = counts[kind, "all"]
         shares = "".join(f"{100 * counts[kind, word] / total:>13.2f} %" for word in words)
         print(f"{kind:28}{total:>7}{shares}")
-    _print_shares(shares)
+    _print_by_rate(by_rate)
     fine = "right, 6 digits or more"
     right = [kind for kind, _ in counts if kind.startswith(("right", "other ranks"))]
     accused = sum(counts[kind, word] for kind in {*right} for word in words[:2])
@@ -210,15 +210,15 @@ _ACCUSED = ("discontinuous", "suspect")
 _MOST_DIGITS = 8
 
 
-def _print_shares(shares: Counter[tuple[bool, float, int, bool]]) -> None:
+def _print_by_rate(answers: Counter[tuple[bool, float, int, bool]]) -> None:
     """How often 8 rows or more give the right answer, by learning rate and digits."""
     digits = range(4, _MOST_DIGITS + 1)
     for is_right, what in ((False, "faults found"), (True, "right resumes continuous")):
         print(f"\n{what + ', by share of the peak':40}" + "".join(f"{n:>6} d" for n in digits))
-        for ratio in sorted({ratio for _, ratio, _, _ in shares}):
+        for ratio in sorted({ratio for _, ratio, _, _ in answers}):
             cells = []
             for n in digits:
-                good, bad = (shares[is_right, ratio, n, each] for each in (True, False))
+                good, bad = (answers[is_right, ratio, n, each] for each in (True, False))
                 cells.append(f"{100 * good / (good + bad):>6.0f} %" if good + bad else f"{'-':>8}")
             print(f"{ratio:40.0%}" + "".join(cells))
 

@@ -3,8 +3,9 @@
 How far a lost optimizer or another learning rate moves the loss depends on the size of one
 update: at 1 % of the peak learning rate it is about 0.01 % of the loss, less than the
 noise of some logs. The size follows from the log: the loss has fallen by so much for so
-much learning rate. A fault is excluded where rows as close as these would be improbable
-with it: an exactly equal row excludes every change that is large against its last digit.
+much learning rate, batches differ by so much, and the gradient has some norm. A fault is
+excluded where rows as close as these would be improbable with it: an exactly equal row
+excludes every change that is large against its last digit.
 
 The factors are measured on small trainings with known faults (`bench/loss_rules.py
 --late`): they are the smallest effects among these, not the usual ones.
