@@ -207,7 +207,8 @@ class RankDeduplicator:
 class TextLog(Log):
     """One text log, fed in pieces of any length; `name` is the file of its positions.
 
-    `earlier` is the log before it, which shows at which step an epoch began.
+    `earlier` is the log before it, which shows at which step an epoch began, and which format is
+    to be expected.
     """
 
     _ranks: RankDeduplicator
@@ -224,7 +225,7 @@ class TextLog(Log):
     ) -> None:
         self._deadline = deadline
         self._name = name
-        self._earlier = {} if earlier is None else earlier._readers
+        self._earlier = earlier
         self._keys = keys
         self._splitter = LineSplitter()
         self._markers = markers.HintFinder()
@@ -406,8 +407,9 @@ class TextLog(Log):
         reader = form.reader(self._keys)
         if isinstance(reader, LineReader):
             reader.templates = self._templates.setdefault(form.name, reader.templates)
-            if isinstance(before := self._earlier.get((form.name, rank)), LineReader):
-                reader.follow(before)
+            before = {} if self._earlier is None else self._earlier._readers
+            if isinstance(followed := before.get((form.name, rank)), LineReader):
+                reader.follow(followed)
             reader.accumulated = self._accumulated
             reader.resume(self._resumed)
             reader.stop(self._stopped)
@@ -422,7 +424,8 @@ class TextLog(Log):
         if self._chosen is None:
             if form.fallback:
                 self._undecided.append((form, rank, row))
-                if len(self._undecided) >= _UNDECIDED_ROWS:
+                is_as_before = self._earlier is not None and self._earlier._chosen is form
+                if is_as_before or len(self._undecided) >= _UNDECIDED_ROWS:
                     yield from self._settle_fallback()
                 return
             if form.needs_loss and row.loss is None:

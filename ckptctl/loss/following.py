@@ -17,7 +17,7 @@ from ckptctl.errors import UsageError
 from ckptctl.logs.reading import LogFormat, LogReader
 from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
-from ckptctl.loss.level import WINDOWS
+from ckptctl.loss.level import MIN_BEFORE, WINDOWS
 from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement, Origin
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.resumes import ResumePoint
@@ -88,6 +88,9 @@ def is_settled(assessment: Assessment) -> bool:
         return True
     if assessment.verdict is LossVerdict.DISCONTINUOUS:
         return level.n_after >= _ROWS_FOR_DISCONTINUOUS
+    if level.n_before < MIN_BEFORE and not more_to_replay:
+        # No row is added before the resume, so later ones have nothing to be compared with.
+        return level.n_after >= WINDOWS[0]
     return level.n_after >= WINDOWS[-1]
 
 
