@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 
+from ckptctl.logs.rows import Number, Row
 from ckptctl.loss.level import MIN_BEFORE, N_NOISE, finite, measure_for, noise_of, rounding_of
 from ckptctl.loss.replay import EXACT, Replay
 from ckptctl.loss.resumes import LoggedResume
-from ckptctl.loss.rows import Number, Row
 
 # A loss that does not fall still shows how far the learning rate is below its peak. Among
 # generative adversarial networks an update moved it by 2e-4 of the peak share, or more.
