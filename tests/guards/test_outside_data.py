@@ -294,7 +294,7 @@ def records_of_a_collector(root: Path, data: bytes) -> None:
 
 
 READERS: dict[str, tuple[Probe, ...]] = {
-    "cli/values.py": (storage_option,),
+    "cli/options.py": (storage_option,),
     "logs/log_lines.py": (classify_reads_a_log,),
     "failures/rank_dumps.py": (classify_reads_a_dump,),
     "logs/collectors.py": (records_of_a_collector,),
