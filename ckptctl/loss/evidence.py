@@ -20,7 +20,6 @@ from ckptctl.loss.replay import (
     FINE,
     FINE_DIGITS,
     GOOD_ROWS,
-    MIN_ROWS,
     Agreement,
     Origin,
     Replay,
@@ -139,11 +138,13 @@ def loss_checks(
     first = twice if replay.agrees else "the first step logged twice agrees"
     stale = f"{first}; a tensor that changes the loss by {share(shown.smallest_weights)} would show"
     weights = rows or _differing(replay) * (not replay.first_is_equal)
-    yield _by_rows(WEIGHTS, shown.excludes_weights, stale, weights or _weights_text(shown))
+    same_weights = shown.excludes_weights and not weights
+    yield _by_rows(WEIGHTS, same_weights, stale, weights or _weights_text(shown))
     jump = level.smallest_jump
     sees_jump = jump is not None and jump <= SMALLEST_JUMP
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""
     yield Check(NOTHING_LOADED, seen if sees_jump else "", "too few or too noisy rows for a jump")
+    yield _by_rows(NOTHING_LOADED, same_weights, stale, "")
     update, why = f"{twice}; {_limit_text(shown)}", all_agree or _update_text(shown)
     if shown.drifts or replay.agreement is Agreement.DRIFT:
         yield Check(OPTIMIZER, doubt=_drift_text(replay))
@@ -154,7 +155,7 @@ def loss_checks(
         same = "the first loss and its gradient norm agree, before any update"
         yield Check(RANDOM, same)
     coarse = f"differences of {share(max(replay.median, replay.rounding))} could hide it"
-    yield _by_rows(RANDOM, shown.excludes_random, first, weights or coarse)
+    yield _by_rows(RANDOM, shown.excludes_random and not weights, first, weights or coarse)
     data = shown.excludes_data and not all_agree
     batches = f"{twice}, and other batches differ by {share(replay.noise)}"
     digests = "detecting it takes a digest of the samples of each step (samples_digest)"
@@ -174,9 +175,12 @@ def _by_rows(fault: str, is_shown: bool, compared: str, lacks: str) -> Check:
     return Check(fault, compared if is_shown else "", lacks)
 
 
+_TOO_FEW = (Agreement.NONE, Agreement.FEW)
+
+
 def _usable(replay: Replay) -> str:
     """Why the steps logged twice are no evidence at all; empty where they are."""
-    if len(replay.rows) < MIN_ROWS:
+    if replay.agreement in _TOO_FEW:
         return f"detecting it takes {GOOD_ROWS} steps logged twice, with {FINE_DIGITS}"
     if not replay.fine_enough:
         return f"the log rounds the loss by {share(replay.rounding)}"
@@ -272,7 +276,7 @@ class Missing:
 def missing(resume: LoggedResume, replay: Replay, level: LossLevel) -> Iterator[Missing]:
     """Yield what the log should hold and does not."""
     rows = (*resume.before[-20:], *resume.after[:20])
-    if len(replay.rows) < MIN_ROWS:
+    if replay.agreement in _TOO_FEW:
         yield Missing(
             "steps that were logged twice",
             "keep the log of the failed job (append, or a new file for each process); after a "

@@ -18,7 +18,7 @@ from ckptctl.logs.reading import LogFormat, LogReader
 from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
 from ckptctl.loss.level import MIN_BEFORE, WINDOWS
-from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement, Origin
+from ckptctl.loss.replay import GOOD_ROWS, Agreement, Origin
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.segments import Split, Splitter
@@ -80,7 +80,7 @@ def is_settled(assessment: Assessment) -> bool:
     if replay.is_proof and more_to_replay and assessment.verdict is LossVerdict.NO_JUMP:
         return n >= WINDOWS[-1]
     if replay.is_proof:
-        return n >= (GOOD_ROWS if more_to_replay else MIN_ROWS)
+        return n >= GOOD_ROWS or not more_to_replay
     if more_to_replay and replay.origin is Origin.COPIED:
         # A row that was not logged before shows that another attempt is training.
         return False

@@ -27,7 +27,9 @@ from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.segments import Boundary
 
 MIN_ROWS = 3
-"""The fewest steps logged twice from which anything is concluded."""
+"""The fewest steps logged twice from which anything is concluded, but for equal ones."""
+EXACT_ROWS = 2
+"""So many are enough where the log prints the loss in single precision and they are equal."""
 GOOD_ROWS = 5
 """With so many steps, 97 % or more of all lost optimizer states are detected."""
 MAX_ROWS = 50
@@ -291,7 +293,7 @@ def _varies(losses: Sequence[float], among: Sequence[float], within: float) -> b
     """Whether equal losses are evidence: a loss that only goes to and fro would repeat."""
     levels = sorted(losses)
     n_levels = 1 + sum(b - a > within for a, b in pairwise(levels))
-    return n_levels >= MIN_ROWS and _vary(losses, among, _BY_CHANCE_LOSS, within)
+    return n_levels >= min(MIN_ROWS, len(losses)) and _vary(losses, among, _BY_CHANCE_LOSS, within)
 
 
 def _vary(
@@ -368,9 +370,10 @@ def _agreement(
     noise: float,
     interval: int,
 ) -> Agreement:
-    if len(d) < MIN_ROWS:
-        return Agreement.FEW
     sizes = [abs(each) for each in d]
+    if len(d) < MIN_ROWS:
+        exact = len(d) >= EXACT_ROWS and max(sizes) <= EXACT and rounding <= EXACT / 2
+        return Agreement.IDENTICAL if exact else Agreement.FEW
     if max(sizes) <= max(EXACT, 2 * rounding):
         return Agreement.IDENTICAL
     same_batches = _same_batches(d, shapes, noise)

@@ -272,9 +272,9 @@ def test_few_equal_steps_that_exclude_too_little_are_waited_for():
 def test_few_rows_from_before_the_resume_are_not_waited_for(tmp_path):
     """The log from before does not grow; its format is also that of the new log at once."""
     old, new = tmp_path / "old.log", tmp_path / "new.log"
-    old.write_text("".join(f"step {n} loss {2 + 1 / n!r}\n" for n in range(10, 90, 10)))
+    old.write_text("".join(f"step {n} loss {2 + 1 / n:.3f}\n" for n in range(10, 90, 10)))
     text = "ckptctl: resumed from step 60: /ckpt/step_60\n"
-    new.write_text(text + "".join(f"step {n} loss {2 + 1 / n!r}\n" for n in range(70, 130, 10)))
+    new.write_text(text + "".join(f"step {n} loss {2 + 1 / n:.3f}\n" for n in range(70, 130, 10)))
     reports = [*follow_loss([str(old), str(new)], NamedCheckpoint(60))]
     assert len(reports) == 1
     assert (reports[0].n_rows, reports[0].verdict) == (14, LossVerdict.INCONCLUSIVE)

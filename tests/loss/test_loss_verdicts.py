@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -730,3 +731,34 @@ def test_the_loss_of_averaged_weights_is_compared():
 
     assert found(report(0)) == ("continuous", [])
     assert found(report(0.01)) == ("suspect", ["loss.ema"])
+
+
+def _plain(steps: range, seed: int = 1) -> list[str]:
+    noise = random.Random(seed)
+    return [f"step {n} loss {2 + 3 / n + noise.gauss(0, 0.02):.9f}\n" for n in steps]
+
+
+def test_rows_that_a_shipper_wrote_twice_exclude_nothing(tmp_path):
+    log, rows = tmp_path / "train.log", _plain(range(1, 81))
+    for later in ([], _plain(range(81, 120), seed=2)):
+        log.write_text("".join([*rows, *rows[60:], *later]))
+        (assessment,) = check_loss([str(log)]).assessments
+        excluded = [fault.name for fault in assessment.faults if fault.excluded]
+        assert not {"other or older weights", "random numbers lost"} & set(excluded), excluded
+        assert not any(name.startswith("random") for name in excluded)
+
+
+@pytest.mark.parametrize(("digits", "is_proof"), [(9, True), (5, False)])
+def test_two_equal_steps_are_enough_in_single_precision(tmp_path, digits, is_proof):
+    """A log with a row in ten steps has two or three of them again after a resume."""
+    old, new = tmp_path / "old.log", tmp_path / "new.log"
+    rows = {
+        n: f"step {n} loss {2 + 3 / n + math.sin(n) / 20:.{digits}f}\n" for n in range(10, 400, 10)
+    }
+    old.write_text("".join(rows[n] for n in range(10, 310, 10)))
+    new.write_text("".join(rows[n] for n in range(290, 400, 10)))
+    report = check_loss([str(old), str(new)], resume_step=280)
+    assert (report.verdict is LossVerdict.CONTINUOUS) == is_proof
+    wrong = [rows[n].replace("loss 2", "loss 2.01") for n in range(290, 400, 10)]
+    new.write_text("".join(wrong))
+    assert check_loss([str(old), str(new)], resume_step=280).verdict is not LossVerdict.CONTINUOUS
