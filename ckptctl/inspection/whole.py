@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -63,6 +64,10 @@ N_BEFORE = 2
 
 MAX_BEFORE = 4
 """So many steps before are listed to see whether one of them lacks a file, too."""
+
+
+_MAX_KEPT = 8
+"""So many steps have their files and families kept: each is compared with several others."""
 
 
 class Wholeness(msgspec.Struct, frozen=True):
@@ -909,6 +914,7 @@ def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = Fa
 # The files of a step that nothing lists: families, kinds, words
 
 
+@lru_cache(maxsize=_MAX_KEPT)
 def open_families(step: Step) -> tuple[Family, ...]:
     """The families among files whose number nothing else states.
 
@@ -938,6 +944,9 @@ def kinds_of_files(step: Step) -> Mapping[str, str]:
     return kinds
 
 
+@lru_cache(
+    maxsize=8
+)  # a step of 4,096 ranks is compared with itself and those beside several times
 def _unlisted_files(step: Step) -> Mapping[str, int]:
     """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
     if step.layout in _FILES_OF_PARAMETERS:
