@@ -85,9 +85,9 @@ def measure_update(resume: LoggedResume) -> UpdateSize:
     now = rates[-1][1]
     losses = [measure(number.value) for _, number in rows]
     steps = [row.step for row, _ in rows]
-    consumed = [rate or 0.0 for _, rate in rates]
-    if now is not None and sum(consumed) > 0:
-        by_fall = _fall(losses, steps, consumed, noise) * now
+    logged = [rate or 0.0 for _, rate in rates]
+    if now is not None and sum(logged) > 0:
+        by_fall = _fall(losses, steps, logged, noise) * now
     else:
         # The mean rate of a schedule is about half of its peak. A fall of the last rows shows
         # that the rate has not ended.
