@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import ckptctl
@@ -12,12 +13,13 @@ from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
 from ckptctl.cli.options import HtmlOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
-from ckptctl.errors import UsageError
+from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import counted, duration, verb
 from ckptctl.logs.reading import LogFormat
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.resume_points import NamedCheckpoint
+from ckptctl.loss.resumes import LedgerAnswer
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import Parameter, StorageOptions
@@ -236,6 +238,7 @@ def loss(
     )
     if resume_from is not None:
         checkpoint = _read_from(resume_from, checkpoint, storage)
+    ledger = partial(_ledger_of, checkpoint.report, storage)
     if follow:
         reports = follow_loss(
             paths,
@@ -244,6 +247,7 @@ def loss(
             log_format=LogFormat(format, pattern, keys, tuple(ignore or ())),
             storage=storage,
             strict=strict,
+            ledger=ledger,
         )
         report = _last(reports, out, paths, timeout)
     else:
@@ -262,6 +266,7 @@ def loss(
             pattern=pattern,
             keys=keys,
             ignore=ignore or (),
+            ledger=ledger,
             storage=storage,
         )
     if html is not None:
@@ -315,6 +320,27 @@ def _read_from(step: str, given: NamedCheckpoint, storage: StorageOptions) -> Na
         tokens=contents.state.tokens.value if given.tokens is None else given.tokens,
         report=given.report or parent_url(contents.url),
     )
+
+
+def _ledger_of(report: str | None, storage: StorageOptions) -> LedgerAnswer | None:
+    """What the data ledger of the root shows that holds a resume report; None without one.
+
+    No ledger, or a root that cannot be read now, leaves the question open. Cost: that of `pick`.
+    """
+    if report is None or report.endswith(".json"):
+        return None
+    from ckptctl.goodput.data_use import EpochState
+
+    try:
+        use = ckptctl.data_use(report, storage=storage)
+    except CkptctlError:
+        return None
+    if use.step is None:
+        return None
+    wrong = [one.after_step for one in use.epochs if one.state is EpochState.WRONG]
+    known = [step for step in wrong if step is not None]
+    after = min(known) if known and len(known) == len(wrong) else None
+    return LedgerAnswer(use.source, use.since or 0, use.step, use.verdict, use.message, after)
 
 
 def _check(paths: list[str], resume: str, *, canary: bool, follow: bool) -> None:

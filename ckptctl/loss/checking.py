@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from ckptctl.loss.evidence import Fault, Missing, missing
 from ckptctl.loss.replay import MIN_ROWS
 from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
 from ckptctl.loss.resumes import (
+    LedgerAnswer,
     LoggedResume,
     Recomputed,
     ResumePoint,
@@ -104,13 +105,15 @@ class CheckOptions:
 
     `which` is `last`, `all`, or the number of a resume, counted from 1. `resume_point` is
     the checkpoint that the job resumed from, where it is known, and `report` the resume
-    report that named it. `strict` makes `no-jump` end with exit code 31.
+    report that named it. `strict` makes `no-jump` end with exit code 31. `ledger` reads what the
+    data ledger of the run shows; it is called once the rows are read.
     """
 
     resume_point: ResumePoint | None = None
     report: ResumeReport | None = None
     which: int | str = "last"
     strict: bool = False
+    ledger: Callable[[], LedgerAnswer | None] | None = None
 
 
 def check_loss(
@@ -129,6 +132,7 @@ def check_loss(
     pattern: str | None = None,
     keys: Mapping[str, str] | None = None,
     ignore: Sequence[str] = (),
+    ledger: Callable[[], LedgerAnswer | None] | None = None,
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> LossReport:
@@ -145,7 +149,8 @@ def check_loss(
     `canary` is the log of a separate short resume over steps that `logs` hold too: only
     the steps that both logged are compared. `format`, `pattern` and `keys` replace the
     detection of the log format; the metrics named in `ignore` are not read. A log that is
-    damaged in the middle is read up to the damage, which is a finding.
+    damaged in the middle is read up to the damage, which is a finding. `ledger` reads what the
+    data ledger of the run shows of repeated and skipped samples.
 
     Raises nothing for the content of a log. Raises `UsageError` for a wrong argument or a
     missing file, `StorageError` where a storage could not be read. Memory is bounded by
@@ -160,7 +165,7 @@ def check_loss(
     )
     log_format = LogFormat(format, pattern, keys, tuple(ignore))
     resume_point, found = checkpoint.resolve(storage)
-    options = CheckOptions(resume_point, found, resume, strict)
+    options = CheckOptions(resume_point, found, resume, strict, ledger)
     damage = DamageLog()
 
     def read(names: Sequence[str]) -> Iterator[Row | Marker]:
@@ -223,7 +228,8 @@ def check_split(
     if isinstance(options.which, int) and not chosen:
         n_resumes = max(0, parts.n_segments - 1)
         raise UsageError(f"--resume {options.which}: the logs hold {n_resumes} resumes")
-    assessments = tuple(assess(each) for each in chosen)
+    ledger = options.ledger() if options.ledger is not None and chosen else None
+    assessments = tuple(assess(each, ledger) for each in chosen)
     if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
         assessments = _alone(parts, options.resume_point)
     without_rows = [log for log in logs if not _has_rows(parts, log)] if len(logs) > 1 else []

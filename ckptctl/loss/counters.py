@@ -12,11 +12,11 @@ from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
-from ckptctl.formatting import counted
+from ckptctl.formatting import command_line, counted
 from ckptctl.logs.rows import Number, Row
 from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, Check
 from ckptctl.loss.replay import Agreement, Replay
-from ckptctl.loss.resumes import LoggedResume
+from ckptctl.loss.resumes import LedgerAnswer, LoggedResume
 from ckptctl.loss.segments import Boundary, log_interval
 
 _N_RECENT = 20
@@ -53,6 +53,29 @@ def counter_checks(resume: LoggedResume, replay: Replay) -> Iterator[Check]:
     rates = tuple(_learning_rate(resume))
     yield Check(RATE, _rates_compared(resume), "log the learning rate", findings=rates)
     yield Check(DATA, _digests_compared(resume), findings=tuple(_samples_seen(resume)))
+
+
+def ledger_check(resume: LoggedResume, ledger: LedgerAnswer) -> Check:
+    """Whether the data ledger of the run shows repeated or skipped samples at this resume."""
+    first = resume.first_step
+    if ledger.step < first or ledger.since >= first:
+        end = f"holds the steps after {ledger.since:,}, up to {ledger.step:,}"
+        return Check(
+            DATA, lacks=f"the data ledger {end}: it is compared once a later step is saved"
+        )
+    if ledger.verdict == "excluded":
+        return Check(DATA, f"the data ledger up to step {ledger.step:,}: {ledger.message}")
+    earlier = ledger.after_step is not None and ledger.after_step < first - 1
+    if ledger.verdict != "found" or earlier:
+        return Check(DATA, lacks=f"the data ledger: {ledger.message}")
+    finding = Finding(
+        "loss.data",
+        ledger.source,
+        f"the data ledger up to step {ledger.step:,} shows it: {ledger.message}",
+        expected="each sample of an epoch trained once",
+        next_command=command_line("data", ledger.source),
+    )
+    return Check(DATA, findings=(finding,))
 
 
 def _counts_compared(resume: LoggedResume) -> str:

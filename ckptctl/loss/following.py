@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from ckptctl.errors import UsageError
@@ -20,7 +20,7 @@ from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_on
 from ckptctl.loss.level import MIN_BEFORE, WINDOWS
 from ckptctl.loss.replay import GOOD_ROWS, Agreement, Origin
 from ckptctl.loss.resume_points import NamedCheckpoint
-from ckptctl.loss.resumes import ResumePoint
+from ckptctl.loss.resumes import LedgerAnswer, ResumePoint
 from ckptctl.loss.segments import Split, Splitter
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
@@ -177,12 +177,14 @@ def follow_loss(
     log_format: LogFormat | None = None,
     storage: StorageOptions = StorageOptions(),
     strict: bool = False,
+    ledger: Callable[[], LedgerAnswer | None] | None = None,
 ) -> Iterator[LossReport]:
     """Yield a report after each read; the last one is settled, or `follow` ended the wait.
 
     `logs` are files, or `-` for standard input. Each file is read to its end, one after the
     other, and then watched; it may be created later. `storage` is where the resume report
-    of `checkpoint` lies. `strict` makes `no-jump` end with exit code 31.
+    of `checkpoint` lies. `strict` makes `no-jump` end with exit code 31. `ledger` is read for the
+    last report: see `check_loss`.
 
     Raises `UsageError` for a log that cannot be watched, and as `NamedCheckpoint.resolve`.
     """
@@ -222,6 +224,9 @@ def follow_loss(
         # the claimed one, whose first step is another.
         is_live = len(logs) > 1 or report.n_rows > n_at_start or not _is_of_another_step(report)
         enough = report.worst is not None and is_live and _is_enough(report.worst, follow)
+        if (over or enough) and ledger is not None and report.worst is not None:
+            with_ledger = replace(options, ledger=ledger)
+            yield check_split(parts, with_ledger, logs=logs, may_divide=bool(may_divide))
         if over or enough:
             return
         left_s = follow.poll_s if deadline is None else deadline - time.monotonic()

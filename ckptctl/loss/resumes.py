@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from ckptctl.formatting import counted
 from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.segments import Boundary, Segment, Split, log_interval
@@ -50,6 +52,22 @@ class ResumePoint:
         if not self.world_size or not self.saved_world_size:
             return 1.0
         return self.world_size / self.saved_world_size
+
+
+class LedgerAnswer(msgspec.Struct, frozen=True):
+    """What the data ledger of a run shows: see `ckptctl.data_use`."""
+
+    source: str
+    """The step that holds it."""
+    since: int
+    """It holds the steps after this one."""
+    step: int
+    """The last step that it holds."""
+    verdict: str
+    """Repeated or skipped samples are `found`, `excluded` up to `step`, or `unknown`."""
+    message: str
+    after_step: int | None = None
+    """The first step behind which samples were repeated or skipped; None where that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,12 @@ from statistics import fmean
 
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import counted
-from ckptctl.loss.counters import check_later_counters, counter_checks, lacks_first_row
+from ckptctl.loss.counters import (
+    check_later_counters,
+    counter_checks,
+    lacks_first_row,
+    ledger_check,
+)
 from ckptctl.loss.evidence import (
     REQUIRED,
     SMALLEST_JUMP,
@@ -46,7 +51,7 @@ from ckptctl.loss.replay import (
     Replay,
     compare_replay,
 )
-from ckptctl.loss.resumes import LoggedResume
+from ckptctl.loss.resumes import LedgerAnswer, LoggedResume
 from ckptctl.loss.speed import Throughput, check_throughput, measure_throughput
 from ckptctl.model import Ordered
 
@@ -120,14 +125,15 @@ class Assessment:
     """The speed after the resume, compared with the band before it."""
 
 
-def assess(resume: LoggedResume) -> Assessment:
-    """Assess one resume."""
+def assess(resume: LoggedResume, ledger: LedgerAnswer | None = None) -> Assessment:
+    """Assess one resume, with what the data ledger of the run shows."""
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
     else:
         replay = compare_replay(resume)
         level = measure_level(resume.before, resume.after)
     counters = list(counter_checks(resume, replay))
+    counters += [] if ledger is None else [ledger_check(resume, ledger)]
     findings = [finding for check in counters for finding in check.findings]
     if not resume.restarted:
         findings += _loss_findings(resume, replay, level, {each.code for each in findings})

@@ -392,6 +392,35 @@ def test_data_that_a_resume_repeats_or_skips_is_found_with_its_ids_after_prune(t
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(("shift", "state"), [(0, "excluded"), (24, "found"), (-8, "found")])
+def test_loss_finds_or_excludes_repeated_data_by_the_ledger_of_the_run(tmp_path, shift, state):
+    job = Job(tmp_path / "run")
+    job.resume()
+    job.train(1, 3)
+    job.ckpt.close()
+    log = tmp_path / "train.log"
+
+    def data_fault() -> dict[str, str]:
+        rows = (f"step {n} loss {2 + 1 / n:.4f}" for n in (*range(1, 4), *range(4, 9)))
+        log.write_text("\n".join(rows) + "\n")
+        given = ("--resume-step", 3, "--resume-report", tmp_path / "run")
+        report = validated(run_ckptctl("loss", log, *given, "--json").stdout)
+        (fault,) = [one for one in report["faults"] if one["name"] == "data repeated or skipped"]
+        return fault
+
+    assert data_fault()["state"] == "open"
+    job = Job(tmp_path / "run")
+    job.resume()
+    assert data_fault()["why"].startswith("the data ledger holds the steps after 0, up to 3")
+    job.loader.position += shift
+    job.train(4, 6)
+    job.ckpt.close()
+    fault = data_fault()
+    assert fault["state"] == state
+    assert "data ledger up to step 6" in fault["why"]
+
+
+@pytest.mark.torch
 def test_a_resharded_step_holds_the_ledger_and_a_resume_from_it_continues(tmp_path):
     job = Job(tmp_path / "run")
     job.resume()
