@@ -17,7 +17,8 @@ nothing happened are counted on the same runs, cut at every fifth step.
 
 `--late` measures the answers of this project alone, on the resumes of
 `fixtures/loss_late_resumes.py`: with 4, 5 and 6 decimals and the whole float, 5 to 40
-steps logged twice, with the learning rate and without. It prints how many resumes with a
+steps logged twice, with the learning rate and the gradient norm, with the rate alone, and
+with neither. It prints how many resumes with a
 fault are `continuous` or exclude that fault, how many right ones are `continuous` or
 accused, by the digits of the loss, and which share of the faults is found and of the right
 resumes is `continuous`, by the learning rate and the digits.
@@ -166,22 +167,25 @@ def late(document: dict, *, trace: bool = False) -> int:
             kind = fault if fault in _NO_FAULT_OF_TRAINING else kind
             if fault == "correct, other ranks" and run["depends_on_ranks"]:
                 kind = "other ranks, other losses"
-            for n_twice, decimals, with_rate in product(
-                (5, 8, 12, 20, 40), (4, 5, 6, 16), (True, False)
+            for n_twice, decimals, (with_rate, with_norm) in product(
+                (5, 8, 12, 20, 40), (4, 5, 6, 16), _LOGGED
             ):
                 if with_rate and LISTED.get(fault) == evidence.RATE:
                     continue  # the fixture records the rate of the schedule, not the wrong one
-                report = late_report(run, resume, n_twice, decimals, with_rate=with_rate)
+                report = late_report(
+                    run, resume, n_twice, decimals, with_rate=with_rate, with_norm=with_norm
+                )
                 digits = min(_digits(row) for row in report.worst.resume.overwritten)
                 if kind == "right" and (n_twice < 8 or digits < 5):
                     kind_here = "right, few rows or digits"
                 elif kind == "right":
                     kind_here = "right, 5 digits" if digits == 5 else "right, 6 digits or more"
+                    kind_here += ", with norms" * with_norm
                 else:
                     kind_here = kind
                 counts[kind_here, report.verdict.value] += 1
                 answers = {"right": ("continuous",), "late": _ACCUSED, "peak": _ACCUSED}
-                if kind in answers and n_twice >= 8:
+                if kind in answers and n_twice >= 8 and not with_norm:
                     is_good = report.verdict.value in answers[kind]
                     by_rate[kind == "right", run["ratio"], min(digits, _MOST_DIGITS), is_good] += 1
                 counts[kind_here, "all"] += 1
@@ -193,11 +197,11 @@ def late(document: dict, *, trace: bool = False) -> int:
                 if trace and (wrong or is_missed):
                     print(run["name"], fault, n_twice, decimals, with_rate, report.message)
     words = ("discontinuous", "suspect", "inconclusive", "no-jump", "continuous", "excluded")
-    print(f"{'':28}{'of':>7}" + "".join(f"{word:>15}" for word in words))
+    print(f"{'':36}{'of':>7}" + "".join(f"{word:>15}" for word in words))
     for kind in sorted({kind for kind, _ in counts}):
         total = counts[kind, "all"]
         shares = "".join(f"{100 * counts[kind, word] / total:>13.2f} %" for word in words)
-        print(f"{kind:28}{total:>7}{shares}")
+        print(f"{kind:36}{total:>7}{shares}")
     _print_by_rate(by_rate)
     fine = "right, 6 digits or more"
     right = [kind for kind, _ in counts if kind.startswith(("right", "other ranks"))]
@@ -207,6 +211,8 @@ def late(document: dict, *, trace: bool = False) -> int:
 
 
 _ACCUSED = ("discontinuous", "suspect")
+_LOGGED = ((True, True), (True, False), (False, False))
+"""Whether the learning rate and the gradient norm are logged."""
 _MOST_DIGITS = 8
 
 
@@ -233,7 +239,15 @@ def _digits(row: Row) -> int:
     return math.floor(math.log10(abs(row.loss.value) / row.loss.quantum)) + 1
 
 
-def late_report(run: dict, resume: dict, n_twice: int, decimals: int, *, with_rate: bool):
+def late_report(
+    run: dict,
+    resume: dict,
+    n_twice: int,
+    decimals: int,
+    *,
+    with_rate: bool,
+    with_norm: bool = False,
+):
     saved = resume["saved"]
 
     def logged(rows: Sequence[Sequence[float]]) -> list[Row]:
@@ -243,9 +257,10 @@ def late_report(run: dict, resume: dict, n_twice: int, decimals: int, *, with_ra
                 LogPosition("log", i + 1),
                 loss=Number(round(loss, decimals), 0 if decimals > 15 else 10.0**-decimals),
                 lr=Number(rate, abs(rate) * 1e-3) if with_rate else None,
+                grad_norm=Number(round(norm, decimals), 10.0**-decimals) if with_norm else None,
                 samples=Number(samples, 1) if with_rate else None,
             )
-            for i, (step, loss, rate, _, samples) in enumerate(rows)
+            for i, (step, loss, rate, norm, samples) in enumerate(rows)
         ]
 
     before = [row for row in run["before"] if row[0] <= saved + n_twice]
