@@ -39,7 +39,7 @@ STYLES: Mapping[LossVerdict, Style] = {
 _SOURCES = {
     "report": "from the resume report",
     "log": "from the log",
-    "asked": "from --resume-step",
+    "asked": "as named here",
 }
 _MAX_ROWS = 10
 _TITLES = ("step", "before", "after", "difference", "lr", "gradient norm", "tokens")
