@@ -24,6 +24,10 @@ MAX_OPEN = 2
 """So many steps stay open, with their decoded metadata: the inspected one and the one before."""
 
 
+MAX_BEFORE = 4
+"""So many steps before are listed to see whether one of them lacks a file too, or has more."""
+
+
 class RootSteps(msgspec.Struct):
     """Steps of one root that were listed or opened last, shared by inspections of several."""
 

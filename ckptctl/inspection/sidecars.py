@@ -371,7 +371,11 @@ def _value_in(directory: RecordDirectory, view: Readable) -> object | None:
     from ckptctl.formats.pickles.shards import decode_shards  # most steps have no such file
 
     pickle = read_member(directory, "data.pkl", view)
-    value = None if pickle is None else decode_shards(pickle)
+    if pickle is None:
+        return None
+    value = decode_shards(pickle)
+    if value is None:
+        return {}  # a file that holds nothing was read, all the same
     if not isinstance(value, Mapping):
         return value
     return {key: _without_stub(one, directory, view) for key, one in value.items()}

@@ -38,7 +38,7 @@ from ckptctl.formats.frameworks.parts import is_empty_archive
 from ckptctl.formats.frameworks.state_keys import entries_of
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
-from ckptctl.inspection.beside import Neighbours, steps_before, steps_beside
+from ckptctl.inspection.beside import MAX_BEFORE, Neighbours, steps_before, steps_beside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.shape import empty_file
 from ckptctl.inspection.stored_tensors import (
@@ -61,10 +61,6 @@ MAX_COMPARED = 2
 
 N_BEFORE = 2
 """So many steps before must hold a file: one that a single step has is not of each save."""
-
-MAX_BEFORE = 4
-"""So many steps before are listed to see whether one of them lacks a file, too."""
-
 
 _MAX_KEPT = 8
 """So many steps have their files and families kept: each is compared with several others."""
@@ -138,9 +134,9 @@ def decide_whole(
     the files that its manifest names are compared with those that are there, and with `is_deep`
     the parts of each tensor with its whole.
 
-    Cost: none for a step without such families; else the listing of the nearest step, and where
-    that does not decide, of at most `MAX_COMPARED` on each side; where all sizes differ, one read
-    of the pickle or header of each file of two steps.
+    Cost: none for a step without such families; else the listings of `MAX_BEFORE` steps before,
+    and where these do not decide, of at most `MAX_COMPARED` on each side; where all sizes differ,
+    one read of the pickle or header of each file of two steps.
     """
     if opened.is_file:
         return Wholeness(by="one file")
@@ -158,9 +154,13 @@ def decide_whole(
         families = tuple(family for family in families if key_of(family.example) not in keys)
         if not families:
             return Wholeness(by=MANIFEST, n_ranks=manifest.world_size)
-        checked = _check_unlisted(opened, families, neighbours, manifest.world_size, MANIFEST)
+        checked = _check_unlisted(
+            opened, families, neighbours, manifest.world_size, MANIFEST, is_deep=is_deep
+        )
         return msgspec.structs.replace(checked, n_ranks=manifest.world_size)
-    return _check_unlisted(opened, families, neighbours, saved_world_size, stated_by)
+    return _check_unlisted(
+        opened, families, neighbours, saved_world_size, stated_by, is_deep=is_deep
+    )
 
 
 def _check_unlisted(
@@ -169,6 +169,8 @@ def _check_unlisted(
     neighbours: Neighbours | None,
     saved_world_size: int | None,
     stated_by: str,
+    *,
+    is_deep: bool,
 ) -> Wholeness:
     """What is known of the files that no manifest lists."""
     lost = (
@@ -192,6 +194,9 @@ def _check_unlisted(
         by = "the counts in the names" if numbered else ""
         return _result(opened.step, gaps, by if not sparse else "")
     beside = [*_beside(opened, neighbours, {family.key: family for family in unstated})]
+    if any(_confirms(unstated, other) for other in beside):
+        fuller = _fuller_before(opened, neighbours, unstated)
+        beside = beside if fuller is None else [fuller]
     unstated = [family for family in unstated if not _is_lone(family, beside)]
     if not unstated:
         return _result(opened.step, gaps, "one file of each kind")
@@ -208,6 +213,7 @@ def _check_unlisted(
             return _result(opened.step, gaps, stated_by)
     if confirmed is not None:
         gaps += _fewer_of_equal_parts(opened, unstated)
+        gaps += _lacking_parts(opened, unstated) if is_deep else []
         stopped = next(_no_longer_growing(opened, unstated, neighbours), None)
         if stopped is not None and not gaps:
             return Wholeness((stopped,))
@@ -230,7 +236,7 @@ def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
     """What proves that a step without families has all its files; empty where nothing does.
 
     One file is all that there is unless each step beside has others. Cost: none where a framework
-    names the files; else the listing of one step, or of two on each side.
+    names the files; else the listings of `MAX_BEFORE` steps before, and of two on each side.
     """
     if opened.step.layout != "dcp" and any(part.grids for part in opened.step.parts):
         return f"files as {opened.step.layout} names them"
@@ -241,6 +247,9 @@ def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
     for other in steps_beside(opened, neighbours, MAX_COMPARED):
         is_only = False
         if kinds_of_files(other.step).keys() <= kinds:
+            further = steps_before(opened, neighbours, MAX_BEFORE)
+            if any(kinds_of_files(one.step).keys() - kinds for one in further):
+                return ""  # both may lack a file that earlier steps have
             return "one file" if len(kinds) == 1 else f"{other.name}, which has the same files"
     return "one file" if is_only and len(kinds) == 1 else ""
 
@@ -413,9 +422,9 @@ def _beside(
 def _confirms(families: Iterable[Family], other: _Beside) -> bool:
     """Whether another step shows that none of the families lacks a file.
 
-    It has the same files of each kind, in about the same size: as many ranks wrote both, and
-    neither lacks a rank, as it would be the same one in both. A newer step that only lacks
-    files of the same size was cut short itself.
+    It has the same files of each kind, in about the same size, so as many ranks wrote both. Both
+    may lack the same ranks: see `_fuller_before`. A newer step that only lacks files of the same
+    size was cut short itself.
     """
     found = {family.key: family for family in families}
     held = {key: family for key, family in other.families.items() if _is_open(family)}
@@ -432,6 +441,27 @@ def _confirms(families: Iterable[Family], other: _Beside) -> bool:
             for mine, family in both
         )
     )
+
+
+def _fuller_before(
+    opened: OpenStep, neighbours: Neighbours | None, families: Iterable[Family]
+) -> _Beside | None:
+    """The nearest step before that has more files of a kind, each about as large; None without.
+
+    A dead node, or a disk that is not mounted, takes the files of the same ranks from every save
+    that follows. Files of fewer ranks are larger. Cost: the listings of `MAX_BEFORE` steps.
+    """
+    present = {family.key: family for family in families}
+    for other in steps_before(opened, neighbours, MAX_BEFORE):
+        held = {family.key: family for family in open_families(other.step)}
+        for key in held.keys() & present.keys():
+            now, then = present[key], held[key]
+            alike = _are_alike(now.n_bytes / now.n_present, then.n_bytes / then.n_present)
+            # A grid of which one column is left is a line.
+            is_part = now.members < then.members or len(now.values) < len(then.values)
+            if is_part and now.n_present < then.n_present and alike:
+                return _Beside(other, held, is_newer=False)
+    return None
 
 
 def _is_open(family: Family) -> bool:
@@ -531,21 +561,23 @@ def _lost_index(
 def _lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | None:
     """The finding for files of ranks that letters or hosts tell apart, not numbers.
 
-    In the nearest step, three files or more of a kind are about as large. They are those of ranks,
-    and no copies of one, if each holds an optimizer, or the file of another kind with the same word
-    does (`a.pt` and `a.optim.pt`). This step has one of them, and lacks others; the tensors do not
-    show that fewer ranks hold the same.
+    In the nearest step, or in one before, three files or more of a kind are about as large. They
+    are those of ranks, and no copies of one, if each holds an optimizer, or the file of another
+    kind with the same word does (`a.pt` and `a.optim.pt`). This step has one of them, and lacks
+    others; the tensors do not show that fewer ranks hold the same.
 
-    Cost: the listing of the nearest step, and where that has more files, the pickles of both.
+    Cost: the listings of `MAX_BEFORE` steps, and where one has more files, the pickles of both.
     """
     here = _by_words(opened.step, opened.step)
-    for other in steps_beside(opened, neighbours, 1) if here else ():
+    nearest = [*steps_beside(opened, neighbours, 1)] if here else []
+    further = [*steps_before(opened, neighbours, MAX_BEFORE)][1:] if here else []
+    for other in (*nearest, *further):
         with suppress(StorageError):
             lost = {*_lost_of_ranks(other, _by_words(other.step, opened.step), here)}
             resized = _resized(opened, other, {_shape_of_name(path) for path in lost})
             lost = {path for path in lost if _shape_of_name(path) not in resized}
             if not lost:
-                return None
+                continue
             numbers = (other.step.number or 0, opened.step.number or 0)
             return _lost(opened, {layouts.path_in_step(path, *numbers) for path in lost})
     return None
@@ -731,11 +763,9 @@ def _by_content(
 ) -> Wholeness:
     """Decide by the tensors in the files, where no name does."""
     now = _sizes(opened, families)
-    lacking = [name for name, size in now.items() if size.lacks_parts]
     largest = max(families, key=lambda family: family.n_files)
-    if lacking:
-        why = f"{_listed(lacking)} lack parts of the tensor that they are parts of"
-        return _result(opened.step, [Gap(largest, largest.n_files + 1, why)], "")
+    if lacking := _lacking_parts(opened, families, now):
+        return _result(opened.step, lacking, "")
     parts = {name for name, size in now.items() if size.is_part}
     if parts and not any(_has_more_copies(now, other, parts) for other in beside):
         return Wholeness(by="the shapes of the whole tensors, which the files state")
@@ -753,6 +783,19 @@ def _by_content(
             n_files = held.n_files if held is not None else largest.n_files + 1
             return _result(opened.step, [Gap(largest, n_files, why)], "")
     return Wholeness((_unlisted(families, beside),))
+
+
+def _lacking_parts(
+    opened: OpenStep, families: Sequence[Family], sizes: TensorSizes | None = None
+) -> list[Gap]:
+    """The gap where tensors state a whole of which the files here do not hold every part."""
+    now = _sizes(opened, families) if sizes is None else sizes
+    lacking = [name for name, size in now.items() if size.lacks_parts]
+    if not lacking:
+        return []
+    largest = max(families, key=lambda family: family.n_files)
+    why = f"{_listed(lacking)} lack parts of the tensor that they are parts of"
+    return [Gap(largest, largest.n_files + 1, why)]
 
 
 def _listed(names: Iterable[tuple[str, str]]) -> str:
@@ -944,9 +987,7 @@ def kinds_of_files(step: Step) -> Mapping[str, str]:
     return kinds
 
 
-@lru_cache(
-    maxsize=8
-)  # a step of 4,096 ranks is compared with itself and those beside several times
+@lru_cache(maxsize=_MAX_KEPT)
 def _unlisted_files(step: Step) -> Mapping[str, int]:
     """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
     if step.layout in _FILES_OF_PARAMETERS:

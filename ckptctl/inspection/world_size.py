@@ -22,7 +22,7 @@ from ckptctl.formats.frameworks.layouts import (
     shard_rank,
 )
 from ckptctl.formatting import command_line, counted, listed, some_of, verb
-from ckptctl.inspection.beside import Neighbours, steps_before
+from ckptctl.inspection.beside import MAX_BEFORE, Neighbours, steps_before
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.stored_tensors import is_split, tensor_sizes
 from ckptctl.model import (
@@ -149,25 +149,32 @@ def check_fewer_ranks(
     """Yield a finding for a kind of which nothing states how many ranks wrote it.
 
     The names of some frameworks do not state it: the files of the last ranks can be missing without
-    a trace. The job may also have got fewer ranks. Of a kind with more files in the step before it
+    a trace. The job may also have got fewer ranks. Of a kind with more files in a step before it
     yields `file.missing` where its tensors are smaller now, or where all ranks wrote another kind
     as well, and that has as many files as before; `file.fewer` where nothing decides. With
     `reads_only_step`, the files of the only step of a root are `file.missing` where they lack parts
     of their tensors, and `format.unlisted` where nothing decides. Storage errors of other steps are
     passed over.
 
-    Cost: one listing; where a kind has fewer files, or in an only step, the pickle of each file of
-    the steps.
+    Cost: the listings of `MAX_BEFORE` steps; where a kind has fewer files, or in an only step, the
+    pickle of each file of the steps.
     """
     uncounted = [
         grid
         for grid in part.part.grids
         if grid.framework != FAMILY and not (grid.stated or grid.missing)
     ]
-    for other in steps_before(opened, neighbours, 1):
+    has_older = False
+    # A dead node takes the same ranks from each later save: the nearest step may lack them, too.
+    for other in steps_before(opened, neighbours, MAX_BEFORE if uncounted else 1):
         with suppress(StorageError):
-            yield from _fewer_than_before(opened, part.part.grids, uncounted, other)
-            return
+            found = [*_fewer_than_before(opened, part.part.grids, uncounted, other)]
+            has_older = True
+            if found:
+                yield from found
+                return
+    if has_older:
+        return
     uncounted = [grid for grid in uncounted if grid.sharded and grid.n_present > 1]
     # The folders of the ranks of NVRx state how many there are.
     is_only = reads_only_step and not neighbours.newer() and opened.step.layout != "nvrx"

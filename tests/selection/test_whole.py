@@ -127,6 +127,33 @@ def test_a_file_that_is_lost_rules_a_step_out_whatever_it_is_called(tmp_path, sc
                 check(lost)
 
 
+def test_ranks_that_each_later_save_lacks_are_missed_in_all_of_them(tmp_path, scheme):
+    """As after a node died, or a disk that is not mounted: the step before shows the same files."""
+    names = names_of(scheme, 4)
+    for number in (10, 20, 30, 40):
+        save_step(tmp_path / f"step-{number}", scheme, number=number)
+    with all_cases() as case:
+        for name, lost in LOSSES.items():
+            for number in (30, 40):
+                for one in lost:
+                    (tmp_path / f"step-{number}" / names[one]).unlink()
+            with case(name):
+                chosen = ckptctl.pick(str(tmp_path), grace_s=0)
+                assert chosen.step == 20, chosen.message
+                report = ckptctl.verify(str(tmp_path / "step-40"), grace_s=0)
+                assert report.exit_code in (20, 22), report.findings
+                assert report.claim(ClaimName.WHOLE).state is not ClaimState.PROVEN
+            for number in (30, 40):
+                save_step(tmp_path / f"step-{number}", scheme, number=number)
+
+
+def test_a_run_that_went_on_with_fewer_ranks_goes_on_being_whole(tmp_path, scheme):
+    save_step(tmp_path / "step-10", scheme, number=10)
+    for number in (20, 30, 40):
+        save_step(tmp_path / f"step-{number}", scheme, ranks=2, number=number)
+    assert ckptctl.pick(str(tmp_path)).step == 40
+
+
 def test_a_step_of_fewer_ranks_is_whole_where_its_files_show_it(tmp_path, scheme):
     save_step(tmp_path / "step-10", scheme, number=10)
     save_step(tmp_path / "step-20", scheme, number=20)
@@ -416,6 +443,33 @@ def test_what_only_the_step_before_holds_is_not_of_each_save(tmp_path):
     for number in (10, 20):
         save_kinds(tmp_path / f"step_{number}", number, *(["init.pt"] if number == 10 else []))
     assert ckptctl.pick(str(tmp_path)).step == 20
+
+
+def test_a_kind_that_two_steps_lack_leaves_open_whether_the_later_one_is_whole(tmp_path):
+    for number in (10, 20, 30, 40):
+        save_kinds(tmp_path / f"step_{number}", number)
+    for number in (30, 40):
+        (tmp_path / f"step_{number}" / "generator.pt").unlink()
+    assert not ckptctl.verify(f"{tmp_path}@40", grace_s=0).claim(ClaimName.WHOLE).is_proven
+    pruned = ckptctl.prune(str(tmp_path), 1, unsealed=True)
+    assert [one.number for one in pruned.decisions if one.counts] == [20]
+
+
+@pytest.mark.parametrize("value", [None, 7, "weights"])
+@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt"])
+def test_a_file_without_state_is_not_what_its_name_states(tmp_path, name, value):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in (10, 20):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        folder = tmp_path / f"step_{number}"
+        folder.mkdir()
+        torch.save(model.state_dict(), folder / "model.pt")
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    assert ckptctl.pick(str(tmp_path)).step == 20
+    torch.save(value, folder / name)
+    assert ckptctl.pick(str(tmp_path)).step == 10
 
 
 def test_a_kind_that_grows_by_a_file_a_step_is_whole(tmp_path):

@@ -615,9 +615,17 @@ def kinds_in_file(
     kinds = kinds_of(leaves, (), mapped, beside)
     if by_name is None or len(by_name.names) > 1:
         return kinds
+    if _is_one_scalar(leaves, by_name):
+        return [_OTHER]
     is_open = all(kind.names == ("other",) for kind in kinds)
     weak = ("model",) if by_name.of_framework else ()
     return [by_name if kind.may_be or is_open or kind.names == weak else kind for kind in kinds]
+
+
+def _is_one_scalar(leaves: Sequence[Leaf], by_name: StateKind) -> bool:
+    """Whether a file that is named as that of tensors holds a number or a text and nothing else."""
+    is_scalar = len(leaves) == 1 and not leaves[0].path and leaves[0].content in ("count", "plain")
+    return is_scalar and by_name.names[0] in ("model", "optimizer", "scheduler", "rng")
 
 
 def file_holds_no_state(path: str) -> bool:
