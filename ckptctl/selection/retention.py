@@ -290,7 +290,7 @@ class RetentionPlan:
             if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
                 return SEALED_UNVERIFIABLE
             return report.verdict.value if report.verdict is not Verdict.COMPLETE else over.reason
-        doubt = _doubt(report)
+        doubt = _doubt(report) or self._unlike_others(report)
         if doubt is not None:
             return doubt
         if not has_seal(inspected):
@@ -298,6 +298,19 @@ class RetentionPlan:
                 return "without checksums, and not sealed"
             return None if self._rules.unsealed else "complete, but not sealed"
         return None
+
+    def _unlike_others(self, report: Report) -> str | None:
+        """Why the number of a step is in doubt that other steps prove of theirs; None without.
+
+        A copy under another number, alone beside one other step, is contradicted by nothing.
+        """
+        claim = report.claim(ClaimName.IDENTITY)
+        if report.seal or claim.is_proven:
+            return None
+        others = (other.report.claim(ClaimName.IDENTITY) for other in self._inspections.values())
+        if not any(other.is_proven for other in others):
+            return None
+        return f"identity is not proven ({claim.by}), and that of other steps is"
 
     def _taken(
         self,

@@ -455,6 +455,14 @@ def test_a_kind_that_two_steps_lack_leaves_open_whether_the_later_one_is_whole(t
     assert [one.number for one in pruned.decisions if one.counts] == [20]
 
 
+def test_a_copy_under_a_later_number_of_two_steps_removes_no_step(tmp_path):
+    save_kinds(tmp_path / "step_10", 10)
+    torch.save({"step": 10}, tmp_path / "step_10" / "trainer.pt")
+    shutil.copytree(tmp_path / "step_10", tmp_path / "step_20")
+    pruned = ckptctl.prune(str(tmp_path), 1, unsealed=True)
+    assert not any(one.removed for one in pruned.decisions), pruned.decisions
+
+
 @pytest.mark.parametrize("value", [None, 7, "weights"])
 @pytest.mark.parametrize("name", ["model.pt", "optimizer.pt"])
 def test_a_file_without_state_is_not_what_its_name_states(tmp_path, name, value):
