@@ -561,23 +561,22 @@ def _lost_index(
 def _lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | None:
     """The finding for files of ranks that letters or hosts tell apart, not numbers.
 
-    In the nearest step, or in one before, three files or more of a kind are about as large. They
-    are those of ranks, and no copies of one, if each holds an optimizer, or the file of another
-    kind with the same word does (`a.pt` and `a.optim.pt`). This step has one of them, and lacks
-    others; the tensors do not show that fewer ranks hold the same.
+    In the nearest step, three files or more of a kind are about as large. They are those of ranks,
+    and no copies of one, if each holds an optimizer, or the file of another kind with the same word
+    does (`a.pt` and `a.optim.pt`). This step has one of them, and lacks others; the tensors do not
+    show that fewer ranks hold the same. Words also name the members of a league, which may be
+    retired: what steps further back have leaves `whole` unknown.
 
-    Cost: the listings of `MAX_BEFORE` steps, and where one has more files, the pickles of both.
+    Cost: the listing of the nearest step, and where that has more files, the pickles of both.
     """
     here = _by_words(opened.step, opened.step)
-    nearest = [*steps_beside(opened, neighbours, 1)] if here else []
-    further = [*steps_before(opened, neighbours, MAX_BEFORE)][1:] if here else []
-    for other in (*nearest, *further):
+    for other in steps_beside(opened, neighbours, 1) if here else ():
         with suppress(StorageError):
             lost = {*_lost_of_ranks(other, _by_words(other.step, opened.step), here)}
             resized = _resized(opened, other, {_shape_of_name(path) for path in lost})
             lost = {path for path in lost if _shape_of_name(path) not in resized}
             if not lost:
-                continue
+                return None
             numbers = (other.step.number or 0, opened.step.number or 0)
             return _lost(opened, {layouts.path_in_step(path, *numbers) for path in lost})
     return None
