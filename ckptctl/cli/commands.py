@@ -39,7 +39,7 @@ from ckptctl.cli.options import (
     options_of,
     variable_of,
 )
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, check_output_file
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, padded, wrapped
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formatting import command_line, path_word
@@ -248,6 +248,9 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
+        for name in ("html", "metrics", "report"):
+            if given.get(name) is not None:
+                check_output_file(f"--{name}", given[name])
         repeated = _repeated(context, given)
         answer = _made(AnswerOptions, options_of(AnswerOptions), given, own)
         out.configure(

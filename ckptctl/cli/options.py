@@ -137,7 +137,7 @@ HtmlOpt = Annotated[
     str | None,
     Parameter(
         "--html FILE",
-        "Also write the answer to FILE as one self-contained HTML page.",
+        "Also write the answer to FILE, a name in .html, as one self-contained HTML page.",
         common=False,
     ),
 ]
@@ -145,7 +145,8 @@ MetricsOpt = Annotated[
     str | None,
     Parameter(
         "--metrics FILE",
-        "Also write the figures to FILE for the textfile collector of Prometheus.",
+        "Also write the figures to FILE for the textfile collector of Prometheus; a file that "
+        "does not hold such figures is not overwritten.",
         common=False,
     ),
 ]
@@ -173,7 +174,8 @@ class AnswerOptions:
         str | None,
         Parameter(
             "--report FILE",
-            "Also write the JSON document to this file, atomically.",
+            "Also write the JSON document to this file, atomically; a file that is not a document "
+            "of ckptctl is not overwritten.",
             common=False,
         ),
     ] = None

@@ -10,6 +10,8 @@ is a bar on a terminal, once a second has gone by; elsewhere a plain line every 
 from __future__ import annotations
 
 import os
+import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -412,6 +414,50 @@ def replace_text(path: str, text: str, what: str = "the report") -> None:
     from ckptctl.storage.files import replace_file
 
     replace_file(path, redacted(text).encode("utf-8", "backslashreplace"), what)
+
+
+_ENDINGS: Mapping[str, tuple[str, ...]] = {"--html": (".html", ".htm")}
+_BEGINNINGS: Mapping[str, tuple[str, bytes]] = {
+    "--metrics": ("metrics", rb"# HELP ckptctl_"),
+    "--report": ("a document", rb'\{\s*"schema": "ckptctl\.'),
+}
+
+
+def check_output_file(option: str, path: str) -> None:
+    """Raise `UsageError` where the FILE of an option is one that ckptctl did not write.
+
+    A page is known by the ending of its name, a document and metrics by the first bytes of the
+    file. An empty file, a pipe and a device may be written. Cost: one read.
+    """
+    endings = _ENDINGS.get(option)
+    if endings is not None:
+        if not path.lower().endswith(endings):
+            raise UsageError(
+                f"{option} {path!r}: the name of a page ends in {' or '.join(endings)}",
+                instead=f"{option} page.html",
+            )
+        return
+    what, beginning = _BEGINNINGS[option]
+    if not path:
+        raise UsageError(f"{option} has an empty name of a file")
+    from ckptctl.storage.shared_places import open_named
+
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return
+        with os.fdopen(open_named(path), "rb") as file:
+            first = file.read(_LONGEST_BEGINNING)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}") from error
+    if first and re.match(beginning, first) is None:
+        raise UsageError(
+            f"{option} {path}: the file exists and is not {what} of ckptctl; it is not overwritten"
+        )
+
+
+_LONGEST_BEGINNING = 64
 
 
 def process_group(stack: ExitStack, out: Output) -> ProcessGroup:

@@ -237,3 +237,37 @@ def test_a_step_that_pick_is_to_find_ends_with_what_pick_says_of_the_root(folder
     exit_code, _, err = called(capsys, f"{name} nothing@auto {' '.join(more)}")
     assert (exit_code, next_of(err)) == (10, "ckptctl pick nothing --allow-fresh")
     assert exit_code in load(name).exit_codes
+
+
+WRITTEN = [
+    ("scan run --html notes", "--html", "ends in .html or .htm"),
+    ("scan run --html ''", "--html", "ends in .html or .htm"),
+    ("loss notes --html notes", "--html", "ends in .html or .htm"),
+    ("scan run --metrics notes", "--metrics", "not metrics of ckptctl"),
+    ("verify run@10 --report run/step_10/.metadata", "--report", "not a document of ckptctl"),
+    ("loss notes --report notes", "--report", "not a document of ckptctl"),
+    ("scan run --report config.json", "--report", "not a document of ckptctl"),
+    ("scan run --report ''", "--report", "an empty name"),
+]
+
+
+@pytest.mark.parametrize(("command", "option", "reason"), WRITTEN, ids=[row[0] for row in WRITTEN])
+def test_a_file_that_ckptctl_did_not_write_is_not_overwritten(
+    folder, capsys, command, option, reason
+):
+    (folder / "config.json").write_text('{"hidden_size": 8}\n')
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    exit_code, out, err = called(capsys, command)
+    assert (exit_code, out) == (2, "")
+    assert err.startswith(f"error: {option} ")
+    assert reason in err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_ckptctl_wrote_and_an_empty_file_are_overwritten(folder, capsys):
+    for option, name in (("--report", "a.out"), ("--metrics", "b.out"), ("--html", "c.HTM")):
+        (folder / name).touch()
+        for _ in range(2):
+            assert called(capsys, f"scan run {option} {name}")[0] == 0
+        assert (folder / name).stat().st_size > 0
+    assert called(capsys, "loss notes --report a.out")[0] == 31
