@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ from ckptctl.runbook.position import is_argument
 from ckptctl.runbook.reading import find_runbook, led_to, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import write_transcript
+from ckptctl.storage.opening import local_path
 
 if TYPE_CHECKING:
     from ckptctl.cli.documents import ShownRunbook
@@ -142,8 +144,7 @@ def runbook(
         return _show(book, out)
     if action == "lint":
         return _lint(book, out)
-    prefixes = tuple(f"{each.name}=" for each in book.inputs)
-    typed = [each for each in roots or () if each.startswith(prefixes)]
+    typed = [each for each in roots or () if _INPUT.match(each)]
     roots = [each for each in roots or () if each not in typed]
     if not roots:
         raise UsageError(
@@ -155,6 +156,12 @@ def runbook(
             f"the runbook {book.name} is not sound: {found[0]}",
             next_command=command_line("runbook", "lint", book.called),
         )
+    for each in roots[1:]:
+        if os.path.isfile(local_path(each) or ""):
+            raise UsageError(
+                f"{each} is a file, and no checkpoint root; an input is given as NAME={each}",
+                next_command=command_line("runbook", "show", book.called),
+            )
     repeated = [*(["--yes"] if yes else ()), *(["--dry-run"] if dry_run else ())]
     repeated += [] if transcript is None else ["--transcript", transcript]
     inputs = [
@@ -187,6 +194,9 @@ def runbook(
             notifier.send(document_of("runbook", ran))
         _answer(ran, transcript, out)
     return ran.exit_code
+
+
+_INPUT = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 
 def _list(folder: str | None, out: Output) -> int:
@@ -483,6 +493,8 @@ class TerminalPrompts:
                 return ""
             if mistake := wanted.mistake(text):
                 self.report(f"  {wanted.name} must be {mistake}.")
+            elif absent := _absent_logs(wanted, text):
+                self.report(f"  {absent[0]} does not exist.")
             elif is_argument(text):
                 return text
             else:
@@ -534,6 +546,15 @@ class TerminalPrompts:
     def _say(self, *lines: Line) -> None:
         if self.out.talks:
             self.out.lines(lines, to=self.out.err)
+
+
+def _absent_logs(wanted: Input, text: str) -> list[str]:
+    """The logs of an input that are on this machine and do not exist."""
+    if wanted.type != "log":
+        return []
+    paths = text.split() if wanted.is_list else [text]
+    files = [(path, local_path(path)) for path in paths]
+    return [path for path, file in files if file is not None and not os.path.exists(file)]
 
 
 _SHOWN_LINES = 6

@@ -90,6 +90,7 @@ TYPES: Mapping[str, tuple[str, Callable[[str], bool]]] = {
     "text": ("a text", lambda text: bool(text.strip())),
     "reason": ("a reason in three words or more", _is_reason),
     "log": ("the path of a log", lambda text: bool(text.strip())),
+    "new-log": ("the path of a log that may not exist yet", lambda text: bool(text.strip())),
     "number": ("a whole number", lambda text: text.isascii() and text.isdigit()),
     "duration": ("a time like 90s, 5m, 8h or 2d", _is_duration),
 }

@@ -22,7 +22,7 @@ _HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
 _FENCE = re.compile(r"```(?P<info>.*)")
 _ARROW = re.compile(r"(?P<source>\S+) --> (?P<target>[^\s:]+)(?:: *(?P<label>.*))?")
 _INPUT_NAME = re.compile(
-    r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?(?:: (?P<type>[a-z]+(?:/[a-z]+)*))?`"
+    r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?(?:: (?P<type>[a-z]+(?:[/-][a-z]+)*))?`"
 )
 _CODED = re.compile(r"`(?P<text>.*)`")
 _CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")

@@ -22,7 +22,7 @@ def suggestion(wanted: Input, variables: Mapping[str, Value]) -> str | None:
         variable, form = _OF_SLURM[wanted.name]
         value = os.environ.get(variable, "")
         return form.format(value) if value.isascii() and value.isdigit() else None
-    if wanted.type != "log":
+    if wanted.type not in ("log", "new-log"):
         return None
     logs = variables.get("LOG", ())
     known = {os.path.abspath(log) for log in ((logs,) if isinstance(logs, str) else logs)}

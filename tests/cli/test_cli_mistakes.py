@@ -271,3 +271,18 @@ def test_what_ckptctl_wrote_and_an_empty_file_are_overwritten(folder, capsys):
             assert called(capsys, f"scan run {option} {name}")[0] == 0
         assert (folder / name).stat().st_size > 0
     assert called(capsys, "loss notes --report a.out")[0] == 31
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("NEWLOG=x", "has no input 'NEWLOG'"),
+        ("LOG=notes X_2=y", "has no input 'X_2'"),
+        ("notes", "notes is a file, and no checkpoint root"),
+    ],
+)
+def test_a_word_that_is_no_input_and_no_root_starts_no_run(folder, capsys, words, message):
+    exit_code, out, err = called(capsys, f"runbook run rb-7 run {words} --yes")
+    assert (exit_code, out) == (2, "")
+    assert message in err
+    assert not (folder / "run" / ".ckptctl").exists()

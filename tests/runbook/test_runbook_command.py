@@ -235,6 +235,32 @@ def test_a_person_at_a_terminal_is_asked(root):
     assert resumed(root) == str(root / "step_500")
 
 
+def test_a_log_that_does_not_exist_is_asked_for_again(root):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "runbook", "run", "rb-7", str(root), *SEEN, *RESUME],
+        env=clean_environment(TERM="dumb"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        close_fds=True,
+    )
+    os.close(theirs)
+    seen, answers = b"", [b"gone.log\n", b"l\n"]
+    while True:
+        try:
+            seen += os.read(ours, 4096)
+        except OSError:
+            break
+        if seen.endswith(b"[l]eave here: ") and answers:
+            os.write(ours, answers.pop(0))
+    assert process.wait() == 93
+    os.close(ours)
+    _, _, behind = seen.partition(b"LOG was not given")
+    assert b"gone.log does not exist." in behind
+    assert behind.count(b"[l]eave here: ") == 2
+
+
 def test_ctrl_c_at_a_narrow_terminal_leaves_an_error_that_begins_a_line(root):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 40, 0, 0))
