@@ -14,7 +14,7 @@ from ckptctl.cli.options import HtmlOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.formatting import counted, duration, verb
+from ckptctl.formatting import command_line, counted, duration, verb
 from ckptctl.logs.reading import LogFormat
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.plots import check_plot, write_plot
@@ -228,6 +228,10 @@ def loss(
         out.lines(canary_lines())
         return 0
     _check(paths, resume, canary=canary, follow=follow)
+    if print_verdict + print_throughput + print_suspect > 1:
+        raise UsageError(
+            "--print-verdict, --print-throughput and --print-suspect exclude each other"
+        )
     if plot is not None and plot.lower().endswith(".html"):
         html, plot = html or plot, None
     if plot is not None:
@@ -238,6 +242,11 @@ def loss(
     )
     if resume_from is not None:
         checkpoint = _read_from(resume_from, checkpoint, storage)
+        if checkpoint.step is None:
+            out.tell(
+                f"{resume_from} holds no training step, so the first step of the new log is not "
+                "compared with it; --resume-step N states one"
+            )
     ledger = partial(_ledger_of, checkpoint.report, storage)
     if follow:
         reports = follow_loss(
@@ -307,9 +316,16 @@ def _read_from(step: str, given: NamedCheckpoint, storage: StorageOptions) -> Na
     """The checkpoint with what a step holds, as far as the caller does not state it.
 
     A step that counts no training steps, as a copy of weights, gives the report of its root.
-    Raises as `show` does. Cost: that of `show`.
+    Raises as `show` does, and `UsageError` for a folder that is no step. Cost: that of `show`.
     """
     contents = ckptctl.show(step, storage=storage)
+    listed = (contents.tensors, contents.bytes_entries, contents.shards, contents.unlisted)
+    if contents.exit_code and contents.train_step is None and not any(listed):
+        raise UsageError(
+            f"--resume-from {step} is no step that can be read: it holds no tensor and no "
+            "train state",
+            next_command=command_line("verify", step),
+        )
     if given.saved_world_size is None and (saved := contents.world_size) is not None:
         given = replace(given, saved_world_size=None if saved.at_least else saved.size)
     if given.step is not None or contents.train_step is None:

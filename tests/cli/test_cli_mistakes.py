@@ -274,6 +274,20 @@ def test_what_ckptctl_wrote_and_an_empty_file_are_overwritten(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "loss notes --print-verdict --print-throughput",
+        "loss notes --print-throughput --print-suspect",
+        "classify notes --print-word --print-nodes",
+    ],
+)
+def test_two_bare_answers_at_once_are_refused(folder, capsys, command):
+    exit_code, out, err = called(capsys, command)
+    assert (exit_code, out) == (2, "")
+    assert "exclude each other" in err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ("NEWLOG=x", "has no input 'NEWLOG'"),
@@ -286,3 +300,21 @@ def test_a_word_that_is_no_input_and_no_root_starts_no_run(folder, capsys, words
     assert (exit_code, out) == (2, "")
     assert message in err
     assert not (folder / "run" / ".ckptctl").exists()
+
+
+@pytest.mark.parametrize("name", ["nothing", "unrelated"])
+def test_a_resume_from_a_folder_that_is_no_step_is_refused(folder, capsys, name):
+    (folder / "unrelated").mkdir()
+    (folder / "unrelated" / "notes").write_text("hello\n")
+    exit_code, out, err = called(capsys, f"loss notes --resume-from {name}")
+    assert (exit_code, out) == (2, "")
+    assert err.startswith(f"error: --resume-from {name} is no step that can be read")
+
+
+def test_a_resume_from_weights_alone_leaves_the_first_step_uncompared(folder, capsys):
+    (folder / "weights").mkdir()
+    (folder / "model.safetensors").rename(folder / "weights" / "model.safetensors")
+    message = "weights holds no training step, so the first step of the new log is not compared"
+    assert message in called(capsys, "loss notes --resume-from weights")[2]
+    assert message not in called(capsys, "loss notes --resume-from weights --quiet")[2]
+    assert message not in called(capsys, "loss notes --resume-from weights --resume-step 5")[2]
