@@ -16,7 +16,13 @@ from typing import Any
 import typer
 
 import ckptctl
-from ckptctl.cli.commands import COMMANDS, VERSION, command_group, shared_help_lines
+from ckptctl.cli.commands import (
+    COMMANDS,
+    VERSION,
+    command_group,
+    is_from_variable,
+    shared_help_lines,
+)
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.output import Output, without_secrets
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
@@ -139,6 +145,9 @@ def _mistake(error: Any, argv: Sequence[str]) -> UsageError:
         close = error.possibilities
         meant = f"; did you mean {', '.join(close)}?" if close else ""
         message = error.message + meant
+    option = getattr(error, "param", None)
+    if option is not None and error.ctx is not None and is_from_variable(error.ctx, option):
+        message = f"invalid value for {option.envvar}: {error.message}"
     message = " ".join(message.split()).removesuffix(".")
     return UsageError(message[:1].lower() + message[1:], next_command=_help_command(argv))
 

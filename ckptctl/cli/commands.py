@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -240,6 +241,13 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
     paths = [option.name for option, _ in options if _is_path(option)]
 
     def run(context: typer.Context, **given: Any) -> int:
+        try:
+            return answer_of(context, given)
+        except UsageError as error:
+            error.message = _with_variable(error.message, context)
+            raise
+
+    def answer_of(context: typer.Context, given: dict[str, Any]) -> int:
         out: Output = context.obj
         for name in _HELP:
             del given[name]
@@ -279,6 +287,25 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         for option, heading in options
     }
     return _with_signature(run, declared)
+
+
+def _with_variable(message: str, context: typer.Context) -> str:
+    """The message about an option with the name of its variable, where that has set it."""
+    command: Any = context.command
+    first = next(iter(_OPTION.findall(message)), None)
+    for option in command.params:
+        if first in option.opts and is_from_variable(context, option):
+            return message.replace(str(first), option.envvar, 1)
+    return message
+
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def is_from_variable(context: typer.Context, option: Any) -> bool:
+    """Whether an option has its value from its variable, and not from the command line."""
+    source = context.get_parameter_source(option.name)
+    return source is not None and source.name == "ENVIRONMENT"
 
 
 _PATIENCE = 4

@@ -273,6 +273,37 @@ def test_what_ckptctl_wrote_and_an_empty_file_are_overwritten(folder, capsys):
     assert called(capsys, "loss notes --report a.out")[0] == 31
 
 
+VARIABLES = [
+    ("scan run", "LAST", "x", "invalid value for CKPTCTL_LAST: 'x' is not a whole number"),
+    ("scan run", "QUIET", "x", "invalid value for CKPTCTL_QUIET: 'x' is not a valid boolean"),
+    ("pick run", "LEVEL", "x", "invalid value for CKPTCTL_LEVEL: 'x' is not one of"),
+    ("classify notes", "DEADLINE", "x", "CKPTCTL_DEADLINE is a time like"),
+    ("pick run", "REQUIRE", "x", "CKPTCTL_REQUIRE: 'x' is no kind of train state"),
+    ("scan run", "HTML", "notes", "CKPTCTL_HTML 'notes': the name of a page ends in"),
+    ("scan run", "REPORT", "notes", "CKPTCTL_REPORT notes: the file exists and is not"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "value", "message"), VARIABLES, ids=[row[1] for row in VARIABLES]
+)
+def test_a_wrong_value_of_a_variable_names_the_variable(
+    folder, capsys, monkeypatch, command, variable, value, message
+):
+    monkeypatch.setenv(f"CKPTCTL_{variable}", value)
+    exit_code = run(command.split())
+    err = capsys.readouterr().err
+    assert exit_code == 2
+    assert err.startswith(f"error: {message}")
+    assert (folder / "notes").read_text() == "hello\n"
+
+
+def test_the_command_line_is_named_where_it_overrides_a_variable(folder, capsys, monkeypatch):
+    monkeypatch.setenv("CKPTCTL_DEADLINE", "5m")
+    _, _, err = called(capsys, "classify notes --deadline x")
+    assert err.startswith("error: --deadline is a time like")
+
+
 @pytest.mark.parametrize(
     "command",
     [
