@@ -169,7 +169,12 @@ _HELP: Mapping[str, _Declared] = {
     )
     for name, option, text, show in (
         ("short_help", "-h", "Show the options that are used most.", _short_help),
-        ("whole_help", "--help", "Show all options.", _whole_help),
+        (
+            "whole_help",
+            "--help",
+            "Show all options but those that only scripts use, which the reference lists.",
+            _whole_help,
+        ),
     )
 }
 
