@@ -98,6 +98,7 @@ class LineReader(RankReader):
         self._drawn: Row | None = None
         self._n_drawn = 0
         self._last_loss: Number | None = None
+        self._order = LineOrder()
         self.accumulated = 1
         """How many batches of a progress bar make one step."""
 
@@ -109,7 +110,7 @@ class LineReader(RankReader):
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
         if self._held is None and (found := self.templates.read(text)) is not None:
-            return self._row(*found, position)
+            return self._in_order(self._row(*found, position), text)
         stamp, head = "", self._head.search(text) if self.format.hint in text else None
         if head is None and self.format.hint in text and (begin := stamp_end(text)):
             stamp, text = text[:begin], text[begin:]
@@ -145,6 +146,7 @@ class LineReader(RankReader):
     def resume(self, step: int | None) -> None:
         """Take note that the log announced a resume after `step`."""
         self._rounds.resume(None if step is None else step * self._batches)
+        self._order = LineOrder()
 
     def stop(self, step: int | None) -> None:
         """Take note that the log announced the end of the training at `step`."""
@@ -206,7 +208,13 @@ class LineReader(RankReader):
             n = len(stamp)
             moved = {field: (n + begin, n + end) for field, (begin, end) in places.items()}
             self.templates.learn(stamp + text, moved, 0 if at_s is None else n)
-        return row
+        return self._in_order(row, stamp + text)
+
+    def _in_order(self, rows: Sequence[Row], line: str) -> Sequence[Row]:
+        # A bar yields the row of an earlier line.
+        if self.format.redrawn or not rows or rows[0].loss is None:
+            return rows
+        return self._order.rows(rows[0], line)
 
     def _named(self, text: str, start: int) -> Iterator[tuple[str, Span]]:
         """The names in a line, and where their values are."""
@@ -246,6 +254,65 @@ class LineReader(RankReader):
         self._has_rows = True
         batch = self._rounds.step(step, per, epoch)
         return -(-batch // self._batches)
+
+
+class LineOrder:
+    """Drops lines that mention the loss of an older step, such as that of a saved checkpoint.
+
+    A program that resumes prints its lines in the form they had before. A line of another form
+    whose step does not advance is held. If the next line has that form too, and a later step,
+    both are rows of a process that prints another form. So is a held line that the next row
+    of the known form continues: the first line of a process may be special.
+    """
+
+    def __init__(self) -> None:
+        self._last: Row | None = None
+        self._line = ""
+        self._step_before = 0
+        self._held: tuple[Row, str] | None = None
+
+    def rows(self, row: Row, line: str) -> Sequence[Row]:
+        """The rows to keep, now that this line has been read."""
+        last = self._last
+        if last is not None and (self._held is not None or row.step <= last.step):
+            return self._compared(row, line, last)
+        self._step_before = row.step if last is None else last.step
+        self._last, self._line = row, line
+        return (row,)
+
+    def _compared(self, row: Row, line: str, last: Row) -> Sequence[Row]:
+        held, self._held = self._held, None
+        is_later = row.step > last.step
+        is_known = is_later or _same_form(line, self._line)
+        kept: Sequence[Row] = (row,)
+        if held is not None and row.step > held[0].step:
+            is_next = not is_later and row.step - held[0].step <= last.step - self._step_before
+            if _same_form(line, held[1]) or (is_known and is_next):
+                kept, last = (held[0], row), held[0]
+        if not is_known and len(kept) == 1:
+            self._held = row, line
+            return ()
+        self._step_before = min(last.step, row.step)
+        self._last, self._line = row, line
+        return kept
+
+
+_OF_VALUES = {ord(char): None for char in "0123456789+-.,:#=> \t"}
+_VALUE = re.compile(
+    r"(?<![A-Za-z])(?:nan|inf|infinity)(?![A-Za-z])|\d[\d.,:]*(?:e[-+]?\d+)?[a-z%]{0,3}",
+    re.IGNORECASE,
+)
+
+
+def _same_form(line: str, other: str) -> bool:
+    """Whether two lines differ only in their values, the units of these, and blanks."""
+    if line == other or line.translate(_OF_VALUES) == other.translate(_OF_VALUES):
+        return True
+    return _form(line) == _form(other)
+
+
+def _form(line: str) -> str:
+    return _VALUE.sub("", line[stamp_end(line) :]).translate(_OF_VALUES)
 
 
 class Rounds:
