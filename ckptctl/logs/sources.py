@@ -105,11 +105,17 @@ def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
         if files is None:
             found.append(path)
         else:
-            names = sorted((info.path for info in files if info.kind == "file"), key=natural)
+            names = [info.path for info in files if info.kind == "file"]
+            names = sorted((name for name in names if not _is_record(name)), key=natural)
             logs = _logs_among(path, names)
             _check_found(path, logs)
             found += logs
     return tuple(found)
+
+
+def _is_record(name: str) -> bool:
+    """Whether a file below a folder is one of ckptctl's own, such as the record of a resume."""
+    return ".ckptctl" in name.split("/")[:-1]
 
 
 def _check_found(folder: str, logs: Sequence[str]) -> None:

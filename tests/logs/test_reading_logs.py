@@ -262,3 +262,12 @@ def test_a_format_and_a_pattern_exclude_each_other():
 def test_no_log_at_all_is_refused():
     with pytest.raises(UsageError, match="no log was named"):
         list(read_logs([]))
+
+
+def test_ckptctls_own_records_in_a_folder_are_no_logs(tmp_path):
+    (tmp_path / "train.log").write_text(nanogpt(range(1, 9)))
+    record = tmp_path / ".ckptctl" / "branches" / "1.jsonl"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"step": 4, "loss": 2.5}\n')
+    rows = list(read_logs([str(tmp_path)]))
+    assert {row.position.file for row in rows} == {str(tmp_path / "train.log")}
