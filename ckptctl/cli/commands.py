@@ -460,6 +460,9 @@ _OF_ONE_ACT = frozenset(
 )
 """Options of one mark, one run of a runbook, one partial inspection: not repeated in the next."""
 
+_EXCLUDED = {"--format": "--pattern"}
+"""Options that are not repeated where the next command has another one."""
+
 _WRITES = frozenset({"--metrics", "--html"})
 """Options with a file, in which another command would write something else."""
 
@@ -519,7 +522,7 @@ def _with_options(command: str, repeated: Sequence[_Given], caller: str) -> str:
     takes = {(each.opts[0], getattr(each, "help", "")) for each in command_of(name).params}
     for given in repeated:
         is_same = name == caller or (given.name not in _WRITES and given[:2] in takes)
-        if given.name not in there and is_same:
+        if is_same and there.isdisjoint((given.name, _EXCLUDED.get(given.name))):
             own += f" {shell_command(given.words)}"
     return own + dashes + behind
 

@@ -52,10 +52,17 @@ def pattern_format(pattern: str) -> LineFormat:
     return LineFormat("pattern", "", pattern)
 
 
-# A number, and behind it a loss.
+_LOSS_NAME = r"(?P<loss>\b[\w/]{0,40}loss[\w/]{0,40}['\"]?[ :=]{1,4})[-+]?\d{1,9}\.\d"
+
+# A number, and a loss behind it or before it.
 _STEP_AND_LOSS = re.compile(
-    r"(?P<step>[A-Za-z_]{1,30}[ :=#\[(]{1,4})\d{1,12}\b.{0,300}?"
-    r"(?P<loss>\b[\w/]{0,40}loss[\w/]{0,40}['\"]?[ :=]{1,4})[-+]?\d{1,9}\.\d",
+    r"(?P<step>[A-Za-z_]{1,30}[ :=#\[(]{1,4})\d{1,12}\b(?!\.\d).{0,300}?" + _LOSS_NAME,
+    re.IGNORECASE,
+)
+_LOSS_AND_STEP = re.compile(
+    _LOSS_NAME
+    + r".{0,300}?\b(?P<step>(?:[a-z]{1,20}[ _])?(?:step|iter(?:ation)?|update|batch|epoch)s?"
+    r"[ :=#\[(]{1,4})\d{1,12}\b",
     re.IGNORECASE,
 )
 
@@ -65,11 +72,14 @@ def pattern_for(line: str) -> str | None:
     for hint, pattern in PATTERNS:
         if re.search(hint, line):
             return pattern
-    named = _STEP_AND_LOSS.search(line)
+    named = _STEP_AND_LOSS.search(line) or _LOSS_AND_STEP.search(line)
     if named is None:
         return None
-    step, loss = (re.escape(named[name]).replace("\\ ", " ") for name in ("step", "loss"))
-    return rf"{step}(?P<step>\d+).*?{loss}(?P<loss>[^\s,;|)\]]+)"
+    values = {"step": r"(?P<step>\d+)", "loss": r"(?P<loss>[^\s,;|)\]]+)"}
+    return ".*?".join(
+        re.escape(named[name]).replace("\\ ", " ") + values[name]
+        for name in sorted(values, key=named.start)
+    )
 
 
 _OF_STEP = ("step", "epoch", "per", "it")

@@ -43,6 +43,7 @@ _SILENT_STEPS = 3
 _MAX_HELD = 64
 _MAX_MENTION = 160
 _LINES_FOR_PATTERNS = 2_000
+_BYTES_FOR_PATTERNS = 1 << 16
 
 Keys = Mapping[str, str] | None
 Rank = tuple[str | None, int | None]
@@ -242,6 +243,7 @@ class TextLog(Log):
         self._accumulated = 1
         self._incomplete: set[tuple[str, Rank]] = set()
         self._n_read = 0
+        self._is_named = form is not None
         if len(self._candidates) == 1:
             self._choose(self._candidates[0])
 
@@ -264,6 +266,12 @@ class TextLog(Log):
     def _whole(self, data: bytes) -> Iterator[Row | Marker]:
         if not data or self.damage is not None:
             return
+        if self._is_named:
+            # Lines that the named format does not read may need a pattern.
+            self._is_named = False
+            lines = data[:_BYTES_FOR_PATTERNS].decode(errors="replace").splitlines()
+            patterns = (pattern_for(line[:MAX_MATCHED]) for line in lines[:_LINES_FOR_PATTERNS])
+            self.pattern = next(filter(None, patterns), None)
         marks = [mark.decode() for mark in self._markers.find(data)]
         for number, text in self._lines(data, is_marked=bool(marks)):
             if marks and any(mark in text for mark in marks):

@@ -17,6 +17,7 @@ FORMS = {
     "fastai": "{step:<9} {loss:.6f}    0.812341    0.612345  01:24",
     "ultralytics": "  {step}/100  2.19G  {loss:.3f}  2.345  15  640: 100%|##| 8/8 [00:02<00:00]",
     "a program of one's own": "round={step} of 40 mean-loss~ 7, my_loss_a = {loss:.3f}, done",
+    "a loss before the step": "loss {loss:.3f} at step {step}",
 }
 
 
@@ -34,6 +35,15 @@ def test_the_command_that_is_suggested_reads_the_log(name, tmp_path):
     rows = [*read_logs([str(log)], LogFormat(pattern=pattern))]
     assert [row.step for row in rows] == [*range(5, 40)]
     assert [row.loss.value for row in rows] == pytest.approx([3 - n / 100 for n in range(5, 40)])
+
+
+def test_the_command_that_is_suggested_for_a_named_format_reads_the_log(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(lines("loss {loss:.3f} at step {step}"))
+    report = check_loss([str(log)], format="megatron")
+    pattern = shlex.split(report.next_command)[-1]
+    rows = [*read_logs([str(log)], LogFormat(pattern=pattern))]
+    assert [row.step for row in rows] == [*range(5, 40)]
 
 
 def test_the_losses_of_hifi_gan_are_those_of_a_loop_of_ones_own():

@@ -408,6 +408,15 @@ def test_a_pattern_that_fits_nothing_does_not_lead_to_a_pattern(tmp_path):
     assert next_command(done.stdout + done.stderr) == "ckptctl loss --help"
 
 
+def test_a_format_that_fits_nothing_leads_to_a_pattern_alone(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("".join(f"loss {3 - n / 100:.3f} at step {n}\n" for n in range(1, 30)))
+    done = run_ckptctl("loss", path, "--format", "megatron")
+    command = next_command(done.stdout + done.stderr) or ""
+    assert "--pattern" in command
+    assert "--format" not in command
+
+
 @pytest.mark.parametrize(
     ("losses", "printed"),
     [
