@@ -272,6 +272,7 @@ CODES: Mapping[str, Code] = {
     "loss.no-resume": _warning("there is no resume in the logs"),
     "loss.none": _warning("there is no loss in the logs"),
     "loss.interleaved": _warning("several runs write into one log"),
+    "loss.unused-key": _warning("no log has the name that --key states"),
     "loss.unread": _warning("the end of the logs is damaged and cannot be read"),
     "loss.low-precision": _note("the loss is printed too coarsely to prove anything"),
     "loss.unmarked": _note("equal rows, and nothing shows that another attempt trained them"),

@@ -165,6 +165,8 @@ class RowMaker:
             name: Precision(_LR_DIGITS if trimmed and name == "lr" else 1) for name in NUMBERS
         }
         self._known: dict[str, tuple[str, int] | None] = {}
+        self.used: set[str] = set()
+        """The plain names of the key map that the log has."""
         self.seen_losses: set[str] = set()
         """The kinds of losses so far; with another kind, other names may be that of the loss."""
 
@@ -188,6 +190,8 @@ class RowMaker:
         found = (
             self._own.get(plain) or _FIELD_AND_RANK.get(plain) or _FIELD_AND_RANK.get(_within(name))
         )
+        if plain in self._own:
+            self.used.add(plain)
         if plain in _SUMMARY:
             found = (_SUMMARY_FIELD, 0)
         if len(self._known) < _MAX_NAMES:

@@ -17,7 +17,7 @@ from ckptctl.formatting import command_line
 from ckptctl.logs.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
 from ckptctl.logs.collectors import Unwrapper
 from ckptctl.logs.console import pattern_format
-from ckptctl.logs.fields import check_keys, with_ignored
+from ckptctl.logs.fields import check_keys, plain_name, with_ignored
 from ckptctl.logs.records import TrainerState, is_document
 from ckptctl.logs.rows import Log, Marker, Row
 from ckptctl.logs.sources import expanded, log_pieces, natural, rotated_base
@@ -177,12 +177,13 @@ class LogReader:
 
 @dataclass(slots=True)
 class DamageLog:
-    """The damage that was found while logs were read, in order.
+    """The damage that was found while logs were read, in order, and the keys that no log has.
 
     `at_end`: no row was read after the last damage.
     """
 
     messages: list[str] = field(default_factory=list)
+    unused_keys: list[str] = field(default_factory=list)
     at_end: bool = False
 
     def record(self, message: str) -> None:
@@ -200,11 +201,22 @@ class DamageLog:
     def findings(self, *, end_matters: bool = True) -> tuple[Finding, ...]:
         """`loss.damaged` for each damage; `loss.unread` for one at the end, if that matters.
 
+        `loss.unused-key` for each key.
+
         Where a later log continues, the resume is likely in what was read. Where nothing
         follows the damage, the resume may be in what was not read.
         """
         last = len(self.messages) - 1 if self.at_end and end_matters else None
-        return tuple(
+        unused = [
+            Finding(
+                "loss.unused-key",
+                "",
+                f"--key {key}: no row of the logs has this name",
+                expected="a name that is in the logs",
+            )
+            for key in self.unused_keys
+        ]
+        damaged = [
             Finding(
                 "loss.unread" if i == last else "loss.damaged",
                 "",
@@ -214,7 +226,8 @@ class DamageLog:
                 expected="a log that is readable to its end",
             )
             for i, message in enumerate(self.messages)
-        )
+        ]
+        return (*unused, *damaged)
 
 
 def read_logs(
@@ -223,6 +236,7 @@ def read_logs(
     *,
     storage: StorageOptions = StorageOptions(),
     on_damage: Callable[[str], None] | None = None,
+    on_unused_key: Callable[[str], None] = lambda _key: None,
 ) -> Iterator[Row | Marker]:
     """Yield the rows and markers of the logs, the oldest log first.
 
@@ -234,6 +248,7 @@ def read_logs(
     Memory does not grow with the logs. Where a log is damaged in the middle, the rows
     before the damage are yielded; then `on_damage` is called, or `LogUnreadable` raised
     where it is None. So it is where reading takes longer than the bytes explain (`Deadline`).
+    At the end `on_unused_key` is called for each `FIELD=NAME` of the keys whose name no log has.
     Raises `LogWithoutLoss` at the end where no row had a loss,
     `UsageError` where no log is named, and the errors of the storage.
     """
@@ -249,6 +264,11 @@ def read_logs(
         for item in _read(reader, storage, on_damage):
             has_loss = has_loss or (isinstance(item, Row) and item.has_loss)
             yield item
+    logs = [reader.log for reader in readers if reader.log is not None]
+    used = frozenset[str]().union(*(log.used for log in logs))
+    for name, text in (log_format.keys or {}).items():
+        if plain_name(text) not in used:
+            on_unused_key(f"{name}={text}")
     if not has_loss:
         raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))
 

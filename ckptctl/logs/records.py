@@ -37,6 +37,11 @@ class RecordRows:
         self.maker = RowMaker(keys, trimmed=trimmed)
         self._held: Row | None = None
 
+    @property
+    def used(self) -> set[str]:
+        """The plain names of the key map that the records have."""
+        return self.maker.used
+
     def add(
         self,
         pairs: Iterable[tuple[str, str]],
@@ -83,6 +88,7 @@ class RecordFile(Log):
 
     def end(self) -> Iterable[Row | Marker]:
         """The last row."""
+        self.used = frozenset(self._of_records.used)
         return self._of_records.end()
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import force_setattr
+
+if TYPE_CHECKING:
+    from ckptctl.logs.fields import RowMaker
 
 
 class LogPosition(msgspec.Struct, frozen=True, gc=False):
@@ -105,6 +109,8 @@ class Log:
     """The first line that mentions a loss, while no format is found."""
     pattern: str | None = None
     """A `--pattern` that may read the log, while no format is found."""
+    used: frozenset[str] = frozenset()
+    """After the end: the plain names of the key map that the log has."""
 
     def feed(self, data: bytes) -> Iterable[Row | Marker]:
         """The rows and markers that these bytes complete; exhaust before the next call."""
@@ -117,6 +123,13 @@ class Log:
 
 class RankReader:
     """Reads the lines of one rank in one format."""
+
+    _maker: RowMaker
+
+    @property
+    def used(self) -> set[str]:
+        """The plain names of the key map that the lines have."""
+        return self._maker.used
 
     @property
     def open(self) -> bool:

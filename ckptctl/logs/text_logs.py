@@ -259,9 +259,13 @@ class TextLog(Log):
             yield from self._settle_fallback()
         yield from map(self._averaged, self._ranks.end())
         readers = self._readers.values()
+        self._keep_used()
         self.n_without_step = sum(
             reader.n_without_step for reader in readers if isinstance(reader, HfConsoleReader)
         )
+
+    def _keep_used(self) -> None:
+        self.used = self.used.union(*(reader.used for reader in self._readers.values()))
 
     def _whole(self, data: bytes) -> Iterator[Row | Marker]:
         if not data or self.damage is not None:
@@ -395,6 +399,7 @@ class TextLog(Log):
         reader = self._readers.get(key)
         if reader is None:
             if len(self._readers) >= _MAX_READERS:
+                self._keep_used()
                 self._readers.clear()
                 self._incomplete.clear()
             reader = self._readers[key] = self._new_reader(form, rank)

@@ -169,7 +169,13 @@ def check_loss(
     damage = DamageLog()
 
     def read(names: Sequence[str]) -> Iterator[Row | Marker]:
-        rows = read_logs(names, log_format, storage=storage, on_damage=damage.record)
+        rows = read_logs(
+            names,
+            log_format,
+            storage=storage,
+            on_damage=damage.record,
+            on_unused_key=damage.unused_keys.append,
+        )
         return damage.watch(rows)
 
     try:

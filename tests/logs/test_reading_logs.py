@@ -247,6 +247,20 @@ def test_a_key_map_says_what_a_record_means():
     ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{{"step": {0}, "loss": 2.5, "train/ce": 2.25}}\n', "step {0} loss 2.5 train/ce 2.25\n"],
+)
+def test_a_key_that_no_log_has_is_reported(tmp_path, text):
+    path = tmp_path / "train.log"
+    path.write_text("".join(map(text.format, range(1, 30))))
+    unused: list[str] = []
+    for name in ("train/ce", "train/cee"):
+        keys = LogFormat(keys={"loss": name})
+        assert len([*read_logs([str(path)], keys, on_unused_key=unused.append)]) == 29
+    assert unused == ["loss=train/cee"]
+
+
 def test_a_key_map_to_a_field_that_is_not_there_is_refused():
     with pytest.raises(
         UsageError, match="--key los=a: unknown field los; the fields are step, loss,"

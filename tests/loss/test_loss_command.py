@@ -408,6 +408,14 @@ def test_a_pattern_that_fits_nothing_does_not_lead_to_a_pattern(tmp_path):
     assert next_command(done.stdout + done.stderr) == "ckptctl loss --help"
 
 
+def test_a_key_that_no_log_has_is_a_warning(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"step": {n}, "loss": {3 - n / 100:.3f}}}\n' for n in range(1, 30)))
+    done = run_ckptctl("loss", path, "--key", "loss=train/cee", "--json")
+    codes = [finding["code"] for finding in json.loads(done.stdout)["findings"]]
+    assert codes.count("loss.unused-key") == 1
+
+
 def test_a_format_that_fits_nothing_leads_to_a_pattern_alone(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("".join(f"loss {3 - n / 100:.3f} at step {n}\n" for n in range(1, 30)))
