@@ -211,7 +211,7 @@ def test_the_metrics_say_what_the_commands_say(tmp_path, framework_roots):
 def test_a_command_that_knows_nothing_leaves_the_metrics(tmp_path):
     pytest.importorskip("s3fs")
     file = tmp_path / "ckptctl.prom"
-    file.write_text("before\n")
+    file.write_text("# HELP ckptctl_before\n")
     done = run_ckptctl("scan", "s3://bucket/run", "--metrics", file)  # without credentials
     assert done.returncode == 77, done.stderr
-    assert file.read_text() == "before\n"
+    assert file.read_text() == "# HELP ckptctl_before\n"

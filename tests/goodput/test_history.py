@@ -390,7 +390,7 @@ def test_the_answer_fits_80_columns_and_says_the_same_without_colour(made):
 def test_the_metrics_are_in_the_form_of_prometheus_and_replaced_as_a_whole(made, tmp_path):
     made.ledger(0, None, trained(1, 25, 30), number=made.attempt(0, 325, 137, "restart"))
     file = tmp_path / "ckptctl.prom"
-    file.write_text("old")
+    file.write_text("# HELP ckptctl_old")
     root = tmp_path / 'a"b\\c'
     shutil.copytree(made.root, root)
     assert run_ckptctl("history", root, "--metrics", file, "-q").returncode == 0
