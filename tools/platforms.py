@@ -28,7 +28,7 @@ ENVIRONMENTS = REPOSITORY / ".cache" / "platforms"
 DOCUMENT = REPOSITORY / "docs" / "platforms.md"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
-BASE = ("inspection", "formats", "records", "selection", "failures", "loss", "cli")
+BASE = ("inspection", "formats", "records", "selection", "failures", "logs", "loss", "cli")
 TORCH = ("test_reader.py", "test_writer.py", "test_loadable.py", "test_checkpointer.py")
 FAST = "not server and not slow and not long"
 _TABLE = re.compile(r"(?<=<!-- platforms -->\n).*?(?=<!-- end -->)", re.DOTALL)
