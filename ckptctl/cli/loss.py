@@ -247,7 +247,9 @@ def loss(
                 f"{resume_from} holds no training step, so the first step of the new log is not "
                 "compared with it; --resume-step N states one"
             )
-    ledger = partial(_ledger_of, checkpoint.report, storage)
+    ledger = None
+    if checkpoint.report is not None and not checkpoint.report.endswith(".json"):
+        ledger = partial(_ledger_of, checkpoint.report, storage)
     if follow:
         reports = follow_loss(
             paths,
@@ -338,17 +340,15 @@ def _read_from(step: str, given: NamedCheckpoint, storage: StorageOptions) -> Na
     )
 
 
-def _ledger_of(report: str | None, storage: StorageOptions) -> LedgerAnswer | None:
-    """What the data ledger of the root shows that holds a resume report; None without one.
+def _ledger_of(root: str, storage: StorageOptions) -> LedgerAnswer | None:
+    """What the data ledger of a run shows; None without one.
 
     No ledger, or a root that cannot be read now, leaves the question open. Cost: that of `pick`.
     """
-    if report is None or report.endswith(".json"):
-        return None
     from ckptctl.goodput.data_use import EpochState
 
     try:
-        use = ckptctl.data_use(report, storage=storage)
+        use = ckptctl.data_use(root, storage=storage)
     except CkptctlError:
         return None
     if use.step is None:

@@ -130,6 +130,9 @@ class RetentionPlan:
         self._alone = not others
         self._memory = {} if memory is None else memory
         self._inspections = self._inspect_all(on_inspected)
+        self._has_proven_number = any(
+            one.report.claim(ClaimName.IDENTITY).is_proven for one in self._inspections.values()
+        )
         self._decisions: dict[str, PruneDecision] = {}
         # Listed before anything is removed: an error here must not hide a removal.
         self._set_aside = [
@@ -307,8 +310,7 @@ class RetentionPlan:
         claim = report.claim(ClaimName.IDENTITY)
         if report.seal or claim.is_proven:
             return None
-        others = (other.report.claim(ClaimName.IDENTITY) for other in self._inspections.values())
-        if not any(other.is_proven for other in others):
+        if not self._has_proven_number:
             return None
         return f"identity is not proven ({claim.by}), and that of other steps is"
 
