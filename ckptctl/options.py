@@ -63,6 +63,11 @@ MARKS = Parameter(
     "File of marks for read-only roots, one per line; read in addition to the marks in the steps.",
     common=False,
 )
+ROOT_ENV = Parameter(
+    "--root-env NAME",
+    "The environment variable in which the job finds its root, instead of {root}.",
+    common=False,
+)
 IGNORE = Parameter(
     "--ignore PATTERN,...",
     "Names or paths below the root (with * and ?) of files and folders that are no saves, "

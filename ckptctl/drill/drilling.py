@@ -36,7 +36,7 @@ from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
 from ckptctl.errors import UsageError
 from ckptctl.formatting import command_line, counted
-from ckptctl.options import Parameter, StorageOptions
+from ckptctl.options import ROOT_ENV, Parameter, StorageOptions
 from ckptctl.selection.picking import pick
 from ckptctl.supervisor.nodes import NodeOptions
 
@@ -62,14 +62,7 @@ class DrillOptions:
     Nothing is waited for longer than `patience_s`.
     """
 
-    root_env: Annotated[
-        str | None,
-        Parameter(
-            "--root-env NAME",
-            "The environment variable in which the job finds its root, instead of {root}.",
-            common=False,
-        ),
-    ] = None
+    root_env: Annotated[str | None, ROOT_ENV] = None
     faults: Annotated[
         Collection[str],
         Parameter(

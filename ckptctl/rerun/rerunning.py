@@ -33,7 +33,7 @@ from ckptctl.drill.job import (
 from ckptctl.errors import NothingToResume, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formatting import command_line
-from ckptctl.options import Parameter, PickPolicy, StorageOptions
+from ckptctl.options import ROOT_ENV, Parameter, PickPolicy, StorageOptions
 from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
 from ckptctl.rerun.recording import (
     Record,
@@ -108,14 +108,7 @@ class RerunOptions:
             "As many other nodes. Without them a value that repeats stays undecided.",
         ),
     ] = ()
-    root_env: Annotated[
-        str | None,
-        Parameter(
-            "--root-env NAME",
-            "The environment variable in which the job finds its root, instead of {root}.",
-            common=False,
-        ),
-    ] = None
+    root_env: Annotated[str | None, ROOT_ENV] = None
     work: Annotated[
         str, Parameter("--work DIR", "A new folder for copies and logs, which all nodes see.")
     ] = "rerun"
