@@ -54,6 +54,7 @@ from ckptctl.resharding.sources import (
     source_in,
     source_of,
 )
+from ckptctl.resharding.state_files import state_files
 from ckptctl.resharding.steps import (
     inspect_whole,
     target_place,
@@ -150,7 +151,8 @@ def convert(
         is_safetensors = formats == {PartFormat.SAFETENSORS} or any(
             part.safetensors for part in inspected.parts
         )
-        if is_safetensors and not formats & SHARDED:
+        is_save = not only_model and state_files(inspected.step) is not None
+        if not formats & SHARDED and (is_safetensors or is_save):
             return _from_folder(asked, found, inspected, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
             raise _names_no_file(asked, inspected)
@@ -239,8 +241,8 @@ def _from_folder(
     checked: Requirements,
     storage: StorageOptions,
 ) -> Converted:
-    """Make a step from a folder of safetensors."""
-    _check_makes_step(asked, "a folder of safetensors")
+    """Make a step from a folder of safetensors, or from the files of one save."""
+    _check_makes_step(asked, "a folder of files that hold whole tensors")
     if not refusal(inspected.report, accept_unverifiable=asked.options.accept_unverifiable):
         # Only a seal can verify them, and that takes reading every byte.
         inspected = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
@@ -273,7 +275,7 @@ def _ending(name: str) -> str:
 def _into(asked: _Asked, place: Place) -> Into:
     return Into(
         place,
-        asked.world_size or 1,
+        asked.world_size,
         asked.only_model,
         asked.under,
         asked.options,

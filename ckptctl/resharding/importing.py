@@ -65,6 +65,13 @@ from ckptctl.resharding.sources import (
     source_in,
     tensor_entry,
 )
+from ckptctl.resharding.state_files import (
+    MODEL_FOLDER,
+    FilePart,
+    StateFiles,
+    read_state_file,
+    state_files,
+)
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
@@ -97,11 +104,12 @@ class OneFile:
 class Into:
     """The step to create: its place, the number of ranks, its content, and how to write it.
 
+    `world_size` None is the number of ranks that the source has files of, or 1.
     `anyway` is the same command with `--accept-unverifiable`, for use in refusals.
     """
 
     place: Place
-    world_size: int
+    world_size: int | None
     only_model: bool
     under: str
     options: WriteOptions
@@ -161,31 +169,71 @@ def import_file(source: OneFile, into: Into) -> Converted:
 
 
 def import_folder(found: OpenTarget, inspected: Inspection, into: Into) -> Converted:
-    """Write a step from the folders of safetensors in a folder that was inspected."""
+    """Write a step from the files of one save, or from the folders of safetensors in a folder."""
     report = inspected.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
-    held = [held for part in inspected.parts for held in part.safetensors]
-    # If the folder holds a model, folders below hold its shards again, or another model.
-    parts = [part for part in held if not part.path] or held
-    below = [part.path for part in held if part not in parts]
-    read = [
-        read_safetensors(found.store, part.folder, found.url, part.part, under=into.under)
-        for part in parts
-    ]
-    unnamed = [name for one in read for name in one.unnamed]
+    save = None if into.only_model else state_files(inspected.step)
+    if save is not None:
+        return _import_save(found, inspected, save, into)
+    read, notes = _safetensors(found, inspected, into.under)
     others = [
         file.path
         for file in inspected.step.files
         if kind_of_file(inspected.step.layout, file.path) and not file.path.endswith(SUFFIX)
     ]
-    notes = [
+    notes += _left_out(others, "of train state beside the safetensors")
+    step = source_in(inspected, [part.part for part in read])
+    return _import(step, found, {part.part.path: part.files for part in read}, notes, into)
+
+
+def _safetensors(
+    found: OpenTarget, inspected: Inspection, under: str
+) -> tuple[list[SafetensorsPart], list[Finding]]:
+    """The folders of safetensors that make a step, and notes about what is left out."""
+    folders = [folder for part in inspected.parts for folder in part.safetensors]
+    # If the folder holds a model, folders below hold its shards again, or another model.
+    model = [folder for folder in folders if not folder.path] or folders
+    below = [folder.path for folder in folders if folder not in model]
+    read = [
+        read_safetensors(found.store, folder.folder, found.url, folder.part, under=under)
+        for folder in model
+    ]
+    unnamed = [name for part in read for name in part.unnamed]
+    return read, [
         *_left_out(unnamed, "of safetensors that the index does not name"),
         *_left_out(below, "of safetensors below", "folder"),
-        *_left_out(others, "of train state beside the safetensors"),
     ]
-    step = source_in(inspected, [one.part for one in read])
-    return _import(step, found, {one.part.path: one.files for one in read}, notes, into)
+
+
+def _import_save(
+    found: OpenTarget, inspected: Inspection, save: StateFiles, into: Into
+) -> Converted:
+    """Write a step with a part for the model and for each optimizer of one save."""
+    parts: list[FilePart] = []
+    notes: list[Finding] = []
+    for other in save.others:
+        if other.file.kind != "file":
+            raise UsageError(
+                f"{found.url}: {other.file.path} is a link or not a regular file, and is not copied"
+            )
+    try:
+        if save.models:
+            parts.append(read_state_file(found, save.models[0], MODEL_FOLDER, "model"))
+        else:
+            models, notes = _safetensors(found, inspected, into.under or "model")
+            parts += [
+                FilePart(replace(model.part, path=MODEL_FOLDER), model.files) for model in models
+            ]
+        for number, file in enumerate(save.optimizers):
+            parts.append(read_state_file(found, file, f"optimizer_{number}", "optimizer"))
+    except SourceDamaged as damage:
+        report = inspected.report.with_findings(damage.finding)
+        return not_converted(found.url, into.place.url, report)
+    source = source_in(inspected, [part.part for part in parts], save.others)
+    ranks = {file.rank for file in save.others if file.rank is not None}
+    for_ranks = replace(into, world_size=into.world_size or len(ranks) or 1)
+    return _import(source, found, {part.part.path: part.files for part in parts}, notes, for_ranks)
 
 
 def import_shards(
@@ -208,7 +256,7 @@ def _import(
 ) -> Converted:
     if refusal(read.report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(source.url, into.place.url, read.report)
-    mesh = Mesh((("dp", into.world_size),))
+    mesh = Mesh((("dp", into.world_size or 1),))
     planned = plan(read, Wanted(mesh, only_model=into.only_model))
     if not any(part.entries for part in planned.parts):
         asked = "no model" if into.only_model else "no entries"
@@ -311,7 +359,7 @@ def _answer(
         n_bytes=planned.n_bytes,
         findings=tuple(notes),
         report=report,
-        message=f"{what} as sharded DCP for {counted(into.world_size, 'rank')}: {taken}",
+        message=f"{what} as sharded DCP for {counted(into.world_size or 1, 'rank')}: {taken}",
         next_command=command_line("verify", into.place.url, "--level", "content", "--require-seal"),
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,12 +31,13 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import METADATA, belongs_to_shards, layout_of, step_name
+from ckptctl.formats.frameworks.layouts import METADATA, belongs_to_shards
 from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata, PartFormat
 from ckptctl.options import TrainOptions
+from ckptctl.resharding.state_files import state_files
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import base_name
 from ckptctl.train.agreement import ResumeDecision
@@ -451,14 +453,24 @@ def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
             f"of it in a new root, {new}",
             next_command=command_line("convert", path, f"{new}/{base_name(path).split('.')[0]}"),
         )
-    named = step_name(opened.name)
-    layout = "dcp" if named is None else layout_of(named, opened.files)
-    known = ((file, kind_of_file(layout, file)) for file in files)
-    held = [f"{file} ({', '.join(kind.names)})" for file, kind in known if kind is not None]
-    return UsageError(
+    held = [
+        f"{file} ({', '.join(kind.names)})"
+        for file in files
+        if (kind := kind_of_file(opened.step.layout, file)) is not None
+    ]
+    new = f"{opened.store.url.rstrip('/')}-dcp"
+    why = (
         f"{path} was not saved by dcp.save with collectives, and Checkpointer loads no other "
-        f"steps; it holds {some_of(held or files or ['metadata of each rank'])}. Let the script "
-        "that saved it load it once, and save it with a Checkpointer in a new root",
+        f"steps; it holds {some_of(held or files or ['metadata of each rank'])}."
+    )
+    if state_files(opened.step) is not None:
+        return UsageError(
+            f"{why} ckptctl makes a step of them in a new root, {new}",
+            next_command=command_line("convert", path, f"{new}/{opened.name}"),
+        )
+    return UsageError(
+        f"{why} Let the script that saved it load it once, and save it with a Checkpointer in a "
+        "new root",
         next_command=command_line("show", path),
     )
 
@@ -562,7 +574,11 @@ class Wanted:
         self._own = own or {}
         self._values = values or {}
         self._flat, self._paths = flatten_state_dict(state)
-        self._tied = dict(self._ties())
+        self._tied: dict[str, str] = {}
+        """Each name of the step whose tensor has another name before it, and that name."""
+        self._also_restored: set[str] = set()
+        """Names that the step lacks, of tensors that it has under another name on this rank."""
+        self._find_ties()
 
     def entries(self, parts: Parts, names: Iterable[str]) -> RankEntries:
         """What this rank loads of the step, whose entries have these names.
@@ -581,7 +597,11 @@ class Wanted:
         }
         return RankEntries(
             int(digits or "0", 2),
-            tuple(name for name in self._flat if not self._is_saved(name)),
+            tuple(
+                name
+                for name in self._flat
+                if not self._is_saved(name) and name not in self._also_restored
+            ),
             parts.given,
             len(self.groups),
             frozenset(one for one in casts if one[1] != one[2]),
@@ -633,18 +653,25 @@ class Wanted:
             container = container[_key(container, part)]
         container[_key(container, path[-1])] = value
 
-    def _ties(self) -> Iterator[tuple[str, str]]:
-        """Each name of the step whose tensor has another name before it, and that name."""
-        first: dict[object, str] = {}
+    def _find_ties(self) -> None:
+        """Find the names that belong to one tensor of this job."""
+        names_of: dict[object, list[str]] = defaultdict(list)
         for name, tensor in self._tensors():
-            if not self._is_saved(name) or hasattr(tensor, "local_shards"):
+            if hasattr(tensor, "local_shards"):
                 continue
             (local,) = local_tensors(tensor)
-            if not local.numel() or local.is_meta or str(local.layout) != "torch.strided":
+            if local.is_meta or str(local.layout) != "torch.strided":
                 continue
-            place = local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
-            if name != first.setdefault(place, name):
-                yield name, first[place]
+            if local.numel():
+                place = local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
+                names_of[place].append(name)
+            elif tensor.numel() and not self._is_saved(name):
+                # The ranks that hold elements of the tensor report whether it is lost.
+                self._also_restored.add(name)
+        for names in names_of.values():
+            saved = [name for name in names if self._is_saved(name)]
+            self._tied |= dict.fromkeys(saved[1:], saved[0] if saved else "")
+            self._also_restored |= set(names) - set(saved) if saved else set()
 
     def _is_saved(self, name: str) -> bool:
         return name in self._saved.tensors or name in self._saved.bytes_entries

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sysconfig
 
 import pytest
 
@@ -17,14 +19,14 @@ from ckptctl.train import Checkpointer  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("framework", ["torchtitan", "Lightning", "accelerate"])
+@pytest.mark.parametrize("framework", ["torchtitan", "Lightning", "accelerate", "transformers"])
 def test_the_script_compares_the_steps_after_a_move(framework, tmp_path):
     version_of(framework.lower())
     script = REPOSITORY / "examples" / "move" / f"{framework.lower()}_run.py"
     done = subprocess.run(
         [interpreter(), *torchrun(), script],
         cwd=tmp_path,
-        env=job_environment(),
+        env=job_environment(PATH=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -33,5 +35,8 @@ def test_the_script_compares_the_steps_after_a_move(framework, tmp_path):
     assert "ckptctl: resumed from step 4" in done.stdout
     if framework == "accelerate":
         checkpointer = Checkpointer(str(tmp_path / "run-a"), model=torch.nn.Linear(2, 2))
-        with pytest.raises(UsageError, match=r"optimizer\.bin \(optimizer\).* in a new root"):
+        with pytest.raises(
+            UsageError, match=r"optimizer\.bin \(optimizer\).* in a new root"
+        ) as refused:
             checkpointer.resume()
+        assert refused.value.next_command.startswith("ckptctl convert ")

@@ -300,6 +300,73 @@ def test_a_sharded_model_is_what_its_index_names(tmp_path, named):
     check_same(found, model)
 
 
+@pytest.mark.parametrize("in_safetensors", [True, False])
+def test_the_files_of_one_save_become_a_step_that_a_checkpointer_resumes(tmp_path, in_safetensors):
+    import torch
+
+    from ckptctl.train import Checkpointer
+
+    def parts():
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def train(model, optimizer, scheduler):
+        model(torch.randn(2, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    old = parts()
+    for _ in range(3):
+        train(*old)
+    save = tmp_path / "run" / "checkpoint-3"
+    save.mkdir(parents=True)
+    if in_safetensors:
+        saved(save, old[0].state_dict())
+    else:
+        torch.save(old[0].state_dict(), save / "pytorch_model.bin")
+    torch.save(old[1].state_dict(), save / "optimizer.pt")
+    torch.save(old[2].state_dict(), save / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, save / "rng_state.pth")
+    (save / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    accept = ["--accept-unverifiable"] if in_safetensors else []
+    target = tmp_path / "new" / "checkpoint-3"
+    done = run_ckptctl("convert", save, target, *accept, "--json")
+    assert (done.returncode, validated(done.stdout)["findings"]) == (0, [])
+    assert {path.name for path in target.iterdir()} >= {"scheduler.pt", "trainer_state.json"}
+    train(*old)
+    new = parts()
+    names = ("model", "optimizer", "scheduler")
+    with Checkpointer(str(target.parent), **dict(zip(names, new, strict=True))) as ckpt:
+        assert ckpt.resume("auto").step == 3
+    train(*new)
+    for ours, theirs in zip(new, old, strict=True):
+        check_same(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+def test_a_damaged_file_of_one_save_ends_its_conversion(tmp_path):
+    import torch
+
+    save = tmp_path / "run" / "checkpoint-3"
+    save.mkdir(parents=True)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), save / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), save / "optimizer.pt")
+    (save / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    flip(save / "optimizer.pt", (save / "optimizer.pt").stat().st_size // 2)
+    for file in save.iterdir():
+        os.utime(file, (1e9, 1e9))
+    done = run_ckptctl("convert", save, tmp_path / "new" / "checkpoint-3", "--json")
+    document = validated(done.stdout)
+    assert (done.returncode, document["written"]) == (21, False)
+    assert "optimizer.pt" in document["report"]["findings"][0]["where"]
+    assert not (tmp_path / "new" / "checkpoint-3").exists()
+
+
 def test_without_a_seal_nothing_proves_safetensors_and_with_one_every_byte(tmp_path):
     sharded(tmp_path / "model")
     words = ("convert", tmp_path / "model", tmp_path / "run" / "step_0", "--json")

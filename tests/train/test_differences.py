@@ -249,6 +249,23 @@ def test_tied_weights_are_restored(value: float, tmp_path: Path):
     assert second["model"][0].weight is second["model"][1].weight
 
 
+def test_a_second_name_of_tied_weights_may_be_absent_from_the_step(tmp_path: Path):
+    """safetensors stores one of the names of tied weights."""
+    first, second = Tied(tied=True), Tied(tied=True)
+    with torch.no_grad():
+        first[0].weight.fill_(3.0)
+    state = {"model": {name: t for name, t in first.state_dict().items() if name != "1.weight"}}
+    dcp.save({**state, "step": 1}, checkpoint_id=tmp_path / "run" / "step_1")
+    with Checkpointer(str(tmp_path / "run"), model=second) as ckpt:
+        assert ckpt.resume("auto").step == 1
+    assert torch.equal(second[1].weight, first[1].weight)
+    with (
+        Checkpointer(str(tmp_path / "run"), model=Tied(tied=False)) as ckpt,
+        pytest.raises(StateRefused, match=r"1 entry of this job .* such as 1\.weight"),
+    ):
+        ckpt.resume("auto")
+
+
 def test_weights_that_differ_in_the_step_and_are_one_in_the_job_are_refused(tmp_path: Path):
     first, second = job(Tied(tied=False), None), job(Tied(tied=True), None)
     saved(tmp_path / "run", first)

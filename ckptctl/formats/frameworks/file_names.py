@@ -24,7 +24,7 @@ _SHARDED = frozenset({"model", "optimizer"})
 def matches(path: str, layout: str = "") -> tuple[tuple[FileName, re.Match[str]], ...]:
     """The rows that a path below a step of `layout` matches, the one that decides first."""
     # Every check of an inspection looks up the same names.
-    names = ("", re.sub("-(?:epochs|samples)$", "", layout))
+    names = ("", re.sub("-(?:epochs|samples|steps)$", "", layout))
     rows = ((row, full_match(row.name, path)) for row in TABLES.files if row.layout in names)
     return tuple((row, match) for row, match in rows if match)
 
