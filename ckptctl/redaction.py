@@ -104,9 +104,7 @@ HARMLESS_OPTIONS = frozenset(
             "nan-scan",
             "state-check",
             "new",
-            "nnodes",
             "node-probe",
-            "node-rank",
             "node-secrets",
             "no-restart-on",
             "off",
@@ -122,7 +120,7 @@ HARMLESS_OPTIONS = frozenset(
         # Times and sizes.
         *("backoff", "bandwidth", "compile", "connect", "deadline", "file-size", "hang-after"),
         *("interval", "load", "memory", "mtbf", "out-of-section-timeout", "patience"),
-        *("reschedule", "save-time", "section-timeouts", "wait-nodes", "wait-storage"),
+        *("reschedule", "save-time", "section-timeouts", "wait-storage"),
         # Names of nodes, tensors and variables, which answers are about.
         *("key", "mesh", "nodes", "other-nodes", "pattern", "root-env", "shard", "strip", "under"),
         *("allow-globals", "seal-run", "seal-sequence"),

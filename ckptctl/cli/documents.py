@@ -198,11 +198,6 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
         "LeaseDocument",
         "supervision",
     ),
-    "launcher": _own_file(
-        "One of several launchers of a run: .ckptctl/supervisor/launchers/N.json of a root",
-        "LauncherDocument",
-        "supervision",
-    ),
     "resume": DocumentKind(
         "A resume report: .ckptctl/attempts/ATTEMPT.resume.json of a root",
         ("formats.own.documents:ResumeDocument",),

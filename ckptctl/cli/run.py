@@ -10,11 +10,10 @@ from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import NotifyOpt, OfNames, OptionalRootOpt, only, parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
-from ckptctl.distributed.launcher import launched_nodes, launched_on_node
+from ckptctl.distributed.launcher import launched_together
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
-from ckptctl.supervisor.launchers import LauncherOptions
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
 from ckptctl.supervisor.phases import read_job, run_phases
@@ -93,37 +92,6 @@ def run(
             common=False,
         ),
     ] = None,
-    nnodes: Annotated[
-        int | None,
-        Parameter(
-            "--nnodes N",
-            "How many `ckptctl run` start the job together, one on each node; they agree on "
-            "each attempt, and all end with the same exit code. Default: from srun, mpirun or "
-            "PET_NNODES, else 1.",
-            min=1,
-            common=False,
-        ),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        Parameter(
-            "--node-rank N",
-            "Which of them this is, from 0. Default: from srun, mpirun, PET_NODE_RANK or "
-            "JOB_COMPLETION_INDEX.",
-            min=0,
-            common=False,
-        ),
-    ] = None,
-    wait_nodes: Annotated[
-        str,
-        Parameter(
-            "--wait-nodes TIME",
-            "How long the others of --nnodes are waited for, before each attempt. After that "
-            "the job runs with fewer nodes if --world-sizes allows it, and else waits for "
-            "capacity (94).",
-            common=False,
-        ),
-    ] = "10m",
     notify: NotifyOpt = None,
     *,
     budget: BudgetOptions,
@@ -150,6 +118,7 @@ def run(
             "either a command or --job is needed" if job is None else "--job excludes a command",
             next_command="ckptctl run --help",
         )
+    _check_alone()
     notifier = Notifier(notify, out)
 
     def on_attempt(one: Attempt) -> None:
@@ -162,7 +131,6 @@ def run(
         budget=budget,
         output=replace(output, stdout=_STDERR if out.as_json else None),
         nodes=nodes,
-        launchers=_launchers(nnodes, node_rank, wait_nodes),
         policy=policy,
         requirements=requirements,
         storage=storage,
@@ -212,27 +180,24 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
     return limits
 
 
-def _launchers(nnodes: int | None, node_rank: int | None, wait_nodes: str) -> LauncherOptions:
-    """The options of several launchers; what is not given is read from the environment."""
-    found_count, found_place = launched_nodes(os.environ)
-    on_node = launched_on_node(os.environ)
-    if nnodes is None and found_count and on_node > 1:
-        raise UsageError(
-            f"{on_node} `ckptctl run` were started on this node, {found_count} in all; one on each "
-            "node starts and restarts the ranks of the node (srun --ntasks-per-node=1, mpirun "
-            "--npernode 1); --nnodes and --node-rank allow several"
-        )
-    count = found_count or 1 if nnodes is None else nnodes
-    place = found_place if node_rank is None else node_rank
-    if count == 1 and node_rank is None:
-        place = 0
-    if place is None:
-        raise UsageError(
-            f"there are {count} launchers, but --node-rank does not state which of them this is",
-            instead=f"--nnodes {count} --node-rank 0",
-        )
-    wait_s = parse_duration(wait_nodes, "--wait-nodes") or 0.0
-    return LauncherOptions(count=count, place=place, wait_s=wait_s)
+def _check_alone() -> None:
+    """Raise `UsageError` where a launcher has started several `ckptctl run` for one job."""
+    launcher, count = launched_together(os.environ)
+    if count < 2:
+        return
+    instead = {
+        "srun": "one `ckptctl run` in the batch script starts the ranks of all nodes: "
+        "ckptctl run ... -- srun ... COMMAND",
+        "mpirun": "one `ckptctl run` starts the ranks of all nodes: "
+        "ckptctl run ... -- mpirun ... COMMAND",
+        "kubernetes": "a Job or JobSet restarts the pods of all nodes by their exit codes "
+        "(podFailurePolicy), with `ckptctl pick` or `resume` in each",
+    }[launcher]
+    raise UsageError(
+        f"{launcher} started {count} `ckptctl run`, and one supervises a job with all its nodes; "
+        f"{instead}",
+        next_command="ckptctl run --help",
+    )
 
 
 def attempt_lines(one: Attempt) -> list[Line]:

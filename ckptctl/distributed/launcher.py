@@ -208,38 +208,26 @@ def launched_size(environment: Mapping[str, str]) -> int:
     return read.number("WORLD_SIZE") or 1
 
 
-def launched_nodes(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """How many `ckptctl run` were started together, and which this is, as far as they are set.
+def launched_together(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Which launcher started this process together with others, and how many; 1 where none did.
 
-    `srun` and `mpirun` set both for each process that they start; a batch script is one process,
-    whatever its job has. The trainer of Kubeflow sets what torchrun reads (`PET_NNODES`, which
-    can be `MIN:MAX`); a Job of Kubernetes sets only the number of the pod.
+    `srun` and `mpirun` state the number for each process that they start; a batch script is one
+    process, whatever its job has. The trainer of Kubeflow sets what torchrun reads (`PET_NNODES`,
+    which can be `MIN:MAX`); an indexed Job of Kubernetes sets only the number of the pod, from 0.
 
     Source: `srun` of SLURM 24.05; `torch/distributed/run.py` of torch 2.13; Kubernetes 1.31.
     """
     read = _Variables(environment)
-    for sizes, ranks in (
-        (("SLURM_STEP_NUM_TASKS",), ("SLURM_PROCID",)),
-        (("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "PMI_RANK")),
-    ):
-        size = read.number(*sizes)
-        if size is not None and size > 1:
-            return size, read.number(*ranks)
+    mpi = read.number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") or 1
     nodes = (read.text("PET_NNODES") or "").rpartition(":")[2]
-    rank = read.number("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID")
-    return (int(nodes) if _NUMBER.fullmatch(nodes) else None), rank
-
-
-def launched_on_node(environment: Mapping[str, str]) -> int:
-    """How many processes `srun` or `mpirun` started on one node; 1 where that is not set.
-
-    Source: `srun` of SLURM 24.05; `orterun` of Open MPI 4.1; `hydra` of Intel MPI 2021.
-    """
-    read = _Variables(environment)
-    tasks, nodes = read.number("SLURM_STEP_NUM_TASKS"), read.number("SLURM_STEP_NUM_NODES")
-    if tasks and nodes:
-        return -(-tasks // nodes)
-    return read.number(*_LOCAL_WORLD_SIZES["mpirun"]) or 1
+    pods = int(nodes) if _NUMBER.fullmatch(nodes) else 1
+    index = read.number("JOB_COMPLETION_INDEX") or 0
+    counts = {
+        "srun": read.number("SLURM_STEP_NUM_TASKS") or 1,
+        "mpirun": mpi,
+        "kubernetes": max(pods, index + 1),
+    }
+    return max(counts.items(), key=lambda item: item[1] > 1)
 
 
 def _is_set_in_parent(name: str) -> bool:

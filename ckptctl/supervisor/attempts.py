@@ -19,12 +19,7 @@ from ckptctl.errors import StorageError
 from ckptctl.failures.classifying import classify
 from ckptctl.failures.results import CLASSES, CONFIDENCES, Classification
 from ckptctl.formats.own.files import MAX_STRING, time_now, utc_now
-from ckptctl.formats.own.supervision import (
-    AttemptDocument,
-    CauseDocument,
-    MemberDocument,
-    ShareDocument,
-)
+from ckptctl.formats.own.supervision import AttemptDocument, CauseDocument
 from ckptctl.redaction import redacted
 from ckptctl.storage.files import is_same_folder
 from ckptctl.storage.shared_places import (
@@ -33,18 +28,10 @@ from ckptctl.storage.shared_places import (
     open_folder,
     open_named,
 )
-from ckptctl.supervisor.child import EndedElsewhere, Hang, JobLog, Running, Signals, Stop, Watcher
+from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
-from ckptctl.supervisor.policy import (
-    NO_ANSWER,
-    NO_RESTART,
-    NOT_INSPECTED,
-    RERUN,
-    Conclusion,
-    Ended,
-    RootState,
-)
+from ckptctl.supervisor.policy import NOT_INSPECTED, Conclusion, Ended, RootState
 from ckptctl.supervisor.results import Attempt
 from ckptctl.unexpected import Unknown, guarded
 
@@ -96,15 +83,13 @@ class AttemptRunner:
             watcher.finish()
         if stop is not None:
             self._tell(f"ended the job: {stop.message}")
-        if isinstance(stop, EndedElsewhere):
-            return Ended(code, seconds, None, None, asked=False, ordered=True)
         asked = self._signals.asked is not None and stop is None
         cause = logs.cause(code) if code else None
         if cause is not None and cause["failure"] == UNKNOWN:
             self._tell(f"warning: the cause is unknown: {cause['message']}")
         return Ended(code, seconds, cause, stop, asked)
 
-    def _poll(self, running: Running) -> Stop | None:
+    def _poll(self, running: Running) -> Hang | None:
         now_s = time.monotonic()
         stops = (each.poll(running, now_s) for each in self._watchers)
         return next((stop for stop in stops if stop is not None), None)
@@ -198,104 +183,6 @@ def reported(
         phase=phase,
         world_size=attempt["world_size"],
     )
-
-
-# An attempt on several nodes
-
-_KILLED = 137
-"""How a share counts whose launcher is gone: as a killed process does."""
-_TELLING = (*NO_RESTART, RERUN, NO_ANSWER)
-"""Exit codes that a job chooses."""
-_CERTAIN = 2
-"""The weight of a share that shows why the attempt ended."""
-
-
-def share_document(number: int, ended: Ended) -> ShareDocument:
-    """The end of a share, as the leader reads it."""
-    hang = ended.hang
-    return {
-        "attempt": number,
-        "exit_code": ended.code,
-        "ordered": ended.ordered,
-        "hang": None
-        if hang is None
-        else {
-            "message": hang.message[:MAX_STRING],
-            "section": hang.section,
-            "ranks": [*hang.ranks[:MOST_NAMES]],
-            "nodes": [*hang.nodes[:MOST_NAMES]],
-        },
-        "cause": ended.cause,
-    }
-
-
-def ended_together(
-    shares: Sequence[ShareDocument],
-    gone: Sequence[MemberDocument],
-    signal: int | None,
-    seconds: float,
-) -> Ended:
-    """How an attempt ended whose shares ended so; the strongest reason decides.
-
-    Shares that were ordered to end show nothing. Where a launcher is gone, the shares of the
-    others fail for it, unless one has a certain cause.
-    """
-    own = [share for share in shares if not share["ordered"]]
-    if signal is not None:
-        codes = [share["exit_code"] for share in own]
-        code = next(filter(None, codes), 0) if codes else 128 + signal
-        return Ended(code, seconds, None, None, asked=True)
-    failed = sorted((share for share in own if share["exit_code"] or share["hang"]), key=_weight)
-    last = failed[-1] if failed else None
-    if gone and (last is None or _weight(last) < _CERTAIN):
-        nodes = [member["node"] for member in gone]
-        cause: CauseDocument = {
-            "failure": "infra-node",
-            "domain": CLASSES["infra-node"].domain.value,
-            "restart": CLASSES["infra-node"].restart.value,
-            "confidence": "medium",
-            "rule": "",
-            "message": f"the `ckptctl run` of {', '.join(nodes)} is gone"[:MAX_STRING],
-            "rank": None,
-            "nodes": nodes[:MOST_NAMES],
-        }
-        return Ended(_KILLED, seconds, cause, None, asked=False)
-    if last is None:
-        code = next((share["exit_code"] for share in shares if share["exit_code"]), 0)
-        return Ended(code, seconds, None, None, asked=False)
-    hang = last["hang"]
-    return Ended(
-        last["exit_code"],
-        seconds,
-        _checked(last["cause"]),
-        hang and Hang(hang["message"], hang["section"], tuple(hang["ranks"]), tuple(hang["nodes"])),
-        asked=False,
-    )
-
-
-def _weight(share: ShareDocument) -> int:
-    """How much the end of a share shows about the attempt."""
-    hang, cause = share["hang"], _checked(share["cause"])
-    if hang is not None:
-        return 3 if hang["ranks"] else 1
-    if cause is not None:
-        return _CERTAIN if cause["confidence"] == "high" else 1
-    return _CERTAIN if share["exit_code"] in _TELLING else 0
-
-
-def _checked(cause: CauseDocument | None) -> CauseDocument | None:
-    """A cause that shows something, whose words are ours.
-
-    Another launcher may be of another version.
-    """
-    if (
-        cause is None
-        or cause["failure"] not in CLASSES
-        or cause["failure"] == UNKNOWN
-        or cause["confidence"] not in CONFIDENCES
-    ):
-        return None
-    return cause
 
 
 # Logs
@@ -401,21 +288,17 @@ class LogFolder:
     """The logs of a job: a folder for each attempt, and `run.log` with the decisions.
 
     A folder that cannot be written must not prevent an attempt: its output goes where that of
-    `run` goes, then. `launcher` is the number of this one where there are several: each writes
-    files of its own. Folder and files are held open; others may be able to write the folder.
+    `run` goes, then. Folder and files are held open; others may be able to write the folder.
     Below the checkpoint root `root` nothing is created while that is missing or another folder
     is in its place: logs must not create the root of a run.
     """
 
-    def __init__(
-        self, folder: str, phase: str, launcher: int | None = None, *, root: str | None = None
-    ) -> None:
+    def __init__(self, folder: str, phase: str, *, root: str | None = None) -> None:
         self._path = folder
         above = None if root is None else os.path.abspath(root)
         is_below = above is not None and f"{os.path.abspath(folder)}/".startswith(f"{above}/")
         self._root = above if is_below else None
         self._root_id: tuple[int, int] | None = None
-        self._suffix = ".log" if launcher is None else f"-{launcher}.log"
         self._phase = phase
         self._prefix = f"{phase}: " if phase else ""
         self._folder: HeldFolder | None = None
@@ -425,7 +308,7 @@ class LogFolder:
     def path(self, attempt: int) -> str:
         """Where the output of an attempt goes."""
         attempts = os.path.join(self._path, self._phase) if self._phase else self._path
-        return os.path.join(attempts, str(attempt), f"output{self._suffix}")
+        return os.path.join(attempts, str(attempt), "output.log")
 
     def output(self, attempt: int) -> JobLog | str:
         """The log for the output of an attempt, open until the next one; or why there is none."""
@@ -435,7 +318,7 @@ class LogFolder:
                 within = self._held()
                 for name in filter(None, (self._phase, str(attempt))):
                     within = stack.enter_context(within.folder(name, make=True))
-                self._output = within.append(f"output{self._suffix}")
+                self._output = within.append("output.log")
         except OSError as error:
             return error.strerror or type(error).__name__
         except StorageError as error:
@@ -444,7 +327,7 @@ class LogFolder:
 
     def note(self, message: str) -> str | None:
         """Add a line to `run.log`, as far as that is possible; why it is not."""
-        name = f"run{self._suffix}"
+        name = "run.log"
         line = redacted(f"{time_now()} {self._prefix}{message}\n")
         try:
             folder = self._held()

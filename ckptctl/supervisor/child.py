@@ -66,17 +66,6 @@ class Hang:
     """Paths of the files that were collected: stacks, dumps of the flight recorder."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndedElsewhere:
-    """An attempt that must be ended because it goes on no longer on another node."""
-
-    message: str
-    """What happened there, in one line."""
-
-
-Stop = Hang | EndedElsewhere
-
-
 class Watcher:
     """Watches one attempt after the other; called in the main thread only."""
 
@@ -88,7 +77,7 @@ class Watcher:
         """
         return {}
 
-    def poll(self, _running: Running, _now_s: float) -> Stop | None:
+    def poll(self, _running: Running, _now_s: float) -> Hang | None:
         """Return why the attempt must be ended, or None, by the time of the monotonic clock.
 
         Must return within a few seconds, except when it collects evidence of a hang.
@@ -142,11 +131,6 @@ class Signals:
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)
 
-    def pass_on(self, number: int) -> None:
-        """Forward a signal that another launcher has received, if there was none before."""
-        if number in PASSED_ON and self.asked is None:
-            self._forward(number)
-
     def listening(self) -> AbstractContextManager[None]:
         """Receive signals and adopt orphans; what was before is restored at the end."""
         return receiving(PASSED_ON, self._receive)
@@ -157,8 +141,8 @@ class Signals:
         output: tuple[int | None, int | None],
         variables: Mapping[str, str],
         on_start: Callable[[], None],
-        poll: Callable[[Running], Stop | None],
-    ) -> tuple[int, Stop | None]:
+        poll: Callable[[Running], Hang | None],
+    ) -> tuple[int, Hang | None]:
         """Run the command to its end; its exit code, 128 + N if signal N ended it.
 
         `output` are the descriptors for its output and errors; None are those of this process.

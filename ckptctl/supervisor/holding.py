@@ -31,7 +31,6 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.own.files import MAX_STRING, time_now
 from ckptctl.formats.own.supervision import (
-    LaunchDocument,
     OwnerDocument,
     ResetDocument,
     SupervisorDocument,
@@ -81,7 +80,7 @@ class HeldState(Watcher):
         place: StatePlace,
         state: SupervisorDocument,
         number: int,
-        signals: Signals | None = None,
+        signals: Signals,
     ) -> None:
         self.state = state
         self._signals = signals
@@ -122,20 +121,10 @@ class HeldState(Watcher):
         self._thread.join(_WRITTEN_S)
         _held.discard(self._owner)
 
-    @property
-    def number(self) -> int:
-        """The number of the last revision that this process wrote."""
-        return self._number
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the store has the state."""
-        return self._written is self.state
-
     def poll(self, _running: Running | None = None, _now_s: float = 0.0) -> Hang | None:
         """Raise `Fenced` where another process has taken the state over."""
         self._report()
-        if self._signals is None or self._signals.asked is None:
+        if self._signals.asked is None:
             return None
         *earlier, last = self.state["attempts"]
         if not last["free"]:
@@ -215,13 +204,9 @@ class HeldState(Watcher):
         return owner is not None and owner["id"] == self._owner
 
 
-def marker_of(state: SupervisorDocument, root: str, place: int | None = None) -> str:
-    """The value that marks the processes of a job: its run, and the root that it trains in.
-
-    Those of one of several launchers have its `place` in it.
-    """
-    part = "" if place is None else f"/{place}"
-    return f"{state['run']}{part}@{absolute_url(root)}"
+def marker_of(state: SupervisorDocument, root: str) -> str:
+    """The value that marks the processes of a job: its run, and the root that it trains in."""
+    return f"{state['run']}@{absolute_url(root)}"
 
 
 def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> HeldState | None:
@@ -237,9 +222,9 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
     while True:
         number, state = _read(place, reset)
         owner = state["owner"]
-        if owner is not None and not is_over(owner, place, signals):
+        if owner is not None and not _is_over(owner, place, signals):
             return None
-        n_ended = end_left_behind(marker_of(state, root), tell)
+        n_ended = _end_left_behind(marker_of(state, root), tell)
         state = _owned(_closed(state, n_ended), os.urandom(16).hex(), root, reset)
         try:
             revisions.write(number + 1, state)
@@ -252,34 +237,6 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
             return held
         copy.write(state)
         return HeldState(place, state, number + 1, signals)
-
-
-def lead(
-    place: StatePlace,
-    launch: LaunchDocument,
-    *,
-    name: str,
-    gone: str | None,
-    reset: str | None = None,
-) -> HeldState | None:
-    """Hold the state as the leader `name` of several launchers; None where another came first.
-
-    `gone` is the leader whose lease has run out; None where nobody led. Unlike one launcher
-    alone, a leader holds nothing that is not written: the others read its decisions there.
-    Raises as `take_over` does.
-    """
-    revisions, copy, root, _ = place
-    number, state = _read(place, reset, alone=False)
-    owner = state["owner"]
-    if owner is not None and owner["id"] != gone:
-        return None
-    state = {**_owned(_closed(state, 0), name, root, reset), "launch": launch}
-    try:
-        revisions.write(number + 1, state)
-    except AlreadyExists:
-        return None
-    copy.write(state)
-    return HeldState(place, state, number + 1)
 
 
 def _owned(
@@ -295,17 +252,11 @@ def _owned(
         "root": absolute_url(root),
     }
     state = {**state, "owner": owner, "root": absolute_url(root)}
-    state.pop("launch", None)
     return state if reset is None else _with_reset(state, reset)
 
 
-def _read(
-    place: StatePlace, reset: str | None, *, alone: bool = True
-) -> tuple[int, SupervisorDocument]:
-    """The number of the newest revision, 0 without one, and the state to go on with.
-
-    The local copy of one of several launchers is at most as new as what the leader has written.
-    """
+def _read(place: StatePlace, reset: str | None) -> tuple[int, SupervisorDocument]:
+    """The number of the newest revision, 0 without one, and the state to go on with."""
     revisions, copy, root, tell = place
     number = max(revisions.numbers(), default=0)
     try:
@@ -319,7 +270,7 @@ def _read(
             raise
         tell(f"warning: {error.message}; the state is replaced")
     local = copy.read()
-    if local is not None and (alone or stored is None) and newer(stored, local):
+    if local is not None and newer(stored, local):
         if reset is None:
             tell(
                 f"warning: {revisions.url} lacks what {copy.path} holds of this run, up to attempt "
@@ -330,7 +281,7 @@ def _read(
     return number, stored or new_state(root)
 
 
-def is_over(owner: OwnerDocument, place: StatePlace, signals: Signals) -> bool:
+def _is_over(owner: OwnerDocument, place: StatePlace, signals: Signals) -> bool:
     """Wait until the holder of the state is known to be gone; False after a signal.
 
     Raises `AlreadySupervised` where it is alive.
@@ -364,7 +315,7 @@ def is_over(owner: OwnerDocument, place: StatePlace, signals: Signals) -> bool:
     return True
 
 
-def end_left_behind(marker: str, tell: Callable[[str], None]) -> int:
+def _end_left_behind(marker: str, tell: Callable[[str], None]) -> int:
     """End what a killed holder left on this machine; how many processes that were."""
     left = marked(marker)
     if left:
@@ -380,13 +331,10 @@ def _closed(state: SupervisorDocument, n_ended: int) -> SupervisorDocument:
         return state
     left = f", and {n_ended} processes that it left were ended" if n_ended else ""
     last = attempts[-1]
-    launch = state.get("launch")
-    asked = last["free"] or (launch is not None and launch["signal"] is not None)
-    after = " after a signal had asked it to end" if asked else ""
+    after = " after a signal had asked it to end" if last["free"] else ""
     last = {
         **last,
         "decision": Decision.RESTART.value,
-        "free": asked,
         "reason": f"its supervisor was killed{after}{left}",
     }
     return {**state, "attempts": [*attempts[:-1], last]}

@@ -188,21 +188,10 @@ class AttemptPlan(NamedTuple):
     runs_on: tuple[str, ...]
 
 
-class Place(NamedTuple):
-    """The place of this launcher among those that run an attempt together."""
-
-    node_rank: int
-    head: str
-    """The node of the first."""
-    step: int | None
-    """The step that all resume from; None in a fresh run."""
-
-
 def fill(
     command: Sequence[str],
     excluded: Sequence[str],
     sizes: tuple[int, int] | None,
-    place: Place | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """The command with its placeholders filled in, and the variables of its environment.
 
@@ -216,9 +205,6 @@ def fill(
         values["{nodes}"] = str(n_nodes)
         if world_size:
             values["{world_size}"] = variables[WORLD_SIZE] = str(world_size)
-    if place is not None:
-        values["{node_rank}"], values["{head}"] = str(place.node_rank), place.head
-        values["{resume_step}"] = None if place.step is None else str(place.step)
     words = [*command]
     for placeholder, value in values.items():
         if value is None:
@@ -241,13 +227,6 @@ class Nodes:
         self._allocation = ",".join(options.nodes) or place.node_list or place.node
         self._nodes = expand(self._allocation)
         self._gpus_per_node = place.gpus_per_node
-        self._n_launchers = 0
-
-    def meet(self, nodes: Sequence[str], n_launchers: int) -> None:
-        """The nodes are those of the launchers that are there, of so many in all."""
-        self._nodes = tuple(nodes)
-        self._allocation = ",".join(nodes)
-        self._n_launchers = n_launchers
 
     def plan(self, state: SupervisorDocument, loads: Callable[[int], bool]) -> AttemptPlan | None:
         """The next attempt; None where the nodes that are left can run no world size.
@@ -260,15 +239,12 @@ class Nodes:
         sizes = None
         if self._options.world_sizes:
             largest = max(self._options.world_sizes)
-            n_nodes = self._n_launchers or max(len(self._nodes), 1)
-            per_node = self._gpus_per_node or -(-largest // n_nodes)
+            per_node = self._gpus_per_node or -(-largest // max(len(self._nodes), 1))
             size = self._size(per_node * len(left), loads)
             if size is None:
                 return None
             left = left[: -(-size // per_node)]
             sizes = size, len(left)
-        elif len(left) < self._n_launchers:
-            return None
         if self._options.hosts_file is not None:
             self._write_hosts(self._options.hosts_file, left)
         words, variables = fill(self._command, excluded, sizes)
@@ -322,5 +298,5 @@ class Nodes:
         replace_file(path, "".join(f"{node}\n" for node in nodes).encode("ascii"), "--hosts-file")
 
     def _launcher_excludes(self) -> bool:
-        by_place = self._options.hosts_file is not None or self._n_launchers
-        return bool(by_place) or any("{excluded}" in word for word in self._command)
+        by_file = self._options.hosts_file is not None
+        return by_file or any("{excluded}" in word for word in self._command)

@@ -18,7 +18,6 @@ from ckptctl.options import (
     StorageOptions,
     not_negative,
 )
-from ckptctl.supervisor.launchers import LauncherOptions
 from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.policy import BudgetOptions
@@ -79,8 +78,7 @@ class RunOptions:
     """How a job is supervised.
 
     `budget` bounds the restarts, `output` sets what becomes of the logs, `nodes` how nodes are
-    excluded and with how many ranks the job can run, `launchers` how many processes start the
-    job together. `policy` and `requirements` are those of
+    excluded and with how many ranks the job can run. `policy` and `requirements` are those of
     `pick`; steps are inspected at `structure` if no level is given and no seal required.
     `optional_roots` may be absent, as for `pick`. The state of the run is kept in the first
     root, or in the folder or URL `state`. With `create`, a missing root is created. `wait_s`
@@ -94,7 +92,6 @@ class RunOptions:
     budget: BudgetOptions = field(default_factory=BudgetOptions)
     output: OutputOptions = OutputOptions()
     nodes: NodeOptions = NodeOptions()
-    launchers: LauncherOptions = LauncherOptions()
     policy: PickPolicy = PickPolicy()
     requirements: Requirements = Requirements()
     storage: StorageOptions = StorageOptions()
@@ -143,7 +140,6 @@ class RunKeywords(PickKeywords, total=False):
     budget: BudgetOptions
     output: OutputOptions
     nodes: NodeOptions
-    launchers: LauncherOptions
     policy: PickPolicy
     requirements: Requirements
     storage: StorageOptions

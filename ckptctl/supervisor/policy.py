@@ -137,7 +137,7 @@ class Ended(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
     `cause` is what its logs show. It was ended for the `hang`, whatever its code. A signal
-    `asked` the job to end. Its end was `ordered` where another node's share had ended first.
+    `asked` the job to end.
     """
 
     code: int
@@ -145,7 +145,6 @@ class Ended(NamedTuple):
     cause: CauseDocument | None
     hang: Hang | None
     asked: bool
-    ordered: bool = False
 
 
 class Conclusion(NamedTuple):

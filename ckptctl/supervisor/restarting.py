@@ -7,32 +7,62 @@ runs and classifies them, `policy` decides, `holding` keeps the state.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckptctl.errors import Fenced, StorageError, StorageUnavailable, UsageError
-from ckptctl.findings import EXIT_FRESH
-from ckptctl.formats.own.supervision import LauncherDocument
-from ckptctl.selection.targets import roots_in
-from ckptctl.storage.opening import open_store
-from ckptctl.supervisor.attempts import AttemptRunner, reported
-from ckptctl.supervisor.coordination import Assignment, Coordination, JobEnd, Turn, members_of
+from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
+from ckptctl.errors import StorageError, UsageError
+from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
+from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
+from ckptctl.formatting import command_line, counted
+from ckptctl.outside_numbers import whole
+from ckptctl.selection.history import begin_run
+from ckptctl.selection.picking import pick
+from ckptctl.selection.results import Pick
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.same_root import SeenRoots
+from ckptctl.selection.targets import Roots, roots_in
+from ckptctl.storage.opening import local_path, open_store
+from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
+from ckptctl.supervisor.child import Signals, Watcher
 from ckptctl.supervisor.hangs import HangWatcher
-from ckptctl.supervisor.holding import HeldState, is_over, lead, marker_of, take_over
-from ckptctl.supervisor.job import TOO_FEW, NotStarted, SupervisedJob, asked_to_stop
-from ckptctl.supervisor.launchers import POLL_S, Launchers
-from ckptctl.supervisor.nodes import AttemptPlan, fill
+from ckptctl.supervisor.heartbeats import StepTimes
+from ckptctl.supervisor.holding import HeldState, StatePlace, take_over
+from ckptctl.supervisor.limits import SectionLimits
+from ckptctl.supervisor.nodes import AttemptPlan, Nodes
 from ckptctl.supervisor.options import RunKeywords, RunOptions
-from ckptctl.supervisor.policy import NO_ANSWER, WRONG_PATH, Conclusion, Ended, RootState
-from ckptctl.supervisor.results import Decision, Supervised
-from ckptctl.supervisor.state import stored_state
+from ckptctl.supervisor.policy import (
+    GIVEN_UP,
+    NO_ANSWER,
+    NOT_INSPECTED,
+    RERUN,
+    WAIT_FOR_CAPACITY,
+    WRONG_PATH,
+    Conclusion,
+    Ended,
+    RootState,
+    budget_of,
+    decide,
+    series,
+    since_progress,
+)
+from ckptctl.supervisor.processes import MARKER
+from ckptctl.supervisor.results import Attempt, Decision, Supervised
+from ckptctl.supervisor.state import LocalCopy, Revisions, stored_state
+from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 60.0
+
+
+TOO_FEW = Conclusion(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
 
 
 def keep_running(
@@ -79,15 +109,13 @@ def _run(job: SupervisedJob) -> Supervised:
         stack.callback(hangs.close)
         try:
             seen = job.prepare()
-            if job.options.launchers.count > 1:
-                return job.summary(run_together(job, hangs, stack))
             held = _hold(job, seen)
         except NotStarted as stop:
             message = f"not started: {stop.why}"
             about = (job.command, job.roots.url, (), (), message)
             return Supervised(*about, stop.code, stop.next_command)
         stack.callback(held.release)
-        conclusion = _run_alone(job, held, seen.step, job.runner(held, hangs))
+        conclusion = _run_attempts(job, held, seen.step, job.runner(held, hangs))
     return job.summary(conclusion)
 
 
@@ -104,7 +132,7 @@ def _hold(job: SupervisedJob, seen: RootState) -> HeldState:
     return held
 
 
-def _run_alone(
+def _run_attempts(
     job: SupervisedJob, held: HeldState, step: int | None, runner: AttemptRunner
 ) -> Conclusion:
     """Run attempts until none follows; `step` is the newest usable one."""
@@ -113,7 +141,8 @@ def _run_alone(
         if job.attempts:
             job.signals.pause(job.pause_s(held))
         if job.signals.asked is not None:
-            return asked_to_stop(job.signals.asked)
+            number = 128 + job.signals.asked
+            return Conclusion(Decision.RESTART, "a signal asked for it", number)
         plan = job.nodes.plan(held.state, job.roots.loads)
         if plan is None:
             return TOO_FEW
@@ -131,144 +160,311 @@ def _run_alone(
         step = job.attempts[-1].step
 
 
-def run_together(job: SupervisedJob, hangs: HangWatcher, stack: ExitStack) -> Conclusion:
-    """Lead the launchers of all nodes, or follow the one that leads, until the job ends."""
-    launchers = Launchers(job.revisions, job.options.launchers)
-    stack.callback(launchers.close)
-    together = Coordination(launchers, job.signals, job.tell, job.options.wait_s, job.roots.url)
-    stack.callback(together.end_to_lead)
-    return _Launcher(job, launchers, together, job.runner(together, hangs)).run()
+class WatchedRoots:
+    """The roots of the run, inspected before the first attempt and after each one."""
 
+    def __init__(self, roots: Roots, options: RunOptions) -> None:
+        self.url = roots.first
+        self.words = roots.words
+        self._roots = roots
+        self._options = options
+        self._used = False
+        self._seen_roots = SeenRoots()
 
-@dataclass(frozen=True, slots=True)
-class _Launcher:
-    """One of several launchers of a job."""
-
-    job: SupervisedJob
-    launchers: Launchers
-    together: Coordination
-    runner: AttemptRunner
-
-    def run(self) -> Conclusion:
-        """Take turns until the job ends."""
-        job, together = self.job, self.together
-        while True:
-            try:
-                turn = together.next(reset=job.options.budget.reset_budget is not None)
-            except StorageUnavailable as error:
-                raise NotStarted(NO_ANSWER, error.message) from error
-            if isinstance(turn, JobEnd):
-                self._report_followed()
-                return Conclusion(Decision(turn.decision), turn.reason, turn.exit_code)
-            if isinstance(turn, Assignment):
-                job.sections.recall(turn.state["sections"])
-                self._run_share(turn)
-                continue
-            try:
-                if self._take_lead(turn):
-                    conclusion = self._lead()
-                    together.conclude(conclusion)
-                    return conclusion
-            except Fenced:
-                self.launchers.check()
-                job.tell("another `ckptctl run` leads now")
-            finally:
-                together.end_to_lead()
-
-    def _take_lead(self, turn: Turn) -> bool:
-        """Hold the state as the leader; False where another one came first."""
-        job, together = self.job, self.together
-        reset = job.options.budget.reset_budget
-        if turn.alone is not None and not is_over(turn.alone, job.state_place, job.signals):
-            return False
-        held = None
-        with suppress(StorageError):  # it is the turn of whoever writes first
-            held = lead(
-                job.state_place,
-                together.launch(),
-                name=together.id,
-                gone=turn.gone,
-                reset=reset if together.is_new else None,
-            )
-        if held is None:
-            time.sleep(POLL_S)
-            return False
-        job.tell("this `ckptctl run` leads those of the other nodes")
-        together.begin_to_lead(held)
-        job.sections.recall(held.state["sections"])
-        return True
-
-    def _lead(self) -> Conclusion:
-        """Run attempts on all nodes until none follows; raises `Fenced` where another leads."""
-        job, together = self.job, self.together
-        held = together.leading
-        pause_s = 0.0
-        while True:
-            together.pause(pause_s)
-            idle = together.gather([each["node"] for each in held.state["excluded"]])
-            asked = together.signal()
-            if asked is not None:
-                return asked_to_stop(asked)
-            # No process of the job is left, also none of a leader that was killed.
-            seen = job.roots.await_answer(job.signals, job.tell)
-            if seen.code not in (0, EXIT_FRESH, WRONG_PATH):
-                return Conclusion(Decision.NEVER, seen.message, seen.code)
-            try:
-                job.take_in(held, seen)
-            except NotStarted as stop:
-                return Conclusion(Decision.GIVEN_UP, stop.why, stop.code)
-            job.nodes.meet([each["node"] for each in idle.values()], together.count)
-            plan = job.nodes.plan(held.state, job.roots.loads)
-            if plan is None:
-                return TOO_FEW
-            conclusion = self._lead_attempt(plan, idle, seen.step)
-            if conclusion.decision is not Decision.RESTART:
-                return conclusion
-            pause_s = job.pause_s(held)
-
-    def _lead_attempt(
-        self, plan: AttemptPlan, idle: Mapping[int, LauncherDocument], step: int | None
-    ) -> Conclusion:
-        """Begin an attempt on all nodes, run the own share, and decide when all have ended."""
-        job, together = self.job, self.together
-        held = together.leading
-        members = members_of(plan.runs_on, idle)
-        state, restarts = job.begun(held.state, plan)
-        changes = {"members": members, "restarts": restarts, "step": step}
-        if not together.write(state, **changes, ending=False, signal=None):
-            return Conclusion(Decision.NEVER, "the state cannot be written", NO_ANSWER)
-        number, began_s = state["attempts"][-1]["number"], time.monotonic()
-        share = together.share(held.state)
-        ended = None if share is None else self._run_share(share)
-        return job.conclude(held, together.end_together(number, ended, began_s))
-
-    def _run_share(self, share: Assignment) -> Ended:
-        """Run the share of this launcher in an attempt to its end."""
-        job, together = self.job, self.together
-        state, number = share.state, share.number
-        excluded = [each["node"] for each in state["excluded"]]
-        world_size = state["attempts"][-1]["world_size"]
-        words, variables = fill(
-            job.command, excluded, (world_size or 0, share.n_nodes), share.place
+    def _pick(self, **keywords: Any) -> Pick:
+        options = self._options
+        return pick(
+            *self._roots.urls,
+            optional_roots=self._roots.optional,
+            policy=options.pick_policy,
+            requirements=options.requirements,
+            storage=options.storage,
+            **keywords,
         )
-        plan = AttemptPlan(words, variables, "", world_size, ())
-        marker = marker_of(state, job.roots.url, job.options.launchers.place)
-        restarts = share.launch["restarts"]
-        run = partial(job.run, state, plan, share.place.step, restarts, marker, self.runner)
+
+    def inspect(self) -> RootState:
+        """The newest usable step, without waiting for a storage that does not answer."""
         try:
-            return together.run_share(number, run)
-        except UsageError as error:
-            job.tell(f"warning: {error.message}")
-            return together.run_share(
-                number, lambda: Ended(UsageError.exit_code, 0.0, None, None, asked=False)
+            # No process saves between two attempts, so an unfinished save is not in progress.
+            found = self._pick(allow_fresh=True, **({"grace_s": 0.0} if self._used else {}))
+            holds_steps = bool(found.passed_over or found.chosen)
+            if self._used:
+                self._check_same()
+        except (StorageError, UsageError) as error:
+            return RootState(error.exit_code, error.message)
+        step = found.chosen.number if found.chosen else None
+        return RootState(found.exit_code, found.message, step, holds_steps, found.next_command)
+
+    def _check_same(self) -> None:
+        """Raise `StorageUnavailable` where a mandatory root is gone, or not the one used before."""
+        for url in self._roots.mandatory:
+            with open_store(url, self._options.storage) as store:
+                # `decide` answers where the steps are gone.
+                self._seen_roots.check(store, list_root(store), steps_stay=False)
+
+    def loads(self, world_size: int) -> bool:
+        """Whether the newest usable step loads with so many ranks, and loses nothing required."""
+        seen = self.inspect()
+        try:
+            found = self._pick(allow_fresh=True, world_size=world_size)
+        except (StorageError, UsageError):
+            return False
+        return seen.step is None or (found.chosen is not None and found.chosen.number == seen.step)
+
+    def await_answer(self, signals: Signals, tell: Callable[[str], None]) -> RootState:
+        """The same, waiting for the storage to answer up to the limit."""
+        until_s = time.monotonic() + self._options.wait_s
+        pause_s = _FIRST_WAIT_S
+        while (seen := self.inspect()).code == NO_ANSWER and signals.asked is None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                break
+            if pause_s == _FIRST_WAIT_S:
+                tell(
+                    f"waiting for {self.url}, at most {self._options.wait_s:.0f} s: {seen.message}"
+                )
+            signals.pause(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        return seen
+
+    def use(self, seen: RootState) -> None:
+        """Write the sentinels, or record the usable step, before an attempt begins."""
+        self._used = True
+        with ExitStack() as stack:
+            stores = [
+                stack.enter_context(open_store(url, self._options.storage))
+                for url in self._roots.mandatory
+            ]
+            begin_run(stores, seen.step)
+        with suppress(StorageError):  # the next inspection reports it
+            self._check_same()
+
+
+class NotStarted(Exception):
+    """Nothing is started: the exit code, why, and what to run next."""
+
+    def __init__(self, code: int, why: str, next_command: str | None = None) -> None:
+        super().__init__(why)
+        self.code = code
+        self.why = why
+        self.next_command = next_command
+
+
+class SupervisedJob:
+    """The job that `run` supervises: its command, roots and attempts."""
+
+    def __init__(
+        self, command: tuple[str, ...], roots: Roots, revisions: Revisions, options: RunOptions
+    ) -> None:
+        self.command = command
+        self.options = options
+        self.revisions = revisions
+        log_dir, phase = options.output.log_dir, options.output.phase
+        self._notes_failed = False
+        self._log_folder = (
+            None if log_dir is None else LogFolder(log_dir, phase, root=local_path(roots.first))
+        )
+        self.nodes = Nodes(options.nodes, command, self.tell)
+        self.roots = WatchedRoots(roots, options)
+        self.sections = SectionLimits(options.section_timeouts)
+        self.step_times = StepTimes()
+        self.copy = LocalCopy(roots.first, phase)
+        self.signals = Signals(self.tell)
+        self.attempts: list[Attempt] = []
+        self._warnings: list[str] = []
+        # `run` may itself run in a restarted job.
+        count = os.environ.get(RESTART_COUNT, "")
+        self._earlier = whole(count, MAX_ATTEMPTS) or 0
+
+    def tell(self, message: str) -> None:
+        """Report a message, in the log folder too."""
+        self.options.tell(message)
+        self._note(message)
+
+    def _note(self, message: str) -> None:
+        """Add a line to `run.log`; why that is impossible is reported once."""
+        if self._log_folder is None:
+            return
+        why = self._log_folder.note(message)
+        if why is not None and not self._notes_failed:
+            self._notes_failed = True
+            self.options.tell(f"warning: the decisions are not written to the log folder: {why}")
+
+    def runner(self, *watchers: Watcher) -> AttemptRunner:
+        """What runs one attempt, and is polled by `watchers`."""
+        output = self.options.output
+        return AttemptRunner(output, self._log_folder, watchers, self.signals, self.tell)
+
+    def close(self) -> None:
+        """Close the logs."""
+        if self._log_folder is not None:
+            self._log_folder.close()
+
+    @property
+    def state_place(self) -> StatePlace:
+        """Where the state of the run is."""
+        return StatePlace(self.revisions, self.copy, self.roots.url, self.tell)
+
+    def pause_s(self, held: HeldState) -> float:
+        """How long to wait before the next attempt."""
+        return self.options.budget.pause_s(budget_of(since_progress(held.state)))
+
+    def prepare(self) -> RootState:
+        """Inspect the roots before the first attempt; raises `NotStarted`."""
+        seen = self.roots.await_answer(self.signals, self.tell)
+        scan = command_line("scan", *self.roots.words)
+        if seen.code == WRONG_PATH:
+            self._warnings.append(
+                f"{seen.message}; the job runs, but its progress cannot be measured"
+            )
+            self.tell(f"warning: {self._warnings[0]}")
+            return seen
+        if self.signals.asked is not None:
+            raise NotStarted(128 + self.signals.asked, "a signal asked to end")
+        known = self.copy.read()
+        if self.copy.set_aside:
+            self.tell(f"warning: set aside: {self.copy.set_aside}")
+        reset = self.options.budget.reset_budget
+        best = None if known is None or reset else known["best"]
+        if seen.code in (0, EXIT_FRESH) and not seen.holds_steps and best is not None:
+            raise NotStarted(
+                NO_ANSWER,
+                f"step {best} was usable, but {self.roots.url} no longer contains a step: "
+                "the storage is not mounted, or was emptied (--reset-budget REASON begins a "
+                "new run)",
+                scan,
+            )
+        if seen.code == EXIT_FRESH and not self.options.create:
+            raise NotStarted(seen.code, seen.message, seen.next_command)
+        if seen.code not in (0, EXIT_FRESH):
+            # As after an attempt: where steps have disappeared, the storage may come back.
+            emptied = seen.code == EXIT_NONE_USABLE and not seen.holds_steps
+            raise NotStarted(NO_ANSWER if emptied else seen.code, seen.message, scan)
+        self.roots.use(seen)
+        return seen
+
+    def take_in(self, held: HeldState, seen: RootState) -> None:
+        """Record the progress of an attempt whose supervisor was killed.
+
+        Raises `NotStarted` where the budget is spent.
+        """
+        state = held.state
+        if seen.step is not None and (state["best"] is None or seen.step > state["best"]):
+            attempts = state["attempts"]
+            if attempts and self.options.budget.reset_budget is None:
+                last: AttemptDocument = {**attempts[-1], "step": seen.step, "progress": True}
+                attempts = [*attempts[:-1], last]
+            held.save({**state, "best": seen.step, "attempts": attempts})
+            self.roots.use(seen)
+        budget = budget_of(since_progress(held.state))
+        if budget.exhausted(self.options.budget):
+            raise NotStarted(
+                GIVEN_UP,
+                f"no restart is left since attempt {held.state['attempts'][-1]['number']}, and no "
+                "newer step was saved (--reset-budget REASON begins a new budget)",
+                command_line("scan", *self.roots.words),
             )
 
-    def _report_followed(self) -> None:
-        """Report the attempts that this launcher followed, as the leader has decided."""
-        state = self.launchers.state
-        for attempt in () if state is None else state["attempts"]:
-            if attempt["number"] in self.together.followed and attempt["decision"] is not None:
-                conclusion = Conclusion(Decision(attempt["decision"]), attempt["reason"], 0)
-                self.job.attempts.append(
-                    reported(attempt, conclusion, 0, self.job.options.output.phase or None)
-                )
+    def begun(self, state: SupervisorDocument, plan: AttemptPlan) -> tuple[SupervisorDocument, int]:
+        """The state with an attempt that begins, and the number of restarts before it."""
+        number = state["attempts"][-1]["number"] + 1 if state["attempts"] else 1
+        restarts = self._earlier + len(series(state))
+        return {**state, "attempts": [*state["attempts"], begun(number, plan)]}, restarts
+
+    def run(
+        self,
+        state: SupervisorDocument,
+        plan: AttemptPlan,
+        step: int | None,
+        restarts: int,
+        marker: str,
+        runner: AttemptRunner,
+    ) -> Ended:
+        """Run the last attempt of a state to its end."""
+        number, budget = state["attempts"][-1]["number"], self.options.budget
+        name = f"{state['run']}/{number}"
+        left = budget_of(since_progress(state)).left(budget)
+        about = [
+            f"{left} of {budget.max_restarts} restarts left",
+            "no usable step" if step is None else f"newest usable step {step}",
+        ]
+        if plan.world_size:
+            about.append(counted(plan.world_size, "rank"))
+        variables = {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
+        return runner.run(number, plan, variables, ", ".join(about))
+
+    def conclude(self, held: HeldState, ended: Ended) -> Conclusion:
+        """Inspect the roots after an attempt, decide what follows, and record both."""
+        *earlier, attempt = held.state["attempts"]
+        state: SupervisorDocument = {**held.state, "attempts": earlier}
+        seen = self._seen_after(ended)
+        best, before = state["best"], since_progress(state)
+        progress = seen.step is not None and (best is None or seen.step > best)
+        if progress:
+            self.roots.use(seen)
+        budget = self.options.budget
+        conclusion = decide(() if progress else before, ended, seen, best, budget)
+        attempt = closed(attempt, ended, seen, conclusion, progress=progress)
+        slow = guarded("comparing step times", self.step_times.documents)
+        if isinstance(slow, Unknown):
+            self.tell(f"warning: {slow.message}")
+        elif slow:
+            attempt["slow"] = slow
+        state = {
+            **state,
+            "best": seen.step if progress else best,
+            "attempts": [*earlier, attempt],
+            "sections": self.sections.documents(),
+        }
+        if conclusion.decision is Decision.RESTART:
+            n_excluded = len(state["excluded"])
+            state = self.nodes.exclude(state, ended.hang, ended.cause)
+            if ended.code == RERUN and len(state["excluded"]) == n_excluded:
+                self.tell("warning: exit code 16 asks for other nodes, and none was excluded")
+        held.save(state)
+        left = budget_of(since_progress(held.state)).left(budget)
+        phase = self.options.output.phase or None
+        self.attempts.append(reported(attempt, conclusion, left, phase))
+        self._note(self.attempts[-1].sentence)
+        reported_to = guarded("reporting the attempt", partial(self._report, self.attempts[-1]))
+        if isinstance(reported_to, Unknown):
+            self.tell(f"warning: {reported_to.message}")
+        return conclusion
+
+    def _report(self, attempt: Attempt) -> None:
+        self.options.on_attempt(attempt)
+
+    def _seen_after(self, ended: Ended) -> RootState:
+        """The roots after an attempt; waited for only where a restart needs the answer."""
+        stops_at = self.options.budget.no_restart
+        again = ended.hang is not None or (ended.code != 0 and ended.code not in stops_at)
+        if again and not ended.asked:
+            return self.roots.await_answer(self.signals, self.tell)
+        return self.roots.inspect()
+
+    def summary(self, conclusion: Conclusion) -> Supervised:
+        """The result of the run."""
+        attempts = counted(len(self.attempts), "attempt")
+        return Supervised(
+            self.command,
+            self.roots.url,
+            tuple(self.attempts),
+            tuple(self._warnings),
+            f"{conclusion.decision.as_end} after {attempts}: {conclusion.reason}",
+            conclusion.exit_code,
+            self._next_command(conclusion),
+        )
+
+    def _next_command(self, conclusion: Conclusion) -> str | None:
+        """What a person runs where no attempt follows: `classify`, where there is a log."""
+        if conclusion.decision not in (Decision.GIVEN_UP, Decision.NEVER):
+            return None
+        last = self.attempts[-1] if self.attempts else None
+        of_storage = (EXIT_NONE_USABLE, *NOT_INSPECTED)
+        if last and last.cause is not None and conclusion.exit_code not in of_storage:
+            logs = [*self.options.output.logs]
+            if self._log_folder is not None:
+                logs.append(self._log_folder.path(last.number))
+            if logs := [*filter(os.path.exists, logs)]:
+                return command_line("classify", *logs, "--exit-code", last.exit_code)
+        return command_line("scan", *self.roots.words)

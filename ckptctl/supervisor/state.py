@@ -31,17 +31,13 @@ from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.files import as_stored
 from ckptctl.formats.own.supervision import (
-    LAUNCHER_SCHEMA,
     LEASE_SCHEMA,
     MAX_ATTEMPTS,
-    MAX_LAUNCHER_BYTES,
     MAX_LEASE_BYTES,
     MAX_STATE_BYTES,
     STATE_SCHEMA,
-    LauncherDocument,
     LeaseDocument,
     SupervisorDocument,
-    read_launcher,
     read_state,
 )
 from ckptctl.redaction import redacted_values
@@ -138,31 +134,6 @@ class Revisions:
         """What changes as long as the holder of the state is alive."""
         lease = read_if_there(self._store, self._start + _LEASE, limit=MAX_LEASE_BYTES)
         return self.numbers()[:1], lease
-
-    def launcher(self, place: int) -> LauncherDocument | None:
-        """The report of the launcher at a place; None where there is none that can be read."""
-        try:
-            return read_launcher(
-                self._store.read(self._of_launcher(place), limit=MAX_LAUNCHER_BYTES)
-            )
-        except (PathNotFound, TooLarge, OwnFileUnreadable):
-            return None
-
-    def report(self, place: int, launcher: LauncherDocument) -> None:
-        """Replace the report of the launcher at a place."""
-        self._check_root()
-        self._store.put(
-            self._of_launcher(place),
-            as_stored(LAUNCHER_SCHEMA, redacted_values(launcher)),
-            replace=True,
-        )
-
-    def leave(self, place: int) -> None:
-        """Remove the report of the launcher at a place."""
-        self._store.remove(self._of_launcher(place))
-
-    def _of_launcher(self, place: int) -> str:
-        return f"{self._start}launchers/{place}.json"
 
     def _path(self, number: int) -> str:
         return f"{self._start}{number:010}.json"

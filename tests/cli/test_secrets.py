@@ -50,7 +50,7 @@ HARMLESS = {
         *("--fault", "--file-size", "--format", "--hang-after", "--interval", "--load", "--memory"),
         *("--mtbf", "--no-restart-on", "--only", "--out-of-section-timeout", "--patience"),
         *("--require", "--reschedule", "--resume", "--save-time", "--section-timeouts", "--skip"),
-        *("--subset", "--wait-nodes", "--wait-storage", "--world-sizes"),
+        *("--subset", "--wait-storage", "--world-sizes"),
     ),
     "a name that the answer is about": (
         *("--key", "--mesh", "--nodes", "--other-nodes", "--pattern", "--root-env", "--shard"),

@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 
 READERS = ("failures", "loss", "logs", "diagnostics",
-           "supervisor/evidence.py", "supervisor/job.py", "storage/logs.py")  # fmt: skip
+           "supervisor/evidence.py", "supervisor/restarting.py", "storage/logs.py")  # fmt: skip
 """What reads logs, scripts, dumps and stacks that anybody may have written."""
 
 CONVERTERS = ("int", "float", "complex", "Decimal", "Fraction")

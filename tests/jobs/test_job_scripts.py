@@ -16,9 +16,7 @@ import pytest
 import yaml
 from command_line import clean_environment
 
-from ckptctl.cli.commands import command_of, load
-from ckptctl.cli.exit_codes import EXIT_CODES
-from ckptctl.supervisor.policy import NO_RESTART, RERUN, WAIT_FOR_CAPACITY
+from ckptctl.cli.commands import command_of
 
 JOBS = Path(__file__).resolve().parents[2] / "examples" / "jobs"
 # It is installed beside the Python that runs the tests, which need not be on the path.
@@ -187,7 +185,7 @@ def test_no_training_starts_over_steps_that_are_gone(script, folder):
     subprocess.run(picked, env=clean_environment(PATH=path), check=True, capture_output=True)
     for name in ("step_10", "step_20"):
         shutil.rmtree(folder / "ckpt" / name)
-    job = start(folder, script, HEAD="node001:29400", NNODES="1", NODE_RANK="0")
+    job = start(folder, script, HEAD="node001:29400")
     # `run` does not start: the storage may have been replaced.
     assert job.wait() == (75 if "_run." in script else 11)
     assert not trainings(folder)
@@ -199,8 +197,8 @@ def test_no_training_starts_without_a_root_that_answers(script, folder):
     command(folder, "srun", SRUN)
     for name in ("torchrun", "ft_launcher"):
         command(folder, name, RECORD)
-    given = {"HEAD": "node001:29400", "NNODES": "1", "NODE_RANK": "0"}
-    job = start(folder, script, ROOT=str(folder / "gone" / "ckpt"), **given)
+    root = str(folder / "gone" / "ckpt")
+    job = start(folder, script, ROOT=root, HEAD="node001:29400")
     assert job.wait() != 0
     assert not trainings(folder)
     assert not (folder / "started").exists()
@@ -288,73 +286,29 @@ def test_shellcheck_finds_nothing(path):
     assert ran.stdout == ""
 
 
-# Several launchers
-
-
-def launchers(folder: Path, script: str, n: int, ends: str, **environment: str) -> list[int]:
-    """The exit codes of a script of which one is started on each node; launchers do `ends`."""
-    for name in ("torchrun", "ft_launcher"):
-        command(folder, name, RECORD + ends + "\n")
-    given = {"ROOT": str(folder / "new"), "NNODES": str(n), "GPUS": "1", "CKPTCTL_BACKOFF": "0"}
-    started = [
-        start(
-            folder,
-            script,
-            **{**given, "NODE_RANK": str(place), "NODE_NAME": f"node00{place + 1}", **environment},
-        )
-        for place in range(n)
-    ]
-    return [each.wait() for each in started]
-
-
-# It fails when both have begun: else the other may never start, which is right, too.
-FAILS_ONCE = (
-    "[[ $CKPTCTL_RESTART_COUNT == 1 ]] && exit 0; "
-    'until (($(grep -c "^torchrun " "$CALLS") >= 2)); do sleep 0.1; done; '
-    '[[ "$*" == *node-rank=1* ]] && exit 1; exec sleep 3600'
-)
-
-
-def test_torchrun_is_started_again_on_all_nodes_where_it_failed_on_one(folder):
-    assert launchers(folder, "torchrun_run.sh", 2, FAILS_ONCE) == [0, 0]
-    started = sorted(lines_of(folder, "torchrun "))
-    endpoint = "--rdzv-backend=c10d --rdzv-endpoint=node001:29400 --rdzv-id=train"
-    assert started == [
-        f"torchrun --nnodes=2 --node-rank={rank} --nproc-per-node=1 {endpoint} train.py --root "
-        f"{folder}/new --resume-from auto"
-        for rank in (0, 0, 1, 1)
-    ]
-
-
-def test_torchrun_goes_on_with_fewer_nodes_and_waits_for_capacity_below_that(folder):
-    waits = {"CKPTCTL_WAIT_NODES": "1s"}
-    assert launchers(folder, "torchrun_run.sh", 1, "exit 0", NNODES="2", **waits) == [0]
-    assert "torchrun --nnodes=1 --node-rank=0 " in calls(folder)
-    assert launchers(
-        folder, "torchrun_run.sh", 1, "exit 0", NNODES="3", MIN_NODES="2", **waits
-    ) == [94]
+def ft_launchers(folder: Path, ends: str) -> subprocess.Popen[bytes]:
+    """Start the script with `ckptctl run` around ft_launcher, which does what `ends` says."""
+    command(folder, "srun", SRUN)
+    command(folder, "scancel", SCANCEL)
+    command(folder, "ft_launcher", RECORD + ends + "\n")
+    return start(folder, "ft_launcher_run.sbatch", TASKS="2", ROOT=str(folder / "new"))
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(94, True), (17, False), (93, False)])
-def test_ft_launcher_ends_on_all_nodes_with_one_code(code, requeued, folder):
-    command(folder, "srun", SRUN)
-    ends = f"[[ $SLURM_PROCID == 1 ]] && exit {code}; exec sleep 3600"
-    assert launchers(folder, "ft_launcher_run.sbatch", 1, ends, TASKS="2") == [code]
-    assert {line.split()[1] for line in lines_of(folder, "ft_launcher ")} <= {"--nnodes=2"}
+def test_ft_launcher_is_started_on_all_nodes_and_its_code_decides(code, requeued, folder):
+    assert ft_launchers(folder, f"exit {code}").wait() == code
+    assert len(lines_of(folder, "ft_launcher --nnodes=4 ")) == 2
     assert "--rdzv_endpoint=node001:29400" in calls(folder)
     assert bool(lines_of(folder, "scontrol requeue 88123")) is requeued
 
 
 def test_the_end_of_the_time_reaches_every_ft_launcher_and_the_job_is_requeued(folder):
-    command(folder, "srun", SRUN)
-    command(folder, "scancel", SCANCEL)
-    command(folder, "ft_launcher", RECORD + "exec python train.py\n")
-    job = start(folder, "ft_launcher_run.sbatch", TASKS="2", ROOT=str(folder / "new"))
+    job = ft_launchers(folder, "exec python train.py")
     wait_for(folder / "started")
     job.send_signal(signal.SIGTERM)
     assert job.wait() == 143
     assert (folder / "saved").exists()
-    assert lines_of(folder, "scancel --signal=TERM 88123")
+    assert lines_of(folder, "scancel --signal=TERM 88123.0")
     assert lines_of(folder, "scontrol requeue 88123")
 
 
@@ -371,35 +325,10 @@ def words_of_run(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_options_of_run_are_those_of_the_command(name):
-    values = {"$sizes": "32,24", "$NNODES": "4", "$NODE_RANK": "0"}
-    words = [values.get(word, word) for word in words_of_run(name)]
-    found = command_of("run").make_context("run", [*words, "--", "true"]).params
+    words = [*words_of_run(name), "--", "true"]
+    found = command_of("run").make_context("run", words).params
     assert found["root"] == ("$ROOT",)
     assert found["create"] is True
-
-
-@pytest.mark.parametrize("name", ["kubernetes_run.yaml", "kubernetes_run_jobset.yaml"])
-def test_a_manifest_ends_the_job_for_the_codes_of_run_that_a_new_pod_would_end_with(name):
-    _, spec = rules(name)
-    codes = {
-        action: {
-            code
-            for rule in spec["podFailurePolicy"]["rules"]
-            if rule["action"] == action
-            for code in rule.get("onExitCodes", {}).get("values", ())
-        }
-        for action in ("FailJob", "Ignore")
-    }
-    again = {code for code, each in EXIT_CODES.items() if each.retry in ("yes", "later")}
-    of_run = {*load("run").exit_codes, *NO_RESTART, RERUN} - {0}
-    assert codes["FailJob"] == of_run - again - {WAIT_FOR_CAPACITY}
-    assert codes["Ignore"] == {WAIT_FOR_CAPACITY, 128 + signal.SIGTERM}
-    words = words_of_run(name)
-    assert words[words.index("--nnodes") + 1] == str(spec["completions"])
-    (train,) = spec["template"]["spec"]["containers"]
-    script = train["command"][2].replace("exec ckptctl", "exec printf '%s\\n' ckptctl")
-    shown = subprocess.run(["/bin/sh", "-ec", script], env={"ROOT": "r"}, capture_output=True)
-    assert b"--rdzv-endpoint={head}.train:29400\n" in shown.stdout
 
 
 def rules(name: str) -> tuple[dict, dict]:
@@ -451,7 +380,7 @@ def test_the_shell_of_a_container_is_sound_and_ends_in_exec(name, folder):
         )
         assert checked.stdout == ""
     (train,) = pod["containers"]
-    assert re.search(r"^exec (torchrun|ckptctl run) ", train["command"][2], re.MULTILINE)
+    assert re.search(r"^exec torchrun ", train["command"][2], re.MULTILINE)
 
 
 def test_the_init_container_writes_the_step_and_an_empty_file_for_a_fresh_run(folder):

@@ -13,8 +13,8 @@ import ckptctl
 from ckptctl import Level, Verdict
 from ckptctl.errors import CkptctlError
 from ckptctl.selection.targets import roots_in
-from ckptctl.supervisor.job import WatchedRoots
 from ckptctl.supervisor.options import RunOptions
+from ckptctl.supervisor.restarting import WatchedRoots
 from ckptctl.train import resolve
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from pathlib import Path
 KILL_AT = "TEST_KILL_AT"
 """`N` kills before write N of the state, `N+` after it."""
 LEASE = "TEST_LEASE_S"
-"""How long a launcher that does not renew its report is waited for; and the times that follow."""
+"""How long a holder that does not renew its lease is waited for."""
 
 
 def states(root: Path) -> list[dict]:
@@ -47,14 +47,14 @@ def processes_with(word: str) -> list[int]:
 
 def main() -> None:
     """Run the command line, and kill this process at the write that the environment names."""
-    from ckptctl.supervisor import child, holding, launchers
+    from ckptctl.supervisor import child, holding
 
     # Before other modules are imported, which take these over.
     if not any(word.startswith("s3://") for word in sys.argv):  # requests cost more than the wait
-        launchers.POLL_S = child._POLL_S = 0.2
+        child._POLL_S = 0.2
     if LEASE in os.environ:
         holding.LEASE_S = float(os.environ.pop(LEASE))
-        holding.RENEW_S = launchers.RENEW_S = holding.LEASE_S / 12
+        holding.RENEW_S = holding.LEASE_S / 12
 
     from ckptctl.cli.main import main as run
     from ckptctl.supervisor.state import LocalCopy, Revisions

@@ -1,4 +1,4 @@
-"""The documents that `ckptctl run` keeps: its state, the lease of its holder, reports of launchers.
+"""The documents that `ckptctl run` keeps: its state, and the lease of its holder.
 
 They are data from outside: read strictly and within bounds. They hold no command and no pid
 that is signalled, and a limit below a built-in one has no effect.
@@ -14,17 +14,12 @@ from ckptctl.model import Id, Message, Positive, Time
 
 STATE_SCHEMA = "ckptctl.supervisor/1"
 LEASE_SCHEMA = "ckptctl.lease/1"
-LAUNCHER_SCHEMA = "ckptctl.launcher/1"
 
 MAX_ATTEMPTS = 1_000
 """Attempts that a state holds; the oldest are dropped first."""
 MAX_STATE_BYTES = 4 << 20
 MAX_LEASE_BYTES = 4 << 10
-MAX_LAUNCHERS = 4_096
-"""Launchers of one job; llama-scale jobs have two thousand nodes."""
-MAX_LAUNCHER_BYTES = 256 << 10
-_MAX_LAUNCHER_OBJECTS = 16
-_MAX_OBJECTS = 16 * MAX_ATTEMPTS + MAX_LAUNCHERS
+_MAX_OBJECTS = 16 * MAX_ATTEMPTS
 
 
 class OwnerDocument(TypedDict):
@@ -136,48 +131,7 @@ class SectionDocument(TypedDict):
     """The longest time between two."""
 
 
-class MemberDocument(TypedDict):
-    """A launcher that runs its share of an attempt."""
-
-    id: Id
-    """Its name, unique among all processes."""
-    launcher: int
-    """Its number among the launchers, from 0."""
-    node: str
-    """Its node."""
-
-
-class LaunchDocument(TypedDict):
-    """What the leader of several launchers has decided; those in `ids` obey it."""
-
-    leader: int
-    """The number of the launcher that leads."""
-    ids: list[Id]
-    """The launchers that were there."""
-    members: list[MemberDocument]
-    """Those that run the attempt, in the order of their node ranks."""
-    restarts: int
-    """How often the job was restarted before."""
-    step: int | None
-    """The newest usable step when the attempt began."""
-    ending: bool
-    """Every share of the attempt is to end."""
-    signal: int | None
-    """The signal that asked one of them to end; passed on to all."""
-    exit_code: int | None
-    """How every launcher ends; null while the job goes on."""
-    decision: str | None
-    """What was decided at the end; null while the job goes on."""
-    reason: str
-    """Why, in one line."""
-
-
-class _SupervisorOptions(TypedDict, total=False):
-    launch: LaunchDocument
-    """What several launchers agree on; absent where there is one."""
-
-
-class SupervisorDocument(_SupervisorOptions):
+class SupervisorDocument(TypedDict):
     """The state of a supervised run, in one revision."""
 
     run: Id
@@ -199,7 +153,7 @@ class SupervisorDocument(_SupervisorOptions):
 
 
 class CauseDocument(TypedDict):
-    """Why a share of an attempt failed, as far as its logs show."""
+    """Why an attempt failed, as far as its logs show."""
 
     failure: str
     """The class of the failure."""
@@ -216,59 +170,6 @@ class CauseDocument(TypedDict):
     """The rank that failed first."""
     nodes: list[str]
     """The nodes that are suspected."""
-
-
-class HangDocument(TypedDict):
-    """A hang of the ranks of one node."""
-
-    message: str
-    """What did not come for how long, in one line."""
-    section: str | None
-    """The section in which it hung."""
-    ranks: list[int]
-    """The ranks at fault."""
-    nodes: list[str]
-    """The nodes at fault."""
-
-
-class ShareDocument(TypedDict):
-    """How the share of one launcher in an attempt ended."""
-
-    attempt: Positive
-    """The number of the attempt."""
-    exit_code: int
-    """The exit code of its command."""
-    ordered: bool
-    """It was ended because the share of another launcher had ended."""
-    hang: HangDocument | None
-    """It was ended for a hang."""
-    cause: CauseDocument | None
-    """What its logs show."""
-
-
-class LauncherDocument(TypedDict):
-    """One of several `ckptctl run` of a job, as it reports itself."""
-
-    id: Id
-    """Its name, unique among all processes."""
-    successor: int
-    """Counts the processes that had this place; the later one keeps it."""
-    node: str
-    """The name of its node."""
-    machine: str
-    """The boot and the pid namespace of its machine; empty where they are unknown."""
-    pid: Positive
-    """Its process."""
-    started: int
-    """When that process began, in clock ticks since the machine booted."""
-    beat: int
-    """Counts the renewals."""
-    running: int | None
-    """The attempt whose processes it has; null where it has none."""
-    signal: int | None
-    """The signal that asked it to end."""
-    share: ShareDocument | None
-    """How its last share ended."""
 
 
 class LeaseDocument(TypedDict):
@@ -289,8 +190,3 @@ def read_state(data: bytes) -> SupervisorDocument:
     if any(later != number + 1 for number, later in pairwise(numbers)):
         raise OwnFileUnreadable("its attempts are not in order")
     return state
-
-
-def read_launcher(data: bytes) -> LauncherDocument:
-    """The report of a launcher; raises `OwnFileUnreadable`."""
-    return read_back(data, LAUNCHER_SCHEMA, LauncherDocument, max_objects=_MAX_LAUNCHER_OBJECTS)
