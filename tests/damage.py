@@ -24,7 +24,10 @@ def flip_tensor(step: Path, mask: int = 0xFF) -> None:
     metadata = decode_metadata((step / ".metadata").read_bytes())
     ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
     largest = max((one for one in ranges if one is not None), key=lambda one: one.length)
-    flip(step / largest.file, largest.offset + largest.length // 2, mask)
+    path = step / largest.file
+    about = path.stat()
+    flip(path, largest.offset + largest.length // 2, mask)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
 
 
 def name_step(step: Path) -> None:

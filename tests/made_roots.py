@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,11 @@ def put_step(
 
 
 def unseal(step: Path) -> None:
-    """Take the seal away, and nothing else."""
+    """Take the seal away; the step was written a day ago, an hour after the one 100 below it."""
     (step / ".ckptctl" / "seal.json").unlink(missing_ok=True)
+    at_s = time.time() - 86_400 + 36 * int(re.sub("[^0-9]", "", step.name))
+    for file in step.rglob("*"):
+        os.utime(file, (at_s, at_s))
 
 
 def interrupt(step: Path) -> None:
@@ -101,3 +106,12 @@ def taken(root: Path, **options: Any) -> int | None:
     """The number of the step that `pick` takes; None for none."""
     found = ckptctl.pick(str(root), max_fallback=99, **options)
     return None if found.chosen is None else found.chosen.number
+
+
+def written_hours_apart(root: Path) -> None:
+    """As training wrote the steps without a seal, and no copy: with an hour between two."""
+    steps = sorted(root.glob("*[0-9]"), key=lambda path: path.name)
+    first_s = max(file.stat().st_mtime for file in steps[0].rglob("*"))
+    for place, step in enumerate(steps):
+        for file in () if (step / ".ckptctl" / "seal.json").exists() else step.rglob("*"):
+            os.utime(file, (first_s + 3600 * place, first_s + 3600 * place))

@@ -392,7 +392,7 @@ def inspect_content(
     found += [finding for check in checks for finding in check.findings(as_sealed)]
     for part in opened.parts:
         for held in part.safetensors:
-            found += _of_safetensors(held.part, as_sealed)
+            found += without_checksums(held.part, as_sealed)
     proven = sum((check.proven for check in checks), NOTHING_PROVEN)
     finished = all(check.whole for check in checks) and (sealed is None or sealed.whole)
     whole = finished and asked.choose is None
@@ -418,7 +418,8 @@ def _own_share(asked: Asked) -> Choose | None:
     return chosen
 
 
-def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:
+def without_checksums(part: Part, sealed: Collection[str]) -> Iterator[Finding]:
+    """Yield `record.unverifiable` for the safetensors files that the seal does not cover."""
     files = [file.path for file in part.files if file.path.endswith(SUFFIX)]
     unproven = [path for path in files if inside(part.path, path) not in sealed]
     if unproven:

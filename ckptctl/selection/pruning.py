@@ -205,9 +205,13 @@ def _aborted(store: Store, uploads: Sequence[Upload]) -> StorageError | None:
     return None
 
 
-def _will_be_proven(_: Inspection, __: CachingInspector, ___: Candidate) -> None:
-    """A plan reads no bytes; it states how many `--apply` would read."""
-    return
+def _will_be_proven(inspected: Inspection, _: CachingInspector, __: Candidate) -> str | None:
+    """Why `--apply` could not prove a step, as far as that is known without reading its bytes."""
+    from ckptctl.inspection.content import without_checksums
+
+    parts = (held.part for part in inspected.opened.parts for held in part.safetensors)
+    unproven = (finding for part in parts for finding in without_checksums(part, ()))
+    return next((f"{_UNPROVEN}{finding.message}" for finding in unproven), None)
 
 
 def _proven(
@@ -313,6 +317,8 @@ def _too_few(decisions: Sequence[PruneDecision], keep: int, again: str) -> tuple
         if unproven and not one.counts:
             why = "a step without checksums counts once it is sealed, with --accept-unverifiable"
             return command_line("seal", one.url, "--accept-unverifiable"), f"{exist}; {why}"
+        if "is not proven" in one.reason and not one.counts and one.verdict is Verdict.COMPLETE:
+            return command_line("seal", one.url), f"{exist}; a seal proves what a step is"
         if "not sealed" in one.reason:
             none = "no good step is sealed, and only sealed steps count"
             # A seal is one more file, for which a full storage has no space.

@@ -293,14 +293,12 @@ class RetentionPlan:
             if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
                 return SEALED_UNVERIFIABLE
             return report.verdict.value if report.verdict is not Verdict.COMPLETE else over.reason
-        doubt = _doubt(report) or self._unlike_others(report)
-        if doubt is not None:
-            return doubt
         if not has_seal(inspected):
             if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
                 return "without checksums, and not sealed"
-            return None if self._rules.unsealed else "complete, but not sealed"
-        return None
+            if not self._rules.unsealed:
+                return "complete, but not sealed"
+        return _doubt(inspected) or self._unlike_others(report)
 
     def _unlike_others(self, report: Report) -> str | None:
         """Why the number of a step is in doubt that other steps prove of theirs; None without.
@@ -523,24 +521,33 @@ class _Counted:
     is_compared: bool
 
 
-_DEMANDED = (ClaimName.WHOLE, ClaimName.ONE_SAVE, ClaimName.IDENTITY, ClaimName.BRANCH)
-"""What must not be in doubt of a step for which others are removed; the first must be proven."""
+_DEMANDED = (ClaimName.WHOLE, ClaimName.ONE_SAVE)
+"""What must be proven of a step for which others are removed."""
+
+_IN_DOUBT = (ClaimName.ONE_SAVE, ClaimName.IDENTITY, ClaimName.BRANCH)
+"""What no finding may leave in doubt: a step may count nothing, and name no other."""
 
 
-def _doubt(report: Report) -> str | None:
-    """What a finding leaves unknown, also where `pick` would only warn; None where none does."""
-    whole = report.claim(ClaimName.WHOLE)
-    if not whole.is_proven:
-        return f"whole is not proven ({whole.finding or whole.by})"
-    doubts = ((name, report.claim(name).finding) for name in _DEMANDED)
+def _doubt(inspected: Inspection) -> str | None:
+    """What is not proven, also where `pick` would only warn; None where all is.
+
+    A person who accepted a step decided about its times, and the bytes of a sealed one, which are
+    compared next, prove its save.
+    """
+    report = inspected.report
+    is_decided = inspected.notes.accepted or has_seal(inspected)
+    for name in (ClaimName.WHOLE,) if is_decided else _DEMANDED:
+        claim = report.claim(name)
+        if not claim.is_proven:
+            return f"{name.value} is not proven ({claim.finding or claim.by})"
+    doubts = ((name, report.claim(name).finding) for name in _IN_DOUBT)
     return next((f"{name.value} is in doubt ({code})" for name, code in doubts if code), None)
 
 
 def _unproven(report: Report) -> str:
-    """The claims that neither a finding doubts nor anything proves, as in a copy without a seal."""
-    names = [name for name in _DEMANDED if name is not ClaimName.BRANCH]
-    left = [] if report.seal else [n.value for n in names if not report.claim(n).is_proven]
-    return f"; not proven: {', '.join(left)}" if left else ""
+    """What neither a finding doubts nor anything proves: a step without a count of its own."""
+    is_proven = report.seal or report.claim(ClaimName.IDENTITY).is_proven
+    return "" if is_proven else f"; not proven: {ClaimName.IDENTITY.value}"
 
 
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:

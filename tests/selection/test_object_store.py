@@ -251,11 +251,13 @@ def test_old_archived_steps_exclude_no_newer_one_and_are_removed(s3_moto, archiv
         archive(s3_moto, f"{archivable}/step_{number}")
     options = {"storage_options": s3_moto.options}
     assert ckptctl.pick(archivable, **options).step == 500
+    ckptctl.seal(f"{archivable}@500", **options)
     pruned = ckptctl.prune(archivable, 1, unsealed=True, apply=True, **options)
     assert [one.number for one in pruned.decisions if one.removed] == [400, 300, 200, 100]
 
 
 def test_an_archived_step_is_not_counted_as_kept(s3_moto, archivable):
+    ckptctl.seal(f"{archivable}@400", storage_options=s3_moto.options)
     archive(s3_moto, f"{archivable}/step_500")
     pruned = ckptctl.prune(archivable, 1, unsealed=True, storage_options=s3_moto.options)
     assert [one.number for one in pruned.decisions if one.counts] == [400]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from made_roots import make_templates, put_step
+from made_roots import make_templates, put_step, written_hours_apart
 from next_commands import run_and_follow as run_ckptctl
 from services.counting_proxy import Fault
 from services.processes import started, wait_until
@@ -92,6 +92,7 @@ def test_applied_the_old_steps_are_gone_and_what_is_no_step_is_not(root):
 def test_steps_without_a_seal_count_only_when_asked_for(root):
     for number in (300, 400, 500):
         unseal(root, number)
+    written_hours_apart(root)
     assert gone(ckptctl.prune(str(root), 1)) == {100}
     assert gone(ckptctl.prune(str(root), 1, unsealed=True)) == {100, 200, 300, 400}
     found = ckptctl.prune(str(root), 3)
@@ -203,9 +204,13 @@ def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path):
     assert document["next_command"] == f"ckptctl prune {root} --keep 1 --unsealed"
     reason = "no good step is sealed, and only sealed steps count"
     assert document["message"] == f"nothing is removed: {reason}"
-    for options in (("--unsealed",), ("--accept-unverifiable", "--unsealed")):
-        done = run_ckptctl("prune", root, "--keep", 1, *options, "--apply", "--json")
-        document = validated(done.stdout)
+    written_hours_apart(root)
+    for options in (
+        ("--unsealed",),
+        ("--unsealed", "--apply"),
+        ("--accept-unverifiable", "--unsealed", "--apply"),
+    ):
+        document = validated(run_ckptctl("prune", root, "--keep", 1, *options, "--json").stdout)
         assert document["message"].startswith("nothing is removed: 0 of 1 good steps exist; a step")
         seal = f"ckptctl seal {root}/checkpoint-30 --accept-unverifiable"
         assert document["next_command"] == seal
@@ -221,6 +226,21 @@ def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path):
     (root / "checkpoint-20" / "optimizer.pt").write_bytes(b"x")
     trainer_step(root, 10)
     assert gone(ckptctl.prune(str(root), 1, apply=True)) == set()
+
+
+def test_a_copy_of_a_root_counts_once_it_is_sealed(root):
+    """Times of a copy do not show whether a step is of one save."""
+    for number in (400, 500):
+        unseal(root, number)
+        for file in (root / f"step_{number}").rglob("*"):
+            os.utime(file, (1_600_000_000, 1_600_000_000))
+    for apply in (False, True):
+        found = ckptctl.prune(str(root), 4, unsealed=True, apply=apply)
+        assert gone(found) == set()
+        assert found.decisions[0].reason.startswith("one save is not proven")
+        assert found.next_command == f"ckptctl seal {root}/step_500"
+    assert ckptctl.seal(f"{root}@500").path is not None
+    assert ckptctl.prune(str(root), 4, unsealed=True).decisions[0].counts
 
 
 @pytest.mark.parametrize("has_seal", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from every_case import all_cases
+from made_roots import written_hours_apart
 from storage.faulty import FaultyStore
 
 import ckptctl
@@ -448,6 +449,7 @@ def test_what_only_the_step_before_holds_is_not_of_each_save(tmp_path):
 def test_a_kind_that_two_steps_lack_leaves_open_whether_the_later_one_is_whole(tmp_path):
     for number in (10, 20, 30, 40):
         save_kinds(tmp_path / f"step_{number}", number)
+    written_hours_apart(tmp_path)
     for number in (30, 40):
         (tmp_path / f"step_{number}" / "generator.pt").unlink()
     assert not ckptctl.verify(f"{tmp_path}@40", grace_s=0).claim(ClaimName.WHOLE).is_proven
