@@ -378,10 +378,15 @@ class RootFolder:
     def _shown(self, path: str, target: str) -> str:
         """The command that follows a link, or that shows it where it leads to nothing."""
         link = os.path.join(self.path, path)
-        tier = os.path.dirname(os.path.join(os.path.dirname(link), target))
-        if os.path.exists(link) and os.path.realpath(tier) != os.sep:
-            words = ["scan", self.url, "--follow-links", os.path.realpath(tier)]
-            return command_line(*words)
+        tier = os.path.realpath(os.path.dirname(os.path.join(os.path.dirname(link), target)))
+        target, root = os.path.realpath(link), os.path.realpath(self.path)
+        # A folder that is the root, or holds it, is no step, whatever is followed.
+        leads_back = os.path.commonpath([target, root]) == target
+        is_below = target != tier and os.path.commonpath([target, tier]) == tier
+        is_followed = tier in map(os.path.realpath, self.follow)
+        may_follow = is_below and not (leads_back or is_followed) and tier != os.sep
+        if os.path.exists(link) and may_follow:
+            return command_line("scan", self.url, "--follow-links", tier)
         return shlex.join(["ls", "-ld", f"{self.url.rstrip('/')}/{path}"])
 
     def followed(self, folder: Descriptor, name: str, flags: int) -> Descriptor | None:

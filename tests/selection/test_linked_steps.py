@@ -152,6 +152,15 @@ def test_a_link_to_nothing_is_unknown(root):
     assert found.next_command == f"ls -ld {root}/step_200/{SHARD}"
 
 
+@pytest.mark.parametrize("target", [".", "..", "step_300", "../run"])
+def test_a_link_that_leads_back_to_the_root_is_never_followed(root, target):
+    (root / "step_300").symlink_to(target)
+    for tiers in ((), (str(root.parent),), (str(root),)):
+        command = ckptctl.scan(str(root), follow_links=tiers).next_command
+        assert command is not None
+        assert command.startswith("ls -ld "), (tiers, command)
+
+
 def test_a_folder_to_follow_must_exist(root):
     with pytest.raises(UsageError, match="is no folder"):
         ckptctl.pick(str(root), follow_links=[str(root / "gone")])
