@@ -17,25 +17,22 @@ from typing import NamedTuple
 from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
+from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import command_line
 from ckptctl.inspection.beside import Neighbours
-from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.open_step import OpenStep, end_of_file
 from ckptctl.inspection.sidecars import optimizer_steps_inside, steps_counted
 from ckptctl.model import SHARDED, StatePart
-from ckptctl.storage.contract import read_range
 
 MAX_COMPARED = 3
 """So many steps on each side are compared."""
 
-MAX_OPTIMIZERS = 3
-"""So many files are opened to find the one that holds an optimizer."""
-
-MAX_END = 64 << 10
-"""Bytes of the end of two files that are compared."""
+MAX_OPTIMIZERS = 8
+"""So many files, each of another kind, are opened to find those that hold an optimizer."""
 
 
 CountOf = Callable[[OpenStep], int | None]
@@ -59,17 +56,31 @@ def decide_identity(
     three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
     found, claim = check_identity(opened, state.value, neighbours, count_of)
-    optimizer = counting_optimizer(opened) if reads_optimizer and not found else None
-    if optimizer is None:
+    optimizers = counting_optimizers(opened) if reads_optimizer and not found else []
+    if not optimizers:
         return found, claim
+    doubt: Claim | None = None
     if state.value is None or len(state.where) > 1:
+        first = optimizers[0]
         found, of_optimizer = check_identity(
-            opened, optimizer.n_steps, neighbours, optimizer_count, optimizer.path
+            opened, first.n_steps, neighbours, first.count_in, first.path
         )
+        if found and _is_alone(opened, first, neighbours):
+            found = [_mixed(opened, first, "the name", opened.step.number or 0)]
         claim = of_optimizer if state.value is None or found else claim
-    if state.value is None or found:
-        return found, claim
-    found, doubt = check_optimizer_count(opened, state.value, optimizer, neighbours, count_of)
+    # Each may be that of another save: a GAN has two, and they may count at another pace.
+    first, others = optimizers[0], optimizers[1:]
+    pairs = [(other, first) for other in others] + [(first, other) for other in others]
+    compared: list[tuple[CountingOptimizer, int, CountOf]] = [
+        (optimizer, other.n_steps, other.count_in) for optimizer, other in pairs
+    ]
+    if state.value is not None:
+        compared = [(optimizer, state.value, count_of) for optimizer in optimizers]
+    for optimizer, n_steps, counter in compared if not found else ():
+        found, unknown = check_optimizer_count(opened, n_steps, optimizer, neighbours, counter)
+        doubt = doubt or unknown
+        if found:
+            break
     return found, doubt or claim
 
 
@@ -160,9 +171,9 @@ def check_optimizer_count(
 ) -> tuple[list[Finding], Claim | None]:
     """Compare the steps that the train state counts with those that the optimizer counts.
 
-    Where both counts are equal in the steps beside, and differ here, the optimizer began anew, or
-    the two are not of one save. It is so if the file with the optimizer was saved as the step that
-    it counts. Otherwise it is not known which step this is.
+    Where both counts are equal in the steps beside, or have one ratio, and differ here, the
+    optimizer began anew, or the two are not of one save. It is so if the file with the optimizer
+    was saved as the step that it counts. Otherwise it is not known which step this is.
 
     Yields `state.mixed`, and a claim where the identity is unknown. Cost: none where the counts
     agree; else as `check_identity`.
@@ -171,23 +182,61 @@ def check_optimizer_count(
     if abs(of_state - of_optimizer) <= 1:
         return [], None
     states = dict(counts_beside(opened, neighbours, count_of))
-    optimizers = dict(counts_beside(opened, neighbours, optimizer_count))
+    optimizers = dict(counts_beside(opened, neighbours, optimizer.count_in))
     both = states.keys() & optimizers.keys()
-    if not both or any(abs(states[n] - optimizers[n]) > 1 for n in both):
+    pairs = [(states[n], optimizers[n]) for n in sorted(both)]
+    is_equal = all(abs(state - count) <= 1 for state, count in pairs)
+    # Of two optimizers, one may count several steps where the other counts one.
+    is_regular = len(pairs) > 1 and all(
+        _fits(*pair, [other for other in pairs if other != pair]) for pair in pairs
+    )
+    if not pairs or not (is_equal or is_regular) or _fits(of_state, of_optimizer, pairs):
         return [], None
-    what = f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}"
     beside = f"in step {max(both)} beside it they agree"
-    if not _is_file_of_step(opened, optimizer.path, of_optimizer, neighbours):
+    saved_as = next((n for n in both if optimizers[n] == of_optimizer), of_optimizer)
+    if not _is_file_of_step(opened, optimizer.path, saved_as, neighbours):
+        what = f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}"
         return [], _of_name(f"{what}; {beside}", opened)
-    found = Finding(
+    return [_mixed(opened, optimizer, "the train state", of_state)], None
+
+
+def _mixed(opened: OpenStep, optimizer: CountingOptimizer, what: str, number: int) -> Finding:
+    n_steps = optimizer.n_steps
+    return Finding(
         "state.mixed",
-        "",
-        f"{what}; {beside}: a file of another step lies in this one",
-        expected=f"an optimizer of step {of_state:,}",
-        found=f"an optimizer of step {of_optimizer:,}",
+        optimizer.path,
+        f"{what} counts {number:,} steps, and the optimizer {n_steps:,} in {optimizer.path}: a "
+        "file of another step lies in this one",
+        expected=f"the optimizer of step {number:,}",
+        found=f"an optimizer that counts {n_steps:,} steps",
         next_command=command_line("show", opened.url),
     )
-    return [found], None
+
+
+def _is_alone(
+    opened: OpenStep, optimizer: CountingOptimizer, neighbours: Neighbours | None
+) -> bool:
+    """Whether the file of the step that an optimizer counts lies among files that are not of it.
+
+    Cost: none where that step is gone; else four short reads, of it and of the largest other file.
+    """
+    number = optimizer.n_steps
+    names = [] if neighbours is None else [*neighbours.older(), *neighbours.newer()]
+    named = next((name for name in names if name.number == number), None)
+    key = key_of(optimizer.path)
+    others = [file for file in opened.files if file.size and key_of(file.path) != key]
+    others = [file for file in others if layouts.is_saved(file.path)]
+    largest = max(others, key=lambda file: file.size, default=None)
+    if neighbours is None or named is None or largest is None:
+        return False
+    with suppress(StorageError):
+        other = neighbours.open(opened.store, named)
+        is_of_step = [
+            end_of_file(opened, path) == end_of_file(other, path_then(opened, other, path, number))
+            for path in (optimizer.path, largest.path)
+        ]
+        return is_of_step == [True, False]
+    return False
 
 
 _NUMBERED_BY_RECORD = frozenset({"ray-train"})
@@ -270,33 +319,37 @@ def _wrong_step(opened: OpenStep, count: int, beside: tuple[int, int]) -> Findin
     )
 
 
-def optimizer_count(opened: OpenStep) -> int | None:
-    """The steps that an optimizer in a file of `torch.save` counts; see `counting_optimizer`."""
-    found = counting_optimizer(opened)
-    return None if found is None else found.n_steps
-
-
 class CountingOptimizer(NamedTuple):
     """A file of `torch.save` with an optimizer, and the steps that it counts."""
 
     path: str
     n_steps: int
 
+    def count_in(self, opened: OpenStep) -> int | None:
+        """The steps that the same optimizer counts in another step."""
+        alike = [
+            one for one in counting_optimizers(opened) if key_of(one.path) == key_of(self.path)
+        ]
+        return alike[0].n_steps if alike else None
 
-def counting_optimizer(opened: OpenStep) -> CountingOptimizer | None:
-    """The first file of `torch.save` with an optimizer that counts steps; None if none does.
+
+def counting_optimizers(opened: OpenStep) -> list[CountingOptimizer]:
+    """The files of `torch.save` with an optimizer that counts steps, one of each kind.
 
     Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
     layout = opened.step.layout
     files = [file for file in opened.files if file.size and _may_be_optimizer(opened, file.path)]
     files.sort(key=lambda file: kind_of_file(layout, file.path) is None)
+    of_kinds = {key_of(file.path): file for file in reversed(files)}
+    files = [file for file in files if of_kinds[key_of(file.path)] is file]
+    counting: list[CountingOptimizer] = []
     for file in files[:MAX_OPTIMIZERS]:
         path = opened.name if opened.is_file else opened.in_store(file.path)
         counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
         if counts:
-            return CountingOptimizer(file.path, int(max(counts)))
-    return None
+            counting.append(CountingOptimizer(file.path, int(max(counts))))
+    return counting
 
 
 def _may_be_optimizer(opened: OpenStep, path: str) -> bool:
@@ -330,7 +383,7 @@ def check_counts(
             with suppress(StorageError):
                 before = neighbours.open(opened.store, named)
                 then = path_then(opened, before, path, count)
-                if _end(opened, path) == _end(before, then):
+                if end_of_file(opened, path) == end_of_file(before, then):
                     yield Finding(
                         "state.mixed",
                         path,
@@ -357,7 +410,9 @@ def _is_file_of_step(
     if named is not None:
         with suppress(StorageError):
             other = neighbours.open(opened.store, named)
-            return _end(opened, path) == _end(other, path_then(opened, other, path, count))
+            return end_of_file(opened, path) == end_of_file(
+                other, path_then(opened, other, path, count)
+            )
         return False
     numbers = sorted({one.number for one in beside} - {0})
     number = opened.step.number or 0
@@ -375,11 +430,3 @@ def path_then(opened: OpenStep, before: OpenStep, path: str, count: int) -> str:
         return layouts.path_in_step(path, number, count)
     then = re.sub(rf"(?<![0-9])0*{number}(?![0-9])", f"0*{count}", re.escape(path))
     return next((file.path for file in before.files if re.fullmatch(then, file.path)), path)
-
-
-def _end(opened: OpenStep, path: str) -> tuple[int, bytes] | None:
-    """The size and the last bytes of a file; None for a file that is not there."""
-    size = next((file.size for file in opened.files if file.path == path), 0)
-    n_bytes = min(size, MAX_END)
-    end = read_range(opened.store, opened.in_store(path), size - n_bytes, n_bytes)
-    return size, end

@@ -32,6 +32,11 @@ from ckptctl.model import SHARDED, Step
 LEAST_WINDOW_S = 120.0
 """A step is not refused for less: clocks of nodes differ, and a slow rank ends late."""
 
+MOST_S = 300.0
+"""Files further apart than the window are those of two saves, where they are also further apart
+than two saves beside, or than this: a run saves a step again only after it trained up to it, and
+may have removed steps between."""
+
 LAST_WINDOW_S = 30.0
 """The same for a shard that was written after its metadata, where other steps show that the
 metadata is written last."""
@@ -120,7 +125,8 @@ def check_one_save(
     if _is_usual(own, beside):
         return [], _by_order(opened, own, beside, neighbours)
     is_trained = bool(beside) and is_of_training([*beside, own])
-    apart_s, window_s = _furthest(own, beside, is_trained=is_trained)
+    is_known = is_trained and len(beside) > 1
+    apart_s, window_s, is_between = _furthest(own, beside, is_known=is_known)
     is_over = apart_s > window_s
     if not is_over and not is_trained:
         why = f"files written {duration(max(_span_s(own), 1.0))} apart"
@@ -128,7 +134,8 @@ def check_one_save(
     later = {path for path, at_s in files.items() if own.last_s - at_s <= apart_s / 2}
     expected = f"files written within {duration(window_s)}"
     finding = _two_saves(files, later, duration(apart_s), expected)
-    if not (is_over and is_trained):
+    # One other step shows neither how long a save takes nor how far apart two are.
+    if not (is_over and (is_known or (is_trained and is_between))):
         finding = _doubt(finding)
     return [finding], _unknown(finding.message, opened)
 
@@ -152,26 +159,30 @@ def _is_usual(own: SaveTimes, beside: Sequence[SaveTimes]) -> bool:
 
 
 def _furthest(
-    own: SaveTimes, beside: Sequence[SaveTimes], *, is_trained: bool
-) -> tuple[float, float]:
+    own: SaveTimes, beside: Sequence[SaveTimes], *, is_known: bool
+) -> tuple[float, float, bool]:
     """How far apart files of the step were written, and how far those of one save may be.
 
-    A run saves a step again only after it trained up to it, so where saves follow each other
-    faster than `LEAST_WINDOW_S`, the files of two are that close together.
+    True as well where another step was written between them. `is_known`: the steps beside were
+    written with training between them, and are several. A run saves a step again only after it
+    trained up to it: files that are closer together than two saves may be those of one slow save.
     """
-    in_order = sorted(one.first_s for one in beside)
-    intervals = (later_s - earlier_s for earlier_s, later_s in pairwise(in_order))
-    is_known = is_trained and len(beside) > 1
-    is_last = is_known and all(one.late_s <= SUCCESSION_S for one in beside)
-    least_s = max(USUAL_S, min(LEAST_WINDOW_S, *intervals)) if is_known else LEAST_WINDOW_S
-    late_s = max([least_s, *(TIMES_LONGEST * one.late_s for one in beside)])
-    apart_s = max([least_s, *(TIMES_LONGEST * one.apart_s for one in beside)])
+    in_order = sorted(times.first_s for times in beside)
+    intervals = [later_s - earlier_s for earlier_s, later_s in pairwise(in_order)]
+    is_last = is_known and all(times.late_s <= SUCCESSION_S for times in beside)
+    least_s = LEAST_WINDOW_S
+    if is_known:
+        least_s = max(USUAL_S, min(MOST_S, *intervals))
+    late_s = max([min(least_s, LEAST_WINDOW_S), *(TIMES_LONGEST * one.late_s for one in beside)])
+    apart_s = max([least_s, *(TIMES_LONGEST * times.apart_s for times in beside)])
+    before_others = [times for times in beside if _is_between(times, own)]
     found = [
-        *((_span_s(own), own.last_s - one.last_s) for one in beside if _is_between(one, own)),
+        *((_span_s(own), own.last_s - times.last_s) for times in before_others),
         (own.late_s, LAST_WINDOW_S if is_last else late_s),
         (own.apart_s, apart_s),
     ]
-    return max(found, key=lambda pair: pair[0] / pair[1])
+    furthest_s, window_s = max(found, key=lambda pair: pair[0] / pair[1])
+    return furthest_s, window_s, bool(before_others)
 
 
 def _proven(by: str) -> Claim:

@@ -546,3 +546,17 @@ def _files_below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo
         of_ranks = (path for path in ranks if may_hold_scattered(path.rpartition("/")[2]))
         for rank in islice(of_ranks, MAX_FOLDERS):
             yield from list_if_there(store, rank)
+
+
+MAX_END = 64 << 10
+"""Bytes of the end of two files that are compared."""
+
+
+def end_of_file(opened: OpenStep, path: str) -> tuple[int, bytes]:
+    """The size and the last bytes of a file of a step: an archive ends with its checksums.
+
+    Raises `StorageError`. Cost: one read of at most `MAX_END` bytes.
+    """
+    size = next((file.size for file in opened.files if file.path == path), 0)
+    n_bytes = min(size, MAX_END)
+    return size, read_range(opened.store, opened.in_store(path), size - n_bytes, n_bytes)

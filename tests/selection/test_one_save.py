@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,28 @@ def test_files_further_apart_than_in_the_steps_beside_are_a_doubt(tmp_path):
     assert found.chosen.claim(ClaimName.ONE_SAVE).state is ClaimState.UNKNOWN
     ckptctl.prune(str(tmp_path), 1, unsealed=True, apply=True)
     assert (tmp_path / "step_30").exists()
+
+
+@pytest.mark.parametrize("by_s", [140, 250])
+def test_one_slow_file_is_a_doubt_where_the_run_cannot_have_come_back_so_soon(tmp_path, by_s):
+    train(tmp_path, of_ranks, interval_s=30 * MINUTE_S)
+    later(tmp_path / "step_40" / "model_1.pt", by_s)
+    found = ckptctl.pick(str(tmp_path))
+    assert (found.step, codes(found.chosen, Severity.WARNING)) == (40, ["step.times"])
+    later(tmp_path / "step_40" / "model_1.pt", 9 * MINUTE_S - by_s)
+    assert codes(ckptctl.verify(f"{tmp_path}@40")) == ["step.two-saves"]
+
+
+@pytest.mark.parametrize("save", [of_ranks, sharded, with_sidecar])
+@pytest.mark.parametrize("by_s", [140, 540])
+def test_one_other_step_does_not_show_how_long_a_save_takes(tmp_path, save, by_s):
+    train(tmp_path, save, interval_s=30 * MINUTE_S)
+    for number in (10, 20):
+        shutil.rmtree(tmp_path / f"step_{number}")
+    later(next(path for path in files_of(tmp_path / "step_40") if path.name != ".metadata"), by_s)
+    found = ckptctl.pick(str(tmp_path))
+    assert (found.step, codes(found.chosen, Severity.WARNING)) == (40, ["step.times"])
+    assert not found.chosen.claim(ClaimName.ONE_SAVE).is_proven
 
 
 def test_a_step_that_may_be_of_two_saves_is_sealed_on_request_only(tmp_path):
@@ -238,6 +261,41 @@ def test_an_optimizer_of_another_step_is_seen_by_its_count(tmp_path):
     assert finding.code == "state.mixed"
     assert "counts 40 steps, and the optimizer 20" in finding.message
     assert ckptctl.pick(str(tmp_path)).step == 30
+
+
+def of_two_networks(pace: int) -> Callable[[Path, int], None]:
+    """As a GAN is saved: one of two optimizers makes `pace` steps where the other makes one."""
+
+    def save(root: Path, number: int) -> None:
+        for name, steps in (("g", number), ("d", pace * number)):
+            write(root / f"step_{number}" / f"net_{name}.pt", weights(number))
+            write(root / f"step_{number}" / f"adam_{name}.pt", counted(steps))
+        write(root / f"step_{number}" / "trainer.pt", {"step": number})
+
+    return save
+
+
+@pytest.mark.parametrize("pace", [1, 5])
+@pytest.mark.parametrize("name", ["adam_g.pt", "adam_d.pt"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_each_of_two_optimizers_is_compared(tmp_path, pace, name, counts):
+    train(tmp_path, of_two_networks(pace), interval_s=1)
+    if not counts:
+        for path in tmp_path.glob("*/trainer.pt"):
+            path.unlink()
+    assert codes(ckptctl.verify(f"{tmp_path}@40")) == []
+    (tmp_path / "step_40" / name).write_bytes((tmp_path / "step_20" / name).read_bytes())
+    report = ckptctl.verify(f"{tmp_path}@40")
+    assert codes(report) == ["state.mixed"], report.findings
+    assert ckptctl.pick(str(tmp_path)).step == 30
+
+
+def test_an_optimizer_of_another_step_alone_is_a_mixture_and_no_other_step(tmp_path):
+    train(tmp_path, of_optimizer, interval_s=1)
+    for rank in range(3):
+        name = f"optimizer_{rank}.pt"
+        (tmp_path / "step_40" / name).write_bytes((tmp_path / "step_20" / name).read_bytes())
+    assert codes(ckptctl.verify(f"{tmp_path}@40")) == ["state.mixed"]
 
 
 def test_an_optimizer_that_is_younger_than_the_run_is_sound(tmp_path):
