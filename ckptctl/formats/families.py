@@ -59,6 +59,8 @@ class Family(msgspec.Struct, frozen=True):
     """The numbers that exist on each axis."""
     n_bytes: int = 0
     """Size of all of them in bytes, where the caller gave sizes."""
+    first: int = 0
+    """What is added to the numbers in the names: of a window, the least of them."""
 
     @property
     def n_present(self) -> int:
@@ -92,6 +94,26 @@ class Family(msgspec.Struct, frozen=True):
         lengths = tuple(n + self.base - base for n in self.lengths)
         return msgspec.structs.replace(self, base=base, lengths=lengths)
 
+    @property
+    def names_rank(self) -> bool:
+        """The text before the number is the word rank: they count from 0."""
+        start = self.spans[0][0][0] if self.spans else 0
+        return re.search("rank[-_]?$", self.example[:start]) is not None
+
+    def as_window(self) -> Family:
+        """The same family where its numbers may begin at any: they count from the least one."""
+        (held,) = self.values
+        moved = tuple(n - held[0] for n in held)
+        return msgspec.structs.replace(
+            self,
+            members=frozenset((n,) for n in moved),
+            lengths=(moved[-1] + 1,),
+            base=0,
+            is_numbered=moved[-1] < max(2 * len(moved), len(moved) + 2),
+            values=(moved,),
+            first=held[0],
+        )
+
     def missing(self, n_files: int | None = None) -> tuple[str, ...]:
         """The paths of the first files that are missing; of one axis, of `n_files` in all."""
         if not self.is_numbered:
@@ -108,7 +130,7 @@ class Family(msgspec.Struct, frozen=True):
     def _path_at(self, place: Sequence[int]) -> str:
         text = self.example
         replaced = [
-            (start, end, number)
+            (start, end, number + self.first)
             for spans, number in zip(self.spans, place, strict=True)
             for start, end in spans
         ]
@@ -142,7 +164,8 @@ def families_of(
     from_zero = {n for family in lines(families) if family.has_zero for (n,) in family.members}
     return tuple(
         family.from_base(0)
-        if family.is_line and family.n_present > 1 and _numbers(family) < from_zero
+        if (family.is_line and family.names_rank)
+        or (family.is_line and family.n_present > 1 and _numbers(family) < from_zero)
         else family
         for family in families
     )

@@ -251,7 +251,9 @@ def _report(
         if all(part.metadata or part.part.format not in SHARDED for part in parts):
             findings += check_required(state, requirements.require, step.url)
         if requirements.saved_world_size is not None:
-            findings += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
+            findings += check_saved_world_size(
+                step.parts, named, requirements.saved_world_size, step.url
+            )
         if requirements.world_size is None:
             findings += check_bound(step.parts, step.url)
         else:
@@ -367,12 +369,15 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
     if beside or any(part.format is PartFormat.RANK_FILES for part in step.parts):
         codes |= _HALF_WRITTEN
     unfinished = [finding for finding in findings if finding.code in codes]
-    if age_s is None or not (young and unfinished):
+    others = [finding for finding in findings if finding.code not in codes]
+    # What no running save explains decides about the step, and is not left to time.
+    is_worse = verdict_of(others).exit_code not in (0, Verdict.UNVERIFIABLE.exit_code)
+    if age_s is None or is_worse or not (young and unfinished):
         yield from findings
         return
     what = unfinished[0].message.removesuffix(": the save was interrupted")
     when = f"{age_s:.0f} s ago" if age_s >= 0 else f"{-age_s:.0f} s in the future"
-    yield from (finding for finding in findings if finding.code not in codes)
+    yield from others
     yield Finding(
         "step.in-progress",
         unfinished[0].where,

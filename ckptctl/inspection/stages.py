@@ -268,7 +268,7 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def gone(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the kinds of files with those of the steps before; a seal names those of its step."""
-    from ckptctl.inspection.whole import check_gone
+    from ckptctl.inspection.lost_kinds import check_gone
 
     if context.notes.seal is None and not _has_fault(context.findings):
         yield from check_gone(opened, context.neighbours)

@@ -153,6 +153,26 @@ def _state_in(directory: RecordDirectory, reads: FileReads) -> object:
     return decode_shards(pickle)
 
 
+def checksums_in(opened: OpenStep, path: str) -> object:
+    """The checksums of the tensors in a file of `torch.save`, by number; None where it has none.
+
+    Raises `StorageError`. Cost: two short reads.
+    """
+    size = next((file.size for file in opened.files if file.path == path), 0)
+    reads = FileReads(opened.store, opened.in_store(path))
+    try:
+        return value_in_file(reads, size, _checksums) if not path.endswith(SUFFIX) else None
+    except RecordUnreadable:
+        return None
+
+
+def _checksums(directory: RecordDirectory, _: FileReads) -> object:
+    tensors = [member for member in directory.members if member.name.startswith("data/")]
+    if not (directory.has_crcs and tensors):
+        return None
+    return frozenset((member.name, member.size, member.crc) for member in tensors)
+
+
 def _rows(file: str, leaves: Sequence[Leaf], layout: str, mapped: StateMap) -> Iterator[HeldTensor]:
     kinds = kinds_in_file(leaves, kind_of_file(layout, file), mapped, file)
     for leaf, kind in zip(leaves, kinds, strict=True):

@@ -25,6 +25,7 @@ from ckptctl.formats.frameworks.state_keys import (
     entries_of,
     entry_kinds,
     file_holds_no_state,
+    holds_output,
     is_count_of_one_rank,
     kinds_in_file,
     leaves_of,
@@ -146,7 +147,7 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
         if _without_numbers(path) not in known:
             known.add(_without_numbers(path))
             unrecognized[path].update(STATE_KINDS)
-            keys.add(_without_numbers(path))
+            keys |= set() if holds_output(path, ()) else {_without_numbers(path)}
     by_kind: dict[str, list[_Held]] = defaultdict(list)
     for one in held:
         if one.kind in _COUNTED and one.where.partition(": ")[0] in sources.copies:
@@ -256,6 +257,8 @@ def _held_by_file(
     """What a decoded file holds; what is not recognized goes to `unrecognized`."""
     path, by_name, beside = file
     leaves = [*leaves_of(sources.contents[path])]
+    if by_name is None and not sources.mapped and holds_output(path, leaves):
+        return
     kinds = kinds_in_file(leaves, by_name, sources.mapped, path, beside)
     rank = by_name.rank if by_name else None
     names = by_name.names if by_name else ()

@@ -13,11 +13,9 @@ the ranks, they add up to the same size.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -26,44 +24,38 @@ import msgspec
 from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import Family, families_of, key_of
+from ckptctl.formats.families import Family, key_of
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.file_names import (
-    axes_in,
-    kind_of_file,
-    may_hold_state,
-    rank_file,
-)
-from ckptctl.formats.frameworks.parts import is_empty_archive
-from ckptctl.formats.frameworks.state_keys import entries_of
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
-from ckptctl.inspection.beside import MAX_BEFORE, Neighbours, steps_before, steps_beside
+from ckptctl.inspection.beside import MAX_BEFORE, Neighbours
+from ckptctl.inspection.file_kinds import (
+    INDEX_NAME,
+    SIMILAR,
+    Compared,
+    are_alike,
+    folder_and_suffix,
+    is_of_evaluation,
+    kinds_of_files,
+)
+from ckptctl.inspection.lost_kinds import lost_files, lost_words
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.shape import empty_file
 from ckptctl.inspection.stored_tensors import (
-    TensorNames,
     TensorSizes,
-    are_held,
+    checksums_in,
     leaves_at,
     split_tensors,
-    tensor_names,
     tensor_sizes,
 )
 from ckptctl.model import SHARDED, Level, PartFormat, Step
 
-SIMILAR = 1.1
-"""Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
-third larger than those of four."""
-
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
 
-N_BEFORE = 2
-"""So many steps before must hold a file: one that a single step has is not of each save."""
 
-_MAX_KEPT = 8
-"""So many steps have their files and families kept: each is compared with several others."""
+_COUNTS_OF_RANKS = frozenset({"world_size", "num_ranks", "n_ranks", "num_processes", "nprocs"})
+"""Keys of the number of ranks in a saved state."""
 
 
 class Wholeness(msgspec.Struct, frozen=True):
@@ -140,62 +132,83 @@ def decide_whole(
     """
     if opened.is_file:
         return Wholeness(by="one file")
-    families = open_families(opened.step)
-    stated_by = f"--saved-world-size {saved_world_size}"
+    plain = Compared(opened, neighbours)
+    manifest: Manifest | None = None
     if any(file.path == MANIFEST for file in opened.files):
-        manifest = _manifest(opened)
-        if isinstance(manifest, Finding):
-            return Wholeness((manifest,))
+        decoded = _manifest(opened)
+        if isinstance(decoded, Finding):
+            return Wholeness((decoded,))
+        manifest = decoded
         findings = [*_not_as_listed(opened, manifest, is_deep=is_deep)]
         if findings:
             return Wholeness(tuple(findings))
-        listed = {path for item in manifest.items for path in item.files.values()}
-        keys = {key_of(path) for path in listed}
-        families = tuple(family for family in families if key_of(family.example) not in keys)
-        if not families:
-            return Wholeness(by=MANIFEST, n_ranks=manifest.world_size)
-        checked = _check_unlisted(
-            opened, families, neighbours, manifest.world_size, MANIFEST, is_deep=is_deep
-        )
-        return msgspec.structs.replace(checked, n_ranks=manifest.world_size)
-    return _check_unlisted(
-        opened, families, neighbours, saved_world_size, stated_by, is_deep=is_deep
-    )
+    checked = _check_unlisted(plain, manifest, saved_world_size, is_deep=is_deep)
+    is_sparse = any(not family.is_numbered for family in plain.families(opened.step))
+    if checked.findings or is_sparse:
+        closer = plain.closer()
+        if closer.windows or closer.outputs:
+            return _check_unlisted(closer, manifest, saved_world_size, is_deep=is_deep)
+    return checked
 
 
 def _check_unlisted(
-    opened: OpenStep,
+    compared: Compared,
+    manifest: Manifest | None,
+    saved_world_size: int | None,
+    *,
+    is_deep: bool,
+) -> Wholeness:
+    """What is known of all files: those that a `manifest` lists are there."""
+    families = compared.families(compared.opened.step)
+    if manifest is None:
+        stated_by = f"--saved-world-size {saved_world_size}"
+        return _check_families(compared, families, saved_world_size, stated_by, is_deep=is_deep)
+    listed = {path for item in manifest.items for path in item.files.values()}
+    keys = {key_of(path) for path in listed}
+    families = tuple(family for family in families if key_of(family.example) not in keys)
+    if not families:
+        return Wholeness(by=MANIFEST, n_ranks=manifest.world_size)
+    checked = _check_families(compared, families, manifest.world_size, MANIFEST, is_deep=is_deep)
+    return msgspec.structs.replace(checked, n_ranks=manifest.world_size)
+
+
+def _check_families(
+    compared: Compared,
     families: Sequence[Family],
-    neighbours: Neighbours | None,
     saved_world_size: int | None,
     stated_by: str,
     *,
     is_deep: bool,
 ) -> Wholeness:
-    """What is known of the files that no manifest lists."""
+    """What is known of the families of files that no manifest lists."""
+    opened = compared.opened
     lost = (
-        _emptied(opened, families, neighbours)
-        or _lost_index(opened, families, neighbours)
-        or _lost_words(opened, neighbours)
+        _emptied(compared, families)
+        or _lost_index(compared, families)
+        or lost_words(opened, compared.neighbours)
     )
     if lost is not None:
         return Wholeness((lost,))
     if not families:
-        return Wholeness(by=_known_or_beside(opened, neighbours))
+        return Wholeness(by=_known_or_beside(compared))
     mixed = _mixed(opened.step, families)
     if mixed is not None:
         return Wholeness((mixed,))
     numbered = [family for family in families if family.is_numbered]
     sparse = [family for family in families if not family.is_numbered]
-    gaps = [*_stated_gaps(numbered), *_left_of_numbered(opened, sparse, neighbours)]
+    gaps = [*_stated_gaps(numbered), *_left_of_numbered(compared, sparse)]
     unstated = [family for family in numbered if _is_open(family)]
+    if saved_world_size is not None:
+        more = _more_than_ranks(opened, numbered, saved_world_size, stated_by)
+        if more is not None:
+            return Wholeness((more,))
     if not unstated:
         # Numbers with more holes than files prove nothing.
         by = "the counts in the names" if numbered else ""
         return _result(opened.step, gaps, by if not sparse else "")
-    beside = [*_beside(opened, neighbours, {family.key: family for family in unstated})]
+    beside = [*_beside(compared, {family.key: family for family in unstated})]
     if any(_confirms(unstated, other) for other in beside):
-        fuller = _fuller_before(opened, neighbours, unstated)
+        fuller = _fuller_before(compared, unstated)
         beside = beside if fuller is None else [fuller]
     unstated = [family for family in unstated if not _is_lone(family, beside)]
     if not unstated:
@@ -203,18 +216,18 @@ def _check_unlisted(
     unstated = [family for family in unstated if not _grows(opened.step, family, beside)]
     if not unstated:
         return _result(opened.step, gaps, "files that grow in number with the steps")
-    confirmed = next((one for one in beside if _confirms(unstated, one)), None)
-    unstated = [_counted_as_beside(family, beside) for family in unstated]
+    confirmed = next((other for other in beside if _confirms(unstated, other)), None)
+    unstated = [_counted_as_beside(family, beside, saved_world_size) for family in unstated]
     gaps += _holes(unstated, confirmed)
     # What is stated counts more than another step, which may lack the same files.
     if saved_world_size is not None:
-        gaps += _fewer_than_ranks(unstated, saved_world_size)
+        gaps += _fewer_than_ranks(unstated, saved_world_size, beside)
         if gaps or confirmed is None:
             return _result(opened.step, gaps, stated_by)
     if confirmed is not None:
         gaps += _fewer_of_equal_parts(opened, unstated)
         gaps += _lacking_parts(opened, unstated) if is_deep else []
-        stopped = next(_no_longer_growing(opened, unstated, neighbours), None)
+        stopped = next(_no_longer_growing(compared, unstated), None)
         if stopped is not None and not gaps:
             return Wholeness((stopped,))
         return _result(opened.step, gaps, f"{confirmed.name}, which has the same files")
@@ -229,29 +242,37 @@ def _check_unlisted(
         return _result(opened.step, gaps, "")
     if not beside and len({family.n_files for family in unstated if family.is_line}) > 1:
         return Wholeness((_unlisted(unstated, beside),))
-    return _by_content(opened, unstated, beside)
+    return _by_content(compared, unstated, beside)
 
 
-def _known_or_beside(opened: OpenStep, neighbours: Neighbours | None) -> str:
+def _known_or_beside(compared: Compared) -> str:
     """What proves that a step without families has all its files; empty where nothing does.
 
     One file is all that there is unless each step beside has others. Cost: none where a framework
     names the files; else the listings of `MAX_BEFORE` steps before, and of two on each side.
     """
+    opened = compared.opened
     if opened.step.layout != "dcp" and any(part.grids for part in opened.step.parts):
         return f"files as {opened.step.layout} names them"
     kinds = kinds_of_files(opened.step).keys()
     if not kinds:
         return "no name of a rank"
     is_only = True
-    for other in steps_beside(opened, neighbours, MAX_COMPARED):
+    for other in compared.beside(MAX_COMPARED):
         is_only = False
-        if kinds_of_files(other.step).keys() <= kinds:
-            further = steps_before(opened, neighbours, MAX_BEFORE)
-            if any(kinds_of_files(one.step).keys() - kinds for one in further):
+        if not _has_more_kinds(other, kinds):
+            if any(_has_more_kinds(step, kinds) for step in compared.before(MAX_BEFORE)):
                 return ""  # both may lack a file that earlier steps have
             return "one file" if len(kinds) == 1 else f"{other.name}, which has the same files"
     return "one file" if is_only and len(kinds) == 1 else ""
+
+
+def _has_more_kinds(other: OpenStep, kinds: Collection[str]) -> bool:
+    """Whether a step has a kind of file that is not among `kinds`, and that no evaluation wrote."""
+    return any(
+        kind not in kinds and not is_of_evaluation(other, path)
+        for kind, path in kinds_of_files(other.step).items()
+    )
 
 
 def _manifest(opened: OpenStep) -> Manifest | Finding:
@@ -347,13 +368,12 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
     )
 
 
-def _emptied(
-    opened: OpenStep, families: Sequence[Family], neighbours: Neighbours | None
-) -> Finding | None:
+def _emptied(compared: Compared, families: Sequence[Family]) -> Finding | None:
     """The finding for a file without a byte that has some in the nearest step; None without one.
 
     Cost: none without an empty file in a family; else the listing of the nearest step.
     """
+    opened, neighbours = compared.opened, compared.neighbours
     keys = {family.key for family in families}
     files = [file for file in opened.files if file.kind == "file" and not file.size]
     empty = [file.path for file in files if key_of(file.path) in keys]
@@ -370,12 +390,10 @@ def _emptied(
     return empty_file(opened.step, empty[0]) if empty else None
 
 
-def _left_of_numbered(
-    opened: OpenStep, sparse: Sequence[Family], neighbours: Neighbours | None
-) -> Iterator[Gap]:
+def _left_of_numbered(compared: Compared, sparse: Sequence[Family]) -> Iterator[Gap]:
     """Families with more holes than files of which a step beside has all numbers."""
     for family in sparse:
-        for other in _beside(opened, neighbours, {family.key: family}):
+        for other in _beside(compared, {family.key: family}):
             held = other.families.get(family.key)
             if held is not None and held.is_numbered and family.members < held.members:
                 yield Gap(family, held.n_files, f"{other.name} has {held.n_present:,}")
@@ -406,14 +424,12 @@ def _is_spaced(family: Family) -> bool:
     return len({later - number for number, later in pairwise(numbers)}) == 1
 
 
-def _beside(
-    opened: OpenStep, neighbours: Neighbours | None, families: Mapping[str, Family]
-) -> Iterator[_Beside]:
+def _beside(compared: Compared, families: Mapping[str, Family]) -> Iterator[_Beside]:
     """The steps beside this one with their families, nearest first, until one has the same."""
-    for other in steps_beside(opened, neighbours, MAX_COMPARED):
-        held = {family.key: family for family in open_families(other.step)}
+    for other in compared.beside(MAX_COMPARED):
+        held = {family.key: family for family in compared.families(other.step)}
         if held:
-            is_newer = (other.step.number or 0) > (opened.step.number or 0)
+            is_newer = (other.step.number or 0) > (compared.opened.step.number or 0)
             yield (found := _Beside(other, held, is_newer=is_newer))
             if _confirms(families.values(), found):
                 return
@@ -437,26 +453,24 @@ def _confirms(families: Iterable[Family], other: _Beside) -> bool:
             for mine, family in both
         )
         and any(
-            _are_alike(mine.n_bytes / mine.n_present, family.n_bytes / family.n_present)
+            are_alike(mine.n_bytes / mine.n_present, family.n_bytes / family.n_present)
             for mine, family in both
         )
     )
 
 
-def _fuller_before(
-    opened: OpenStep, neighbours: Neighbours | None, families: Iterable[Family]
-) -> _Beside | None:
+def _fuller_before(compared: Compared, families: Iterable[Family]) -> _Beside | None:
     """The nearest step before that has more files of a kind, each about as large; None without.
 
     A dead node, or a disk that is not mounted, takes the files of the same ranks from every save
     that follows. Files of fewer ranks are larger. Cost: the listings of `MAX_BEFORE` steps.
     """
     present = {family.key: family for family in families}
-    for other in steps_before(opened, neighbours, MAX_BEFORE):
-        held = {family.key: family for family in open_families(other.step)}
+    for other in compared.before(MAX_BEFORE):
+        held = {family.key: family for family in compared.families(other.step)}
         for key in held.keys() & present.keys():
             now, then = present[key], held[key]
-            alike = _are_alike(now.n_bytes / now.n_present, then.n_bytes / then.n_present)
+            alike = are_alike(now.n_bytes / now.n_present, then.n_bytes / then.n_present)
             # A grid of which one column is left is a line.
             is_part = now.members < then.members or len(now.values) < len(then.values)
             if is_part and now.n_present < then.n_present and alike:
@@ -501,9 +515,7 @@ def _are_in_line(counts: Mapping[int | None, int]) -> bool:
     )
 
 
-def _no_longer_growing(
-    opened: OpenStep, families: Sequence[Family], neighbours: Neighbours | None
-) -> Iterator[Finding]:
+def _no_longer_growing(compared: Compared, families: Sequence[Family]) -> Iterator[Finding]:
     """Yield `file.fewer` for families that grew from step to step until the step before.
 
     Cost: none for a family that has as many files as another, as those of ranks have; else the
@@ -514,8 +526,8 @@ def _no_longer_growing(
         if not family.is_line or family.n_files < 3 or counts.count(family.n_files) > 1:
             continue
         before: dict[int | None, int] = {}
-        for other in steps_before(opened, neighbours, 3):
-            held = [one for one in open_families(other.step) if one.key == family.key]
+        for other in compared.before(3):
+            held = [one for one in compared.families(other.step) if one.key == family.key]
             before[other.step.number] = held[0].n_files if held else 0
             if len(before) == 2 and max(before.values()) == min(before.values()):
                 break
@@ -528,108 +540,40 @@ def _no_longer_growing(
                 "missing, or their number no longer grows; a seal proves which",
                 expected=f"more than {counted(family.n_files, 'file')}",
                 found=counted(family.n_files, "file"),
-                next_command=command_line("show", opened.url),
+                next_command=command_line("show", compared.opened.url),
             )
 
 
-def _counted_as_beside(family: Family, beside: Iterable[_Beside]) -> Family:
-    """A family that counts from 0 or from 1 as the same one of another step shows."""
+def _counted_as_beside(
+    family: Family, beside: Iterable[_Beside], saved_world_size: int | None
+) -> Family:
+    """A family that counts from 0 or from 1 as the same one of another step shows.
+
+    Without one, the last of as many ranks as wrote the step has its number where they count from 1.
+    """
     held = [other.families[family.key] for other in beside if family.key in other.families]
     if any(other.has_zero for other in held):
         return family.from_base(0)
-    return family.from_base(1) if any(other.base == 1 for other in held) else family
+    is_last = not held and family.is_line and family.values[0][-1] == saved_world_size
+    is_from_one = is_last or any(other.base == 1 for other in held)
+    return family.from_base(1) if is_from_one and not family.names_rank else family
 
 
-def _lost_index(
-    opened: OpenStep, families: Sequence[Family], neighbours: Neighbours | None
-) -> Finding | None:
+def _lost_index(compared: Compared, families: Sequence[Family]) -> Finding | None:
     """The finding for an index that the step beside has, of files that are there.
 
     Cost: none without a family; else the listing of the nearest step.
     """
+    opened = compared.opened
     here = {file.path for file in opened.files}
-    indexed = {_folder_and_suffix(path) for path in here}
-    for other in steps_beside(opened, neighbours, 1) if families else ():
+    indexed = {folder_and_suffix(path) for path in here}
+    for other in compared.beside(1) if families else ():
         for file in other.files:
-            match = _INDEX_NAME(file.path)
+            match = INDEX_NAME(file.path)
             if match and file.path not in here and (match["folder"], match["suffix"]) in indexed:
-                return _lost(opened, {file.path})
+                return lost_files(opened, {file.path})
         break
     return None
-
-
-def _lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | None:
-    """The finding for files of ranks that letters or hosts tell apart, not numbers.
-
-    In the nearest step, three files or more of a kind are about as large. They are those of ranks,
-    and no copies of one, if each holds an optimizer, or the file of another kind with the same word
-    does (`a.pt` and `a.optim.pt`). This step has one of them, and lacks others; the tensors do not
-    show that fewer ranks hold the same. Words also name the members of a league, which may be
-    retired: what steps further back have leaves `whole` unknown.
-
-    Cost: the listing of the nearest step, and where that has more files, the pickles of both.
-    """
-    here = _by_words(opened.step, opened.step)
-    for other in steps_beside(opened, neighbours, 1) if here else ():
-        with suppress(StorageError):
-            lost = {*_lost_of_ranks(other, _by_words(other.step, opened.step), here)}
-            resized = _resized(opened, other, {_shape_of_name(path) for path in lost})
-            lost = {path for path in lost if _shape_of_name(path) not in resized}
-            if not lost:
-                return None
-            numbers = (other.step.number or 0, opened.step.number or 0)
-            return _lost(opened, {layouts.path_in_step(path, *numbers) for path in lost})
-    return None
-
-
-def _lost_of_ranks(
-    other: OpenStep, then: Mapping[str, _Words], here: Mapping[str, _Words]
-) -> Iterator[str]:
-    """The files of ranks, by kind and word, that another step has and this one lacks."""
-    for kind, files in then.items():
-        there = here.get(kind, {}).keys() & files.keys()
-        alike = {
-            word: path
-            for word, (path, size) in files.items()
-            if any(_are_alike(size, files[known][1]) for known in there)
-        }
-        if len(alike) < 3 or there >= alike.keys():
-            continue
-        optimizers = {one.file for one in other.tensors_in_files[0] if one.kind == "optimizer"}
-        with_optimizer = {
-            word
-            for words in then.values()
-            if words.keys() == files.keys()
-            for word, (path, _) in words.items()
-            if path in optimizers
-        }
-        if with_optimizer >= alike.keys():
-            yield from (path for word, path in alike.items() if word not in there)
-
-
-def _lost(opened: OpenStep, paths: Collection[str]) -> Finding:
-    return Finding(
-        "file.missing",
-        min(paths),
-        f"{counted(len(paths), 'file')} that the step beside this one has "
-        f"{verb(len(paths), 'is', 'are')} missing: {some_of(sorted(paths))}",
-        next_command=command_line("show", opened.url),
-    )
-
-
-def _resized(opened: OpenStep, other: OpenStep, shapes: Collection[str]) -> set[str]:
-    """Those of `shapes` of names whose files hold tensors in fewer, larger parts than in `other`.
-
-    Raises `StorageError`. Cost: none without `shapes`; else the pickles of both steps.
-    """
-    if not shapes:
-        return set()
-    now, then = (tensor_sizes(step, shapes, _shape_of_name) for step in (opened, other))
-    split = split_tensors(now, then)
-    smaller = {
-        shape for fqn, shape in split if now[fqn, shape].n_elements < then[fqn, shape].n_elements
-    }
-    return {shape for _, shape in split} - smaller
 
 
 def _fewer_of_equal_parts(opened: OpenStep, families: Sequence[Family]) -> Iterator[Gap]:
@@ -704,12 +648,59 @@ def _fewer_than_before(
             )
 
 
-def _fewer_than_ranks(families: Sequence[Family], n_ranks: int) -> Iterator[Gap]:
+def _fewer_than_ranks(
+    families: Sequence[Family], n_ranks: int, beside: Sequence[_Beside]
+) -> Iterator[Gap]:
     lines = [family for family in families if family.is_line]
     most = max((family.n_files for family in lines), default=0)
     for family in lines:
         if family.n_files == most < n_ranks:
-            yield Gap(family, n_ranks, f"{n_ranks:,} ranks wrote the step")
+            why = f"{n_ranks:,} ranks wrote the step"
+            is_counted = any(family.key in other.families for other in beside)
+            if family.base == 1 and not (family.has_zero or is_counted):
+                why += f" ({some_of(family.missing(n_ranks))}, if they count from 1)"
+                family = family.from_base(0)
+            yield Gap(family, n_ranks, why)
+
+
+def _more_than_ranks(
+    opened: OpenStep, families: Sequence[Family], n_ranks: int, stated_by: str
+) -> Finding | None:
+    """The finding for files of more ranks than wrote the step; None where none need be.
+
+    Files of which there are more than ranks may be something else, such as the parts of a replay
+    buffer, if another kind is left for the ranks.
+    """
+    of_several = [
+        family
+        for family in families
+        if family.n_present > 1 and (family.names_rank or not family.stated)
+    ]
+    sizes = {family.key: _least_size(family) for family in of_several}
+    named = [family for family in of_several if family.names_rank]
+    kinds = kinds_of_files(opened.step).keys() - sizes.keys()
+    if not named and any(not kind.endswith(".json") for kind in kinds):
+        return None
+    most = max(named, key=lambda family: sizes[family.key], default=None)
+    most = most or min(of_several, key=lambda family: sizes[family.key], default=None)
+    if most is None or sizes[most.key] <= n_ranks:
+        return None
+    n_files = counted(most.n_files, "file")
+    return Finding(
+        "state.mixed",
+        most.example,
+        f"{n_files} {most.key} are of more than {n_ranks:,} ranks, which wrote the step by "
+        f"{stated_by}: files of another save lie among them, or another number of ranks wrote it",
+        expected=f"files of {n_ranks:,} ranks",
+        found=n_files,
+        next_command=command_line("show", opened.url),
+    )
+
+
+def _least_size(family: Family) -> int:
+    """How many ranks there are at least, whether their numbers count from 0 or from 1."""
+    is_from_zero = family.has_zero or family.names_rank or not family.is_line
+    return family.n_files if is_from_zero else family.values[0][-1]
 
 
 def _fewer_than_others(
@@ -758,9 +749,10 @@ def _had_more(family: Family, beside: Iterable[_Beside]) -> bool:
 
 
 def _by_content(
-    opened: OpenStep, families: Sequence[Family], beside: Sequence[_Beside]
+    compared: Compared, families: Sequence[Family], beside: Sequence[_Beside]
 ) -> Wholeness:
     """Decide by the tensors in the files, where no name does."""
+    opened = compared.opened
     now = _sizes(opened, families)
     largest = max(families, key=lambda family: family.n_files)
     if lacking := _lacking_parts(opened, families, now):
@@ -781,7 +773,58 @@ def _by_content(
             held = other.families.get(largest.key)
             n_files = held.n_files if held is not None else largest.n_files + 1
             return _result(opened.step, [Gap(largest, n_files, why)], "")
+    stated = _ranks_inside(opened, families)
+    if stated is not None and stated < largest.n_files:
+        return Wholeness((_unlisted(families, beside),))
+    if stated is not None:
+        why = f"a file states that {stated:,} ranks wrote the step"
+        gaps = [*_fewer_than_ranks(families, stated, beside)]
+        return _result(opened.step, gaps, why)
+    alike = _as_many_copies(compared, families)
+    if alike is not None:
+        return Wholeness(by=f"files that are copies of each other, as many as in {alike.name}")
     return Wholeness((_unlisted(families, beside),))
+
+
+def _ranks_inside(opened: OpenStep, families: Sequence[Family]) -> int | None:
+    """How many ranks wrote the step, by the counts in its files; None where none or several do.
+
+    Cost: the pickle of each file, which are known by then.
+    """
+    files = [file for file in opened.files if file.kind == "file"]
+    keys = {family.key for family in families}
+    examples = {key_of(file.path): file.path for file in files if key_of(file.path) in keys}
+    with suppress(StorageError):
+        counts = {
+            leaf.value
+            for path in examples.values()
+            for leaf in leaves_at(opened, path)
+            if leaf.value and str(leaf.path[-1] if leaf.path else "").lower() in _COUNTS_OF_RANKS
+        }
+        return counts.pop() if len(counts) == 1 else None
+    return None
+
+
+def _as_many_copies(compared: Compared, families: Sequence[Family]) -> OpenStep | None:
+    """A step beside with as many files of each family, the tensors in which are copies.
+
+    A rank that holds no tensor of its own loses none, and two saves lack no file by chance.
+    Cost: two short reads of each file.
+    """
+    opened = compared.opened
+    members = {family.key: family.members for family in families}
+    for family in families:
+        paths = [file.path for file in opened.files if key_of(file.path) == family.key]
+        with suppress(StorageError):
+            checksums = {checksums_in(opened, path) for path in paths}
+            if len(paths) > 1 and len(checksums) == 1 and None not in checksums:
+                continue
+        return None
+    for other in compared.beside(MAX_COMPARED):
+        held = {family.key: family.members for family in compared.families(other.step)}
+        if held == members:
+            return other
+    return None
 
 
 def _lacking_parts(
@@ -871,182 +914,3 @@ def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
         found=n_files,
         next_command=command_line("explain", code),
     )
-
-
-# Files without a number of a rank
-
-
-def check_gone(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Finding]:
-    """Yield a finding for kinds of files that both steps before hold and this one lacks.
-
-    It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
-    and shapes: they would begin anew. If other files here have all of them, as a network and its
-    twin, or weights and their average, it is `file.fewer`, unless another step before lacks the
-    file too: the run writes it at some steps only. A file without tensors is `file.gone`: a marker
-    or the output of an evaluation may come and go. A file that has another name here is none.
-
-    Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
-    header of its file and of each file here, and the listings of two more steps.
-    """
-    if opened.is_file:
-        return
-    older = [*steps_before(opened, neighbours, N_BEFORE)]
-    same = [other for other in older if other.step.layout == opened.step.layout]
-    if len(same) < N_BEFORE:
-        return
-    kinds, held = kinds_of_files(opened.step), [kinds_of_files(other.step) for other in same]
-    new = {_shape_of_name(kind) for kind in kinds if not all(kind in one for one in held)}
-    gone = {
-        kind: path
-        for kind, path in sorted(held[0].items())
-        if kind not in kinds
-        and all(kind in one for one in held)
-        and _shape_of_name(kind) not in new
-    }
-    if not gone:
-        return
-    shapes = {_shape_of_name(path) for path in gone.values()}
-    with suppress(StorageError):
-        resized = _resized(opened, same[0], shapes & {*map(_shape_of_name, kinds.values())})
-        gone = {kind: path for kind, path in gone.items() if _shape_of_name(path) not in resized}
-    renamed = _held_in(opened, [path for kind, path in kinds.items() if kind not in held[0]])
-    here = _held_in(opened, kinds.values(), with_metadata=True)
-    before: dict[str, TensorNames] = {}
-    for kind, path in gone.items():
-        with suppress(StorageError):
-            before[kind] = _held_in(same[0], [path])
-    dropped = [kind for kind, tensors in before.items() if not are_held(tensors, here)]
-    twins = [kind for kind, tensors in before.items() if not are_held(tensors, renamed)]
-    twins = [kind for kind in twins if kind not in dropped]
-    if twins and not dropped:
-        further = [*steps_before(opened, neighbours, MAX_BEFORE)][N_BEFORE:]
-        twins = [
-            kind for kind in twins if all(kind in kinds_of_files(other.step) for other in further)
-        ]
-    if dropped:
-        code, lost = "file.dropped", dropped
-        why = "a resume from here would reset what is in it (--allow-missing-state accepts that)"
-    elif twins:
-        code, lost = "file.fewer", twins
-        why = (
-            "other files here have tensors of the same names and shapes, and nothing shows that "
-            "none of its own is lost. A seal, or two steps without the file, prove that"
-        )
-    else:
-        code, lost = "file.gone", [*gone]
-        why = "nothing shows that it was not part of this save"
-    if lost:
-        yield Finding(
-            code,
-            lost[0],
-            f"lacks {some_of(lost)}, which {same[0].name} and {same[1].name} hold: {why}",
-            next_command=command_line("show", same[0].url),
-        )
-
-
-def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = False) -> TensorNames:
-    """The tensors in some files of a step, and those that its metadata describes."""
-    described = (one for part in opened.parts for one in part.metadata if with_metadata)
-    leaves = [leaf for metadata in described for _, leaf in entries_of(metadata)]
-    for path in paths:
-        leaves += leaves_at(opened, path)
-    return tensor_names(leaves)
-
-
-# The files of a step that nothing lists: families, kinds, words
-
-
-@lru_cache(maxsize=_MAX_KEPT)
-def open_families(step: Step) -> tuple[Family, ...]:
-    """The families among files whose number nothing else states.
-
-    Metadata states the shards of DCP, an index the files of a model, the names of frameworks
-    those of their ranks, and the content of some layouts the files of each parameter.
-    """
-    saved = _unlisted_files(step)
-    return families_of(saved, step.number, saved)
-
-
-def kinds_of_files(step: Step) -> Mapping[str, str]:
-    """The kinds of files that may hold state and that nothing lists, each with one of its paths.
-
-    A kind is a path with each number in it as `N`: that of a single file is no rank, but may be an
-    epoch (`model-epoch1.pt`). Files whose numbers have more holes than files, as those of hosts,
-    are kinds of their own. Not among them are a manifest, which is written at the first save of a
-    process only, and random states, which one rank names otherwise than several.
-    """
-    sparse = {one.key for one in open_families(step) if one.n_present > 1 and not one.is_numbered}
-    kinds: dict[str, str] = {}
-    for path in sorted(_unlisted_files(step)):
-        kind = kind_of_file(step.layout, path)
-        is_random = kind is not None and "rng" in kind.names
-        if may_hold_state(path) and path != MANIFEST and not is_random:
-            key = key_of(path)
-            kinds.setdefault(path if key in sparse else key, path)
-    return kinds
-
-
-@lru_cache(maxsize=_MAX_KEPT)
-def _unlisted_files(step: Step) -> Mapping[str, int]:
-    """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
-    if step.layout in _FILES_OF_PARAMETERS:
-        return {}
-    saved = {
-        file.path: file.size
-        for file in step.files
-        if (file.kind == "link" or (file.kind == "file" and not is_empty_archive(file)))
-        and layouts.is_saved(file.path)
-        and not layouts.belongs_to_shards(file.path)
-        and not _states_a_place(file.path, step.layout)
-    }
-    indexed = {(match["folder"], match["suffix"]) for path in saved if (match := _INDEX_NAME(path))}
-    return {path: size for path, size in saved.items() if _folder_and_suffix(path) not in indexed}
-
-
-def _states_a_place(path: str, layout: str) -> bool:
-    """Whether the name of a file states a place in the grid of ranks of its framework."""
-    found = rank_file(path, layout)
-    return found is not None and bool(axes_in(found[1]))
-
-
-_FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
-"""Layouts with files for each parameter, which `inspection.rank_files` counts."""
-
-_INDEX_NAME = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
-
-
-def _folder_and_suffix(path: str) -> tuple[str, str]:
-    """The folder of a file and the end of its name from the last dot on."""
-    return path[: path.rfind("/") + 1], path[path.rfind(".") :]
-
-
-_Words = Mapping[str, tuple[str, int]]
-
-
-def _by_words(step: Step, as_in: Step) -> Mapping[str, _Words]:
-    """The files in no numbered family, by kind and by the word that tells those of a kind apart.
-
-    A kind is a path with one word as `*`, as it is called in the step `as_in`: `shard_*.pt`,
-    `*/model.pt`. Each word has the path of its file and the size.
-    """
-    numbered = {family.key for family in open_families(step) if family.is_numbered}
-    kinds: dict[str, dict[str, tuple[str, int]]] = defaultdict(dict)
-    for path, size in _unlisted_files(step).items():
-        if not may_hold_state(path) or path.endswith(".json") or key_of(path) in numbered:
-            continue
-        there = layouts.path_in_step(path, step.number or 0, as_in.number or 0)
-        end = len(there) - len(_folder_and_suffix(there)[1])
-        for word in re.finditer("[A-Za-z0-9]+", there[:end]):
-            kinds[f"{there[: word.start()]}*{there[word.end() :]}"][word[0]] = (path, size)
-    return kinds
-
-
-def _shape_of_name(path: str) -> str:
-    """A path with every word as `W`."""
-    _, suffix = _folder_and_suffix(path)
-    return re.sub("[A-Za-z0-9]+", "W", path.removesuffix(suffix)) + suffix
-
-
-def _are_alike(size: float, other: float) -> bool:
-    """Whether two files are about as large."""
-    return max(size, other) <= SIMILAR * min(size, other)

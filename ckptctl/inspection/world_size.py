@@ -108,15 +108,23 @@ def _rank_files(part: Part) -> int:
     return max((one.n_ranks or 0 for one in part.grids), default=0)
 
 
-def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> Iterator[Finding]:
-    """Yield `shard.missing` for each part that lacks a shard file of one of `expected` ranks.
+def check_saved_world_size(
+    parts: Sequence[Part], named: Mapping[str, Collection[str]], expected: int, url: str
+) -> Iterator[Finding]:
+    """Compare the shard files and rank files with those of `expected` ranks.
 
-    Pipeline stages share the ranks among them and are counted together.
+    `named` are the shard files that the metadata of each part names. Yields `shard.missing` for
+    each part that lacks a shard file of one of them, and `state.mixed` for files of further ranks.
+    Pipeline stages share the ranks among them and are counted together. Families of files that no
+    framework names are checked by `inspection.whole`.
     """
     for part in parts:
-        n_ranks = _rank_files(part)
+        counts = [grid.n_ranks or 0 for grid in part.grids if grid.framework != FAMILY]
+        n_ranks = max(counts, default=0)
         if 0 < n_ranks < expected:
             yield _too_few("the step", f"files of {n_ranks} ranks", expected, part.path, url)
+        elif n_ranks > expected:
+            yield _too_many(n_ranks, expected, part.path, url)
     sharded = [part for part in parts if part.format in _WITH_RANKS]
     stages = [part for part in sharded if is_stage(part.path)]
     n_in_stages = sum(len(ranks_in(part)) for part in stages)
@@ -130,6 +138,21 @@ def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> It
         if missing and (there or part.format is not PartFormat.SAFETENSORS):
             what = f"no shard file of rank {some_of(missing, 8)}"
             yield _too_few(part.path or "the step", what, expected, part.path, url)
+        last = max(ranks_in(part, named[part.path]), default=-1) if part.path in named else -1
+        if last >= expected:
+            yield _too_many(last + 1, expected, part.path, url)
+
+
+def _too_many(n_ranks: int, expected: int, where: str, url: str) -> Finding:
+    return Finding(
+        "state.mixed",
+        where,
+        f"{expected} ranks wrote the step, and there are files of {n_ranks}: those of another save "
+        "lie among them, or another number of ranks wrote it",
+        expected=f"files of {expected} ranks",
+        found=f"files of {n_ranks} ranks",
+        next_command=command_line("verify", url),
+    )
 
 
 def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Finding:

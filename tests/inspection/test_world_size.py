@@ -59,16 +59,16 @@ def test_a_folder_without_shard_files_says_nothing():
 
 def test_a_rank_that_left_no_file_is_missing_where_the_world_size_is_stated():
     made = part("", *shards(0, 2))
-    (finding,) = check_saved_world_size([made], 4, "root/step_1")
+    (finding,) = check_saved_world_size([made], {}, 4, "root/step_1")
     assert finding.code == "shard.missing"
     assert "rank 1, 3" in finding.message
-    assert list(check_saved_world_size([part("", *shards(0, 1))], 2, "x")) == []
+    assert list(check_saved_world_size([part("", *shards(0, 1))], {}, 2, "x")) == []
 
 
 def test_stages_are_counted_together():
     stages = [part("pp0", *shards(0, 1)), part("pp1", *shards(0, 1))]
-    assert list(check_saved_world_size(stages, 4, "x")) == []
-    (finding,) = check_saved_world_size(stages, 8, "x")
+    assert list(check_saved_world_size(stages, {}, 4, "x")) == []
+    (finding,) = check_saved_world_size(stages, {}, 8, "x")
     assert "4 ranks" in finding.message
 
 
@@ -105,7 +105,7 @@ def test_the_shards_of_the_hugging_face_writer_give_a_lower_bound():
     names = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)]
     made = part("", *names, kind=PartFormat.SAFETENSORS)
     assert saved_world_size([made], {}, NO_STATE) == WorldSize(2, "shard-files", at_least=True)
-    (finding,) = check_saved_world_size([made], 3, "x")
+    (finding,) = check_saved_world_size([made], {}, 3, "x")
     assert "rank 2" in finding.message
 
 

@@ -148,9 +148,7 @@ def _may_be_sharded(family: Family, layout: str) -> bool:
 
 def _family_grid(family: Family, *, sharded: bool) -> Grid:
     """A family of files as a grid. What it lacks is decided by `inspection.whole`."""
-    start = family.spans[0][0][0]
-    names_rank = re.search("rank[-_]?$", family.example[:start]) is not None and family.is_line
-    family = family.from_base(0) if names_rank else family
+    names_rank = family.names_rank and family.is_line
     return Grid(
         FAMILY,
         f"state in {family.key}",

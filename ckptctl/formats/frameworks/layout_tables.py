@@ -61,6 +61,8 @@ class Words(msgspec.Struct, frozen=True):
     token_leaves: _Set
     model_head: str
     no_state_head: str
+    output_leaf: str
+    output_file: str
     settings_file: str
     rank: str
     rng_of_rank: str

@@ -633,6 +633,31 @@ def file_holds_no_state(path: str) -> bool:
     return _matches(_WORDS.settings_file, path.rpartition("/")[2].lower())
 
 
+_OF_MODULES = frozenset({"weight", "bias", "running_mean", "running_var"})
+
+
+def holds_output(path: str, leaves: Sequence[Leaf]) -> bool:
+    """Whether a file holds what an evaluation wrote, and no state: predictions, scores, a report.
+
+    `leaves` are its entries; none where it is no archive. No entry is state of a known kind or a
+    parameter, and either the keys of all tensors are those of outputs, or the name of the file is.
+    Without a tensor, no entry may be state.
+    """
+    kinds = kinds_of(leaves)
+    is_state = any({*kind.names} - {"model", "other"} for kind in kinds)
+    tensors = [_words(leaf.path) for leaf in leaves if leaf.shape]
+    if is_state or any(words[-1] in _OF_MODULES for words in tensors):
+        return False
+    if _matches(_WORDS.output_file, path.lower()):
+        return True
+    if not tensors:
+        return bool(leaves) and not any(kind.may_be for kind in kinds)
+    return all(
+        _matches(_WORDS.output_leaf, next((w for w in reversed(words) if not w.isdigit()), ""))
+        for words in tensors
+    )
+
+
 def mapped_file(path: str, mapped: StateMap) -> str:
     """The kind that a person maps a whole file to, by its path or its name; empty for none."""
     names = (path, path.rpartition("/")[2])

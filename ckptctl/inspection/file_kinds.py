@@ -1,0 +1,207 @@
+"""The files of a step that nothing lists: families by their numbers, kinds, and words.
+
+Metadata states the shards of DCP, an index the files of a model, the names of frameworks those of
+their ranks. What else a step holds is known by comparing its files with each other and with those
+of the steps beside. Files that an evaluation wrote are none of the save, and the numbers of a
+window move on from step to step: both are known by such a comparison only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
+
+import msgspec
+
+from ckptctl.errors import StorageError
+from ckptctl.formats.families import Family, families_of, key_of
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import (
+    axes_in,
+    kind_of_file,
+    may_hold_state,
+    rank_file,
+)
+from ckptctl.formats.frameworks.parts import is_empty_archive
+from ckptctl.formats.frameworks.state_keys import holds_output
+from ckptctl.formats.manifest import MANIFEST
+from ckptctl.inspection.beside import Neighbours, steps_before, steps_beside
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.stored_tensors import leaves_at
+from ckptctl.model import Step
+
+SIMILAR = 1.1
+"""Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
+third larger than those of four."""
+
+_MAX_KEPT = 8
+"""So many steps have their files and families kept: each is compared with several others."""
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """A step with those beside it, and what the comparison showed of its files."""
+
+    opened: OpenStep
+    neighbours: Neighbours | None
+    windows: frozenset[str] = frozenset()
+    """The keys of families whose numbers move on from step to step."""
+    outputs: frozenset[str] = frozenset()
+    """The keys of files that an evaluation wrote."""
+
+    def families(self, step: Step) -> tuple[Family, ...]:
+        """The families of this step, or of one beside it, without those of evaluations."""
+        return tuple(
+            family.as_window() if family.key in self.windows else family
+            for family in open_families(step)
+            if family.key not in self.outputs
+        )
+
+    def before(self, at_most: int) -> Iterator[OpenStep]:
+        """See `beside.steps_before`."""
+        return steps_before(self.opened, self.neighbours, at_most)
+
+    def beside(self, at_most: int) -> Iterator[OpenStep]:
+        """See `beside.steps_beside`."""
+        return steps_beside(self.opened, self.neighbours, at_most)
+
+    def closer(self) -> Compared:
+        """The same with the windows and the files of evaluations that the steps beside show.
+
+        Cost: the listing of the nearest step on each side, and the pickle of a file of each family.
+        """
+        own = {family.key: family for family in open_families(self.opened.step)}
+        examples = {key: (self.opened, family.example) for key, family in own.items()}
+        windows: set[str] = set()
+        for other in self.beside(1):
+            is_newer = (other.step.number or 0) > (self.opened.step.number or 0)
+            for family in open_families(other.step):
+                examples.setdefault(family.key, (other, family.example))
+                known = own.get(family.key)
+                if known is not None and _is_shifted(*sorted((known, family), key=_ends)):
+                    is_ordered = (_ends(known) < _ends(family)) == is_newer
+                    is_full = known.n_present <= family.n_present
+                    windows |= {family.key} if is_ordered and is_full else set()
+        outputs = frozenset(
+            key for key, (step, path) in examples.items() if is_of_evaluation(step, path)
+        )
+        return Compared(self.opened, self.neighbours, frozenset(windows), outputs)
+
+
+def _ends(family: Family) -> tuple[int, int]:
+    return family.values[0][0], family.values[0][-1]
+
+
+def _is_shifted(older: Family, newer: Family) -> bool:
+    """Whether the numbers of a family moved on as a whole, as those of a replay buffer do."""
+    is_line = all(len(family.values) == 1 for family in (older, newer))
+    is_of_several = min(older.n_present, newer.n_present) > 1
+    is_open = is_line and is_of_several and not (older.stated or older.names_rank)
+    return is_open and all(now > then for now, then in zip(_ends(newer), _ends(older), strict=True))
+
+
+def is_of_evaluation(opened: OpenStep, path: str) -> bool:
+    """Whether a file holds what an evaluation wrote. Cost: its pickle; none of it where unread."""
+    with suppress(StorageError):
+        return holds_output(path, leaves_at(opened, path))
+    return False
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def open_families(step: Step) -> tuple[Family, ...]:
+    """The families among files whose number nothing else states.
+
+    Metadata states the shards of DCP, an index the files of a model, the names of frameworks
+    those of their ranks, and the content of some layouts the files of each parameter.
+    """
+    saved = unlisted_files(step)
+    return families_of(saved, step.number, saved)
+
+
+def kinds_of_files(step: Step) -> Mapping[str, str]:
+    """The kinds of files that may hold state and that nothing lists, each with one of its paths.
+
+    A kind is a path with each number in it as `N`: that of a single file is no rank, but may be an
+    epoch (`model-epoch1.pt`). Files whose numbers have more holes than files, as those of hosts,
+    are kinds of their own. Not among them are a manifest, which is written at the first save of a
+    process only, and random states, which one rank names otherwise than several.
+    """
+    sparse = {one.key for one in open_families(step) if one.n_present > 1 and not one.is_numbered}
+    kinds: dict[str, str] = {}
+    for path in sorted(unlisted_files(step)):
+        kind = kind_of_file(step.layout, path)
+        is_random = kind is not None and "rng" in kind.names
+        if may_hold_state(path) and path != MANIFEST and not is_random:
+            key = key_of(path)
+            kinds.setdefault(path if key in sparse else key, path)
+    return kinds
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def unlisted_files(step: Step) -> Mapping[str, int]:
+    """The sizes of the files that nothing lists, by path; an empty one holds no rank's state."""
+    if step.layout in _FILES_OF_PARAMETERS:
+        return {}
+    saved = {
+        file.path: file.size
+        for file in step.files
+        if (file.kind == "link" or (file.kind == "file" and not is_empty_archive(file)))
+        and layouts.is_saved(file.path)
+        and not layouts.belongs_to_shards(file.path)
+        and not _states_a_place(file.path, step.layout)
+    }
+    indexed = {(match["folder"], match["suffix"]) for path in saved if (match := INDEX_NAME(path))}
+    return {path: size for path, size in saved.items() if folder_and_suffix(path) not in indexed}
+
+
+def _states_a_place(path: str, layout: str) -> bool:
+    """Whether the name of a file states a place in the grid of ranks of its framework."""
+    found = rank_file(path, layout)
+    return found is not None and bool(axes_in(found[1]))
+
+
+_FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
+"""Layouts with files for each parameter, which `inspection.rank_files` counts."""
+
+INDEX_NAME = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
+"""Matches the path of an index of the files of a model."""
+
+
+def folder_and_suffix(path: str) -> tuple[str, str]:
+    """The folder of a file and the end of its name from the last dot on."""
+    return path[: path.rfind("/") + 1], path[path.rfind(".") :]
+
+
+WordsOfFiles = Mapping[str, tuple[str, int]]
+"""The path and the size of a file of each word."""
+
+
+def by_words(step: Step, as_in: Step) -> Mapping[str, WordsOfFiles]:
+    """The files in no numbered family, by kind and by the word that tells those of a kind apart.
+
+    A kind is a path with one word as `*`, as it is called in the step `as_in`: `shard_*.pt`,
+    `*/model.pt`. Each word has the path of its file and the size.
+    """
+    numbered = {family.key for family in open_families(step) if family.is_numbered}
+    kinds: dict[str, dict[str, tuple[str, int]]] = defaultdict(dict)
+    for path, size in unlisted_files(step).items():
+        if not may_hold_state(path) or path.endswith(".json") or key_of(path) in numbered:
+            continue
+        there = layouts.path_in_step(path, step.number or 0, as_in.number or 0)
+        end = len(there) - len(folder_and_suffix(there)[1])
+        for word in re.finditer("[A-Za-z0-9]+", there[:end]):
+            kinds[f"{there[: word.start()]}*{there[word.end() :]}"][word[0]] = (path, size)
+    return kinds
+
+
+def shape_of_name(path: str) -> str:
+    """A path with every word as `W`."""
+    _, suffix = folder_and_suffix(path)
+    return re.sub("[A-Za-z0-9]+", "W", path.removesuffix(suffix)) + suffix
+
+
+def are_alike(size: float, other: float) -> bool:
+    """Whether two files are about as large."""
+    return max(size, other) <= SIMILAR * min(size, other)
