@@ -186,8 +186,8 @@ class DrillJob:
         """The output of all later attempts: the first may fail as well."""
         return self.folder / "resumed.log"
 
-    def run_command(self, backoff: str, *log: str) -> OwnCommand:
-        """`ckptctl run` with the command of the job."""
+    def run_command(self, backoff: str, *log: str, without: Sequence[str] = ()) -> OwnCommand:
+        """`ckptctl run` with the command of the job, and without some of its nodes."""
         limits: list[str] = []
         if self.options.silence_s:
             step, silence = f"{self.options.step_s:.0f}", f"{self.options.silence_s:.0f}"
@@ -197,13 +197,13 @@ class DrillJob:
         command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
         return own_command(
             *("run", "--quiet", "--root", str(self.root), "--backoff", backoff, *log),
-            *("--evidence-dir", str(self.folder / "evidence"), *limits, *self._node_words()),
+            *("--evidence-dir", str(self.folder / "evidence"), *limits, *self._node_words(without)),
             *("--", *self.options.read_only, *command),
             environment=self.environment(),
         )
 
-    def _node_words(self) -> list[str]:
-        nodes = self.options.nodes
+    def _node_words(self, without: Sequence[str]) -> list[str]:
+        nodes = self.options.nodes.without(without)
         words = ["--nodes", ",".join(nodes.nodes)] if nodes.nodes else []
         if nodes.world_sizes:
             words += ["--world-sizes", ",".join(map(str, nodes.world_sizes))]
@@ -232,10 +232,14 @@ class DrillJob:
                 words, stdout=out, stderr=out, env=own.environment, start_new_session=True
             )
 
-    def resume_command(self) -> str:
-        """The shell command with which RB-7 resumes the job from `$STEP`, in the background."""
+    def resume_command(self, without: Sequence[str]) -> str:
+        """The shell command with which RB-7 resumes the job from `$STEP`, in the background.
+
+        It runs `without` these nodes.
+        """
         log = str(self.resumed_log)
-        words = (shlex.quote(word) for word in self.run_command("0", "--log", log).words)
+        run = self.run_command("0", "--log", log, without=without)
+        words = (shlex.quote(word) for word in run.words)
         line = " ".join(word.replace(STEP_WORD, "'\"$STEP\"'") for word in words)
         return f"{line} >> {shlex.quote(log)} 2>&1 &"
 

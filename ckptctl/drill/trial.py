@@ -18,7 +18,6 @@ from pathlib import Path
 from ckptctl.drill.job import DrillJob, LoggedSteps, Rank, TrialFailed
 from ckptctl.drill.results import Trial
 from ckptctl.formats.own.run_events import BeganEvent
-from ckptctl.formats.own.supervision import SupervisorDocument
 from ckptctl.formatting import duration
 from ckptctl.loss.checking import check_loss
 from ckptctl.runbook.engine import EXIT_OVERRIDDEN
@@ -26,7 +25,6 @@ from ckptctl.runbook.record import newest as newest_record
 from ckptctl.selection.picking import pick
 from ckptctl.starting import child_environment, own_command, python_command
 from ckptctl.storage.opening import open_store
-from ckptctl.supervisor.nodes import Nodes
 from ckptctl.supervisor.processes import signal_all
 
 STALL_S = 60.0
@@ -282,7 +280,7 @@ class _Trial:
             section=first["section"] if first else None,
             ranks=tuple(first["ranks"]) if first else (),
             nodes=tuple(first["nodes"]) if first else (),
-            excluded=tuple(self._excluded()),
+            excluded=self._left_out,
             world_size=attempts[-1]["world_size"] if len(attempts) > 1 else None,
             runbook_exit_code=self._runbook,
             problems=tuple(self._problems),
@@ -364,7 +362,7 @@ class _Trial:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**own.environment, RESUME_VARIABLE: job.resume_command()},
+                env={**own.environment, RESUME_VARIABLE: job.resume_command(self._left_out)},
             )
         job.await_(
             "restart of the job by RB-7",
@@ -394,25 +392,25 @@ class _Trial:
         return 1 if chosen is None or chosen.world_size is None else chosen.world_size.size
 
     def _node_inputs(self) -> dict[str, str]:
-        """What RB-7 must know of the nodes that `ckptctl run` excluded."""
-        job, state = self._job, self._job.state()
-        if state is None or not state["excluded"]:
+        """What RB-7 must know of the node that the job is resumed without."""
+        if not self._left_out:
             return {}
-        inputs = {"NODE": ",".join(self._excluded()), "DRAINED": "ckptctl run excludes it"}
-        plan = Nodes(job.options.nodes, job.options.command, self._tell).plan(
-            state, lambda _world_size: True
-        )
-        if plan is not None and plan.world_size is not None:
-            inputs |= {"WORLD_SIZE": str(plan.world_size), "ELASTIC": "yes"}
+        nodes = self._job.options.nodes.without(self._left_out)
+        inputs = {"NODE": ",".join(self._left_out), "DRAINED": "the drill leaves it out"}
+        if nodes.world_sizes:
+            inputs |= {"WORLD_SIZE": str(max(nodes.world_sizes)), "ELASTIC": "yes"}
         return inputs
 
-    def _excluded(self) -> list[str]:
-        state: SupervisorDocument | None = self._job.state()
-        return [each["node"] for each in state["excluded"]] if state else []
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        """The node of a hang, which `run` names and a person drains; none where none is left."""
+        attempts, nodes = self._job.attempts(), self._job.options.nodes
+        named = attempts[0]["nodes"] if attempts and attempts[0]["cause"] == "hang" else []
+        return tuple(named) if len(named) == 1 and {*nodes.nodes} > {*named} else ()
 
     def _smaller(self) -> str:
         """With how many ranks the job was restarted, where `ckptctl run` decides that."""
-        size, excluded = self._job.attempts()[-1]["world_size"], self._excluded()
+        size, excluded = self._job.attempts()[-1]["world_size"], self._left_out
         without = f", without {', '.join(excluded)}" if excluded else ""
         return f" with {size} ranks{without}" if size is not None else without
 

@@ -29,7 +29,7 @@ from ckptctl.storage.shared_places import (
     open_named,
 )
 from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
-from ckptctl.supervisor.nodes import AttemptPlan
+from ckptctl.supervisor.nodes import BY_SLURM, AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
 from ckptctl.supervisor.policy import NOT_INSPECTED, Conclusion, Ended, RootState
 from ckptctl.supervisor.results import Attempt
@@ -256,6 +256,21 @@ class Logs:
             else:
                 # Only the descriptor leads to it for sure, whoever can write the parent folder.
                 yield os.path.join(folder.held_path, name)
+
+
+def cause_by_slurm(failure: str, message: str, nodes: Sequence[str] = ()) -> CauseDocument:
+    """The cause of an end that the controller of Slurm states."""
+    about = CLASSES[failure]
+    return {
+        "failure": about.name,
+        "domain": about.domain.value,
+        "restart": about.restart.value,
+        "confidence": "high",
+        "rule": BY_SLURM,
+        "message": message[:MAX_STRING],
+        "rank": None,
+        "nodes": [*nodes[:MOST_NAMES]],
+    }
 
 
 def _unknown(message: str) -> CauseDocument:

@@ -24,7 +24,7 @@ from ckptctl.distributed.process_table import Process
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted, some_of
 from ckptctl.supervisor.processes import GRACE_S, MARKER, CtrlC, JobProcesses, children, receiving
-from ckptctl.supervisor.slurm_steps import signal_step
+from ckptctl.supervisor.slurm import signal_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Running:
     """The command itself; its workers are among `processes`."""
     processes: Callable[[], Sequence[Process]]
     """Every living process of the job on this node, by one pass over the process table."""
+    marker: str = ""
+    """What marks its processes, on all nodes."""
 
 
 class JobLog(NamedTuple):
@@ -62,6 +64,8 @@ class Hang:
     """The ranks at fault; none where the evidence does not decide."""
     nodes: tuple[str, ...] = ()
     """The nodes of these ranks."""
+    hardware: tuple[str, ...] = ()
+    """Those of them whose hardware the evidence speaks against, not the program."""
     evidence: tuple[str, ...] = ()
     """Paths of the files that were collected: stacks, dumps of the flight recorder."""
 
@@ -168,7 +172,7 @@ class Signals:
             # The signal arrived before there was a process to forward it to.
             self._forward(self.asked)
         job = JobProcesses(variables[MARKER], child.pid, bystanders)
-        running = Running(job.leader, job.processes)
+        running = Running(job.leader, job.processes, variables[MARKER])
         stop = None
         try:
             on_start()

@@ -102,7 +102,8 @@ class RankEvidence:
     for waiting in the kernel; empty where it changed, or where the process is gone. `stack` is
     that of the main thread, None where no sample has one. `asked` means that the process has a
     handler which was called. `moves` means that its stack changed between the samples. `stuck`
-    names the processes that it has started and that do not go on, with their states.
+    names the processes that it has started and that do not go on, with their states. `wait` is
+    the function of the kernel in which it waits, where its state is `D`.
     """
 
     rank: int
@@ -113,10 +114,11 @@ class RankEvidence:
     asked: bool = False
     moves: bool = False
     stuck: tuple[str, ...] = ()
+    wait: str = ""
 
 
 class HangEvidence(NamedTuple):
-    """What was found on this node, and the files in which it was kept.
+    """What was found, on this node or on all, and the files in which it was kept.
 
     `works` means that processes which ranks have started were busy meanwhile: an evaluation in a
     process of its own. `set_aside` are the reasons why something that was found is no evidence.
@@ -127,12 +129,22 @@ class HangEvidence(NamedTuple):
     files: tuple[str, ...]
     works: bool
     set_aside: tuple[str, ...] = ()
+    seen: frozenset[int] = frozenset()
+    """The ranks of which anything is known."""
+    world_size: int | None = None
+    """The ranks of the job; None where nothing states it."""
+
+    @property
+    def unseen(self) -> int | None:
+        """Of how many ranks of the job nothing is known; None where their number is unknown."""
+        return None if self.world_size is None else max(0, self.world_size - len(self.seen))
 
 
 class _Sample(NamedTuple):
     state: str
     stack: Stack | None
     asked: bool
+    wait: str = ""
 
 
 def collect(
@@ -181,13 +193,13 @@ def collect(
             for rank, beat in beats.items()
         ),
         dumps,
-        tuple(_kept_in(out)),
+        tuple(kept_in(out)),
         wanted_s >= _WORKING * took_s,
         set_aside,
     )
 
 
-def _kept_in(out: HeldFolder) -> Iterator[str]:
+def kept_in(out: HeldFolder) -> Iterator[str]:
     """The files of evidence that this user has written into a folder."""
     for name in out.names():
         with suppress(OSError):
@@ -195,7 +207,7 @@ def _kept_in(out: HeldFolder) -> Iterator[str]:
                 yield out.path_of(name)
 
 
-def _keep(out: HeldFolder, name: str, text: str) -> None:
+def keep(out: HeldFolder, name: str, text: str) -> None:
     """Add text to a file of evidence, as far as that is possible."""
     with suppress(OSError, StorageError), os.fdopen(out.append(name), "ab") as file:
         file.write(text.encode("utf-8", "backslashreplace"))
@@ -235,6 +247,7 @@ def _evidence(
         asked=any(sample.asked for sample in samples),
         moves=len({*stacks}) > 1,
         stuck=tuple(stuck),
+        wait=samples[-1].wait,
     )
 
 
@@ -360,8 +373,8 @@ def _sample(
     if text:
         # py-spy prints the command line of the process.
         head = f"rank {beat['rank']}, process {process.pid}, state {state}"
-        _keep(out, f"stacks-rank-{beat['rank']}.txt", f"{head}\n{redacted(text)}\n")
-    return _Sample(state, stack, asked)
+        keep(out, f"stacks-rank-{beat['rank']}.txt", f"{head}\n{redacted(text)}\n")
+    return _Sample(state, stack, asked, _about(process, "wchan") if state == "D" else "")
 
 
 def _by_py_spy(process: Process) -> str:

@@ -23,10 +23,12 @@ from ckptctl.formatting import duration, some_of
 from ckptctl.storage.shared_places import HeldFolder, new_private_folder, open_folder
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.supervisor.child import Hang, JobLog, Running, Watcher
-from ckptctl.supervisor.evidence import HangEvidence, collect
+from ckptctl.supervisor.evidence import HangEvidence, collect, keep, kept_in
 from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.naming import name_ranks
+from ckptctl.supervisor.node_evidence import NodeDocument
+from ckptctl.supervisor.processes import MARKER
 from ckptctl.unexpected import Unknown, guarded
 
 T = TypeVar("T")
@@ -69,7 +71,8 @@ class HangWatcher(Watcher):
 
     `limits` are extended by what the ranks needed. The logs of an attempt are watched where it
     writes no heartbeats. Evidence is kept in `folder`, by default a new one for temporary
-    files: the storage of the root may be what hangs.
+    files: the storage of the root may be what hangs. Where ranks of the job are not on this node,
+    `elsewhere` collects that of the other nodes, by the variables that the job got.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class HangWatcher(Watcher):
         folder: str | None = None,
         *,
         step_times: StepTimes | None = None,
+        elsewhere: Callable[[Mapping[str, str]], Sequence[NodeDocument]] | None = None,
     ) -> None:
         self._limits = limits
         self._folder = Folder()
@@ -88,6 +92,8 @@ class HangWatcher(Watcher):
         self._reported: set[str] = set()
         self._tell = tell
         self._step_times = step_times or StepTimes()
+        self._elsewhere = elsewhere
+        self._variables: Mapping[str, str] = {}
         self._explained = False
         self._warned: set[str] = set()
         self._reset(0)
@@ -104,7 +110,8 @@ class HangWatcher(Watcher):
         self._logs.follow(logs)
         self._reset(attempt)
         self._step_times.reset()
-        return self._folder.begin()
+        self._variables = self._folder.begin()
+        return self._variables
 
     def finish(self) -> None:
         """Take the last step times; the limits have learned while the attempt ran."""
@@ -249,9 +256,8 @@ class HangWatcher(Watcher):
         alive = {process_of(rank.beat) for rank in self._ranks.values() if not rank.ended}
         if self._is_stopped({*alive, running.leader}, now_s):
             return None
-        if section == "async-save":
-            beats = {number: beat for number, beat in beats.items() if beat["saving"] is not None}
-        evidence = self._collect(beats, running, of_save=section == "async-save")
+        of_save = section == "async-save"
+        evidence = self._collect(beats, running, of_save=of_save)
         if not is_last and _works(evidence):
             if self._next_sample_s < now_s - limit.seconds:
                 self._tell(
@@ -261,7 +267,7 @@ class HangWatcher(Watcher):
                 )
             self._next_sample_s = now_s + max(_SAMPLE_AGAIN_S, limit.seconds / 4)
             return None
-        missing = self._missing() if section != "async-save" else []
+        missing = [] if of_save else self._missing()
         hang = _hang(
             section,
             f"no report for {duration(waited_s)} in section {section} (limit "
@@ -285,22 +291,54 @@ class HangWatcher(Watcher):
     def _collect(
         self, beats: Mapping[int, Heartbeat], running: Running, *, of_save: bool = False
     ) -> HangEvidence:
+        """What is found about these ranks, or those of them that save, and about all others."""
         out, why = self._new_folder()
         if out is None:
             return HangEvidence((), (), (), works=False, set_aside=why)
         held = self._folder.held
+        saving = {number: beat for number, beat in beats.items() if beat["saving"] is not None}
+        asked = saving if of_save else beats
         try:
             evidence = self._guarded(
                 lambda: collect(
-                    beats, running.processes, held, out, self._began_at_s, of_save=of_save
+                    asked, running.processes, held, out, self._began_at_s, of_save=of_save
                 )
             ) or HangEvidence((), (), (), works=False)
+            sizes = (beat["world_size"] for beat in beats.values())
+            size = max((size for size in sizes if size is not None), default=None)
+            evidence = evidence._replace(seen=frozenset(beats), world_size=size)
+            if not of_save and evidence.unseen != 0:
+                evidence = self._guarded(lambda: self._seen_elsewhere(evidence, running, out)) or (
+                    evidence
+                )
         finally:
             if out is not held:
                 out.close()
         set_aside = (*why, *self._folder.set_aside.values(), *evidence.set_aside)
         self._report_set_aside(set_aside)
         return evidence._replace(set_aside=set_aside)
+
+    def _seen_elsewhere(
+        self, evidence: HangEvidence, running: Running, out: HeldFolder
+    ) -> HangEvidence:
+        """The evidence with that of the other nodes, as far as they answer."""
+        if self._elsewhere is None:
+            return evidence
+        for answer in self._elsewhere({**self._variables, MARKER: running.marker}):
+            ranks = [rank for rank in answer["ranks"] if rank.rank not in evidence.seen]
+            for rank in ranks:
+                frames = "\n".join(f"    {frame}" for frame in rank.stack or ())
+                head = f"rank {rank.rank} on {rank.node}, state {rank.state}"
+                keep(out, f"stacks-rank-{rank.rank}.txt", f"{head}\n{frames}\n")
+            sizes = (evidence.world_size, answer["world_size"])
+            evidence = evidence._replace(
+                ranks=(*evidence.ranks, *ranks),
+                works=evidence.works or answer["works"],
+                seen=evidence.seen | {rank.rank for rank in ranks},
+                world_size=max((size for size in sizes if size is not None), default=None),
+                files=tuple(kept_in(out)),
+            )
+        return evidence
 
     def _new_folder(self) -> tuple[HeldFolder | None, tuple[str, ...]]:
         """A folder for the evidence of this attempt, and why it is not the one that was asked for.
@@ -354,15 +392,17 @@ class HangWatcher(Watcher):
 
 def _hang(section: Section, message: str, evidence: HangEvidence, missing: Collection[int]) -> Hang:
     """The report of a hang, with the ranks at fault as far as the evidence decides."""
-    named = name_ranks(evidence.ranks, evidence.dumps, missing)
-    nodes = {each.node for each in evidence.ranks if each.rank in named.ranks}
+    evidence = evidence._replace(seen=evidence.seen | {*missing})
+    named = name_ranks(evidence.ranks, evidence.dumps, missing, evidence.unseen)
+    nodes = {rank.node for rank in evidence.ranks if rank.rank in named.ranks}
     if {*named.ranks} & {*missing}:
-        nodes = {each.node for each in evidence.ranks}  # they are on this node, too
+        nodes = {rank.node for rank in evidence.ranks}  # `missing` are ranks of a single node
     return Hang(
         f"{message}; {named.why}{_place_of(evidence)}{_set_aside(evidence)}",
         section,
         named.ranks,
         tuple(sorted(nodes)),
+        tuple(sorted(nodes)) if named.hardware else (),
         evidence.files,
     )
 

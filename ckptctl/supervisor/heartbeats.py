@@ -2,7 +2,7 @@
 
 The folder is in memory of this node where the system has that, and only this user can enter
 it. It is held by its descriptor: what takes its name is not read, and nothing in it is removed.
-Ranks on other nodes have no such folder and write nothing.
+Ranks on other nodes of a SLURM job make the same folder there, for what collects their stacks.
 
 Ranks count their steps and the time in them, and the supervisor divides, off the training path.
 A window is a minute, as the reports of NVRx are; the present time of a rank is that of its last
@@ -107,34 +107,51 @@ class Folder:
 
     def read(self) -> dict[int, Heartbeat]:
         """The heartbeats by rank, in their order; what is none is named in `set_aside`."""
-        if self.held is None:
-            return {}
-        names: list[str] = []
-        with suppress(OSError):
-            names = self.held.names()
-        ranks = sorted((rank, name) for name in names if (rank := rank_in(name)) is not None)
-        found = {}
-        for rank, name in ranks[:MAX_RANKS]:
-            try:
-                beat = read_heartbeat(self.held.read(name, MAX_BYTES + 1), self._key)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                self.set_aside[name] = f"{self.held.path_of(name)}: {error.strerror}"
-            except StorageError as error:
-                self.set_aside[name] = error.message
-            except OwnFileUnreadable as error:
-                self.set_aside[name] = f"{self.held.path_of(name)}: {error.message}"
-            else:
-                if beat["rank"] == rank:
-                    found[rank] = beat
-        return found
+        return {} if self.held is None else read_beats(self.held, self._key, self.set_aside)
 
     def remove(self) -> None:
         """Remove the folder, at the end of an attempt and of the run."""
         if self.held is not None:
             self.held.remove()
         self.held, self._path = None, ""
+
+
+def read_beats(folder: HeldFolder, key: str, set_aside: dict[str, str]) -> dict[int, Heartbeat]:
+    """The heartbeats in a folder by rank, in their order; adds why others are none."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = folder.names()
+    ranks = sorted((rank, name) for name in names if (rank := rank_in(name)) is not None)
+    beats = {}
+    for rank, name in ranks[:MAX_RANKS]:
+        try:
+            beat = read_heartbeat(folder.read(name, MAX_BYTES + 1), key)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            set_aside[name] = f"{folder.path_of(name)}: {error.strerror}"
+        except StorageError as error:
+            set_aside[name] = error.message
+        except OwnFileUnreadable as error:
+            set_aside[name] = f"{folder.path_of(name)}: {error.message}"
+        else:
+            if beat["rank"] == rank:
+                beats[rank] = beat
+    return beats
+
+
+def folder_on_other_node(path: str) -> HeldFolder:
+    """Make the folder that `run` has made on its own node on that of a rank, which SLURM chose.
+
+    Nobody removes it at the end of the attempt; what earlier attempts left is removed here.
+    Raises `OSError` where the path is that of no such folder.
+    """
+    if os.path.dirname(path) != _IN_MEMORY or not _OWN_FOLDER.fullmatch(os.path.basename(path)):
+        raise FileNotFoundError(path)
+    _remove_left_behind()
+    with suppress(FileExistsError):  # another rank came first
+        return make_private_folder(path)
+    return open_private_folder(path)
 
 
 def _remove_left_behind() -> None:
@@ -167,11 +184,17 @@ def beats_of_launched(processes: Iterable[Process]) -> dict[int, Heartbeat]:
 
     Of a rank and what it has started the oldest process is the rank.
     """
-    found: dict[int, Heartbeat] = {}
+    about_all = []
     for process in sorted(processes, key=lambda each: (each.started, each.pid)):
         pairs = (each.partition(b"=") for each in environment_of(process.pid))
         about = cluster_context({os.fsdecode(name): os.fsdecode(v) for name, _, v in pairs})
-        if about.rank is not None and about.rank not in found:
+        about_all.append((process, about))
+    # The task of srun that starts a torchrun has a number of its own, and is no rank.
+    by_torchrun = any(about.launcher == "torchrun" for _, about in about_all)
+    found: dict[int, Heartbeat] = {}
+    for process, about in about_all:
+        is_agent = by_torchrun and about.launcher != "torchrun"
+        if about.rank is not None and about.rank not in found and not is_agent:
             found[about.rank] = first_heartbeat(about.rank, process, about)
     return found
 

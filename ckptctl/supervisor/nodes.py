@@ -7,15 +7,16 @@ cluster. What is left of the nodes decides how many ranks can run.
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context, expand, is_node
 from ckptctl.errors import UsageError
-from ckptctl.failures.results import CLASSES, Domain
+from ckptctl.failures.results import CLASSES
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.supervision import (
     AttemptDocument,
@@ -27,15 +28,20 @@ from ckptctl.options import Parameter
 from ckptctl.redaction import command_of_others
 from ckptctl.storage.files import replace_file
 from ckptctl.supervisor.child import Hang
+from ckptctl.supervisor.slurm import is_srun, srun_on
 
 EXCLUDED = "CKPTCTL_EXCLUDED_NODES"
 """The variable with the excluded nodes, separated by commas."""
 WORLD_SIZE = "CKPTCTL_WORLD_SIZE"
 """The variable with the number of ranks that the attempt has."""
 
+BY_SLURM = "slurm"
+"""The rule of a cause that the controller of Slurm states, which no log must show."""
 SUSPECT = "suspect"
 CAUSES = frozenset({*CLASSES, SUSPECT})
 """What can be the reason of an exclusion: no text of a log reaches a command."""
+
+_DRAIN = "scontrol update NodeName={node} State=DRAIN Reason={cause}"
 
 _N_SHORT = 3
 _SHORT_S = 600
@@ -128,43 +134,65 @@ class NodeOptions:
         if self.max_excluded < 0:
             raise UsageError("--max-excluded must be 0 or more")
 
+    def without(self, nodes: Sequence[str]) -> NodeOptions:
+        """The options of the same job without some of its `nodes`, and with their ranks."""
+        left = [node for node in self.nodes if node not in nodes]
+        per_node = -(-max(self.world_sizes, default=0) // max(len(self.nodes), 1))
+        sizes = [size for size in self.world_sizes if size <= per_node * len(left)]
+        return replace(self, nodes=left, world_sizes=sizes) if self.nodes else self
+
+
+class Blame(NamedTuple):
+    """A node that an attempt names, and for what; `certain` where it speaks against hardware."""
+
+    node: str
+    cause: str
+    certain: bool
+
 
 def blamed(
     hang: Hang | None, cause: CauseDocument | None, attempts: Sequence[AttemptDocument]
-) -> list[tuple[str, str]]:
-    """The nodes that may be excluded after the last of `attempts`, each with its cause.
+) -> list[Blame]:
+    """The nodes that the last of `attempts` names.
 
-    Certain are a node that a hang was traced to, and one that `classify` names at confidence
-    *high* for a failure of the infrastructure. A node is suspect without a cause if it was in
-    each of three attempts in a row that were shorter than 10 minutes, while other nodes of the
+    Certain are a node on which a rank waits in the kernel for what belongs to it, and one that
+    `classify` names at confidence *high* for a failure of a node. Where a hang is in the program
+    its node is named, and nothing speaks against it. A node is suspect without a cause if it was
+    in each of three attempts in a row that were shorter than 10 minutes, while other nodes of the
     job were not, or if the logs of all three name it.
     """
     if hang is not None:
-        return [(node, "hang") for node in hang.nodes]
-    certain = cause is not None and cause["confidence"] == "high"
-    infrastructure = cause is not None and cause["domain"] == Domain.INFRASTRUCTURE.value
-    if cause is not None and certain and infrastructure and cause["nodes"]:
-        return [(node, cause["failure"]) for node in cause["nodes"]]
+        return [Blame(node, "hang", node in hang.hardware) for node in hang.nodes]
+    of_node = cause is not None and cause["failure"] == "infra-node"
+    if cause is not None and cause["rule"] == BY_SLURM:
+        return []  # what is down is left out while it is
+    if cause is not None and of_node and cause["confidence"] == "high" and cause["nodes"]:
+        return [Blame(node, cause["failure"], certain=True) for node in cause["nodes"]]
     last = attempts[-_N_SHORT:]
     if len(last) < _N_SHORT or any(
-        not each["exit_code"] or each["milliseconds"] >= _SHORT_S * 1000 for each in last
+        not attempt["exit_code"] or attempt["milliseconds"] >= _SHORT_S * 1000 for attempt in last
     ):
         return []
-    named = set.intersection(*(set(each["nodes"]) for each in last))
-    had = [set(expand(each["allocation"])) for each in last]
+    named = set.intersection(*(set(attempt["nodes"]) for attempt in last))
+    had = [set(expand(attempt["allocation"])) for attempt in last]
     common = set.intersection(*had)
     if common != had[-1]:  # the same nodes each time do not single one out
         named |= common
-    return [(node, SUSPECT) for node in sorted(named)]
+    return [Blame(node, SUSPECT, certain=False) for node in sorted(named)]
+
+
+def exclusion(template: str, node: str, cause: str) -> list[str]:
+    """The words of the command that excludes a node."""
+    return [
+        word.replace("{node}", node).replace("{cause}", cause) for word in shlex.split(template)
+    ]
 
 
 def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], None]) -> None:
     """Run the command that excludes a node; a warning where it fails."""
     if not is_node(node) or cause not in CAUSES:
         return
-    words = [
-        word.replace("{node}", node).replace("{cause}", cause) for word in shlex.split(template)
-    ]
+    words = exclusion(template, node, cause)
     try:
         code, _, stderr = run_bounded(words, _COMMAND_S)
     except OSError as error:
@@ -227,14 +255,27 @@ class Nodes:
         self._allocation = ",".join(options.nodes) or place.node_list or place.node
         self._nodes = expand(self._allocation)
         self._gpus_per_node = place.gpus_per_node
+        self._scheduler = place.scheduler
 
-    def plan(self, state: SupervisorDocument, loads: Callable[[int], bool]) -> AttemptPlan | None:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes of the job."""
+        return self._nodes
+
+    def plan(
+        self, state: SupervisorDocument, loads: Callable[[int], bool], down: Mapping[str, str]
+    ) -> AttemptPlan | None:
         """The next attempt; None where the nodes that are left can run no world size.
 
         `loads` is whether the step to resume from loads with so many ranks and loses nothing
-        that is required; it is not asked about the largest size.
+        that is required; it is not asked about the largest size. `down` are nodes on which the
+        scheduler can start nothing, with their states: they are left out of this attempt.
         """
         excluded = self.excluded(state)
+        is_down = [node for node in self._nodes if node in down and node not in excluded]
+        for node in is_down:
+            self._tell(f"leaving {node} out of the attempt: {down[node]}")
+        excluded = [*excluded, *is_down]
         left = [node for node in self._nodes if node not in excluded]
         sizes = None
         if self._options.world_sizes:
@@ -245,9 +286,13 @@ class Nodes:
                 return None
             left = left[: -(-size // per_node)]
             sizes = size, len(left)
+        elif is_down and not any("{excluded}" in word for word in self._command):
+            return None  # how many ranks the job can have without them is not stated
         if self._options.hosts_file is not None:
             self._write_hosts(self._options.hosts_file, left)
         words, variables = fill(self._command, excluded, sizes)
+        if is_srun(words):
+            words = srun_on(words, len(left), excluded)
         world_size = sizes[0] if sizes else None
         return AttemptPlan(words, variables, self._allocation, world_size, tuple(left))
 
@@ -269,10 +314,13 @@ class Nodes:
     ) -> SupervisorDocument:
         """The state with the nodes excluded that the last attempt shows to be at fault."""
         last = state["attempts"][-1]
-        for node, why in blamed(hang, cause, state["attempts"]):
+        for blame in blamed(hang, cause, state["attempts"]):
+            node, why = blame.node, blame.cause
             if node in self.excluded(state) or node not in self._nodes:
                 continue
-            if self._options.exclude_command is None and not self._launcher_excludes():
+            if not blame.certain:
+                self._tell_of(node, why)
+            elif self._options.exclude_command is None and not self._launcher_excludes():
                 self._tell(f"warning: {node} is at fault ({why}); ckptctl has no way to exclude it")
             elif len(state["excluded"]) >= self._options.max_excluded:
                 self._tell(
@@ -292,6 +340,19 @@ class Nodes:
                 state = {**state, "excluded": [*state["excluded"], entry]}
         return state
 
+    def _tell_of(self, node: str, why: str) -> None:
+        """Report a node that is named, and the command that excludes it, which is not run."""
+        template = self._options.exclude_command
+        if template is None and self._scheduler == "slurm":
+            template = _DRAIN
+        by = ""
+        if template is not None:
+            words = exclusion(template, node, why)
+            # What scontrol takes is no secret.
+            is_slurm = os.path.basename(words[0]) == "scontrol"
+            by = f"; to exclude it: {shlex.join(words) if is_slurm else command_of_others(words)}"
+        self._tell(f"{node} is named ({why}) and stays: nothing speaks against its hardware{by}")
+
     @staticmethod
     def _write_hosts(path: str, nodes: Sequence[str]) -> None:
         """Replace the host file; raises `UsageError` where it cannot be written."""
@@ -299,4 +360,5 @@ class Nodes:
 
     def _launcher_excludes(self) -> bool:
         by_file = self._options.hosts_file is not None
-        return by_file or any("{excluded}" in word for word in self._command)
+        in_words = any("{excluded}" in word for word in self._command)
+        return by_file or in_words or is_srun(self._command)

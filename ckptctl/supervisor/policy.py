@@ -137,7 +137,8 @@ class Ended(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
     `cause` is what its logs show. It was ended for the `hang`, whatever its code. A signal
-    `asked` the job to end.
+    `asked` the job to end. `stopped` is why the scheduler ends the whole job, empty where it
+    does not.
     """
 
     code: int
@@ -145,6 +146,7 @@ class Ended(NamedTuple):
     cause: CauseDocument | None
     hang: Hang | None
     asked: bool
+    stopped: str = ""
 
 
 class Conclusion(NamedTuple):
@@ -210,6 +212,8 @@ def decide(
     code = ended.code
     if ended.asked:
         return Conclusion(Decision.STOPPED, "a signal asked for it", code, free=True)
+    if ended.stopped:
+        return Conclusion(Decision.STOPPED, ended.stopped, code, free=True)
     if ended.hang is None:
         if code == 0:
             return Conclusion(Decision.DONE, "the command succeeded", 0, free=True)

@@ -34,7 +34,7 @@ from ckptctl.distributed.process_table import (
     machine,
     table,
 )
-from ckptctl.supervisor.slurm_steps import without_signalled_steps
+from ckptctl.supervisor.slurm import without_signalled_steps
 
 MARKER = "CKPTCTL_SUPERVISED"
 """The variable that marks the processes of a job; its value is `RUN@ROOT`."""

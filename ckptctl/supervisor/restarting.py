@@ -27,12 +27,20 @@ from ckptctl.selection.roots import list_root
 from ckptctl.selection.same_root import SeenRoots
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import local_path, open_store
-from ckptctl.supervisor.attempts import AttemptRunner, LogFolder, begun, closed, reported
+from ckptctl.supervisor.attempts import (
+    AttemptRunner,
+    LogFolder,
+    begun,
+    cause_by_slurm,
+    closed,
+    reported,
+)
 from ckptctl.supervisor.child import Signals, Watcher
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.heartbeats import StepTimes
 from ckptctl.supervisor.holding import HeldState, StatePlace, take_over
 from ckptctl.supervisor.limits import SectionLimits
+from ckptctl.supervisor.node_evidence import over_slurm
 from ckptctl.supervisor.nodes import AttemptPlan, Nodes
 from ckptctl.supervisor.options import RunKeywords, RunOptions
 from ckptctl.supervisor.policy import (
@@ -52,6 +60,8 @@ from ckptctl.supervisor.policy import (
 )
 from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
+from ckptctl.supervisor.slurm import ask as ask_slurm
+from ckptctl.supervisor.slurm import is_srun, job_id
 from ckptctl.supervisor.state import LocalCopy, Revisions, stored_state
 from ckptctl.unexpected import Unknown, guarded
 
@@ -105,7 +115,13 @@ def _run(job: SupervisedJob) -> Supervised:
     """Inspect the roots, take the state, then run attempts until none follows."""
     with job.signals.listening(), ExitStack() as stack:
         evidence_dir = job.options.output.evidence_dir
-        hangs = HangWatcher(job.sections, job.tell, evidence_dir, step_times=job.step_times)
+        hangs = HangWatcher(
+            job.sections,
+            job.tell,
+            evidence_dir,
+            step_times=job.step_times,
+            elsewhere=over_slurm() if is_srun(job.command) else None,
+        )
         stack.callback(hangs.close)
         try:
             seen = job.prepare()
@@ -143,7 +159,11 @@ def _run_attempts(
         if job.signals.asked is not None:
             number = 128 + job.signals.asked
             return Conclusion(Decision.RESTART, "a signal asked for it", number)
-        plan = job.nodes.plan(held.state, job.roots.loads)
+        slurm = ask_slurm(job.nodes.names)
+        if job.attempts and slurm is not None and slurm.ends:
+            return Conclusion(Decision.STOPPED, slurm.why, job.attempts[-1].exit_code)
+        down = {} if slurm is None else slurm.down
+        plan = job.nodes.plan(held.state, job.roots.loads, down)
         if plan is None:
             return TOO_FEW
         before = held.state
@@ -395,6 +415,7 @@ class SupervisedJob:
 
     def conclude(self, held: HeldState, ended: Ended) -> Conclusion:
         """Inspect the roots after an attempt, decide what follows, and record both."""
+        ended = self._as_slurm_knows(ended)
         *earlier, attempt = held.state["attempts"]
         state: SupervisorDocument = {**held.state, "attempts": earlier}
         seen = self._seen_after(ended)
@@ -430,6 +451,31 @@ class SupervisedJob:
         if isinstance(reported_to, Unknown):
             self.tell(f"warning: {reported_to.message}")
         return conclusion
+
+    def _as_slurm_knows(self, ended: Ended) -> Ended:
+        """The end of an attempt with what Slurm knows of its reason; text is the fallback."""
+        if ended.asked or not (ended.code or ended.hang) or job_id() is None:
+            return ended
+        failure = "" if ended.cause is None else ended.cause["failure"]
+        # After a hang the logs hold what ended the job, and that was this process.
+        by_text = ended.hang is None and failure in ("preemption", "walltime")
+        slurm = ask_slurm(self.nodes.names)
+        if slurm is None:
+            if by_text:
+                self.tell(f"warning: Slurm does not answer; {failure} is read from the logs alone")
+            return ended
+        if slurm.ends:
+            return ended._replace(stopped=slurm.why, cause=cause_by_slurm(slurm.ends, slurm.why))
+        if slurm.down:
+            states = ", ".join(f"{node} as {state}" for node, state in slurm.down.items())
+            cause = cause_by_slurm("infra-node", f"Slurm reports {states}", [*slurm.down])
+            return ended._replace(hang=None, cause=cause)
+        if by_text:
+            self.tell(
+                f"the logs show {failure}, and Slurm ends neither the job nor a node: unknown"
+            )
+            return ended._replace(cause=None)
+        return ended
 
     def _report(self, attempt: Attempt) -> None:
         self.options.on_attempt(attempt)

@@ -110,10 +110,10 @@ def _opened() -> _Writer | None:
     if not path or not key:
         return None
     try:
-        folder = open_private_folder(path)
+        folder = _opened_folder(path)
     except (OSError, StorageError):
         return None
-    writer = _Writer(folder, key, _rank())
+    writer = _Writer(folder, key, *_rank_and_size())
     # A program that a rank starts inherits its environment, and must not report for it.
     if not writer.is_taken():
         return writer
@@ -121,17 +121,30 @@ def _opened() -> _Writer | None:
     return None
 
 
-def _rank() -> int:
+def _opened_folder(path: str) -> HeldFolder:
+    """The folder of `run`; on another node of its SLURM job one of the same name."""
+    try:
+        return open_private_folder(path)
+    except FileNotFoundError:
+        if cluster_context().scheduler != "slurm":
+            raise
+    from ckptctl.supervisor.heartbeats import folder_on_other_node  # on other nodes alone
+
+    return folder_on_other_node(path)
+
+
+def _rank_and_size() -> tuple[int, int | None]:
+    """The rank of this process, and the number of ranks where the process group states it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return cluster_context().rank or 0
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    return cluster_context().rank or 0, None
 
 
 class _Writer:
     """Writes the heartbeat of this process."""
 
-    def __init__(self, folder: HeldFolder, key: str, rank: int) -> None:
+    def __init__(self, folder: HeldFolder, key: str, rank: int, size: int | None) -> None:
         self._folder = folder
         self._key = key
         self._name = file_name(rank)
@@ -142,6 +155,8 @@ class _Writer:
         self._work_s = 0.0
         self._stacks: BinaryIO | None = None
         self._beat = first_heartbeat(rank, own_process(), cluster_context())
+        if size is not None:
+            self._beat["world_size"] = size
 
     def is_taken(self) -> bool:
         """Whether another living process writes this file."""

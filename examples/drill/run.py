@@ -3,7 +3,7 @@
     python examples/drill/run.py [--fault NAME …] [--seed N]
 
 Trains a few steps on 4 ranks, then `ckptctl drill` injects faults into copies of the job. Where a
-rank hangs, the chain must be: the evidence names rank and node, the node is left out, RB-7
+rank hangs, the chain must be: the evidence names rank and node, RB-7 leaves the node out and
 verifies a step, 2 ranks resume from it, and their losses are those of the run without a fault,
 in every digit. Works below `drill/` in the current folder; logs and reports remain there.
 """

@@ -26,6 +26,8 @@ class Ranks:
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         self.size: int | None = None
         """What the launcher says of the ranks on this node."""
+        self.world_size: int | None = None
+        """What it says of all; by default the ranks up to the last that is started."""
 
     def start(self, rank: int, program: str = WAIT, *, section: str = "step") -> None:
         """Start a rank and wait until it has begun with `program`."""
@@ -37,7 +39,8 @@ class Ranks:
             f"{program}"
         )
         size = {} if self.size is None else {"LOCAL_WORLD_SIZE": str(self.size)}
-        about = {"RANK": str(rank), "WORLD_SIZE": "8", **size}
+        world_size = rank + 1 if self.world_size is None else self.world_size
+        about = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **size}
         child = subprocess.Popen(
             [sys.executable, "-c", text],
             env=clean_environment(**about, **self._variables),

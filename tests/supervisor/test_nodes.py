@@ -129,9 +129,14 @@ def test_too_few_nodes_after_a_failure_is_94_and_is_not_retried(
     assert "waiting for capacity" in found.message
 
 
-def test_a_node_of_three_short_attempts_in_a_row_is_suspect(
-    root: Path, tmp_path: Path, drain: str, monkeypatch: pytest.MonkeyPatch
+def test_a_node_of_three_short_attempts_in_a_row_is_suspect_and_stays(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    scontrol.chmod(0o755)
+    drain = f"{scontrol} update NodeName={{node}} State=DRAIN Reason={{cause}}"
+    said: list[str] = []
     for nodes in ("a[1-3]", "a[3-5]", "a[3,6-7]"):
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
@@ -142,9 +147,13 @@ def test_a_node_of_three_short_attempts_in_a_row_is_suspect(
             max_restarts=0 if nodes.startswith("x") else 9,
             no_restart=() if nodes == "a[3,6-7]" else (1,),
             on_attempt=lambda attempt: (tmp_path / "no").touch() if attempt.number == 3 else None,
+            tell=said.append,
             nodes=NodeOptions(exclude_command=drain),
         )
-    assert drained(tmp_path) == [["update", "NodeName=a3", "State=DRAIN", "Reason=suspect"]]
+    assert not (tmp_path / "ran").exists()
+    (line,) = [line for line in said if line.startswith("a3 is named (suspect)")]
+    assert "nothing speaks against its hardware" in line
+    assert line.endswith(f"{scontrol} update NodeName=a3 State=DRAIN Reason=suspect")
 
 
 def test_the_same_nodes_three_times_make_none_of_them_suspect(

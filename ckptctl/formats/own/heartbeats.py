@@ -15,7 +15,7 @@ import re
 import secrets
 from typing import Annotated, Literal, TypedDict, get_args
 
-from ckptctl.distributed.launcher import Cluster
+from ckptctl.distributed.launcher import NO_LAUNCHER, Cluster
 from ckptctl.distributed.process_table import Process
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import parsed, typed
@@ -65,6 +65,8 @@ class Heartbeat(_HeartbeatOptions):
     rank: Annotated[int, ("maximum", MAX_RANK - 1)]
     local_world_size: Annotated[int, ("maximum", MAX_RANK)] | None
     """How many ranks the launcher started on this node; null where it does not state it."""
+    world_size: Annotated[int, ("maximum", MAX_RANK)] | None
+    """How many ranks the job has; null where nothing states it."""
     node: _Node
     pid: Pid
     started: int
@@ -84,6 +86,7 @@ def first_heartbeat(rank: int, process: Process, cluster: Cluster) -> Heartbeat:
     return Heartbeat(
         rank=rank,
         local_world_size=cluster.local_world_size,
+        world_size=1 if cluster.launcher == NO_LAUNCHER else cluster.world_size,
         node=cluster.node,
         pid=process.pid,
         started=process.started,
