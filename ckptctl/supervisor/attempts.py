@@ -7,11 +7,13 @@ earlier ones too. `classify` finds the cause; `job` decides what follows.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import BinaryIO
 
 from ckptctl.distributed.launcher import cluster_context
@@ -20,6 +22,8 @@ from ckptctl.failures.classifying import classify
 from ckptctl.failures.results import CLASSES, CONFIDENCES, Classification
 from ckptctl.formats.own.files import MAX_STRING, time_now, utc_now
 from ckptctl.formats.own.supervision import AttemptDocument, CauseDocument
+from ckptctl.logs.reading import LogReader
+from ckptctl.logs.rows import Row
 from ckptctl.redaction import redacted
 from ckptctl.storage.files import is_same_folder
 from ckptctl.storage.shared_places import (
@@ -85,9 +89,11 @@ class AttemptRunner:
             self._tell(f"ended the job: {stop.message}")
         asked = self._signals.asked is not None and stop is None
         cause = logs.cause(code) if code else None
+        n_not_finite = guarded("reading the loss in the logs", logs.n_not_finite)
         if cause is not None and cause["failure"] == UNKNOWN:
             self._tell(f"warning: the cause is unknown: {cause['message']}")
-        return Ended(code, seconds, cause, stop, asked)
+        n_rows = 0 if isinstance(n_not_finite, Unknown) else n_not_finite
+        return Ended(code, seconds, cause, stop, asked, n_not_finite=n_rows)
 
     def _poll(self, running: Running) -> Hang | None:
         now_s = time.monotonic()
@@ -192,6 +198,8 @@ _DEADLINE_S = 30.0
 """The longest time that a restart waits for the cause."""
 _MOST_BYTES = 64 << 20
 """How much of the end of each log is read."""
+_LOSS_BYTES = 1 << 20
+"""How much of it is read for its last losses."""
 
 
 class Logs:
@@ -228,6 +236,21 @@ class Logs:
             "rank": found.rank,
             "nodes": [*found.nodes[:MOST_NAMES]],
         }
+
+    def n_not_finite(self) -> int:
+        """How many of the last reported losses are NaN or infinite, in a row and in each log."""
+        most = 0
+        with new_private_folder("ckptctl-run-") as folder:
+            for path in self._added(folder):
+                n, reader = 0, LogReader(path)
+                with open(path, "rb") as file:
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - _LOSS_BYTES))
+                    for row in chain(reader.feed(file.read()), reader.end()):
+                        if isinstance(row, Row) and row.loss is not None:
+                            n = 0 if math.isfinite(row.loss.value) else n + 1
+                most = max(most, n)
+            folder.remove()
+        return most
 
     def _classified(self, exit_code: int) -> Classification | None:
         folder = new_private_folder("ckptctl-run-")

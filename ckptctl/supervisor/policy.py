@@ -38,6 +38,10 @@ NO_RESTART = (2, 11, VALIDATION_FAILED, 23, 24, 25, 77, GIVEN_UP, WAIT_FOR_CAPAC
 
 MAX_RESTARTS = 3
 """Source: `max_no_progress_cycles` of NVRx; DLRover restarts a job 3 times, too."""
+NOT_FINITE = 10
+"""After so many losses in a row that are not finite a newer step is no progress.
+
+Source: `LossGuard(after=10)`; a loss scaler skips single steps."""
 MAX_FREE_RESTARTS = 50
 """Source: `jobMaxRetryCount` of HyperPod."""
 LONGEST_PAUSE_S = 300.0
@@ -137,7 +141,8 @@ class Ended(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
     `cause` is what its logs show. It was ended for the `hang`, whatever its code. A signal
-    `asked` the job to end. `stopped` is why the scheduler ends the whole job, empty where it
+    `asked` the job to end. Its last `n_not_finite` reported losses were NaN or infinite.
+    `stopped` is why the scheduler ends the whole job, empty where it
     does not.
     """
 
@@ -147,6 +152,7 @@ class Ended(NamedTuple):
     hang: Hang | None
     asked: bool
     stopped: str = ""
+    n_not_finite: int = 0
 
 
 class Conclusion(NamedTuple):

@@ -46,6 +46,7 @@ from ckptctl.supervisor.options import RunKeywords, RunOptions
 from ckptctl.supervisor.policy import (
     GIVEN_UP,
     NO_ANSWER,
+    NOT_FINITE,
     NOT_INSPECTED,
     RERUN,
     WAIT_FOR_CAPACITY,
@@ -369,9 +370,13 @@ class SupervisedJob:
         Raises `NotStarted` where the budget is spent.
         """
         state = held.state
-        if seen.step is not None and (state["best"] is None or seen.step > state["best"]):
-            attempts = state["attempts"]
-            if attempts and self.options.budget.reset_budget is None:
+        attempts = state["attempts"]
+        resets = self.options.budget.reset_budget is not None
+        # A step that was no progress after the last attempt is none now.
+        was_none = bool(attempts) and not resets and attempts[-1]["step"] == seen.step
+        is_newer = state["best"] is None or (seen.step or 0) > state["best"]
+        if seen.step is not None and is_newer and not was_none:
+            if attempts and not resets:
                 last: AttemptDocument = {**attempts[-1], "step": seen.step, "progress": True}
                 attempts = [*attempts[:-1], last]
             held.save({**state, "best": seen.step, "attempts": attempts})
@@ -421,6 +426,12 @@ class SupervisedJob:
         seen = self._seen_after(ended)
         best, before = state["best"], since_progress(state)
         progress = seen.step is not None and (best is None or seen.step > best)
+        if progress and ended.n_not_finite >= NOT_FINITE:
+            progress = False
+            self.tell(
+                f"warning: step {seen.step} is no progress: the last {ended.n_not_finite} reported "
+                "losses are NaN or infinite"
+            )
         if progress:
             self.roots.use(seen)
         budget = self.options.budget

@@ -72,6 +72,21 @@ def test_progress_refills_the_budget_over_invocations(root: Path, source: Path):
     assert [attempt["progress"] for attempt in attempts] == [False] * 2 + [True] + [False] * 3
 
 
+def test_steps_of_a_run_whose_loss_is_not_finite_are_no_progress(
+    root: Path, source: Path, tmp_path: Path
+):
+    rows = "".join(f"step: {step} loss: nan\\n" for step in range(1, 11))
+    saves = f"cp -r {shlex.quote(str(source))} {root}/step_$((100 + CKPTCTL_RESTART_COUNT))"
+    job = ("sh", "-c", f'printf "{rows}"; {saves}; exit 18')
+    said: list[str] = []
+    about = {"log_dir": str(tmp_path / "logs"), "tell": said.append}
+    assert [once(root, *job, **about).exit_code for _ in range(5)] == [18, 18, 18, 18, 93]
+    assert "warning: step 100 is no progress: the last 10 reported losses are NaN or infinite" in (
+        said
+    )
+    assert not any(attempt["progress"] for attempt in states(root)[-1]["attempts"])
+
+
 def test_a_person_resets_the_budget_with_a_reason_that_is_recorded(root: Path):
     while once(root).exit_code != 93:
         pass
