@@ -95,7 +95,15 @@ HARMLESS_OPTIONS = frozenset(
     for name in (
         # Numbers, switches and words of a list.
         "samples",
-        *("accept-unverifiable", "allow-fresh", "allow-missing-state", "apply", "before", "canary"),
+        *(
+            "accept-unverifiable",
+            "alarm-after",
+            "allow-fresh",
+            "allow-missing-state",
+            "apply",
+            "before",
+            "canary",
+        ),
         *("color", "continue", "create", "debug", "detailed-exitcode", "dry-run", "exit-code"),
         *("failures-per-node-day", "fault", "follow", "format", "from-step", "gpus", "grace"),
         *("jobs", "json", "keep", "last", "level", "max-excluded", "max-fallback"),

@@ -148,6 +148,12 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "and why. Continue if you accept it too.",
         "not needed",
     ),
+    36: ExitCode(
+        "no newer step was proven for several save intervals",
+        "Only `watch --once` returns it. The job saves nothing, or nothing that is whole, whatever "
+        "it reports: look at its log, at the space on the storage, and at `ckptctl scan ROOT`.",
+        "not needed",
+    ),
     75: ExitCode(
         "the storage did not answer",
         "Nothing is known about the step, good or bad. Too little memory for the inspection has "

@@ -150,6 +150,16 @@ MetricsOpt = Annotated[
         common=False,
     ),
 ]
+AlarmAfterOpt = Annotated[
+    float,
+    Parameter(
+        "--alarm-after N",
+        "Raise an alarm where no newer proven step comes for N save intervals, as the root shows "
+        "them; 0 raises none.",
+        min=0,
+        common=False,
+    ),
+]
 NotifyOpt = Annotated[
     str | None,
     Parameter(

@@ -7,13 +7,21 @@ from dataclasses import replace
 from typing import Annotated
 
 from ckptctl.cli.notifying import Notifier
-from ckptctl.cli.options import NotifyOpt, OfNames, OptionalRootOpt, only, parse_duration
+from ckptctl.cli.options import (
+    AlarmAfterOpt,
+    NotifyOpt,
+    OfNames,
+    OptionalRootOpt,
+    only,
+    parse_duration,
+)
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.distributed.launcher import launched_together
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
+from ckptctl.selection.overdue import ALARM_AFTER
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
 from ckptctl.supervisor.phases import read_job, run_phases
@@ -92,6 +100,7 @@ def run(
             common=False,
         ),
     ] = None,
+    alarm_after: AlarmAfterOpt = ALARM_AFTER,
     notify: NotifyOpt = None,
     *,
     budget: BudgetOptions,
@@ -139,7 +148,9 @@ def run(
         create=create,
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
         section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
+        alarm_after=alarm_after,
         on_attempt=on_attempt,
+        on_alarm=lambda event: notifier.send(document_of("watched", event)),
         tell=out.tell,
     )
     with notifier:

@@ -8,6 +8,7 @@ import ckptctl
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
+    AlarmAfterOpt,
     JobsOpt,
     MetricsOpt,
     NotifyOpt,
@@ -20,6 +21,7 @@ from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.errors import UsageError
 from ckptctl.formatting import duration
 from ckptctl.options import Parameter, Requirements, StorageOptions
+from ckptctl.selection.overdue import ALARM_AFTER
 from ckptctl.selection.watching import BYTES_PER_S, INTERVAL_S, Event, Watched
 
 EXAMPLES = (
@@ -27,7 +29,7 @@ EXAMPLES = (
     "ckptctl watch s3://bucket/run-1234 --bandwidth 400M --accept-unverifiable",
     "ckptctl watch /shared/ckpt/run-1234 --once --grace 300 --notify /usr/local/bin/page",
 )
-EXIT_CODES = (0, 2, 10, 20, 21, 22, 23, 25, 75, 77)
+EXIT_CODES = (0, 2, 10, 20, 21, 22, 23, 25, 36, 75, 77)
 
 
 def watch(
@@ -42,6 +44,7 @@ def watch(
     bandwidth: Annotated[
         str, Parameter("--bandwidth SIZE", "How many bytes are read per second at most.")
     ] = f"{BYTES_PER_S >> 20}M",
+    alarm_after: AlarmAfterOpt = ALARM_AFTER,
     notify: NotifyOpt = None,
     metrics: MetricsOpt = None,
     accept_unverifiable: AcceptAsItIsOpt = False,
@@ -55,8 +58,10 @@ def watch(
 
     A step is read once two listings, --grace apart, show the same files, and sealed if every byte
     is proven and it holds what the step before it holds. Nothing else is written into a step. A
-    damaged step is reported once. Ends with 0 after SIGTERM; with --once with the exit code of
-    the newest damaged or unverifiable step, or with 10 where the root does not exist. With --json
+    damaged step is reported once, and so is that no newer step is proven for --alarm-after save
+    intervals. Ends with 0 after SIGTERM; with --once with the exit code of the newest damaged or
+    unverifiable step, with 36 where a newer step is overdue, or with 10 where the root does not
+    exist. With --json
     each event is one line, with --quiet only the addresses of damaged steps are printed.
     """
     from ckptctl.cli.main import Stopped
@@ -83,6 +88,7 @@ def watch(
         interval_s=interval_s,
         bytes_per_s=rate,
         accept_unverifiable=accept_unverifiable,
+        alarm_after=alarm_after,
         jobs=jobs,
         on_listed=listed,
         requirements=requirements,
@@ -100,7 +106,7 @@ def watch(
                 if found.number is not None:
                     newest[found.event] = max(found.number, newest.get(found.event, 0))
                 # First the notification: whoever reads the line may end the watch.
-                if found.event is Event.DAMAGED:
+                if found.event in (Event.DAMAGED, Event.OVERDUE):
                     notifier.send(document_of("watched", found))
                 _print(found, out)
         except Stopped:

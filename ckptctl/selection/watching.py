@@ -8,7 +8,7 @@ has not changed between two listings, `grace_s` apart. What was seen of each ste
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,6 +25,13 @@ from ckptctl.model import ExitCode, Level, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
 from ckptctl.selection.choosing import Candidate, refusal, why_not
+from ckptctl.selection.overdue import (
+    ALARM_AFTER,
+    Overdue,
+    overdue,
+    save_interval_s,
+    written_s,
+)
 from ckptctl.selection.removing import files_digest
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.same_root import SeenRoots
@@ -50,6 +57,11 @@ INTERVAL_S = 60.0
 BYTES_PER_S = 100 << 20
 """The default rate of the reads: a quarter or less of what one node reads from shared storage."""
 
+EXIT_OVERDUE = 36
+"""No newer step was proven for several save intervals."""
+
+_PROVEN = ("sealed", "unverifiable")
+"""What became of a step that was saved; of safetensors nothing else can be proven."""
 _RUNNING = (Verdict.IN_PROGRESS, Verdict.CHANGED)
 _EXCLUDED = (Verdict.REJECTED, Verdict.SUPERSEDED)
 _OF_OPTIMIZER = (
@@ -67,6 +79,7 @@ class Event(StrEnum):
     UNVERIFIABLE = "unverifiable"
     NO_ANSWER = "no-answer"
     NO_ROOT = "no-root"
+    OVERDUE = "overdue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +99,8 @@ class Watched:
     report: Report | None
     """The report of the step; null for an event of the root."""
     exit_code: ExitCode
-    """0 for a step that was sealed, 10 for a root that does not exist; else that of the step or
-    of the storage."""
+    """0 for a step that was sealed, 10 for a root that does not exist, 36 where no newer step was
+    proven in time; else that of the step or of the storage."""
     next_command: NextCommand
 
 
@@ -98,6 +111,7 @@ def watch(
     interval_s: float = INTERVAL_S,
     bytes_per_s: int = BYTES_PER_S,
     accept_unverifiable: bool = False,
+    alarm_after: float = ALARM_AFTER,
     jobs: int | None = None,
     on_listed: Callable[[], None] | None = None,
     requirements: Requirements = Requirements(),
@@ -116,13 +130,16 @@ def watch(
     that it answered and its steps were read; with `once` a single time, which
     finishes what an earlier watch saw. Reads are kept below `bytes_per_s`. A storage that
     does not answer is an event, once until it answers; with `once` it raises
-    `StorageError`. A root that does not exist is an event, once until it exists.
+    `StorageError`. A root that does not exist is an event, once until it exists. So is one in
+    which no step newer than the last proven one was proven for `alarm_after` save intervals, once
+    until there is one; 0 turns that off.
     `AccessDenied` is always raised, and `UsageError` where the root is a file.
 
     Cost: each new step twice, to verify and to digest it; one listing of each other step.
     """
     requirements, storage = options_from(keywords, requirements, storage)
     watcher = _Watcher(root, requirements, storage, bytes_per_s, jobs, accept_unverifiable)
+    watcher.alarm_after = alarm_after
     answers = True
     while True:
         try:
@@ -163,6 +180,8 @@ class _Watcher:
         self._pattern = compile_pattern(requirements.pattern)
         self._listed_s: float | None = None
         self._seen_roots = SeenRoots()
+        self._alarmed: int | None = None
+        self.alarm_after = ALARM_AFTER
         self.exists = True
 
     def events(self) -> Iterator[Watched]:
@@ -192,6 +211,7 @@ class _Watcher:
                 raise
             if seen != before:
                 _write_state(root.store, seen.values())
+            yield from self._overdue(root, seen)
 
     def _finished(
         self, root: OpenRoot, before: dict[str, WatchedStep], seen: dict[str, WatchedStep]
@@ -212,6 +232,29 @@ class _Watcher:
                     seen[name] = {**step, "verdict": found.verdict}
                     _write_state(root.store, [*seen.values(), *_later(before, seen)])
                     yield from found.events
+
+    def _overdue(self, root: OpenRoot, seen: Mapping[str, WatchedStep]) -> Iterator[Watched]:
+        """The alarm, once, where no newer step is proven for several save intervals."""
+        proven = (
+            step.number
+            for step in root.listing.steps
+            if step.name in seen and seen[step.name]["verdict"] in _PROVEN
+        )
+        newest = max(proven, default=None)
+        if newest is None or newest == self._alarmed:
+            return
+        written = written_s(root.store, root.listing, root.trees)
+        if newest not in written:
+            return  # so many newer steps are not proven: each of them was reported
+        interval_s, least_s = save_interval_s(written), self._requirements.grace_s
+        waited_s = time.time() - written[newest]
+        if overdue(newest, waited_s, interval_s, self.alarm_after, least_s) is None:
+            return  # asks for the time of the storage only where that decides
+        waited_s = self._now_s(root) - written[newest]
+        late = overdue(newest, waited_s, interval_s, self.alarm_after, least_s)
+        if late is not None:
+            self._alarmed = newest
+            yield overdue_event(self._root, late)
 
     def _seen(
         self, root: OpenRoot, candidate: Candidate, before: WatchedStep | None
@@ -315,6 +358,20 @@ def _no_answer(root: str, error: StorageError) -> Watched:
     message = f"{error.message}; its steps are unknown"
     next_command = error.next_command or command_line("scan", root)
     return Watched(Event.NO_ANSWER, root, None, None, message, None, error.exit_code, next_command)
+
+
+def overdue_event(root: str, late: Overdue) -> Watched:
+    """The event that no newer step is proven in time."""
+    return Watched(
+        Event.OVERDUE,
+        root,
+        None,
+        late.step,
+        late.message,
+        None,
+        EXIT_OVERDUE,
+        command_line("scan", root),
+    )
 
 
 def _no_root(root: str) -> Watched:

@@ -18,6 +18,8 @@ from ckptctl.options import (
     StorageOptions,
     not_negative,
 )
+from ckptctl.selection.overdue import ALARM_AFTER
+from ckptctl.selection.watching import Watched
 from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.policy import BudgetOptions
@@ -86,7 +88,9 @@ class RunOptions:
     failed one.
     `section_timeouts` are limits in seconds: a job with a rank that reports nothing for longer
     hangs, and is ended and restarted; other sections have limits that are learned or built
-    in. `on_attempt` gets each attempt when it has ended, `tell` the messages between them.
+    in. `on_attempt` gets each attempt when it has ended, `tell` the messages between them, and
+    `on_alarm` the event that no newer usable step came for `alarm_after` save intervals; 0 turns
+    that off.
     """
 
     budget: BudgetOptions = field(default_factory=BudgetOptions)
@@ -100,11 +104,14 @@ class RunOptions:
     create: bool = False
     wait_s: float = WAIT_S
     section_timeouts: Mapping[Section, float] = field(default_factory=dict)
+    alarm_after: float = ALARM_AFTER
     on_attempt: Callable[[Attempt], None] = _nothing
+    on_alarm: Callable[[Watched], None] = _nothing
     tell: Callable[[str], None] = _nothing
 
     def __post_init__(self) -> None:
         not_negative("wait-storage", self.wait_s)
+        not_negative("alarm-after", self.alarm_after)
         # What is invalid must be refused before the first attempt, not after it.
         SectionLimits(self.section_timeouts)
         compile_pattern(self.requirements.pattern)
@@ -148,7 +155,9 @@ class RunKeywords(PickKeywords, total=False):
     create: bool
     wait_s: float
     section_timeouts: Mapping[Section, float]
+    alarm_after: float
     on_attempt: Callable[[Attempt], None]
+    on_alarm: Callable[[Watched], None]
     tell: Callable[[str], None]
     max_restarts: int
     max_free_restarts: int

@@ -27,6 +27,7 @@ from ckptctl.selection.roots import list_root
 from ckptctl.selection.same_root import SeenRoots
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import local_path, open_store
+from ckptctl.supervisor.alarm import StepAlarm
 from ckptctl.supervisor.attempts import (
     AttemptRunner,
     LogFolder,
@@ -132,7 +133,11 @@ def _run(job: SupervisedJob) -> Supervised:
             about = (job.command, job.roots.url, (), (), message)
             return Supervised(*about, stop.code, stop.next_command)
         stack.callback(held.release)
-        conclusion = _run_attempts(job, held, seen.step, job.runner(held, hangs))
+        # The alarm inspects in a thread of its own, and shares nothing with the job.
+        alarm = StepAlarm(
+            job.roots.url, job.options, WatchedRoots(job.all_roots, job.options).inspect
+        )
+        conclusion = _run_attempts(job, held, seen.step, job.runner(held, hangs, alarm))
     return job.summary(conclusion)
 
 
@@ -286,6 +291,7 @@ class SupervisedJob:
             None if log_dir is None else LogFolder(log_dir, phase, root=local_path(roots.first))
         )
         self.nodes = Nodes(options.nodes, command, self.tell)
+        self.all_roots = roots
         self.roots = WatchedRoots(roots, options)
         self.sections = SectionLimits(options.section_timeouts)
         self.step_times = StepTimes()

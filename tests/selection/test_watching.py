@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import uuid
 from itertools import islice
@@ -187,3 +188,26 @@ def test_a_pace_makes_each_read_take_its_time(monkeypatch):
     for _ in range(3):
         pace.wait(500)
     assert sum(pauses) >= 0.5  # of reads that took no time themselves
+
+
+def saved_every(root: Path, seconds: float, last_s: float) -> None:
+    """Give the steps of a root write times; the newest was written `last_s` seconds ago."""
+    steps = sorted(root.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    for n, step in enumerate(reversed(steps)):
+        at_s = time.time() - last_s - n * seconds
+        for file in step.rglob("*"):
+            os.utime(file, (at_s, at_s))
+
+
+def test_that_no_newer_step_is_proven_is_an_alarm_although_newer_ones_are_saved(root: Path):
+    for number in (40, 50):  # what they hold is step 30
+        shutil.copytree(root / "step_30", root / f"step_{number}")
+    saved_every(root, 100, last_s=150)
+    events = [*islice(ckptctl.watch(str(root), grace_s=0, interval_s=0.01), 6)]
+    assert [(event.event, event.number) for event in events] == [
+        *((Event.DAMAGED, 50), (Event.DAMAGED, 40), *SEALED, (Event.OVERDUE, 30))
+    ]
+    assert events[-1].exit_code == 36
+    assert "and a step was saved every" in events[-1].message
+    assert inspected(root) == [(Event.OVERDUE, 30)]
+    assert inspected(root, alarm_after=5) == inspected(root, alarm_after=0) == []

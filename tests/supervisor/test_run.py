@@ -25,6 +25,9 @@ from services.processes import started, wait_until
 import ckptctl
 from ckptctl.errors import UsageError
 from ckptctl.options import Requirements, StorageOptions
+from ckptctl.selection import overdue
+from ckptctl.selection.watching import Watched
+from ckptctl.supervisor import alarm
 from ckptctl.supervisor.options import RunKeywords, RunOptions
 from ckptctl.supervisor.results import Decision
 
@@ -625,3 +628,34 @@ def test_one_of_several_is_refused_with_what_to_do_instead(
     assert instead in " ".join(done.stderr.split())
     alone = {"SLURM_STEP_NUM_TASKS": "1", "PET_NNODES": "1", "JOB_COMPLETION_INDEX": "0"}
     assert run_ckptctl("run", "--root", tmp_path, "--", "true", env=alone).returncode == 0
+
+
+def test_an_attempt_that_saves_nothing_newer_is_an_alarm_and_goes_on(
+    root: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("LEAST_S", "_SETUP_S"):
+        monkeypatch.setattr(overdue if name == "LEAST_S" else alarm, name, 1.0)
+    monkeypatch.setattr(alarm, "_POLL_S", (0.2, 0.5))
+    for n, number in enumerate((10, 20, 30, 40)):
+        shutil.copytree(source, root / f"step_{number}")
+        for file in (root / f"step_{number}").rglob("*"):
+            os.utime(file, (1e9 + n, 1e9 + n))
+    said: list[str] = []
+    events: list[Watched] = []
+    job = f"until [ -e {tmp_path}/alarm ]; do sleep 0.1; done"
+
+    def on_alarm(event: Watched) -> None:
+        events.append(event)
+        (tmp_path / "alarm").touch()
+
+    ended = ckptctl.keep_running(
+        ["sh", "-c", job],
+        str(root),
+        tell=said.append,
+        on_alarm=on_alarm,
+        allow_missing_state=True,
+    )
+    assert ended.exit_code == 0
+    (event,) = events
+    assert (event.event.value, event.number) == ("overdue", 30)
+    assert any(line.startswith("warning: no proven step newer than 30") for line in said)

@@ -1,0 +1,88 @@
+"""Raise an alarm where an attempt saves no newer usable step for several save intervals.
+
+A thread lists the root: one that does not answer must not delay the supervisor, and saves nothing
+either. A step is inspected only where its number is newer than any before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from ckptctl.errors import CkptctlError
+from ckptctl.formats.frameworks.layouts import compile_pattern
+from ckptctl.selection.overdue import overdue, save_interval_s, written_s
+from ckptctl.selection.roots import list_all
+from ckptctl.selection.watching import Watched, overdue_event
+from ckptctl.storage.opening import open_store
+from ckptctl.storage.waiting import leave_unwatched, start_daemon
+from ckptctl.supervisor.child import Hang, JobLog, Running, Watcher
+from ckptctl.supervisor.options import RunOptions
+from ckptctl.supervisor.policy import RootState
+
+_SETUP_S = 600.0
+"""How long an attempt may take until its first save, at least: it loads, compiles and trains."""
+_POLL_S = (5.0, 300.0)
+"""The shortest and the longest time between two listings; half a save interval within these."""
+
+
+class StepAlarm(Watcher):
+    """Watches the root `url` during each attempt; `inspect` finds its newest usable step."""
+
+    def __init__(self, url: str, options: RunOptions, inspect: Callable[[], RootState]) -> None:
+        self._url = url
+        self._options = options
+        self._inspect = inspect
+        self._ended = threading.Event()
+        self._event: Watched | None = None
+
+    def prepare(self, _attempt: int, _logs: Sequence[JobLog]) -> Mapping[str, str]:
+        """Begin to wait for a newer step."""
+        self._event = None
+        self._ended = threading.Event()
+        if self._options.alarm_after > 0:
+            ended = self._ended
+            start_daemon("ckptctl-alarm", lambda: self._watch(ended))
+        return {}
+
+    def poll(self, _running: Running, _now_s: float) -> Hang | None:
+        """Report the alarm; it ends nothing."""
+        event, self._event = self._event, None
+        if event is not None:
+            self._options.tell(f"warning: {event.message}")
+            self._options.on_alarm(event)
+        return None
+
+    def finish(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _watch(self, ended: threading.Event) -> None:
+        leave_unwatched()
+        newest, since_s, least_s, alarmed = self._inspect().step, time.monotonic(), _SETUP_S, False
+        interval_s: float | None = None
+        pause_s = _POLL_S[0]
+        while not ended.wait(pause_s):
+            with suppress(CkptctlError):
+                numbers, interval_s = self._listed(interval_s)
+                step = newest
+                if numbers and (newest is None or max(numbers) > newest):
+                    step = self._inspect().step
+                if step is not None and (newest is None or step > newest):
+                    newest, since_s, least_s, alarmed = step, time.monotonic(), 0.0, False
+            if interval_s is not None:
+                pause_s = min(max(interval_s / 2, _POLL_S[0]), _POLL_S[1])
+            waited_s, after = time.monotonic() - since_s, self._options.alarm_after
+            late = overdue(newest, waited_s, interval_s, after, least_s)
+            if late is not None and not alarmed:
+                alarmed = True
+                self._event = overdue_event(self._url, late)
+
+    def _listed(self, interval_s: float | None) -> tuple[list[int], float | None]:
+        """The numbers of the steps, and the time between two saves; that of before without one."""
+        with open_store(self._url, self._options.storage) as store:
+            listing, trees = list_all(store, compile_pattern(self._options.requirements.pattern))
+            learned_s = save_interval_s(written_s(store, listing, trees))
+        return [step.number for step in listing.steps], learned_s or interval_s
