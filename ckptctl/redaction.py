@@ -143,7 +143,6 @@ HARMLESS_OPTIONS = frozenset(
             "folder",
             "hosts-file",
             "html",
-            "job",
             "rows",
         ),
         *("key-file", "like", "log", "log-dir", "marks", "metrics", "node-report"),

@@ -24,7 +24,6 @@ from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.overdue import ALARM_AFTER
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
-from ckptctl.supervisor.phases import read_job, run_phases
 from ckptctl.supervisor.policy import BudgetOptions
 from ckptctl.supervisor.restarting import supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
@@ -51,15 +50,6 @@ def run(
         list[str] | None, Parameter("CMD...", "The command and its arguments, after --.")
     ] = None,
     optional_root: OptionalRootOpt = None,
-    job: Annotated[
-        str | None,
-        Parameter(
-            "--job FILE",
-            "A job file with phases, instead of a command: each begins when the one before "
-            "it is done.",
-            common=False,
-        ),
-    ] = None,
     create: Annotated[
         bool, Parameter("--create", "Create the root and its sentinel if it does not exist.")
     ] = False,
@@ -122,11 +112,6 @@ def run(
     CKPTCTL_RESTART_COUNT. A job that hangs is ended and restarted, and its rank at fault is
     named, if it uses ckptctl.train. With --json the command's output goes to standard error.
     """
-    if (job is None) == (not command):
-        raise UsageError(
-            "either a command or --job is needed" if job is None else "--job excludes a command",
-            next_command="ckptctl run --help",
-        )
     _check_alone()
     notifier = Notifier(notify, out)
 
@@ -154,10 +139,7 @@ def run(
         tell=out.tell,
     )
     with notifier:
-        if job is None:
-            found = supervise(command or (), root, options)
-        else:
-            found = run_phases(read_job(job), root, options)
+        found = supervise(command or (), root, options)
         answer = document_of("supervised", found)
         if found.exit_code:
             notifier.send(answer)

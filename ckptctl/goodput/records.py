@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from ckptctl.errors import OwnFileUnreadable, PathNotFound
+from ckptctl.errors import OwnFileUnreadable
 from ckptctl.failures.slow_ranks import SlowRank
 from ckptctl.formats.own.ledger import (
     EndedLine,
@@ -32,7 +32,6 @@ from ckptctl.formatting import seconds_of
 from ckptctl.goodput.timeline import AttemptRecord
 from ckptctl.selection.history import read_attempts
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name
 from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 
 MAX_ATTEMPTS = 5_000
@@ -84,21 +83,14 @@ def read_records(
 
 
 def _states(store: Store, folder: str, warnings: list[str]) -> Iterator[SupervisorDocument]:
-    """The newest state that can be read, and those of phases."""
+    """The newest state that can be read, if there is one."""
     try:
-        entries = store.list_dir(folder)
-    except PathNotFound:
+        state = Revisions(store, folder, of_root=False).newest()
+    except OwnFileUnreadable as error:
+        warnings.append(error.message)
         return
-    phases = [base_name(each.path) for each in entries if each.kind == "dir"]
-    for name in ("", *phases):
-        where = "/".join(part for part in (folder, name) if part)
-        try:
-            found = Revisions(store, where, of_root=False).newest()
-        except OwnFileUnreadable as error:
-            warnings.append(error.message)
-            continue
-        if found is not None:
-            yield found
+    if state is not None:
+        yield state
 
 
 # One ledger

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import BinaryIO
@@ -167,9 +167,7 @@ def closed(
     return attempt
 
 
-def reported(
-    attempt: AttemptDocument, conclusion: Conclusion, left: int, phase: str | None
-) -> Attempt:
+def reported(attempt: AttemptDocument, conclusion: Conclusion, left: int) -> Attempt:
     """The attempt as `run` reports it; `left` are the restarts that are left."""
     return Attempt(
         number=attempt["number"],
@@ -186,7 +184,6 @@ def reported(
         section=attempt["section"],
         ranks=tuple(attempt["ranks"]),
         nodes=tuple(attempt["nodes"]),
-        phase=phase,
         world_size=attempt["world_size"],
     )
 
@@ -331,31 +328,25 @@ class LogFolder:
     is in its place: logs must not create the root of a run.
     """
 
-    def __init__(self, folder: str, phase: str, *, root: str | None = None) -> None:
+    def __init__(self, folder: str, root: str | None) -> None:
         self._path = folder
         above = None if root is None else os.path.abspath(root)
         is_below = above is not None and f"{os.path.abspath(folder)}/".startswith(f"{above}/")
         self._root = above if is_below else None
         self._root_id: tuple[int, int] | None = None
-        self._phase = phase
-        self._prefix = f"{phase}: " if phase else ""
         self._folder: HeldFolder | None = None
         self._notes: int | None = None
         self._output: int | None = None
 
     def path(self, attempt: int) -> str:
         """Where the output of an attempt goes."""
-        attempts = os.path.join(self._path, self._phase) if self._phase else self._path
-        return os.path.join(attempts, str(attempt), "output.log")
+        return os.path.join(self._path, str(attempt), "output.log")
 
     def output(self, attempt: int) -> JobLog | str:
         """The log for the output of an attempt, open until the next one; or why there is none."""
         self._close_output()
         try:
-            with ExitStack() as stack:
-                within = self._held()
-                for name in filter(None, (self._phase, str(attempt))):
-                    within = stack.enter_context(within.folder(name, make=True))
+            with self._held().folder(str(attempt), make=True) as within:
                 self._output = within.append("output.log")
         except OSError as error:
             return error.strerror or type(error).__name__
@@ -366,7 +357,7 @@ class LogFolder:
     def note(self, message: str) -> str | None:
         """Add a line to `run.log`, as far as that is possible; why it is not."""
         name = "run.log"
-        line = redacted(f"{time_now()} {self._prefix}{message}\n")
+        line = redacted(f"{time_now()} {message}\n")
         try:
             folder = self._held()
             if self._notes is None or not _is_at(folder, name, self._notes):

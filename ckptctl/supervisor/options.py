@@ -35,8 +35,7 @@ class OutputOptions:
 
     `logs` are files that the command writes to: what each attempt adds to them is classified.
     With `log_dir` the output of each attempt goes to a file there, which is classified too,
-    and the decisions to `run.log`. `phase` names one of several jobs in the same root: it has
-    a state and a log folder of its own. `stdout` is the descriptor for the command's output,
+    and the decisions to `run.log`. `stdout` is the descriptor for the command's output,
     by default the one of this process. What is collected of a hang goes to `evidence_dir`, by
     default a new folder for temporary files on this node.
     """
@@ -53,8 +52,8 @@ class OutputOptions:
         str | None,
         Parameter(
             "--log-dir DIR",
-            "Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
-            "decisions to DIR/run.log; with --job by default .ckptctl/supervisor/logs of the root.",
+            "Write the output of each attempt to DIR/ATTEMPT/output.log, and the "
+            "decisions to DIR/run.log.",
         ),
     ] = None
     evidence_dir: Annotated[
@@ -67,7 +66,6 @@ class OutputOptions:
             common=False,
         ),
     ] = None
-    phase: str = ""
     stdout: int | None = None
 
 
@@ -167,5 +165,4 @@ class RunKeywords(PickKeywords, total=False):
     logs: Sequence[str]
     log_dir: str | None
     evidence_dir: str | None
-    phase: str
     stdout: int | None

@@ -285,17 +285,15 @@ class SupervisedJob:
         self.command = command
         self.options = options
         self.revisions = revisions
-        log_dir, phase = options.output.log_dir, options.output.phase
+        log_dir = options.output.log_dir
         self._notes_failed = False
-        self._log_folder = (
-            None if log_dir is None else LogFolder(log_dir, phase, root=local_path(roots.first))
-        )
+        self._log_folder = None if log_dir is None else LogFolder(log_dir, local_path(roots.first))
         self.nodes = Nodes(options.nodes, command, self.tell)
         self.all_roots = roots
         self.roots = WatchedRoots(roots, options)
         self.sections = SectionLimits(options.section_timeouts)
         self.step_times = StepTimes()
-        self.copy = LocalCopy(roots.first, phase)
+        self.copy = LocalCopy(roots.first)
         self.signals = Signals(self.tell)
         self.attempts: list[Attempt] = []
         self._warnings: list[str] = []
@@ -461,8 +459,7 @@ class SupervisedJob:
                 self.tell("warning: exit code 16 asks for other nodes, and none was excluded")
         held.save(state)
         left = budget_of(since_progress(held.state)).left(budget)
-        phase = self.options.output.phase or None
-        self.attempts.append(reported(attempt, conclusion, left, phase))
+        self.attempts.append(reported(attempt, conclusion, left))
         self._note(self.attempts[-1].sentence)
         reported_to = guarded("reporting the attempt", partial(self._report, self.attempts[-1]))
         if isinstance(reported_to, Unknown):

@@ -67,8 +67,6 @@ class Attempt:
     """The ranks at fault, as far as the evidence decides."""
     nodes: tuple[str, ...] = ()
     """The nodes at fault, as far as the evidence decides."""
-    phase: str | None = None
-    """The phase of a job file; null without one."""
     world_size: int | None = None
     """The ranks that it had; null where `run` does not choose them."""
 

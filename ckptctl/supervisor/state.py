@@ -152,8 +152,7 @@ def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
     with open_store(options.state or root, options.storage) as store:
         if options.state and store.folders is not None:
             store.folders.create_root()
-        folders = ["" if options.state else STATE_FOLDER, options.output.phase]
-        folder = "/".join(filter(None, folders))
+        folder = "" if options.state else STATE_FOLDER
         yield Revisions(store, folder, of_root=options.state is None)
 
 
@@ -165,10 +164,9 @@ class LocalCopy:
 
     set_aside = ""
 
-    def __init__(self, root: str, phase: str = "") -> None:
+    def __init__(self, root: str) -> None:
         given = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        about = "\0".join([absolute_url(root).rstrip("/"), *([phase] if phase else [])])
-        name = sha256_of(os.fsencode(about))[:32]
+        name = sha256_of(os.fsencode(absolute_url(root).rstrip("/")))[:32]
         self.path = os.path.join(given, "ckptctl", "supervisor", f"{name}.json")
 
     def read(self) -> SupervisorDocument | None:

@@ -28,7 +28,6 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 OWN_DATA = {
     "cli/output.py": "the document that this process has just made",
     "failures/rules.py": "a file of the package",
-    "supervisor/phases.py": "the caller's job file, in TOML; tests/supervisor/test_phases.py",
 }
 """Modules that parse JSON which does not come from outside, and what it is."""
 

@@ -62,11 +62,11 @@ def test_the_rank_at_fault_is_named_in_every_section(tmp_path: Path, unit_s: flo
         ("hang", "checkpoint", 0),
         ("hang", "evaluation", 3),
         ("hang", "outside", 1),
-        ("hang", "step", 2),
+        ("hang", "step"),  # it waits in a collective, and others may wait for what they get
         ("hang", "step", 1),
         (None, None),
     ]
-    assert all(len(each["nodes"]) == 1 for each in attempts[:-1])
+    assert all(len(each["nodes"]) == len(each["ranks"]) for each in attempts[:-1])
     assert [each["decision"] for each in attempts] == [*["restart"] * 8, "done"]
 
 
