@@ -213,19 +213,17 @@ def launched_together(environment: Mapping[str, str]) -> tuple[str, int]:
 
     `srun` and `mpirun` state the number for each process that they start; a batch script is one
     process, whatever its job has. The trainer of Kubeflow sets what torchrun reads (`PET_NNODES`,
-    which can be `MIN:MAX`); an indexed Job of Kubernetes sets only the number of the pod, from 0.
+    which can be `MIN:MAX`). The pods of an indexed Job may each have a job of their own.
 
     Source: `srun` of SLURM 24.05; `torch/distributed/run.py` of torch 2.13; Kubernetes 1.31.
     """
     read = _Variables(environment)
     mpi = read.number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") or 1
     nodes = (read.text("PET_NNODES") or "").rpartition(":")[2]
-    pods = int(nodes) if _NUMBER.fullmatch(nodes) else 1
-    index = read.number("JOB_COMPLETION_INDEX") or 0
     counts = {
         "srun": read.number("SLURM_STEP_NUM_TASKS") or 1,
         "mpirun": mpi,
-        "kubernetes": max(pods, index + 1),
+        "kubernetes": int(nodes) if _NUMBER.fullmatch(nodes) else 1,
     }
     return max(counts.items(), key=lambda item: item[1] > 1)
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.frameworks.layouts import compile_pattern
@@ -21,6 +22,7 @@ from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.child import Hang, JobLog, Running, Watcher
 from ckptctl.supervisor.options import RunOptions
 from ckptctl.supervisor.policy import RootState
+from ckptctl.unexpected import guarded
 
 _SETUP_S = 600.0
 """How long an attempt may take until its first save, at least: it loads, compiles and trains."""
@@ -29,12 +31,22 @@ _POLL_S = (5.0, 300.0)
 
 
 class StepAlarm(Watcher):
-    """Watches the root `url` during each attempt; `inspect` finds its newest usable step."""
+    """Watches the root `url` during each attempt; `inspect` finds its newest usable step.
 
-    def __init__(self, url: str, options: RunOptions, inspect: Callable[[], RootState]) -> None:
+    `best` is the newest one that was known before the attempt.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: RunOptions,
+        inspect: Callable[[], RootState],
+        best: Callable[[], int | None],
+    ) -> None:
         self._url = url
         self._options = options
         self._inspect = inspect
+        self._best = best
         self._ended = threading.Event()
         self._event: Watched | None = None
 
@@ -43,8 +55,7 @@ class StepAlarm(Watcher):
         self._event = None
         self._ended = threading.Event()
         if self._options.alarm_after > 0:
-            ended = self._ended
-            start_daemon("ckptctl-alarm", lambda: self._watch(ended))
+            start_daemon("ckptctl-alarm", self._run, self._ended, self._best())
         return {}
 
     def poll(self, _running: Running, _now_s: float) -> Hang | None:
@@ -59,9 +70,13 @@ class StepAlarm(Watcher):
         """End the thread."""
         self._ended.set()
 
-    def _watch(self, ended: threading.Event) -> None:
+    def _run(self, ended: threading.Event, newest: int | None) -> None:
+        # A fault of ckptctl in it must not reach the job.
+        guarded("waiting for a newer step", partial(self._watch, ended, newest))
+
+    def _watch(self, ended: threading.Event, newest: int | None) -> None:
         leave_unwatched()
-        newest, since_s, least_s, alarmed = self._inspect().step, time.monotonic(), _SETUP_S, False
+        since_s, least_s, alarmed = time.monotonic(), _SETUP_S, False
         interval_s: float | None = None
         pause_s = _POLL_S[0]
         while not ended.wait(pause_s):

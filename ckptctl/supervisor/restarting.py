@@ -134,9 +134,8 @@ def _run(job: SupervisedJob) -> Supervised:
             return Supervised(*about, stop.code, stop.next_command)
         stack.callback(held.release)
         # The alarm inspects in a thread of its own, and shares nothing with the job.
-        alarm = StepAlarm(
-            job.roots.url, job.options, WatchedRoots(job.all_roots, job.options).inspect
-        )
+        inspect = WatchedRoots(job.all_roots, job.options).inspect
+        alarm = StepAlarm(job.roots.url, job.options, inspect, lambda: held.state["best"])
         conclusion = _run_attempts(job, held, seen.step, job.runner(held, hangs, alarm))
     return job.summary(conclusion)
 

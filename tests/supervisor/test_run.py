@@ -616,7 +616,6 @@ def test_the_keywords_are_the_fields_of_the_options_objects():
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}, "ckptctl run ... -- srun ... COMMAND"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "-- mpirun ... COMMAND"),
         ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "podFailurePolicy"),
-        ({"JOB_COMPLETION_INDEX": "1"}, "podFailurePolicy"),
     ],
 )
 def test_one_of_several_is_refused_with_what_to_do_instead(
@@ -626,7 +625,7 @@ def test_one_of_several_is_refused_with_what_to_do_instead(
     assert done.returncode == 2
     assert "and one supervises a job with all its nodes" in done.stderr
     assert instead in " ".join(done.stderr.split())
-    alone = {"SLURM_STEP_NUM_TASKS": "1", "PET_NNODES": "1", "JOB_COMPLETION_INDEX": "0"}
+    alone = {"SLURM_STEP_NUM_TASKS": "1", "PET_NNODES": "1", "JOB_COMPLETION_INDEX": "3"}
     assert run_ckptctl("run", "--root", tmp_path, "--", "true", env=alone).returncode == 0
 
 
