@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias, cast
 
 from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.formatting import duration, size
+from ckptctl.formatting import command_line, duration, size
 from ckptctl.redaction import RedactedStream, redacted, redacted_values
 
 if TYPE_CHECKING:
@@ -468,7 +468,7 @@ def process_group(stack: ExitStack, out: Output) -> ProcessGroup:
     launched = launched_rank(os.environ)
     if launched is not None and launched.rank > 0:
         out.step_aside()
-    return stack.enter_context(joined(launched))
+    return stack.enter_context(joined(launched, redacted(command_line(*sys.argv[1:]))))
 
 
 _BAR_AFTER_S = 1.0

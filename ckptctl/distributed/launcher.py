@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from zlib import crc32
 
 from ckptctl.formatting import counted, rfc3339, seconds_of
 from ckptctl.model import Time
@@ -35,8 +36,10 @@ _MAX_NODES = 65_536
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _LISTED = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_RESERVED_PORT = re.compile(r"[0-9]{1,5}(?=[-,]|$)")
 _FIRST_PORT = 20_000
-_N_PORTS = 20_000
+_N_PORTS = 12_000
+"""Below the ports that Linux chooses for connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +165,13 @@ class LaunchedRank:
     """The rank of this process among those that a launcher started for one command.
 
     `address` is the host and port where they meet; None if torch reads it from the
-    environment.
+    environment. `step` names the job step of Slurm, which no other processes have.
     """
 
     rank: int
     size: int
     address: tuple[str, int] | None = None
+    step: str = ""
 
 
 def launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
@@ -186,11 +190,13 @@ def launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS")
     if rank is None or size is None or size < 2:
         return None
-    # srun names no port; all tasks of one job derive the same one.
-    port = _FIRST_PORT + (read.number("SLURM_JOB_ID") or 0) % _N_PORTS
+    step = f"{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
+    # Without `srun --resv-ports` all tasks of one step derive the same port.
+    reserved = _RESERVED_PORT.match(environment.get("SLURM_STEP_RESV_PORTS", ""))
+    port = int(reserved[0]) if reserved else _FIRST_PORT + crc32(step.encode()) % _N_PORTS
     first = _FIRST_NODE.match(read.text("SLURM_STEP_NODELIST", "SLURM_NODELIST") or "")
     host = first[1] + (first[2] or "") if first else "127.0.0.1"
-    return LaunchedRank(rank, size, (host, port))
+    return LaunchedRank(rank, size, (host, port), step)
 
 
 def launched_size(environment: Mapping[str, str]) -> int:

@@ -22,6 +22,7 @@ from ckptctl.options import JOB_TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -36,6 +37,8 @@ BACKEND = "gloo"
 """It needs no GPU, and detects a dead process by its closed connection."""
 
 _MEET_EVERY_S = 1.0
+_BEFORE_S = 10.0
+"""How long a store of an earlier command of the same job step may still answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +342,19 @@ def ranks_lost(error: BaseException) -> RanksLost:
 
 @contextmanager
 def joined(
-    launched: LaunchedRank | None, *, timeout_s: float = COMMAND_TIMEOUT_S, backend: str = BACKEND
+    launched: LaunchedRank | None,
+    command: str = "",
+    *,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    backend: str = BACKEND,
 ) -> Iterator[ProcessGroup]:
     """The group of all processes that a launcher started for one command; all must call this.
 
-    Raises `MissingExtra` without torch, `RanksLost` if not all of them start in time.
+    A port proves nothing about who else is there: the group has keys of its own in the store where
+    it meets, and its first message compares `command`, which must be the same in all.
+
+    Raises `MissingExtra` without torch, `RanksLost` if not all of them start in time,
+    `UsageError` if two have one rank, or if they run different commands.
     """
     if launched is None:
         yield ProcessGroup()
@@ -355,22 +366,65 @@ def joined(
             f"{launched.size} processes were started, which need torch to share the work",
             next_command="pip install 'ckptctl[torch]'",
         ) from error
-    at = launched.address
+    timeout = timedelta(seconds=timeout_s)
     try:
+        store = _own_store(launched, timeout)
         dist.init_process_group(
-            backend,
-            init_method=None if at is None else f"tcp://{at[0]}:{at[1]}",
-            rank=launched.rank,
-            world_size=launched.size,
-            timeout=timedelta(seconds=timeout_s),
+            backend, store=store, rank=launched.rank, world_size=launched.size, timeout=timeout
         )
     except RuntimeError as error:
         raise ranks_lost(error) from error
     try:
-        yield ProcessGroup(launched.rank, launched.size, None, backend)
+        group = ProcessGroup(launched.rank, launched.size, None, backend)
+        _check_same(group, command)
+        yield group
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def _own_store(launched: LaunchedRank, timeout: timedelta) -> Store:
+    """The keys of this group in the store where it meets, in which this is the only such rank."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    until_s = time.monotonic() + _BEFORE_S
+    while True:
+        name = f"ckptctl/{launched.step}/{launched.size}"
+        store = PrefixStore(name, _store(launched, timeout))
+        if store.add(f"rank/{launched.rank}", 1) == 1:
+            return store
+        # Where two commands follow each other in one step, the store of the first is about to end.
+        if time.monotonic() > until_s:
+            raise UsageError(
+                f"two processes have rank {launched.rank} of {launched.size}: several commands "
+                "were started with the variables of one launcher"
+            )
+        time.sleep(_BEFORE_S / 20)
+
+
+def _store(launched: LaunchedRank, timeout: timedelta) -> Store:
+    """Where the processes meet: of torchrun what its variables name, under srun that of rank 0."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.rendezvous import rendezvous
+
+    if launched.address is None:
+        store: Store
+        store, _, _ = next(rendezvous("env://", launched.rank, launched.size, timeout=timeout))
+        return store
+    host, port = launched.address
+    is_first = launched.rank == 0
+    return TCPStore(host, port, None, is_first, timeout, wait_for_workers=False)
+
+
+def _check_same(group: ProcessGroup, command: str) -> None:
+    for rank, (host, other) in enumerate(group.gather((group.host, command))):
+        if rank == 0:
+            first_host, first = host, other
+        elif other != first:
+            raise UsageError(
+                f"rank {rank} on {host} runs `{other}`, and rank 0 on {first_host} `{first}`: "
+                "processes that share the work must run the same command"
+            )
 
 
 def make_group(timeout_s: float = JOB_TIMEOUT_S, *, backend: str = BACKEND) -> ProcessGroup:

@@ -87,8 +87,19 @@ def test_srun_says_the_place_and_its_first_node_is_where_to_meet():
         "SLURM_JOB_ID": "1234567",
         "SLURM_STEP_NODELIST": "gpu-[007-009,012]",
     }
-    assert launched_rank(told) == LaunchedRank(3, 16, ("gpu-007", 20_000 + 1234567 % 20_000))
+    launched = launched_rank({**told, "SLURM_STEP_ID": "0"})
+    assert (launched.rank, launched.size, launched.step) == (3, 16, "1234567.0")
+    assert launched.address[0] == "gpu-007"
     assert launched_rank({**told, "SLURM_STEP_NODELIST": "alpha,beta"}).address[0] == "alpha"
+
+
+def test_two_steps_of_one_job_meet_on_different_ports_and_on_those_that_srun_reserved():
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}
+    ports = {launched_rank({**step, "SLURM_STEP_ID": str(n)}).address[1] for n in range(8)}
+    assert len(ports) == 8
+    for reserved in ("12000-12003", "12000,12004", "12000"):
+        launched = launched_rank({**step, "SLURM_STEP_RESV_PORTS": reserved})
+        assert launched.address[1] == 12000
 
 
 def test_a_batch_script_of_a_large_job_is_one_process():
@@ -169,6 +180,64 @@ def reading(started: Sequence[subprocess.Popen[str]]) -> subprocess.Popen[str]:
                 return process
         time.sleep(0.05)
     raise AssertionError("a process has ended before the bytes were read")
+
+
+def steps_of_slurm(*steps: tuple[str, Path, str]) -> list[tuple[int, str, str]]:
+    """Verify in two processes of each of these steps (id, what, port of the step) at one time.
+
+    The exit code, standard output and standard error of each process, step by step.
+    """
+    started = [
+        subprocess.Popen(
+            [*COMMAND, "verify", target, "--level", "content", "--json"],
+            env=clean_environment(
+                SLURM_JOB_ID="88123",
+                SLURM_STEP_ID=number,
+                SLURM_STEP_NUM_TASKS="2",
+                SLURM_STEP_NODELIST="localhost",
+                SLURM_PROCID=str(rank),
+                SLURM_STEP_RESV_PORTS=port,
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, target, port in steps
+        for rank in range(2)
+    ]
+    said = [process.communicate() for process in started]
+    return [(process.returncode, *texts) for process, texts in zip(started, said, strict=True)]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_two_steps_of_one_job_verify_different_steps_at_one_time(step, checkpoints, copy_of):
+    sound = copy_of(checkpoints / "run_fsdp4") / "step_500"
+    damage(step)
+    ended = steps_of_slurm(("0", step, ""), ("1", sound, ""))
+    assert [code for code, _, _ in ended] == [21, 21, 0, 0]
+    assert validated(ended[2][1])["report"]["verdict"] == "complete"
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_processes_that_verify_different_steps_as_one_group_refuse(step, tmp_path):
+    # One after the other: the two processes of one step are given different commands.
+    port = str(free_port())
+    variables = {"RANK": "", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [*COMMAND, "verify", target, "--level", "content"],
+            env=clean_environment(**{**variables, "RANK": str(rank)}),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, target in enumerate((step, tmp_path))
+    ]
+    said = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert f"runs `ckptctl verify {tmp_path} --level content`" in said[0]
+    assert said[0].count(str(step)) >= 1
 
 
 SHARING = """
