@@ -156,9 +156,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-ECHO_S = 5.0
-"""A second signal within this time is the same stop: SLURM and torchrun both send one."""
-
 _AFTER_THE_END_S = 27.0
 """How much of the 30 s between SIGTERM and SIGKILL at SLURM's time limit (`KillWait`) is used."""
 
@@ -237,8 +234,8 @@ class GracefulStop:
     only. `notice_s` is the time between signal and kill (`--signal=B:TERM@120`).
     `deadline_s` is when the process is ended, in seconds after the signal: by default nine
     tenths of the notice, 600 where no notice is known, `math.inf` for never; the time limit
-    of a SLURM job counts too. A second signal, more than 5 s after the first, ends the
-    process at once. `group` can be one that `make_group` made, to share it.
+    of a SLURM job counts too. Further signals change nothing: SLURM and torchrun both send one,
+    and SLURM another when its time is over. `group` can be one that `make_group` made, to share it.
 
     Raises `UsageError` where the deadline lies after the kill. Cost of `agreed`: one
     all-reduce of one number.
@@ -334,8 +331,6 @@ class GracefulStop:
         if self._received is None:
             self._received = (number, now_s)
             self._set_deadline(now_s)
-        elif now_s - self._received[1] > ECHO_S:
-            self._force(number, f"a second signal, {signal.Signals(number).name}")
 
     def _set_deadline(self, now_s: float) -> None:
         deadline_s = self.deadline_s

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from small_job import Lines, build, train_one
 from torch.distributed.fsdp import fully_shard
 
-from ckptctl.train import Checkpointer, GlobalLoader, GracefulStop, graceful, saving
-
-graceful.ECHO_S = 0.5
+from ckptctl.train import Checkpointer, GlobalLoader, GracefulStop, saving
 
 
 def say(*words: object) -> None:

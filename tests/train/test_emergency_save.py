@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,8 +71,7 @@ def test_torchrun_that_is_told_to_stop_lets_its_ranks_save_a_step_that_is_resume
     assert ckptctl.pick(str(root), require_seal=True).step == step
 
 
-@pytest.mark.parametrize("to_all", [True, False], ids=["to all ranks", "to one rank"])
-def test_a_second_signal_in_the_middle_of_an_emergency_save_means_now(tmp_path: Path, to_all: bool):
+def test_a_kill_in_the_middle_of_an_emergency_save_leaves_the_step_before(tmp_path: Path):
     root = tmp_path / "run"
     with job(root, 2) as process:
         ranks = pids_of(process)
@@ -81,19 +79,14 @@ def test_a_second_signal_in_the_middle_of_an_emergency_save_means_now(tmp_path: 
         for pid in ranks:
             os.kill(pid, signal.SIGTERM)
         wait_for(process, "saving")
-        time.sleep(0.7)
-        began_s = time.monotonic()
-        for pid in ranks[: 2 if to_all else 1]:
-            os.kill(pid, signal.SIGTERM)
-        _, err = process.communicate()
-        assert time.monotonic() - began_s < 50, "it was not the signal that ended it"
-    assert "a second signal, SIGTERM: ending now, with code 143" in err
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
     newest = ckptctl.scan(str(root), grace_s=0.0).reports[0]
     assert newest.number >= 10
     assert (newest.verdict, newest.interrupted) == (Verdict.INCOMPLETE, True)
     found = ckptctl.pick(str(root), grace_s=0.0)
     assert (found.step, found.passed_over[0].report.number) == (6, newest.number)
-    if to_all:
-        with job(root) as process:
-            first = process.stdout.readline()
-            assert first.split()[2:] == ["from", "6"], process.stderr.read()
+    with job(root) as process:
+        first = process.stdout.readline()
+        assert first.split()[2:] == ["from", "6"], process.stderr.read()
