@@ -56,12 +56,12 @@ CHECKS: Mapping[str, Check] = {
         "no --signal",
         "At the time limit the job has only the 30 s of KillWait to save.",
         "Add `#SBATCH --signal=TERM@300` where srun starts the training, or "
-        "`--signal=B:TERM@300` and a trap that passes it on.",
+        "`--signal=B:USR1@300` and a trap that passes it on.",
     ),
     "signal.no-trap": Check(
         "--signal=B: without a trap",
-        "The signal reaches only the batch shell, which dies of it. Python gets no signal, and the "
-        "job is killed without a save.",
+        "The signal reaches only the batch shell, which dies of it. The job ends at once: tasks of "
+        "srun have `KillWait` (30 s) for a save, and all else is killed.",
         "Remove `B:`, replace the shell by Python (`exec`), or trap the signal and pass it on.",
     ),
     "signal.foreground": Check(
@@ -92,16 +92,17 @@ CHECKS: Mapping[str, Check] = {
         "Use `--signal=B:`, with `exec` or a trap that passes the signal on to `ckptctl run`.",
     ),
     "signal.not-handled": Check(
-        "torchrun does not handle the signal",
-        "torchrun passes SIGTERM, SIGINT, SIGHUP and SIGQUIT on. Any other ends it at once, and "
-        "its ranks get no signal.",
-        "Use `--signal=TERM@300`, or set `TORCHELASTIC_SIGNALS_TO_HANDLE` to what is passed on.",
+        "torchrun or ft_launcher does not handle the signal",
+        "They pass SIGTERM, SIGINT, SIGHUP and SIGQUIT on. Any other ends them at once, and the "
+        "step with them, whatever the ranks save.",
+        "Send SIGTERM, or start `torchrun --signals-to-handle=SIGTERM,SIGUSR1` "
+        "(`PET_SIGNALS_TO_HANDLE`). torchrun itself overwrites `TORCHELASTIC_SIGNALS_TO_HANDLE`.",
     ),
     "signal.srun-killed": Check(
         "SIGTERM for srun itself",
         "srun passes most signals on to its tasks, but kills them on SIGTERM (`srun: forcing job "
         "termination`).",
-        'Use `--signal=TERM@300` without `B:`, or `scancel --signal=TERM "$SLURM_JOB_ID"` in the '
+        'Use `--signal=TERM@300` without `B:`, or `scancel --signal=TERM "$SLURM_JOB_ID.0"` in the '
         "trap: both signal the tasks.",
     ),
     "signal.wrapped": Check(
@@ -124,6 +125,24 @@ CHECKS: Mapping[str, Check] = {
         "--no-requeue in a preemptible partition",
         "A preemption ends the job for good.",
         "Use `#SBATCH --requeue`.",
+    ),
+    "requeue.cancelled": Check(
+        "the trap starts a cancelled job again",
+        "`scancel` sends SIGTERM to the batch shell too, and the trap cannot tell it from the "
+        "time limit: the script requeues a job that a person has cancelled.",
+        "Use `--signal=B:USR1@300` and a trap for USR1, and none for TERM.",
+    ),
+    "sbatch.no-kill": Check(
+        "the job ends with the first node that fails",
+        "SLURM ends the whole job, and requeues it, before `ckptctl run` can restart the training "
+        "on the nodes that are left.",
+        "Add `#SBATCH --no-kill`.",
+    ),
+    "srun.ntasks": Check(
+        "srun asks for the tasks of the whole job",
+        "On fewer nodes than the job has it fails (`More processors requested than permitted`), "
+        "until the budget of restarts is spent.",
+        "Add `'--ntasks={nodes}'` to srun.",
     ),
     "requeue.log-lost": Check(
         "a requeue overwrites the log",

@@ -4,8 +4,8 @@ Each check covers a way in which jobs were lost that a resume should have saved:
 that did not reach Python, an exit code that a pipe hid, a step that was chosen by its
 mtime. Only what the text of the script proves is a fault.
 
-Source: sbatch and srun of SLURM 25.05 (`--signal`, `--requeue`, `--kill-on-bad-exit`); bash
-5.2, "Signals": a trap runs when the foreground command has ended.
+Source: SLURM 22.05, on which `tests/jobs/test_signals_on_slurm.py` runs each way to pass a signal
+on; bash 5.2, "Signals": a trap runs when the foreground command has ended.
 """
 
 from __future__ import annotations
@@ -117,12 +117,13 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
     yield from _notice(where, script, seconds)
     to_shell = value.partition(":")[0].count("B") > 0 and ":" in value
     trap_line = _search_both(script, r"\btrap\b", rf"\b(?:SIG)?{re.escape(signal)}\b")
-    shell = _Shell(trap_line, _child_signal(script), script.search(r"\bwait\b") is not None)
-    own_handlers = script.search(r"\bTORCHELASTIC_SIGNALS_TO_HANDLE=")
+    sent, is_to_srun = _passed_on(script)
+    shell = _Shell(trap_line, sent, is_to_srun, script.search(r"\bwait\b") is not None)
+    own_handlers = script.search(r"\bPET_SIGNALS_TO_HANDLE=(\S{1,200})")
     for each in script.trainings:
-        received = signal if each.is_exec or not to_shell else shell.child_signal
-        if own_handlers is None:
-            yield from _to_torchrun(f"{name}:{each.line}", each, received)
+        received = signal if each.is_exec or not to_shell else shell.sent
+        if own_handlers is None or not re.search(rf"{received}|\$", own_handlers[1][1]):
+            yield from _to_agent(f"{name}:{each.line}", each, received)
         if to_shell:
             yield from _to_shell(name, where, shell, each, signal)
         elif each.launcher not in ("srun",):
@@ -153,21 +154,24 @@ def _named(signal: str) -> str:
     return Signals(number).name.removeprefix("SIG")
 
 
-_TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b|\baccelerate\s+launch\b")
+_AGENT = re.compile(
+    r"\b(?:torchrun|ft_launcher)\b|\btorch\.distributed\.run\b|\baccelerate\s+launch\b"
+)
 _HANDLED = ("TERM", "INT", "HUP", "QUIT")
-"""Source: torch 2.13 `torch/distributed/elastic/multiprocessing/api.py`; ranks are started in
-sessions of their own, so that they get only what torchrun passes on."""
+"""Source: torch 2.13 `torch/distributed/launcher/api.py`, which sets
+`TORCHELASTIC_SIGNALS_TO_HANDLE` from `--signals-to-handle`; NVRx 0.4.1, which lacks that option."""
 
 
-def _to_torchrun(where: str, training: Training, signal: str | None) -> Iterator[Advice]:
-    if signal is None or signal in _HANDLED or not _TORCHRUN.search(training.text):
+def _to_agent(where: str, training: Training, signal: str | None) -> Iterator[Advice]:
+    agent = _AGENT.search(training.text)
+    if signal is None or signal in _HANDLED or agent is None:
         return
-    if re.search(rf"signals[-_]to[-_]handle[= ]\S{{0,80}}{re.escape(signal)}", training.text, re.I):
+    if re.search(rf"--signals[-_]to[-_]handle[= ]\S{{0,80}}{re.escape(signal)}", training.text, re.I):
         return
     yield fault(
         "signal.not-handled",
         where,
-        f"torchrun has no handler for {signal} and dies of it: the ranks get no signal",
+        f"{agent[0]} has no handler for {signal} and dies of it, and the step ends with it",
     )
 
 
@@ -175,7 +179,8 @@ class _Shell(NamedTuple):
     """How the batch shell treats the signal: the line of its trap, what that sends, a wait."""
 
     trap_line: int | None
-    child_signal: str | None
+    sent: str | None
+    is_to_srun: bool
     waits: bool
 
 
@@ -193,11 +198,16 @@ def _to_shell(
             yield to_srun
         return
     if shell.trap_line is None:
+        result = (
+            "the job ends at once, and its tasks have KillWait (30 s) for the save"
+            if training.launcher == "srun"
+            else "Python never receives it"
+        )
         yield fault(
             "signal.no-trap",
             where,
             f"B: sends {signal} only to the batch shell, which has no trap for it and dies: "
-            "Python never receives it",
+            f"{result}",
             f"remove B: (--signal={signal}@300 signals the step), or trap it and pass it on",
         )
         return
@@ -208,7 +218,7 @@ def _to_shell(
             f"the trap of line {shell.trap_line} runs only after this command has ended: bash "
             "waits for foreground commands",
         )
-    elif training.in_pipeline and shell.child_signal:
+    elif training.in_pipeline and shell.sent and shell.is_to_srun:
         yield fault(
             "signal.pipeline",
             f"{name}:{training.line}",
@@ -222,7 +232,8 @@ def _to_shell(
         )
     elif (
         training.launcher == "srun"
-        and shell.child_signal == "TERM"
+        and shell.sent == "TERM"
+        and shell.is_to_srun
         and not _SUPERVISED.match(training.text)
     ):
         yield to_srun
@@ -231,10 +242,21 @@ def _to_shell(
 _KILL = re.compile(r"\bkill\s+(?:-s\s*|-)?(?:SIG)?([A-Z][A-Z0-9]{1,8}|\d{1,2}\b)?[^;|&]{0,200}?\$")
 
 
-def _child_signal(script: Script) -> str | None:
-    """The signal that a trap, or a function that it calls, sends to a background command."""
-    found = (_KILL.search(each.text) for each in script.commands)
-    return next((_named(match[1] or "TERM") for match in found if match), None)
+_SCANCEL = re.compile(r"\bscancel\b[^;|&]{0,200}?(?:--signal[= ]|-s\s*)(?:SIG)?([A-Z0-9]{1,9})\b")
+_WHOLE_JOB = re.compile(r"\bscancel\b[^;|&]{0,200}?\s(?:--full|-f)\b")
+
+
+def _passed_on(script: Script) -> tuple[str | None, bool]:
+    """The signal that a trap, or a function that it calls, sends, and whether srun gets it itself.
+
+    `scancel --signal` signals the tasks of a step, and with `--full` srun too.
+    """
+    for each in script.commands:
+        if match := _SCANCEL.search(each.text):
+            return _named(match[1]), _WHOLE_JOB.search(each.text) is not None
+        if match := _KILL.search(each.text):
+            return _named(match[1] or "TERM"), True
+    return None, False
 
 
 def _search_both(script: Script, first: str, then: str) -> int | None:
@@ -311,6 +333,40 @@ def _requeue(name: str, script: Script) -> Iterator[Advice]:
             f"{name}:{given[0]}",
             "a requeued job overwrites its log: the error of the first attempt is lost",
         )
+
+
+def _allocation(name: str, script: Script) -> Iterator[Advice]:
+    """Find what undoes `scancel`, and what keeps `ckptctl run` from using the nodes left."""
+    line, value = script.option("--signal") or (0, "")
+    handled = re.search(r":(?:SIG)?(?:TERM|15)\b", value) and _search_both(
+        script, r"\btrap\b", r"\b(?:SIG)?TERM\b"
+    )
+    if handled and script.search(r"\bscontrol\s+requeue\b|\bsbatch\b"):
+        yield warning(
+            "requeue.cancelled",
+            f"{name}:{line}",
+            "scancel sends SIGTERM to this shell, as --signal does: a cancelled job starts again",
+        )
+    for each in script.trainings:
+        if not (each.launcher == "srun" and _SUPERVISED.match(each.text)):
+            continue
+        where = f"{name}:{each.line}"
+        nodes = script.option("--nodes", "-N")
+        if script.option("--no-kill", "-k") is None and nodes is not None and nodes[1] != "1":
+            yield warning(
+                "sbatch.no-kill",
+                where,
+                "without --no-kill SLURM ends the whole job when a node fails, before `ckptctl "
+                "run` can restart it on the others",
+            )
+        asked = script.option("--ntasks", "-n", "--ntasks-per-node")
+        fewer = re.search(r"['\"\s](?:--nodes[= ]|-N\s*)['\"]?\{nodes\}", each.text)
+        if asked and fewer and not re.search(r"['\"\s](?:--ntasks[= ]|-n\s*['\"{\d$])", each.text):
+            yield fault(
+                "srun.ntasks",
+                where,
+                "srun takes the number of tasks from the job: on fewer nodes it fails",
+            )
 
 
 def _resume(name: str, script: Script) -> Iterator[Advice]:
@@ -459,6 +515,7 @@ _CHECKS: tuple[Callable[[str, Script], Iterator[Advice]], ...] = (
     _signals,
     _wrapped,
     _requeue,
+    _allocation,
     _resume,
     _exit_codes,
     _masked,

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "jobs"
 
 GOOD = """\
 #!/bin/bash
-#SBATCH --nodes=4
+#SBATCH --nodes=4 --no-kill
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@300
@@ -139,11 +139,52 @@ def test_a_signal_to_the_shell_reaches_ckptctl_run_through_the_trap(option, name
         ("kill -USR1", "kill", "signal.srun-killed"),
         ("srun --kill-on-bad-exit=1 python", "torchrun", "signal.not-handled"),
         ('wait "$pid"\nexit $?', "sleep 1", "signal.no-wait"),
+        ('kill -USR1 "$pid"', 'scancel --full --signal=TERM "$SLURM_JOB_ID"', "signal.srun-killed"),
+        ("exit $?", 'scontrol requeue "$SLURM_JOB_ID"\nexit $?', "requeue.cancelled"),
     ],
 )
 def test_a_signal_to_the_shell_must_reach_python(old, new, name, tmp_path):
     assert old in TRAP
     assert name in names(tmp_path, TRAP.replace(old, new))
+
+
+@pytest.mark.parametrize("signal", ["USR1", "TERM"])
+@pytest.mark.parametrize("step", ["", ".0"])
+def test_a_trap_that_signals_the_tasks_by_scancel_is_sound(signal, step, tmp_path):
+    sent = f'scancel --signal={signal} "$SLURM_JOB_ID{step}"'
+    text = TRAP.replace('kill -USR1 "$pid"', sent).replace("TERM@", "USR1@")
+    text = text.replace("' TERM\n", "' USR1\n")
+    assert names(tmp_path, text) == set()
+    text = text.replace("python train.py", "torchrun train.py")
+    assert names(tmp_path, text) == ({"signal.not-handled"} if signal == "USR1" else set())
+
+
+RUN = (
+    TRAP.replace("TERM@", "USR1@")
+    .replace("' TERM\n", "' USR1\n")
+    .replace(
+        "srun --kill-on-bad-exit=1",
+        "ckptctl run --root r -- srun --kill-on-bad-exit=1 '--nodes={nodes}' '--ntasks={nodes}'",
+    )
+    .replace(
+        "#SBATCH --requeue", "#SBATCH --nodes=4 --ntasks-per-node=1 --no-kill\n#SBATCH --requeue"
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("kill -USR1", "kill -TERM", None),
+        (" --no-kill", "", "sbatch.no-kill"),
+        ("--nodes=4 --ntasks-per-node=1 --no-kill", "--nodes=1 --ntasks-per-node=1", None),
+        (" '--ntasks={nodes}'", "", "srun.ntasks"),
+        (" '--nodes={nodes}' '--ntasks={nodes}'", " -N {nodes} -n {world_size}", None),
+    ],
+)
+def test_run_uses_the_nodes_that_are_left(old, new, name, tmp_path):
+    assert old in RUN
+    assert names(tmp_path, RUN.replace(old, new)) == ({name} if name else set())
 
 
 def test_a_pipe_hides_a_crash(tmp_path):
@@ -202,6 +243,10 @@ def test_a_framework_that_resumes_by_itself_is_not_accused(tmp_path, command, na
         ("B:TERM@60", "exec srun -K python", "signal.srun-killed"),
         ("B:USR1@60", "exec srun -K python", None),
         ("B:TERM@60", "exec torchrun", None),
+        ("USR1@60", "TORCHELASTIC_SIGNALS_TO_HANDLE=USR1 srun -K torchrun", "signal.not-handled"),
+        ("USR1@60", "PET_SIGNALS_TO_HANDLE=TERM,USR1 srun -K torchrun", None),
+        ("USR1@60", "PET_SIGNALS_TO_HANDLE=$SIGNALS srun -K torchrun", None),
+        ("USR1@60", "srun -K ft_launcher", "signal.not-handled"),
     ],
 )
 def test_a_signal_that_the_launcher_does_not_pass_on_is_found(tmp_path, signal, launch, name):
