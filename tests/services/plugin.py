@@ -1,7 +1,7 @@
-"""S3 servers for tests.
+"""Services for tests: S3 servers and a Slurm.
 
-Each fixture returns an `S3Server`: a real server on loopback with a bucket of its
-own for each caller. Checkpoints to upload are in the `conftest.py` of `tests`.
+A server of S3 is an `S3Server`: a real one on loopback with a bucket of its own for each
+caller. Checkpoints to upload are in the `conftest.py` of `tests`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import pytest
 from services import ceph
 from services.counting_proxy import CountingProxy
 from services.moto_server import moto_server
+from services.slurm import Slurm
+from services.slurm import why_not as why_no_slurm
 
 PAGE = 100
 """Names in one answer of `s3_moto` to a listing; a thousand would take long to write."""
@@ -127,6 +129,21 @@ def s3_ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         if not known["n"]:
             ceph.stop(shared)
         users.write_text(json.dumps(known))
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A real Slurm with four nodes, one for each worker; skips where it cannot run.
+
+    With `CKPTCTL_TEST_SLURM=required` it fails there instead.
+    """
+    if reason := why_no_slurm():
+        if os.environ.get("CKPTCTL_TEST_SLURM") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.stop()
 
 
 @pytest.fixture(params=["s3_moto", pytest.param("s3_ceph", marks=pytest.mark.slow)])
