@@ -238,18 +238,41 @@ def test_the_shell_of_a_container_is_sound_and_ends_in_exec(name, folder):
     assert re.search(r"^exec torchrun ", train["command"][2], re.MULTILINE)
 
 
-def test_the_init_container_writes_the_step_and_an_empty_file_for_a_fresh_run(folder):
-    _, spec = rules("kubernetes_job.yaml")
-    text = spec["template"]["spec"]["initContainers"][0]["command"][2]
-    text = text.replace("/gate/step", str(folder / "step"))
-    for root, wanted in (("ckpt", f"{folder}/ckpt/step_20"), ("empty", "")):
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_published_schemas_of_kubernetes_accept_the_manifests(name):
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing")
+    for document in yaml.safe_load_all((JOBS / name).read_text()):
+        resource = document
+        if document["kind"] == "JobSet":  # its schema is not among them; that of its job is
+            (replicated,) = document["spec"]["replicatedJobs"]
+            resource = {"apiVersion": "batch/v1", "kind": "Job", **replicated["template"]}
+        for version in ("1.31", schemas.latest_version()):
+            schemas.validate(resource, version, strict=True)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize(("root", "step"), [("ckpt", "step_20"), ("empty", None)])
+def test_the_containers_choose_a_step_and_start_torchrun_with_it(name, root, step, folder):
+    _, spec = rules(name)
+    pod = spec["template"]["spec"]
+    command(folder, "torchrun", RECORD + 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >> "$CALLS"\n')
+    given = {
+        "ROOT": str(folder / root),
+        "CALLS": str(folder / "calls"),
+        "JOB_COMPLETION_INDEX": "2",
+        "PATH": f"{folder}/bin:/usr/bin:/bin",
+    }
+    for container in (*pod["initContainers"], *pod["containers"]):
+        *shell, text = container["command"]
+        text = text.replace("/gate/step", str(folder / "step"))
         subprocess.run(
-            ["/bin/sh", "-ec", text],
-            env=clean_environment(ROOT=str(folder / root), PATH=f"{folder}/bin:/usr/bin:/bin"),
-            check=True,
-            capture_output=True,
+            [*shell, text], env=clean_environment(**given), check=True, capture_output=True
         )
-        assert (folder / "step").read_text().strip() == wanted
+    started, shutdown_s = calls(folder).splitlines()
+    assert started.startswith("torchrun --nnodes=4 --nproc-per-node=8 --node-rank=2 ")
+    resumed = f" --resume-from {folder / root / step}" if step else ""
+    assert started.endswith(f" train.py --root {folder / root}{resumed}")
+    assert int(shutdown_s) < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if "jobset" in name])
