@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from damage import flip
 from services.processes import wait_until
 from services.slurm import Slurm
 
@@ -155,3 +156,24 @@ def test_run_continues_within_the_allocation_where_a_node_is_lost(submit, slurm)
     lose_second_node(job, slurm)
     job.wait_for_start(2)
     assert job.restarts() == 0
+
+
+def test_two_steps_of_one_job_verify_two_checkpoints_at_one_time(
+    slurm, checkpoints, copy_of, tmp_path
+):
+    damaged, sound = (copy_of(checkpoints / "run_fsdp4") / "step_500" for _ in range(2))
+    flip(damaged / "__0_0.distcp")
+    script = tmp_path / "verify.sh"
+    verify = "srun --overlap --ntasks=2 ckptctl verify --level content"
+    script.write_text(
+        f"#!/bin/bash\n{verify} {damaged} &\n{verify} {sound} &\n"
+        "wait %1; echo damaged $?; wait %2; echo sound $?\n"
+    )
+    environment = slurm.environment()
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    words = ("--nodes=2", "--ntasks=2", "--output=verify.out", script)
+    job = slurm.sbatch(*words, cwd=tmp_path, **environment)
+    slurm.wait_for_state(job, "COMPLETED", "FAILED")
+    printed = (tmp_path / "verify.out").read_text()
+    assert "damaged 21\n" in printed
+    assert "sound 0\n" in printed
