@@ -166,7 +166,9 @@ def _to_agent(where: str, training: Training, signal: str | None) -> Iterator[Ad
     agent = _AGENT.search(training.text)
     if signal is None or signal in _HANDLED or agent is None:
         return
-    if re.search(rf"--signals[-_]to[-_]handle[= ]\S{{0,80}}{re.escape(signal)}", training.text, re.I):
+    if re.search(
+        rf"--signals[-_]to[-_]handle[= ]\S{{0,80}}{re.escape(signal)}", training.text, re.I
+    ):
         return
     yield fault(
         "signal.not-handled",

@@ -219,7 +219,7 @@ def decide(
     if ended.asked:
         return Conclusion(Decision.STOPPED, "a signal asked for it", code, free=True)
     if ended.stopped:
-        return Conclusion(Decision.STOPPED, ended.stopped, code, free=True)
+        return stopped_by_scheduler(ended.cause and ended.cause["failure"], ended.stopped, code)
     if ended.hang is None:
         if code == 0:
             return Conclusion(Decision.DONE, "the command succeeded", 0, free=True)
@@ -250,6 +250,16 @@ def decide(
         left = after.left(options)
         reason = f"{left} of {options.max_restarts} restarts left without a newer step"
     return Conclusion(Decision.RESTART, reason, code, free)
+
+
+def stopped_by_scheduler(failure: str | None, why: str, code: int) -> Conclusion:
+    """The end of a job that the scheduler ends; `code` is that of its last attempt.
+
+    What is to continue later, on other nodes or in another job, is 94: the code of tasks that were
+    signalled does not tell a preemption from a job that was cancelled.
+    """
+    later = failure in ("preemption", "walltime")
+    return Conclusion(Decision.STOPPED, why, WAIT_FOR_CAPACITY if later else code, free=True)
 
 
 def _reason_of(code: int) -> str:

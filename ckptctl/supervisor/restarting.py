@@ -59,6 +59,7 @@ from ckptctl.supervisor.policy import (
     decide,
     series,
     since_progress,
+    stopped_by_scheduler,
 )
 from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
@@ -166,7 +167,7 @@ def _run_attempts(
             return Conclusion(Decision.RESTART, "a signal asked for it", number)
         slurm = ask_slurm(job.nodes.names)
         if job.attempts and slurm is not None and slurm.ends:
-            return Conclusion(Decision.STOPPED, slurm.why, job.attempts[-1].exit_code)
+            return stopped_by_scheduler(slurm.ends, slurm.why, job.attempts[-1].exit_code)
         down = {} if slurm is None else slurm.down
         plan = job.nodes.plan(held.state, job.roots.loads, down)
         if plan is None:

@@ -57,9 +57,9 @@ _WITH_VALUE = frozenset(f"-{letter}" for letter in "ABCDJGLMNOSTcdeimnopqrtuwx")
 class SlurmJob(NamedTuple):
     """What the controller knows of the job around this process.
 
-    `ends` is the class of failure for which it ends the job, such as `preemption`, empty where it
-    does not; `why` states it. `down` are those of the nodes asked about on which no step can be
-    started, with their states.
+    `ends` is the class of failure for which it ends the job: `preemption`, `walltime` or `user`,
+    empty where it does not; `why` states it. `down` are those of the nodes asked about on which no
+    step can be started, with their states.
     """
 
     ends: str
