@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -283,7 +284,9 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
             error.next_command = command_line("explain", error.exit_code)
             out.error(error)
 
-        with Watchdog(_PATIENCE * timeout_s, stalled):
+        own_output = function.__name__ in _WRITES_ITSELF
+        shown = nullcontext() if own_output else out.at_work(function.__name__)
+        with Watchdog(_PATIENCE * timeout_s, stalled), shown:
             return function(**given, out=out)
 
     run.__doc__ = function.__doc__
@@ -312,6 +315,9 @@ def is_from_variable(context: typer.Context, option: Any) -> bool:
     source = context.get_parameter_source(option.name)
     return source is not None and source.name == "ENVIRONMENT"
 
+
+_WRITES_ITSELF = frozenset({"run"})
+"""Commands whose child process writes to the terminal."""
 
 _PATIENCE = 4
 """A mounted file system may be silent for so many times `--timeout`: then the process ends."""

@@ -1,9 +1,9 @@
 """Print the results of a command without secrets: the only module that writes to the terminal.
 
 The one place that prints. Data goes to standard output, everything else to standard error.
-On a terminal there is colour, and prose is wrapped at its width; off a terminal every line
-stays whole. With `--json` there is one document on standard output and nothing else. `Progress`
-is a bar on a terminal, once a second has gone by; elsewhere a plain line every 30 seconds.
+On a terminal rich draws colour and progress (`console`), and prose is wrapped at its width; off
+a terminal every line stays whole, and progress is a plain line every 30 seconds. With `--json`
+there is one document on standard output and nothing else.
 `rendering` and `documents` decide what is printed.
 """
 
@@ -15,11 +15,18 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    suppress,
+)
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias, cast
 
-from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
+from ckptctl.cli.rendering import Line, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import command_line, duration, size
 from ckptctl.redaction import RedactedStream, redacted, redacted_values
@@ -27,6 +34,7 @@ from ckptctl.redaction import RedactedStream, redacted, redacted_values
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from ckptctl.cli.console import Activity
     from ckptctl.cli.documents import Document
     from ckptctl.distributed.process_group import ProcessGroup
 
@@ -57,19 +65,6 @@ _STRIP_WIDTH = 80
 
 Color = Literal["auto", "always", "never"]
 """When to colour."""
-
-
-# Select Graphic Rendition: of 256 colours those that can be read on a white and on a black
-# background, and the nearest of 16. Glyphs and words carry the same information.
-_STYLES: Mapping[Style, tuple[str, str]] = {
-    "good": ("38;5;28", "32"),
-    "warn": ("38;5;166", "33"),
-    "bad": ("1;38;5;160", "1;31"),
-    "strong": ("1", "1"),
-    "name": ("1", "1"),
-    "command": ("1;38;5;32", "1;36"),
-    "code": ("1;38;5;32", "1;36"),
-}
 
 
 class Channel(NamedTuple):
@@ -147,7 +142,32 @@ class Output:
         color = "never" if self.command == "pick" else color
         self.out = Channel.on(sys.stdout, color, must_arrive=True)
         self.err = Channel.on(sys.stderr, color, must_arrive=False)
-        self._progress: Progress | None = None
+        self._activity: Activity | None = None
+        self._progress_lines = ProgressLines(self.err.write)
+
+    @contextmanager
+    def at_work(self, message: str) -> Iterator[None]:
+        """Show on a terminal that the command is at work while it prints nothing."""
+        stream = self.err.stream
+        if stream is None or not (self.talks and self.err.terminal) or _is_dumb():
+            yield
+            return
+        from ckptctl.cli.console import Activity
+
+        activity = self._activity = Activity(stream, self.err.picture_width, message)
+        try:
+            yield
+        finally:
+            activity.close()
+
+    @property
+    def draws(self) -> bool:
+        """Whether a terminal shows that the command is at work, and for how long."""
+        return self._activity is not None
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Show nothing, while a person types or another program writes to the terminal."""
+        return nullcontext() if self._activity is None else self._activity.paused()
 
     def keep_commands(self) -> None:
         """Print next commands as they are from now on."""
@@ -157,6 +177,8 @@ class Output:
         """Print errors only, and those on standard error: rank 0 prints the answer."""
         self.as_json, self.quiet, self._report_file = False, True, None
         self._aside = True
+        if self._activity is not None:
+            self._activity.close()
 
     @property
     def talks(self) -> bool:
@@ -224,6 +246,7 @@ class Output:
 
         `check_address` has refused paths with secrets.
         """
+        self._clear_progress()
         for text in texts:
             stream = self._stdout()
             with _writing():
@@ -275,12 +298,9 @@ class Output:
 
     def progress(self, message: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
         """Show the progress, if a person may be waiting; `unit` `B` counts in bytes."""
-        if not self.talks or self.err.stream is None:
-            return
-        if self._progress is None:
-            smart = self.err.terminal and os.environ.get("TERM") != "dumb"
-            self._progress = Progress(self.err.write, terminal=smart, width=self.err.picture_width)
-        self._progress.update(message, done, total, unit=unit)
+        if self.talks and self.err.stream is not None:
+            shown = self._activity or self._progress_lines
+            shown.update(message, done, total, is_bytes=unit == "B")
 
     def flush(self) -> None:
         """Bring out what is still held back, so that a failure to do so is noticed."""
@@ -310,7 +330,12 @@ class Output:
         completed = self.completed(a_line)
         spans = tuple(span._replace(text=redacted(span.text)) for span in completed.spans)
         for part in wrapped(made_safe(completed._replace(spans=spans)), channel.width):
-            yield _colored(part) if channel.color else part.text
+            if channel.color:
+                from ckptctl.cli.console import styled
+
+                yield styled(part)
+            else:
+                yield part.text
 
     def _as_text(self, document: Document) -> str:
         from ckptctl.cli.documents import as_text
@@ -333,8 +358,8 @@ class Output:
         return self.out.stream
 
     def _clear_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.clear()
+        if self._activity is not None:
+            self._activity.clear()
 
 
 @contextmanager
@@ -366,14 +391,6 @@ def _write(stream: TextIO, text: str) -> None:
         stream.flush()
 
 
-def _colored(a_line: Line) -> str:
-    few = "256" not in os.environ.get("TERM", "") and not os.environ.get("COLORTERM")
-    return "".join(
-        f"\x1b[{_STYLES[style][few]}m{text}\x1b[0m" if style else text
-        for text, style in a_line.spans
-    )
-
-
 def _wants_color(color: Color, *, terminal: bool) -> bool:
     """`--color` first, then NO_COLOR, then FORCE_COLOR, then what the stream is."""
     if color != "auto":
@@ -382,7 +399,12 @@ def _wants_color(color: Color, *, terminal: bool) -> bool:
         return False
     if os.environ.get("FORCE_COLOR"):
         return True
-    return terminal and os.environ.get("TERM") != "dumb"
+    return terminal and not _is_dumb()
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal can neither colour nor take a line away."""
+    return os.environ.get("TERM") == "dumb"
 
 
 def _terminal_width(stream: TextIO) -> int:
@@ -471,63 +493,29 @@ def process_group(stack: ExitStack, out: Output) -> ProcessGroup:
     return stack.enter_context(joined(launched, redacted(command_line(*sys.argv[1:]))))
 
 
-_BAR_AFTER_S = 1.0
-_BAR_EVERY_S = 0.1
-_LINE_EVERY_S = 30.0
-_BAR_CELLS = 24
+class ProgressLines:
+    """Reports through `write` how far a command is, every 30 seconds, in a log or a pipe."""
 
-
-class Progress:
-    """Shows through `write` how far a command is; `update` may be called at any rate."""
-
-    def __init__(
-        self, write: Callable[[str], None], *, terminal: bool, width: int = _STRIP_WIDTH
-    ) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._terminal = terminal
-        # A bar in the last cell, or on two rows, could not be taken away.
-        self._n_cells = min(width, _STRIP_WIDTH) - 1
         self._started_s = time.monotonic()
-        self._next_s = self._started_s + (_BAR_AFTER_S if terminal else _LINE_EVERY_S)
-        self._shown = False
+        self._next_s = self._started_s + _LINE_EVERY_S
 
-    def update(self, message: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
-        """Show `message`, with a bar where `total` is known; at most as often as is useful.
-
-        With `unit` `B`, `done` and `total` are bytes, and are shown, with their rate.
-        """
+    def update(self, message: str, done: int, total: int, *, is_bytes: bool) -> None:
+        """Report `message`, with the share and the remaining time where `total` is known."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
-        text = f"{message}{self._bytes(done, total, now_s)}" if unit == "B" else message
-        left = f", {100 * done // total} %{self._left(done, total, now_s)}" if total else ""
-        if self._terminal:
-            bar = _bar(done, total) if total else ""
-            room = max(0, self._n_cells - len(bar) - len(left))
-            self._write("\r\x1b[K" + f"{bar}{text[:room]}{left}"[: self._n_cells])
-            self._next_s = now_s + _BAR_EVERY_S
-        else:
-            self._write(f"{text}{left}\n")
-            self._next_s = now_s + _LINE_EVERY_S
-        self._shown = True
-
-    def clear(self) -> None:
-        """Take the bar away, before something else is printed."""
-        if self._shown and self._terminal:
-            self._write("\r\x1b[K")
-            self._shown = False
-
-    def _bytes(self, done: int, total: int, now_s: float) -> str:
-        rate = done / max(now_s - self._started_s, 1e-3)
-        return f" {size(done)} of {size(total)}, {size(int(rate))}/s"
-
-    def _left(self, done: int, total: int, now_s: float) -> str:
-        if not done:
-            return ""
-        left_s = (now_s - self._started_s) * (total - done) / done
-        return f", {duration(left_s)} left"
+        self._next_s = now_s + _LINE_EVERY_S
+        elapsed_s = max(now_s - self._started_s, 1e-3)
+        if is_bytes:
+            rate = size(int(done / elapsed_s))
+            message += f" {size(done)} of {size(total)}, {rate}/s"
+        if total:
+            message += f", {100 * done // total} %"
+        if total and done:
+            message += f", {duration(elapsed_s * (total - done) / done)} left"
+        self._write(f"{message}\n")
 
 
-def _bar(done: int, total: int) -> str:
-    filled = _BAR_CELLS * done // total
-    return f"[{'#' * filled}{'.' * (_BAR_CELLS - filled)}] "
+_LINE_EVERY_S = 30.0

@@ -322,6 +322,9 @@ def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
     yield from next_line(ran.next_command)
 
 
+_RULE = 80
+"""How long the rule is at most with which a terminal separates the states."""
+
 BLOCK_INDENT = 4
 """How far what a command prints is indented."""
 
@@ -381,7 +384,10 @@ class TerminalPrompts:
 
     def entering(self, state: State) -> None:
         """The heading of a state; with `verbose` also what it is for, the first time."""
-        self._say(EMPTY, line(StyledText(f"== {state.name}", "strong")))
+        heading = f"== {state.name}"
+        if self.out.draws and self.out.err.unicode:
+            heading = f"── {state.name} ".ljust(min(self.out.err.picture_width, _RULE), "─")
+        self._say(EMPTY, line(StyledText(heading, "strong"), solid=True))
         if state.name in self._explained or not self.verbose:
             return
         self._explained.add(state.name)
@@ -405,7 +411,11 @@ class TerminalPrompts:
 
     def silent(self, waited_s: float) -> None:
         """That the command still runs."""
-        text = f"still running after {duration(waited_s, digits=2)}; Ctrl-C leaves the run here"
+        leave = "Ctrl-C leaves the run here"
+        if self.out.draws:
+            self.out.progress(f"still running; {leave}")
+            return
+        text = f"still running after {duration(waited_s, digits=2)}; {leave}"
         self._say(line(" " * BLOCK_INDENT, text))
 
     def printed(self, text: str) -> None:
@@ -541,7 +551,8 @@ class TerminalPrompts:
         """The line that a person types, and nothing where the input ends."""
         lines = wrapped(line(prompt, hang=2), self.out.err.width)
         self.out.err.write("\n".join(each.text for each in lines) + " ")
-        return os.fsdecode(sys.stdin.buffer.readline())
+        with self.out.paused():
+            return os.fsdecode(sys.stdin.buffer.readline())
 
     def _say(self, *lines: Line) -> None:
         if self.out.talks:

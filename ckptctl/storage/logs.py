@@ -153,17 +153,14 @@ def _opened(path: str, name: str, found: FoundIn | None) -> tuple[int, bool]:
     with busy(name):
         if os.path.isfile(path):
             return open_log(path)
-    return open_log(path)  # the writer of a pipe may open it at any time
+    with busy(name, bounded=False):  # the writer of a pipe may open it at any time
+        return open_log(path)
 
 
 def _descriptor_pieces(fd: int, name: str, *, watched: bool) -> Iterator[bytes]:
     while True:
-        with errors_of_storage(name):
-            if watched:
-                with busy(name):
-                    piece = os.read(fd, _PIECE)
-            else:
-                piece = os.read(fd, _PIECE)
+        with errors_of_storage(name), busy(name, bounded=watched):
+            piece = os.read(fd, _PIECE)
         if not piece:
             return
         yield piece

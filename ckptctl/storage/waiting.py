@@ -41,12 +41,13 @@ _PRINTING_S = 5.0
 
 
 class Operation:
-    """One wait for the storage in one thread."""
+    """One wait for the storage in one thread; one that is not `bounded` may last for any time."""
 
-    __slots__ = ("n_beats", "what")
+    __slots__ = ("bounded", "n_beats", "what")
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, bounded: bool = True) -> None:
         self.what = what
+        self.bounded = bounded
         self.n_beats = 0
 
     def __enter__(self) -> None:
@@ -72,15 +73,22 @@ _exempt: set[int] = set()
 _UNWATCHED = _Unwatched("")
 
 
-def busy(what: str) -> Operation:
+def busy(what: str, *, bounded: bool = True) -> Operation:
     """A context manager around one wait for the storage; `what` begins the error message.
 
+    A wait for a person or for the writer of a pipe is not `bounded`.
     Costs almost nothing while no watchdog is open. Time between operations (a pause before
     a retry) is not counted. Operations do not nest.
     """
     if not _open or threading.get_ident() in _exempt:
         return _UNWATCHED
-    return Operation(what)
+    return Operation(what, bounded=bounded)
+
+
+def operation_in_flight() -> str:
+    """What one of the waits for the storage is for: a path or an address; empty without one."""
+    operations = [*_in_flight.values()]
+    return operations[-1].what if operations else ""
 
 
 def leave_unwatched() -> None:
@@ -129,7 +137,8 @@ class Watchdog:
             for key, operation in list(_in_flight.items()):
                 before, n_beats, quiet = seen.get(key, (None, 0, 0))
                 same = before is operation and n_beats == operation.n_beats
-                now[key] = (operation, operation.n_beats, quiet + 1 if same else 0)
+                is_quiet = same and operation.bounded
+                now[key] = (operation, operation.n_beats, quiet + 1 if is_quiet else 0)
                 if now[key][2] >= wake_ups:
                     self._end(operation)
             seen = now

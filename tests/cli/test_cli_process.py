@@ -17,12 +17,12 @@ from command_line import COMMAND, clean_environment, run_program
 import ckptctl as package
 
 
-def on_a_terminal(*args, columns=80, cwd=None, env=None) -> tuple[int, str]:
-    """Run `ckptctl` on a terminal of its own; its exit code, and all that it wrote."""
+def on_a_terminal(*args, columns=80, cwd=None, env=None, command=COMMAND) -> tuple[int, str]:
+    """Run a command on a terminal of its own; its exit code, and all that it wrote."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     process = subprocess.Popen(
-        [*COMMAND, *map(str, args)],
+        [*command, *map(str, args)],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

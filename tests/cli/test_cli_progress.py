@@ -1,12 +1,33 @@
-"""What a long-running command reports."""
+"""What a long-running command shows on a terminal, and writes to a log."""
 
 import io
+import os
+import re
+import sys
 from itertools import pairwise
 
 import pytest
+from test_cli_process import on_a_terminal, plain
 
 from ckptctl.cli import output
-from ckptctl.cli.output import Progress
+from ckptctl.cli.output import ProgressLines
+
+# A command that is longer silent than the terminal waits, then compares bytes for a while.
+AT_WORK = """
+import sys, time
+from ckptctl.cli.output import Output
+from ckptctl.storage.waiting import Operation
+out = Output("verify")
+with out.at_work("verify"):
+    with Operation("/shared/a-root-with-a-name-that-is-long/and-longer/step_100/__0_0.distcp"):
+        time.sleep(2.5)
+    total = 10 << 40
+    for turn in range(1, 60):
+        message = "compared with the checksums of the records"
+        out.progress(message, turn * total // 80, total, unit="B")
+        time.sleep(0.05)
+    out.tell("a note")
+"""
 
 
 @pytest.fixture
@@ -17,54 +38,78 @@ def clock(monkeypatch):
     return now
 
 
-def told(clock, *, terminal: bool, until_s: float, every_s: float = 0.05, width: int = 80) -> str:
+def logged(clock, *, until_s: float, every_s: float = 0.05, unit: str = "") -> str:
     stream = io.StringIO()
-    bar = Progress(stream.write, terminal=terminal, width=width)
+    lines = ProgressLines(stream.write)
     for turn in range(int(until_s / every_s) + 1):
         clock[0] = 1000.0 + turn * every_s
-        bar.update(f"{turn} steps looked at", turn, int(until_s / every_s))
-    bar.clear()
+        total = int(until_s / every_s)
+        lines.update(f"{turn} steps inspected", turn, total, is_bytes=unit == "B")
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_is_quick_is_done_without_a_word(clock, terminal):
-    assert told(clock, terminal=terminal, until_s=0.9) == ""
-
-
-def test_a_terminal_gets_one_line_that_is_taken_away_at_the_end(clock):
-    shown = told(clock, terminal=True, until_s=5)
-    assert "\n" not in shown
-    assert "[############............] " in shown
-    assert shown.endswith("\r\x1b[K")
-    assert all(len(each) < 80 for each in shown.split("\r\x1b[K"))
-
-
-def test_a_narrow_terminal_gets_one_row(clock):
-    shown = told(clock, terminal=True, until_s=5, width=40)
-    assert max(len(each) for each in shown.split("\r\x1b[K")) == 39
-
-
-def test_a_terminal_is_not_flooded(clock):
-    assert told(clock, terminal=True, until_s=11, every_s=0.001).count("\r") <= 102
+def test_a_quick_command_logs_no_progress(clock):
+    assert logged(clock, until_s=29) == ""
 
 
 def test_a_log_gets_a_plain_line_every_half_minute(clock):
-    lines = told(clock, terminal=False, until_s=100).splitlines()
+    lines = logged(clock, until_s=100).splitlines()
     assert len(lines) == 3
-    assert all("\x1b" not in each and "\r" not in each for each in lines)
-    counts = [int(each.split()[0]) for each in lines]
+    assert all("\x1b" not in text and "\r" not in text for text in lines)
+    counts = [int(text.split()[0]) for text in lines]
     assert all(later - earlier >= 600 for earlier, later in pairwise(counts))
+    assert ", 30 %, 70 s left" in lines[0]
 
 
-def test_how_long_it_will_take_is_told_where_the_end_is_known(clock):
-    assert ", 50 %, 50 s left" in told(clock, terminal=True, until_s=100)
+def test_bytes_are_logged_with_their_rate(clock):
+    first = logged(clock, until_s=100, unit="B").splitlines()[0]
+    assert first == "600 steps inspected 600 B of 2.0 KiB, 20 B/s, 30 %, 70 s left"
 
 
-def test_what_is_left_is_shown_however_long_the_message_is(clock):
-    stream = io.StringIO()
-    bar = Progress(stream.write, terminal=True, width=80)
-    clock[0] += 50
-    bar.update("compared with the checksums of the records", 5 << 40, 10 << 40, unit="B")
-    assert stream.getvalue().endswith(", 50 %, 50 s left")
-    assert len(stream.getvalue().split("\x1b[K")[1]) == 79
+@pytest.fixture(scope="module", params=[80, 120])
+def drawn(request) -> tuple[int, list[str]]:
+    """The width of a terminal, and what stood in its last line one after the other."""
+    _, shown = on_a_terminal("-c", AT_WORK, columns=request.param, command=(sys.executable,))
+    pieces = re.split(r"\r|\n|\x1b\[2K|\x1b\[1A", shown)
+    frames = [re.sub(r"\x1b\[\??[0-9;]*[a-zA-Z]", "", piece) for piece in pieces]
+    return request.param, [*filter(None, frames)]
+
+
+def test_the_line_fits_the_terminal(drawn):
+    columns, frames = drawn
+    assert max(map(len, frames)) < columns
+
+
+def test_a_silent_wait_has_a_spinner_the_elapsed_time_and_what_is_waited_for(drawn):
+    _, frames = drawn
+    waits = [frame for frame in frames if " verify: /shared/" in frame]
+    assert len({frame[0] for frame in waits}) > 1
+    assert all(re.search(r" \d:\d\d:\d\d$", frame) for frame in waits)
+
+
+def test_the_remaining_time_is_never_cut(drawn):
+    _, frames = drawn
+    bars = [frame for frame in frames if " of 10.0 TiB" in frame]
+    assert len(bars) > 3
+    assert all(re.search(r"\d+ % [\d:-]+ left$", frame) for frame in bars)
+
+
+def test_the_line_is_gone_before_something_is_printed(drawn):
+    assert drawn[1][-1] == "ckptctl: a note"
+
+
+def test_a_dumb_terminal_and_no_color_are_obeyed():
+    _, dumb = on_a_terminal("-c", AT_WORK, command=(sys.executable,), env={"TERM": "dumb"})
+    assert dumb == "ckptctl: a note\n"
+    _, bare = on_a_terminal("-c", AT_WORK, command=(sys.executable,), env={"NO_COLOR": "1"})
+    assert not re.search(r"\x1b\[[0-9;]*(3[0-8]|4[0-8])[;m]", bare)
+
+
+def test_a_wait_for_a_log_names_it(tmp_path):
+    """A FIFO that nobody writes to: the command waits until the test has read that it does."""
+    os.mkfifo(tmp_path / "train.log")
+    command = f"timeout -s INT 4 {sys.executable} -P -m ckptctl classify train.log"
+    _, shown = on_a_terminal("-c", command, cwd=tmp_path, command=("sh",))
+    assert "classify: train.log" in plain(shown)
+    assert "error: ended by SIGINT" in plain(shown)
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back

@@ -141,7 +141,7 @@ def test_every_module_has_a_floor():
 
 
 def test_torch_stays_in_its_floors_and_numpy_out_of_the_package():
-    allowed = {"torch": TORCH_ALLOWED, "numpy": ("train",), "rich": (), "click": ()}
+    allowed = {"torch": TORCH_ALLOWED, "numpy": ("train",), "click": ()}
 
     def outside(name: str, found: str) -> bool:
         return layer_of(name) not in allowed.get(root_of(found), (layer_of(name),))
@@ -158,6 +158,11 @@ def test_nothing_heavy_is_imported_at_the_start():
         if root_of(found) in HEAVY
     ]
     assert heavy == []
+
+
+def test_only_one_module_draws_with_rich():
+    others = [name for name in MODULES if name != "cli/console.py"]
+    assert imported(others, forbidden=lambda _, found: root_of(found) == "rich") == []
 
 
 def test_only_public_names_of_typer_are_used():
