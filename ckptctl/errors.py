@@ -57,6 +57,36 @@ class UsageError(CkptctlError, code="usage", exit_code=2):
         self.without = without
 
 
+class OptionError(UsageError, code="usage"):
+    """The value of an option is wrong, or its combination with another.
+
+    `option` is its name on the command line (`--level`), with which the message begins; the
+    command line puts the name of the variable or of the key in its place that has set it.
+    """
+
+    def __init__(
+        self,
+        option: str,
+        problem: str,
+        *,
+        next_command: str | None = None,
+        instead: str | None = None,
+        without: tuple[str, ...] = (),
+    ) -> None:
+        self.option = option
+        self._problem = problem
+        message = self._named(option)
+        super().__init__(message, next_command=next_command, instead=instead, without=without)
+
+    def blame(self, name: str) -> None:
+        """Begin the message with another name of the option."""
+        self.message = redacted(self._named(name))
+
+    def _named(self, name: str) -> str:
+        space = "" if self._problem.startswith((":", ",")) else " "
+        return f"{name}{space}{self._problem}"
+
+
 class MissingExtra(UsageError, code="usage.missing-extra"):
     """A dependency that is an extra is not installed; the message names the extra."""
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, overload
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_option
 
@@ -132,8 +132,9 @@ class StorageOptions:
         object.__setattr__(self, "follow_links", tuple(self.follow_links))
         for folder in self.follow_links:
             if not os.path.isdir(folder):
-                raise UsageError(
-                    f"--follow-links {folder} is no folder: a link into it cannot be followed",
+                raise OptionError(
+                    "--follow-links",
+                    f"{folder} is no folder: a link into it cannot be followed",
                     next_command="findmnt --real",
                 )
 
@@ -347,17 +348,18 @@ class Requirements:
         for name in allowed:
             parts = name.split(".")
             if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-                raise UsageError(
-                    f"--allow-globals is {name!r}; expected the name of a class with its module, "
-                    "such as mypackage.config.Config"
+                raise OptionError(
+                    "--allow-globals",
+                    f"is {name!r}; expected the name of a class with its module, "
+                    "such as mypackage.config.Config",
                 )
         object.__setattr__(self, "allow_globals", tuple(dict.fromkeys(allowed)))
         kinds = self.require.split(",") if isinstance(self.require, str) else self.require
         for kind in kinds:
             if kind not in STATE_KINDS:
-                raise UsageError(
-                    f"--require: {kind!r} is no kind of train state; they are "
-                    f"{', '.join(STATE_KINDS)}",
+                raise OptionError(
+                    "--require",
+                    f": {kind!r} is no kind of train state; they are {', '.join(STATE_KINDS)}",
                     instead=f"--require {','.join(STATE_KINDS[:2])}",
                 )
         pairs = [self.state_keys] if isinstance(self.state_keys, str) else self.state_keys
@@ -365,8 +367,9 @@ class Requirements:
         for pair in pairs:
             kind, equals, key = pair.partition("=")
             if kind not in STATE_KINDS or not (equals and key):
-                raise UsageError(
-                    f"--state is KIND=KEY with a kind of train state ({', '.join(STATE_KINDS)}), "
+                raise OptionError(
+                    "--state",
+                    f"is KIND=KEY with a kind of train state ({', '.join(STATE_KINDS)}), "
                     f"not {pair!r}",
                     instead="--state dataloader=data_pos",
                 )
@@ -377,16 +380,16 @@ class Requirements:
             ("saved-world-size", self.saved_world_size),
         ):
             if size is not None and size < 1:
-                raise UsageError(f"--{name} is {size}; a job has at least 1 rank")
+                raise OptionError(f"--{name}", f"is {size}; a job has at least 1 rank")
         not_negative("grace", self.grace_s)
         if self.key is not None:
             hide(self.key)
         if self.seal_run is not None and not _RUN.fullmatch(self.seal_run):
-            raise UsageError(
-                f"--seal-run is {self.seal_run!r}; the id of a run has 32 hexadecimal digits"
+            raise OptionError(
+                "--seal-run", f"is {self.seal_run!r}; the id of a run has 32 hexadecimal digits"
             )
         if self.seal_sequence is not None and self.seal_sequence < 1:
-            raise UsageError(f"--seal-sequence is {self.seal_sequence}; it must be 1 or more")
+            raise OptionError("--seal-sequence", f"is {self.seal_sequence}; it must be 1 or more")
         if self.key is not None and len(self.key) < MIN_KEY_BYTES:
             raise UsageError(
                 f"the key for seals has {len(self.key)} bytes; it must have {MIN_KEY_BYTES} or "
@@ -552,7 +555,7 @@ class ContentOptions:
         if self.deadline_s is not None:
             not_negative("deadline", self.deadline_s)
         if self.jobs is not None and self.jobs < 1:
-            raise UsageError(f"--jobs is {self.jobs}; it must be 1 or more")
+            raise OptionError("--jobs", f"is {self.jobs}; it must be 1 or more")
 
 
 class VerifyKeywords(StepKeywords, total=False):
@@ -683,7 +686,7 @@ def options_from(
 def not_negative(name: str, value: float) -> float:
     """The value, if it is 0 or more; raises `UsageError` with the option's name."""
     if not value >= 0:
-        raise UsageError(f"--{name} is {value}; it must be 0 or more")
+        raise OptionError(f"--{name}", f"is {value}; it must be 0 or more")
     return value
 
 

@@ -9,7 +9,7 @@ import ckptctl
 from ckptctl.cli.options import parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded, section
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError
 from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect
 from ckptctl.failures.stalled_collectives import described, ranges_of
@@ -101,7 +101,7 @@ def classify(
     the scheduler reports are listed even if they did not decide. Nothing is drained.
     """
     if print_word and print_nodes:
-        raise UsageError("--print-word and --print-nodes exclude each other")
+        raise OptionError("--print-word", "and --print-nodes exclude each other")
     answer = ckptctl.classify(
         logs or (),
         exit_code=exit_code,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output, check_output_file
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, padded, wrapped
-from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.errors import OptionError, StorageUnavailable, UsageError
 from ckptctl.formatting import command_line, path_word
 from ckptctl.options import TIMEOUT_S, Parameter
 from ckptctl.redaction import keep, shell_command
@@ -249,8 +248,8 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
     def run(context: typer.Context, **given: Any) -> int:
         try:
             return answer_of(context, given)
-        except UsageError as error:
-            error.message = _with_variable(error.message, context)
+        except OptionError as error:
+            _blame_variable(error, context)
             raise
 
     def answer_of(context: typer.Context, given: dict[str, Any]) -> int:
@@ -261,7 +260,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         keep(*(str(path) for name in paths if given[name] for path in _several(given[name])))
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
-            raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
+            raise OptionError("--timeout", f"is {timeout_s} s", instead="--timeout 120")
         for name in ("html", "metrics", "report"):
             if given.get(name) is not None:
                 check_output_file(f"--{name}", given[name])
@@ -297,17 +296,12 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
     return _with_signature(run, declared)
 
 
-def _with_variable(message: str, context: typer.Context) -> str:
-    """The message about an option with the name of its variable, where that has set it."""
+def _blame_variable(error: OptionError, context: typer.Context) -> None:
+    """Have the error name the variable of the option, where that has set it."""
     command: Any = context.command
-    first = next(iter(_OPTION.findall(message)), None)
     for option in command.params:
-        if first in option.opts and is_from_variable(context, option):
-            return message.replace(str(first), option.envvar, 1)
-    return message
-
-
-_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+        if error.option in option.opts and is_from_variable(context, option):
+            error.blame(option.envvar)
 
 
 def is_from_variable(context: typer.Context, option: Any) -> bool:

@@ -13,7 +13,7 @@ from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
 from ckptctl.cli.options import HtmlOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import line
-from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.errors import CkptctlError, OptionError, UsageError
 from ckptctl.formatting import command_line, counted, duration, verb
 from ckptctl.logs.reading import LogFormat
 from ckptctl.loss.following import FollowOptions, follow_loss
@@ -229,8 +229,8 @@ def loss(
         return 0
     _check(paths, resume, canary=canary, follow=follow)
     if print_verdict + print_throughput + print_suspect > 1:
-        raise UsageError(
-            "--print-verdict, --print-throughput and --print-suspect exclude each other"
+        raise OptionError(
+            "--print-verdict", ", --print-throughput and --print-suspect exclude each other"
         )
     if plot is not None and plot.lower().endswith(".html"):
         html, plot = html or plot, None
@@ -323,9 +323,9 @@ def _read_from(step: str, given: NamedCheckpoint, storage: StorageOptions) -> Na
     contents = ckptctl.show(step, storage=storage)
     listed = (contents.tensors, contents.bytes_entries, contents.shards, contents.unlisted)
     if contents.exit_code and contents.train_step is None and not any(listed):
-        raise UsageError(
-            f"--resume-from {step} is no step that can be read: it holds no tensor and no "
-            "train state",
+        raise OptionError(
+            "--resume-from",
+            f"{step} is no step that can be read: it holds no tensor and no train state",
             next_command=command_line("verify", step),
         )
     if given.saved_world_size is None and (saved := contents.world_size) is not None:
@@ -364,13 +364,15 @@ def _check(paths: list[str], resume: str, *, canary: bool, follow: bool) -> None
     if not paths:
         raise UsageError("no log was named", next_command="ckptctl loss --help")
     if canary and len(paths) < 2:
-        raise UsageError(
-            "--canary needs the log of the run and, after it, the log of the canary",
+        raise OptionError(
+            "--canary",
+            "needs the log of the run and, after it, the log of the canary",
             next_command="ckptctl loss --canary",
         )
     if follow and (canary or resume != "last"):
-        raise UsageError(
-            "--follow checks the last resume; it cannot be combined with --canary or --resume",
+        raise OptionError(
+            "--follow",
+            "checks the last resume; it cannot be combined with --canary or --resume",
             next_command="ckptctl loss --help",
         )
 
@@ -426,8 +428,10 @@ def _which(resume: str) -> int | str:
         return resume
     if resume.isascii() and resume.isdigit() and int(resume) > 0:
         return int(resume)
-    raise UsageError(
-        f"--resume {resume!r}: expected last, all, or a number from 1 on", instead="--resume last"
+    raise OptionError(
+        "--resume",
+        f"{resume!r}: expected last, all, or a number from 1 on",
+        instead="--resume last",
     )
 
 
@@ -436,6 +440,8 @@ def _keys(given: list[str] | tuple[str, ...]) -> dict[str, str] | None:
     for pair in given:
         field, equals, name = pair.partition("=")
         if not (field and equals and name):
-            raise UsageError(f"--key {pair!r}: expected FIELD=NAME", instead="--key loss=train/ce")
+            raise OptionError(
+                "--key", f"{pair!r}: expected FIELD=NAME", instead="--key loss=train/ce"
+            )
         keys[field] = name
     return keys or None

@@ -19,7 +19,7 @@ from ckptctl.cli.documents import error_document
 from ckptctl.cli.output import MakeDocument, Output
 from ckptctl.cli.rendering import line
 from ckptctl.distributed.commands import run_bounded
-from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.errors import CkptctlError, OptionError
 from ckptctl.formatting import counted
 from ckptctl.redaction import redacted_values
 from ckptctl.unexpected import Unknown, guarded
@@ -99,9 +99,9 @@ def _sender(given: str) -> Callable[[bytes], str | None]:
     try:
         words = shlex.split(given)
     except ValueError as error:
-        raise UsageError(f"--notify is {given!r}: {error}") from None
+        raise OptionError("--notify", f"is {given!r}: {error}") from None
     if not words:
-        raise UsageError("--notify is empty; it names the command to run, or a URL")
+        raise OptionError("--notify", "is empty; it names the command to run, or a URL")
     return lambda body: _run(words, body)
 
 
@@ -111,18 +111,20 @@ def _check_url(url: str) -> None:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError:
-        raise UsageError("--notify is a URL whose host or port is malformed") from None
+        raise OptionError("--notify", "is a URL whose host or port is malformed") from None
     if not host:
-        raise UsageError("--notify is a URL without a host")
+        raise OptionError("--notify", "is a URL without a host")
     if "@" in parts.netloc:
-        raise UsageError(
-            "--notify is a URL with a user name or a password, which is not supported; give a "
-            "command: --notify 'curl --netrc -sS --data-binary @- URL'"
+        raise OptionError(
+            "--notify",
+            "is a URL with a user name or a password, which is not supported; give a "
+            "command: --notify 'curl --netrc -sS --data-binary @- URL'",
         )
     if not url.isascii() or not url.isprintable() or " " in url:
-        raise UsageError(
-            "--notify is a URL with a space, a control character or one outside ASCII; encode it, "
-            "such as %20 for a space"
+        raise OptionError(
+            "--notify",
+            "is a URL with a space, a control character or one outside ASCII; encode it, "
+            "such as %20 for a space",
         )
 
 

@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ckptctl.cli.output import Color
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.model import Level
 from ckptctl.options import (
     LEVEL,
@@ -232,8 +232,9 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, object] | No
     for pair in given or ():
         key, equals, value = pair.partition("=")
         if not equals or not key.isidentifier():
-            raise UsageError(
-                "--storage-option is KEY=VALUE, and one of those given has no such form",
+            raise OptionError(
+                "--storage-option",
+                "is KEY=VALUE, and one of those given has no such form",
                 instead="--storage-option anon=true",
             )
         options[key] = _json_or_text(value)
@@ -287,7 +288,7 @@ def parse_counts(
     words = parts(given)
     for word in words:
         if not (word.isascii() and word.isdigit()) or len(word) > 19:
-            raise UsageError(f"{name} takes {what}, not {word!r}", instead=f"{name} {instead}")
+            raise OptionError(name, f"takes {what}, not {word!r}", instead=f"{name} {instead}")
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -301,7 +302,7 @@ def parse_exit_codes(given: Sequence[str] | None) -> tuple[int, ...]:
     name, what = "--no-restart-on", "exit codes from 0 to 255"
     codes = parse_counts(given, name, what, "1,137")
     if any(code > 255 for code in codes):
-        raise UsageError(f"{name} takes {what}, not {max(codes)}", instead=f"{name} 1,137")
+        raise OptionError(name, f"takes {what}, not {max(codes)}", instead=f"{name} 1,137")
     return codes
 
 
@@ -325,9 +326,9 @@ def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
         seconds = float(number) * _SECONDS[unit]
         if seconds <= _LONGEST_S:
             return seconds
-        raise UsageError(f"{name} is longer than 100 years", instead=f"{name} 5m")
-    raise UsageError(
-        f"{name} is a time like 90, 120s, 5m or 1.5h, not {text!r}", instead=f"{name} 5m"
+        raise OptionError(name, "is longer than 100 years", instead=f"{name} 5m")
+    raise OptionError(
+        name, f"is a time like 90, 120s, 5m or 1.5h, not {text!r}", instead=f"{name} 5m"
     )
 
 
@@ -348,13 +349,15 @@ def parse_size(name: str, text: str) -> int:
         n_bytes = float(digits) * _SIZES[unit]
         if n_bytes < 1 << 63:
             return int(n_bytes)
-    raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}", instead=f"--{name} 1G")
+    raise OptionError(
+        f"--{name}", f"is a size like 256M or 1.5G, not {text!r}", instead=f"--{name} 1G"
+    )
 
 
 def only_model(only: str | None) -> bool:
     """Whether all but the model is left out."""
     if only not in (None, "model"):
-        raise UsageError(f"--only {only!r}: there is only model", instead="--only model")
+        raise OptionError("--only", f"{only!r}: there is only model", instead="--only model")
     return only is not None
 
 

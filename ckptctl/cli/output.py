@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias, cast
 
 from ckptctl.cli.rendering import Line, error_lines, in_shell, line, made_safe, wrapped
-from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.errors import CkptctlError, OptionError, UsageError
 from ckptctl.formatting import command_line, duration, size
 from ckptctl.redaction import RedactedStream, redacted, redacted_values
 
@@ -454,14 +454,15 @@ def check_output_file(option: str, path: str) -> None:
     endings = _ENDINGS.get(option)
     if endings is not None:
         if not path.lower().endswith(endings):
-            raise UsageError(
-                f"{option} {path!r}: the name of a page ends in {' or '.join(endings)}",
+            raise OptionError(
+                option,
+                f"{path!r}: the name of a page ends in {' or '.join(endings)}",
                 instead=f"{option} page.html",
             )
         return
     what, beginning = _BEGINNINGS[option]
     if not path:
-        raise UsageError(f"{option} has an empty name of a file")
+        raise OptionError(option, "has an empty name of a file")
     from ckptctl.storage.shared_places import open_named
 
     try:
@@ -472,10 +473,10 @@ def check_output_file(option: str, path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}") from error
+        raise OptionError(option, f"{path}: {error.strerror}") from error
     if first and re.match(beginning, first) is None:
-        raise UsageError(
-            f"{option} {path}: the file exists and is not {what} of ckptctl; it is not overwritten"
+        raise OptionError(
+            option, f"{path}: the file exists and is not {what} of ckptctl; it is not overwritten"
         )
 
 

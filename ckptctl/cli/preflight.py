@@ -22,7 +22,7 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here, with_handed_on
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
@@ -186,9 +186,11 @@ def parse_launchers(given: list[str] | None, timeout_s: float) -> tuple[Launcher
         try:
             words = tuple(shlex.split(text))
         except ValueError as error:
-            raise UsageError(f"--launcher {text!r}: {error}") from error
+            raise OptionError("--launcher", f"{text!r}: {error}") from error
         if not words:
-            raise UsageError("--launcher is empty", instead="--launcher 'srun --ntasks-per-node=1'")
+            raise OptionError(
+                "--launcher", "is empty", instead="--launcher 'srun --ntasks-per-node=1'"
+            )
         launchers.append(Launcher(words, PATIENCE * timeout_s))
     return tuple(launchers)
 

@@ -18,7 +18,7 @@ from ckptctl.cli.options import (
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.distributed.launcher import launched_together
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.overdue import ALARM_AFTER
@@ -162,9 +162,9 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
         section = _SECTION_NAMES.get(name)
         if section is None or section in limits:
             what = "which is no section" if section is None else "twice"
-            raise UsageError(
-                f"--section-timeouts names {name!r}, {what}; the sections are "
-                f"{', '.join(SECTIONS)}",
+            raise OptionError(
+                "--section-timeouts",
+                f"names {name!r}, {what}; the sections are {', '.join(SECTIONS)}",
                 instead="--section-timeouts setup:600,step:180,checkpoint:420",
             )
         limits[section] = parse_duration(text, f"--section-timeouts {name}") or 0.0

@@ -26,7 +26,7 @@ from ckptctl.cli.rendering import (
     prose,
     wrapped,
 )
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.formatting import command_line, counted, duration
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.runbook.document import (
@@ -263,14 +263,16 @@ def _inputs(given: Sequence[str]) -> dict[str, list[str]]:
     for pair in given:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise UsageError(f"--set is NAME=VALUE, not {pair!r}", instead="--set LOG=train.log")
+            raise OptionError(
+                "--set", f"is NAME=VALUE, not {pair!r}", instead="--set LOG=train.log"
+            )
         inputs.setdefault(name, []).append(value)
     return inputs
 
 
 def _how(*, dry_run: bool, new: bool, go_on: bool) -> How:
     if sum((dry_run, new, go_on)) > 1:
-        raise UsageError("--dry-run, --new and --continue exclude each other")
+        raise OptionError("--dry-run", ", --new and --continue exclude each other")
     return "dry" if dry_run else "new" if new else "continue" if go_on else "auto"
 
 

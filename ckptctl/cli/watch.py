@@ -18,7 +18,7 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError
 from ckptctl.formatting import duration
 from ckptctl.options import Parameter, Requirements, StorageOptions
 from ckptctl.selection.overdue import ALARM_AFTER
@@ -68,10 +68,10 @@ def watch(
 
     rate = parse_size("bandwidth", bandwidth)
     if rate < 1:
-        raise UsageError(f"--bandwidth is {bandwidth}; it must be 1 or more")
+        raise OptionError("--bandwidth", f"is {bandwidth}; it must be 1 or more")
     interval_s = parse_duration(interval, "--interval") or 0.0
     if not interval_s:
-        raise UsageError("--interval is 0; the storage would be listed all the time")
+        raise OptionError("--interval", "is 0; the storage would be listed all the time")
     exit_code = 0
     counts = dict.fromkeys(Event, 0)
     newest: dict[Event, int] = {}

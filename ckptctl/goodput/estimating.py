@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.formatting import DAY_S, command_line, duration
 from ckptctl.goodput.measuring import Measured, measured
 from ckptctl.model import ExitCode, Fraction, Message, NextCommand, NonNegative
@@ -288,23 +288,26 @@ def _check(
     for name, value in times.items():
         may_be_0 = name in ("reschedule", "connect", "load", "compile", "save-time")
         if value is not None and not (_LEAST <= value <= _MOST or (may_be_0 and value == 0)):
-            raise UsageError(
-                f"--{name} is {value:g}; it must be {'0 or ' if may_be_0 else ''}from {_LEAST:g} "
-                f"to {_MOST:g}"
+            raise OptionError(
+                f"--{name}",
+                f"is {value:g}; it must be {'0 or ' if may_be_0 else ''}from {_LEAST:g} "
+                f"to {_MOST:g}",
             )
     interval_s, save_s = times["interval"], times["save-time"]
     if interval_s is not None and save_s is not None and save_s >= interval_s:
-        raise UsageError(
-            f"--save-time is {_duration(save_s)} and --interval {_duration(interval_s)}: "
+        raise OptionError(
+            "--save-time",
+            f"is {_duration(save_s)} and --interval {_duration(interval_s)}: "
             "--save-time must be shorter than --interval; give the time that a save takes from "
-            "training"
+            "training",
         )
     for name, count in (("nodes", n_nodes), ("gpus", n_gpus)):
         if count is not None and not 1 <= count <= _MOST:
-            raise UsageError(f"--{name} is {count}; it must be from 1 to {_MOST:g}")
+            raise OptionError(f"--{name}", f"is {count}; it must be from 1 to {_MOST:g}")
     if times["mtbf"] is None and (n_nodes is None) != (times["failures-per-node-day"] is None):
-        raise UsageError(
-            "--nodes and --failures-per-node-day belong together",
+        raise OptionError(
+            "--nodes",
+            "and --failures-per-node-day belong together",
             next_command="ckptctl cost --interval TIME --nodes NODES --failures-per-node-day RATE",
         )
     if root is None and times["interval"] is None:

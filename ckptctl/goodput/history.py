@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.errors import CkptctlError, OptionError, UsageError
 from ckptctl.failures.slow_ranks import slow_in_logs, slow_ranks_finding
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, duration, percent
@@ -72,7 +72,7 @@ def run_history(
     if not roots:
         raise UsageError("the root of a run is missing", next_command="ckptctl history ROOT")
     if state is not None and len(roots) > 1:
-        raise UsageError("--state is the state of one root; give one", without=("--state",))
+        raise OptionError("--state", "is the state of one root; give one", without=("--state",))
     storage = options_from(keywords, storage)
     attempts: list[PastAttempt] = []
     histories: list[RootHistory] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.errors import OptionError, StorageUnavailable
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.frameworks.state_keys import is_moment_name, is_square
@@ -459,8 +459,9 @@ def parse_subset(text: str | None) -> Choose | None:
     if percent and 0 < float(percent[1]) <= 100:
         fraction = float(percent[1]) / 100
         return lambda lengths: _spread(lengths, fraction)
-    raise UsageError(
-        f"--subset is a part of several (3/7) or of all bytes (10%), not {text!r}",
+    raise OptionError(
+        "--subset",
+        f"is a part of several (3/7) or of all bytes (10%), not {text!r}",
         instead="--subset 1/7",
     )
 

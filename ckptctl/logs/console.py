@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.logs.clocks import clock_in
 from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
 from ckptctl.logs.formats import PATTERNS, BlockFormat, LineFormat
@@ -41,7 +41,7 @@ def pattern_format(pattern: str) -> LineFormat:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"--pattern {pattern!r}: not a regular expression: {error}") from error
+        raise OptionError("--pattern", f"{pattern!r}: not a regular expression: {error}") from error
     unknown = sorted(set(compiled.groupindex) - set(FIELDS))
     if unknown or "step" not in compiled.groupindex:
         wrong = f"unknown group {unknown[0]!r}" if unknown else "no group named step"

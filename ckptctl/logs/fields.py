@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError
 from ckptctl.logs.clocks import clock_in, in_seconds
 from ckptctl.logs.rows import LogPosition, Number, Row
 from ckptctl.outside_numbers import MOST, finite, whole, whole_of
@@ -135,8 +135,9 @@ def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
     """The key map, from a field to its name in the log; raises `UsageError` for unknown fields."""
     for field, name in keys.items():
         if field not in FIELDS:
-            raise UsageError(
-                f"--key {field}={name}: unknown field {field}; the fields are {', '.join(FIELDS)}"
+            raise OptionError(
+                "--key",
+                f"{field}={name}: unknown field {field}; the fields are {', '.join(FIELDS)}",
             )
     return keys
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.deadlines import Deadline
-from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
+from ckptctl.errors import LogUnreadable, LogWithoutLoss, OptionError, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formatting import command_line
 from ckptctl.logs.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
@@ -55,12 +55,12 @@ class LogFormat:
 
     def __post_init__(self) -> None:
         if self.name is not None and self.name not in FORMATS:
-            raise UsageError(
-                f"--format {self.name}: unknown format; the formats are {', '.join(FORMATS)}"
+            raise OptionError(
+                "--format", f"{self.name}: unknown format; the formats are {', '.join(FORMATS)}"
             )
         if self.name is not None and self.pattern is not None:
-            raise UsageError(
-                "--format and --pattern cannot be combined: a pattern is a format of its own"
+            raise OptionError(
+                "--format", "and --pattern cannot be combined: a pattern is a format of its own"
             )
         if self.pattern is not None:
             pattern_format(self.pattern)

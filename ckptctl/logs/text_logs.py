@@ -14,7 +14,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from ckptctl.deadlines import Deadline
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError
 from ckptctl.logs import markers
 from ckptctl.logs.clocks import clock_in
 from ckptctl.logs.console import (
@@ -489,5 +489,5 @@ def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]
         return TEXT_FORMATS
     named = tuple(each for each in TEXT_FORMATS if each.name == form)
     if not named:
-        raise UsageError(f"--format {form}: unknown format")
+        raise OptionError("--format", f"{form}: unknown format")
     return named

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from heapq import merge
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import LogWithoutLoss, UsageError
+from ckptctl.errors import LogWithoutLoss, OptionError, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import command_line, counted, verb
 from ckptctl.logs.reading import DamageLog, LogFormat, read_logs
@@ -233,7 +233,7 @@ def check_split(
         chosen = [each for each in chosen if each.after[-1].step > resume_point.step]
     if isinstance(options.which, int) and not chosen:
         n_resumes = max(0, parts.n_segments - 1)
-        raise UsageError(f"--resume {options.which}: the logs hold {n_resumes} resumes")
+        raise OptionError("--resume", f"{options.which}: the logs hold {n_resumes} resumes")
     ledger = options.ledger() if options.ledger is not None and chosen else None
     assessments = tuple(assess(each, ledger) for each in chosen)
     if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:

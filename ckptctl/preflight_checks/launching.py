@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO, TypedDict
 
-from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.errors import OptionError, StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
@@ -113,8 +113,8 @@ def _run(
     from ckptctl.distributed.commands import run_bounded
 
     if find_program(launcher[0], own.environment) is None:
-        raise UsageError(
-            f"--launcher: there is no command {launcher[0]!r} in the absolute folders of PATH"
+        raise OptionError(
+            "--launcher", f": there is no command {launcher[0]!r} in the absolute folders of PATH"
         )
     try:
         return run_bounded(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import LogWithoutLoss, UsageError
+from ckptctl.errors import LogWithoutLoss, OptionError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formats.frameworks.parts import parts_of
@@ -148,13 +148,17 @@ class _Asked:
     def check(self, group: ProcessGroup) -> None:
         """Raise `UsageError` for values without a meaning."""
         if self.mtbf_s is not None and not 0 < self.mtbf_s < float("inf"):
-            raise UsageError(f"--mtbf is {self.mtbf_s}; it must be above 0")
+            raise OptionError("--mtbf", f"is {self.mtbf_s}; it must be above 0")
         if any(size < 1 for size in self.world_sizes):
-            raise UsageError(f"--world-sizes is {min(self.world_sizes)}; a job has at least 1 rank")
+            raise OptionError(
+                "--world-sizes", f"is {min(self.world_sizes)}; a job has at least 1 rank"
+            )
         if self.launchers and group.size > 1:
-            raise UsageError("--launcher is for one process: this is started on every node already")
+            raise OptionError(
+                "--launcher", "is for one process: this is started on every node already"
+            )
         if self.room_for < 0:
-            raise UsageError(f"--room-for is {self.room_for}; it must be 0 or more")
+            raise OptionError("--room-for", f"is {self.room_for}; it must be 0 or more")
 
 
 def _open_roots(

@@ -30,7 +30,7 @@ from ckptctl.drill.job import (
     make_work_folder,
     new_work_folder,
 )
-from ckptctl.errors import NothingToResume, PathNotFound, UsageError
+from ckptctl.errors import NothingToResume, OptionError, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formatting import command_line
 from ckptctl.options import ROOT_ENV, Parameter, PickPolicy, StorageOptions
@@ -124,7 +124,7 @@ class RerunOptions:
     def __post_init__(self) -> None:
         replace(self.nodes, nodes=self.other_nodes)
         if self.other_nodes and set(self.other_nodes) <= set(self.nodes.nodes):
-            raise UsageError("--other-nodes names no node that --nodes does not name")
+            raise OptionError("--other-nodes", "names no node that --nodes does not name")
 
 
 def rerun(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
@@ -212,8 +212,9 @@ def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Convert
     is_safetensors = name.endswith((SUFFIX, INDEX_SUFFIX))
     _check_makes_step(asked, "one of safetensors" if is_safetensors else "one of torch.save")
     if asked.under and not is_safetensors:
-        raise UsageError(
-            f"--under {asked.under}: {asked.source} is a torch.save file, whose keys already "
+        raise OptionError(
+            "--under",
+            f"{asked.under}: {asked.source} is a torch.save file, whose keys already "
             "define the nesting",
             without=("--under",),
         )

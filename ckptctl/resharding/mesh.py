@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.formatting import command_line
 from ckptctl.records.slices import Dims, TensorSlice
 
@@ -81,7 +81,7 @@ def check_world_size(n_ranks: int | None) -> None:
     """Raise `UsageError` for a `--world-size` that no job has."""
     if n_ranks is not None and not 1 <= n_ranks <= MAX_RANKS:
         bound = "at least 1 is required" if n_ranks < 1 else f"at most {MAX_RANKS:,} are possible"
-        raise UsageError(f"--world-size is {n_ranks:,}; {bound}")
+        raise OptionError("--world-size", f"is {n_ranks:,}; {bound}")
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -102,7 +102,9 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def _no_mesh(text: str, why: str) -> UsageError:
-    return UsageError(f"--mesh {text!r}: {why}; write it as dp=4,tp=2", instead="--mesh dp=4,tp=2")
+    return OptionError(
+        "--mesh", f"{text!r}: {why}; write it as dp=4,tp=2", instead="--mesh dp=4,tp=2"
+    )
 
 
 def parse_rules(given: Sequence[str]) -> tuple[ShardRule, ...]:
@@ -111,8 +113,9 @@ def parse_rules(given: Sequence[str]) -> tuple[ShardRule, ...]:
     for text in given:
         pattern, _, dim = text.rpartition("=")
         if not pattern or not dim.isdecimal() or len(dim) > 2:
-            raise UsageError(
-                f"--shard {text!r} is not PATTERN=DIM, with the dimension counted from 0",
+            raise OptionError(
+                "--shard",
+                f"{text!r} is not PATTERN=DIM, with the dimension counted from 0",
                 instead="--shard 'layers.*.wq.weight=1'",
             )
         rules.append(ShardRule(pattern, int(dim)))
@@ -168,17 +171,18 @@ def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims], url: str
     for rule in rules:
         fitting = {fqn: shape for fqn, shape in shapes.items() if rule.fits(fqn)}
         if not fitting:
-            raise UsageError(
-                f"--shard '{rule.pattern}={rule.dim}' matches no tensor of the step; names are as "
+            raise OptionError(
+                "--shard",
+                f"'{rule.pattern}={rule.dim}' matches no tensor of the step; names are as "
                 "ckptctl show lists them, and * matches anything",
                 next_command=command_line("show", url, "--tensors"),
             )
         short = [fqn for fqn, shape in fitting.items() if shape and len(shape) <= rule.dim]
         if short:
             n_dims = len(fitting[short[0]])
-            raise UsageError(
-                f"--shard '{rule.pattern}={rule.dim}': {short[0]} has {n_dims} dimensions, counted "
-                "from 0",
+            raise OptionError(
+                "--shard",
+                f"'{rule.pattern}={rule.dim}': {short[0]} has {n_dims} dimensions, counted from 0",
                 instead=f"--shard {shlex.quote(f'{rule.pattern}={n_dims - 1}')}",
             )
 
@@ -192,8 +196,9 @@ def check_mesh(mesh: Mesh, rules: Sequence[ShardRule], shapes: Mapping[str, Dims
     words = ("*" if word.isdecimal() else word for word in largest.split("."))
     rule = f"{'.'.join(words)}=0"
     copies = ",".join(f"{'rep' if name in BY_RULE else name}={size}" for name, size in mesh.dims)
-    raise UsageError(
-        f"--mesh {mesh}: no tensor is sharded along {' and '.join(idle)}; --shard PATTERN=DIM "
+    raise OptionError(
+        "--mesh",
+        f"{mesh}: no tensor is sharded along {' and '.join(idle)}; --shard PATTERN=DIM "
         "names the tensors and the dimension; for ranks that hold copies, use "
         f"--mesh {copies}",
         instead=f"--shard {shlex.quote(rule)}",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.findings import EXIT_WORLD_SIZE, Finding
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.dcp.writing import metadata_bytes
@@ -292,9 +292,9 @@ def slices_for(
             return replicated(entry.shape, n_ranks)
         shape = tuple(map(max, zip(*(one.elements.ends for one in like), strict=True)))
         if shape != entry.shape:
-            raise UsageError(
-                f"--like: {entry.fqn} is {shape} there and {entry.shape} in this step: the "
-                "models differ",
+            raise OptionError(
+                "--like",
+                f": {entry.fqn} is {shape} there and {entry.shape} in this step: the models differ",
                 next_command="ckptctl reshard --help",
             )
         return like

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.findings import Report, Severity
 from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step_name
 from ckptctl.formatting import command_line
@@ -172,8 +172,9 @@ def _asked(
     given = {"--world-size": world_size, "--mesh": mesh, "--like": like}
     named = [name for name, value in given.items() if value is not None]
     if like is not None and (len(named) > 1 or shard):
-        raise UsageError(
-            "--like defines the whole layout; do not combine it with other layout options",
+        raise OptionError(
+            "--like",
+            "defines the whole layout; do not combine it with other layout options",
             without=("--world-size", "--mesh", "--shard"),
         )
     if not named:
@@ -186,14 +187,15 @@ def _asked(
         action = PerRank(per_rank)
     except ValueError:
         words = ", ".join(one.value for one in PerRank)
-        raise UsageError(f"--per-rank {per_rank!r} is not one of {words}") from None
+        raise OptionError("--per-rank", f"{per_rank!r} is not one of {words}") from None
     if like is not None:
         return _Asked(None, like, action, only_model)
     check_world_size(world_size)
     arranged = Mesh((("dp", world_size or 1),)) if mesh is None else parse_mesh(mesh)
     if world_size is not None and arranged.world_size != world_size:
-        raise UsageError(
-            f"--mesh {mesh} has {arranged.world_size} ranks, but --world-size is {world_size}",
+        raise OptionError(
+            "--mesh",
+            f"{mesh} has {arranged.world_size} ranks, but --world-size is {world_size}",
             without=("--world-size",),
         )
     wanted = Wanted(arranged, parse_rules(shard), None, action, only_model)
@@ -212,7 +214,7 @@ def _reshard(
 ) -> Reshard:
     jobs, accept_unverifiable = options.jobs, options.accept_unverifiable
     if jobs is not None and jobs < 1:
-        raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+        raise OptionError("--jobs", f"is {jobs}; it must be 1 or more")
     with (
         options.group.sharing(),
         opened_step(source, requirements, storage) as found,
@@ -350,8 +352,9 @@ def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) ->
             found, requirements, level=Level.LISTING, seal_bytes=SealBytes.LATER
         )
         if refusal(inspected.report, accept_unverifiable=True):
-            raise UsageError(
-                f"--like {found.url}: the step is {inspected.report.verdict.value}",
+            raise OptionError(
+                "--like",
+                f"{found.url}: the step is {inspected.report.verdict.value}",
                 next_command=command_line("verify", found.url),
             )
         slices: dict[tuple[str, str], tuple[RankSlice, ...]] = {}
@@ -375,7 +378,7 @@ def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) ->
                     more = tuple(one for one in held if one.elements.offsets not in known)
                     slices[key] = (*slices.get(key, ()), *more)
     if not n_ranks:
-        raise UsageError(f"--like {found.url} has no shard files to take a layout from")
+        raise OptionError("--like", f"{found.url} has no shard files to take a layout from")
     mesh = Mesh((("dp", n_ranks),))
     return Wanted(mesh, (), slices, asked.per_rank, asked.only_model)
 

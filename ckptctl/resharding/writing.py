@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32_combine
 
-from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
+from ckptctl.errors import OptionError, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import RecordDirectory, read_directory
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -83,8 +83,9 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Write
     An upload holds a few more parts.
     """
     if memory < MIN_MEMORY:
-        raise UsageError(
-            f"--memory is {memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
+        raise OptionError(
+            "--memory",
+            f"is {memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
             instead="--memory 256M",
         )
     waits = StoreKind.LOCAL not in (source.kind, target.kind) or source.kind is StoreKind.OBJECT

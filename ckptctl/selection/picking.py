@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError
 from ckptctl.findings import EXIT_STATE_MISSING, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
@@ -75,7 +75,7 @@ def pick(
 def check_create(*, allow_fresh: bool, create: bool) -> None:
     """Raise `UsageError` where roots are to be created for no fresh run."""
     if create and not allow_fresh:
-        raise UsageError("--create requires --allow-fresh", instead="--allow-fresh")
+        raise OptionError("--create", "requires --allow-fresh", instead="--allow-fresh")
 
 
 def pick_step(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError, UsageError
+from ckptctl.errors import OptionError, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.formatting import command_line, counted, some_of
@@ -118,7 +118,7 @@ def prune(
     object.
     """
     if keep < 1:
-        raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
+        raise OptionError("--keep", f"is {keep}; at least 1 good step is kept")
     requirements, storage = options_from(keywords, requirements, storage)
     marks = requirements.marks
     marks_before = read_marks_file(marks) if marks is not None else None

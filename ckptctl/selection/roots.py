@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.errors import OptionError, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import ray_train
 from ckptctl.formats.frameworks.layouts import (
@@ -178,8 +178,9 @@ def _with_ray(
     """
     by_time = [step.name for step in listing.steps if ray_train.is_named_by_time(step.name)]
     if listing.pattern is not None and by_time:
-        raise UsageError(
-            f"--pattern takes digits of a time in {by_time[0]} for a step number; without it, "
+        raise OptionError(
+            "--pattern",
+            f"takes digits of a time in {by_time[0]} for a step number; without it, "
             f"{ray_train.SNAPSHOT} or the counts in the files decide",
             next_command=command_line("scan", store.url),
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.claims import ClaimName
-from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
+from ckptctl.errors import AccessDenied, AlreadyExists, OptionError, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming
 from ckptctl.formats.frameworks.layouts import is_saved
@@ -88,9 +88,9 @@ def seal(
     store one HEAD per file.
     """
     if jobs is not None and jobs < 1:
-        raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+        raise OptionError("--jobs", f"is {jobs}; it must be 1 or more")
     if adopt is not None and not (adopt.strip() and len(adopt) <= MAX_STRING):
-        raise UsageError(f"--adopt needs a reason, of at most {MAX_STRING:,} characters")
+        raise OptionError("--adopt", f"needs a reason, of at most {MAX_STRING:,} characters")
     requirements, storage = options_from(keywords, requirements, storage)
     with open_target(step, requirements, storage) as found:
         return seal_found(

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import PathNotFound, StepDamaged, StorageError, UsageError
+from ckptctl.errors import OptionError, PathNotFound, StepDamaged, StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
@@ -145,9 +145,9 @@ def _check_no_content(step: str, content: ContentOptions) -> None:
     for name, value in given.items():
         if value is not None:
             words = ["verify", step, "--level", "content", f"--{name}", value]
-            raise UsageError(
-                f"--{name} is for level content; the other levels read no more than a little of "
-                "each record",
+            raise OptionError(
+                f"--{name}",
+                "is for level content; the other levels read no more than a little of each record",
                 next_command=command_line(*filter(None, words)),
             )
 

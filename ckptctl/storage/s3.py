@@ -24,6 +24,7 @@ from ckptctl.errors import (
     AccessDenied,
     AlreadyExists,
     ObjectArchived,
+    OptionError,
     PathNotFound,
     StorageError,
     StorageFull,
@@ -67,9 +68,10 @@ def checked_settings(options: Mapping[str, object]) -> dict[str, object]:
     nested = given.get("client_kwargs", {})
     for name in ("client_kwargs", "config_kwargs"):
         if not isinstance(given.get(name, {}), Mapping):
-            raise UsageError(
-                f"--storage-option {name} is {given[name]!r}; a JSON object is expected, such as "
-                """client_kwargs='{"region_name": "eu-west-1"}'"""
+            raise OptionError(
+                "--storage-option",
+                f"{name} is {given[name]!r}; a JSON object is expected, such as "
+                """client_kwargs='{"region_name": "eu-west-1"}'""",
             )
     for source, value in _named(given, nested if isinstance(nested, Mapping) else {}, _SECRETS):
         _check_secret(source, value)
@@ -82,8 +84,8 @@ def checked_settings(options: Mapping[str, object]) -> dict[str, object]:
     if "anon" in given:
         flag = _FLAGS.get(str(given["anon"]).lower())
         if flag is None:
-            raise UsageError(
-                f"--storage-option anon is {given['anon']!r}; true or false is expected"
+            raise OptionError(
+                "--storage-option", f"anon is {given['anon']!r}; true or false is expected"
             )
         given["anon"] = flag
     return given

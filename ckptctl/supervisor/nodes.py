@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context, expand, is_node
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.failures.results import CLASSES
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.supervision import (
@@ -117,22 +117,25 @@ class NodeOptions:
     def __post_init__(self) -> None:
         for name in self.nodes:
             if not is_node(name):
-                raise UsageError(f"--nodes names {name!r}, which is no name of a host")
+                raise OptionError("--nodes", f"names {name!r}, which is no name of a host")
         if self.exclude_command is not None:
             try:
                 words = shlex.split(self.exclude_command)
             except ValueError as error:
-                raise UsageError(f"--exclude-command cannot be split into words: {error}") from None
+                raise OptionError(
+                    "--exclude-command", f"cannot be split into words: {error}"
+                ) from None
             if not any("{node}" in word for word in words):
-                raise UsageError(
-                    "--exclude-command does not say where the name of the node belongs",
+                raise OptionError(
+                    "--exclude-command",
+                    "does not say where the name of the node belongs",
                     instead="--exclude-command 'scontrol update NodeName={node} State=DRAIN "
                     "Reason={cause}'",
                 )
         if any(size < 1 for size in self.world_sizes) or self.min_world_size < 1:
-            raise UsageError("--world-sizes and --min-world-size must be 1 or more")
+            raise OptionError("--world-sizes", "and --min-world-size must be 1 or more")
         if self.max_excluded < 0:
-            raise UsageError("--max-excluded must be 0 or more")
+            raise OptionError("--max-excluded", "must be 0 or more")
 
     def without(self, nodes: Sequence[str]) -> NodeOptions:
         """The options of the same job without some of its `nodes`, and with their ranks."""

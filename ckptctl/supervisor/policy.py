@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from ckptctl.errors import StorageError, UsageError
+from ckptctl.errors import OptionError, StorageError, UsageError
 from ckptctl.failures.results import Domain, Restart
 from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import (
@@ -108,16 +108,18 @@ class BudgetOptions:
         object.__setattr__(self, "no_restart", frozenset({*NO_RESTART, *self.no_restart}))
         not_negative("backoff", self.backoff_s)
         if min(self.max_restarts, self.max_free_restarts) < 0:
-            raise UsageError("--max-restarts and --max-free-restarts must be 0 or more")
+            raise OptionError("--max-restarts", "and --max-free-restarts must be 0 or more")
         total = self.max_restarts + self.max_free_restarts
         if total >= MAX_ATTEMPTS:
-            raise UsageError(
-                f"--max-restarts and --max-free-restarts are {total:,} together, and must be "
-                f"less than {MAX_ATTEMPTS:,}, the attempts that a state holds"
+            raise OptionError(
+                "--max-restarts",
+                f"and --max-free-restarts are {total:,} together, and must be "
+                f"less than {MAX_ATTEMPTS:,}, the attempts that a state holds",
             )
         if self.reset_budget is not None and not self.reset_budget.strip():
-            raise UsageError(
-                "--reset-budget needs the reason why the budget is full again",
+            raise OptionError(
+                "--reset-budget",
+                "needs the reason why the budget is full again",
                 instead="--reset-budget 'the node was replaced'",
             )
 

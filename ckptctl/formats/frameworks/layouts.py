@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError
 from ckptctl.formats.frameworks.file_names import is_named_as_weights
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.model import FileInfo, Part, PartFormat
@@ -109,12 +109,13 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UsageError(
-            f"--pattern {pattern!r} is not a regular expression: {error}", instead=_PATTERN
+        raise OptionError(
+            "--pattern", f"{pattern!r} is not a regular expression: {error}", instead=_PATTERN
         ) from error
     if "step" not in compiled.groupindex:
-        raise UsageError(
-            f"--pattern {pattern!r} has no group named step, which is the number",
+        raise OptionError(
+            "--pattern",
+            f"{pattern!r} has no group named step, which is the number",
             instead=_PATTERN,
         )
     return compiled
