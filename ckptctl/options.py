@@ -36,7 +36,8 @@ class Parameter(NamedTuple):
 
     `spec` is an option as help shows it (`--quiet -q`, `--mtbf TIME`), or the name of an
     argument (`ROOT...`). A number is at least `min`. An option that is not `common` is left out
-    of the help of `-h`, one that is `hidden` of `--help` too.
+    of the help of `-h`, one that is `hidden` of `--help` too; a `setting`, which a run states once
+    in a file, is there by its key alone.
     """
 
     spec: str
@@ -44,6 +45,7 @@ class Parameter(NamedTuple):
     min: float | None = None
     common: bool = True
     hidden: bool = False
+    setting: bool = False
 
 
 LEVEL = Parameter(
@@ -286,7 +288,7 @@ class Requirements:
         Parameter(
             "--seal-run ID",
             "The id of the run that seals must be of; by default the one that the root records.",
-            common=False,
+            setting=True,
         ),
     ] = None
     seal_sequence: Annotated[
@@ -296,7 +298,7 @@ class Requirements:
             "With --require-seal: the newest seal of the root must have at least this place in "
             "the order of its seals; an older one shows that the root was set back.",
             min=1,
-            common=False,
+            setting=True,
         ),
     ] = None
     key: Annotated[
@@ -327,7 +329,7 @@ class Requirements:
             "--allow-globals NAME,...",
             "Classes of the run in its pickles, each with its module, about which no warning is "
             "needed; one that can run code is never allowed.",
-            common=False,
+            setting=True,
         ),
     ] = ()
 

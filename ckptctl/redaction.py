@@ -136,6 +136,7 @@ HARMLESS_OPTIONS = frozenset(
         *("by", "evidence", "reason", "reset-budget", "adopt"),
         # Paths and addresses; what is secret in an address is hidden in any text.
         *(
+            "config",
             "follow-links",
             "endpoint-url",
             "evidence-dir",

@@ -20,8 +20,8 @@ from ckptctl.cli.commands import (
     COMMANDS,
     VERSION,
     command_group,
-    is_from_variable,
     shared_help_lines,
+    source_of,
 )
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.output import Output, without_secrets
@@ -146,8 +146,9 @@ def _mistake(error: Any, argv: Sequence[str]) -> UsageError:
         meant = f"; did you mean {', '.join(close)}?" if close else ""
         message = error.message + meant
     option = getattr(error, "param", None)
-    if option is not None and error.ctx is not None and is_from_variable(error.ctx, option):
-        message = f"invalid value for {option.envvar}: {error.message}"
+    source = source_of(error.ctx, option) if option is not None and error.ctx is not None else None
+    if source is not None:
+        message = f"invalid value for {source}: {error.message}"
     message = " ".join(message.split()).removesuffix(".")
     return UsageError(message[:1].lower() + message[1:], next_command=_help_command(argv))
 

@@ -30,6 +30,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import ckptctl
+from ckptctl.cli.config import CONFIGURED, Key, Settings, read_settings
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.options import (
     COMMAND_LINE_ONLY,
@@ -45,7 +46,7 @@ from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, padded, wrapped
 from ckptctl.errors import OptionError, StorageUnavailable, UsageError
 from ckptctl.formatting import command_line, path_word
 from ckptctl.options import TIMEOUT_S, Parameter
-from ckptctl.redaction import keep, shell_command
+from ckptctl.redaction import hide_arguments, keep, shell_command
 from ckptctl.storage.waiting import Watchdog
 
 VERSION = f"ckptctl {ckptctl.__version__}"
@@ -249,7 +250,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         try:
             return answer_of(context, given)
         except OptionError as error:
-            _blame_variable(error, context)
+            _blame_source(error, context)
             raise
 
     def answer_of(context: typer.Context, given: dict[str, Any]) -> int:
@@ -265,6 +266,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
             if given.get(name) is not None:
                 check_output_file(f"--{name}", given[name])
         repeated = _repeated(context, given)
+        given.pop("config", None)
         answer = _made(AnswerOptions, options_of(AnswerOptions), given, own)
         out.configure(
             as_json=answer.json,
@@ -274,6 +276,8 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
             complete=lambda command: _with_options(command, repeated, function.__name__),
         )
         out.lines(_ignored_lines(given), to=out.err)
+        if (text := _settings_line(context)) is not None:
+            out.tell(text)
         for name, (kind, offered) in objects.items():
             given[name] = _made(kind, offered, given, own)
         if "storage" not in objects:
@@ -293,21 +297,94 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         option.name: _Declared(option.kind, option.default, _typer_info(option, heading))
         for option, heading in options
     }
+    if function.__name__ in CONFIGURED:
+        declared["config"] = _CONFIG
+        for option, _ in options:
+            if option.declared.setting:
+                declared[option.name].info.hidden = True
     return _with_signature(run, declared)
 
 
-def _blame_variable(error: OptionError, context: typer.Context) -> None:
-    """Have the error name the variable of the option, where that has set it."""
+def _blame_source(error: OptionError, context: typer.Context) -> None:
+    """Have the error name the variable or the key that has set the option, if one has."""
     command: Any = context.command
     for option in command.params:
-        if error.option in option.opts and is_from_variable(context, option):
-            error.blame(option.envvar)
+        if error.option in option.opts and (name := source_of(context, option)) is not None:
+            error.blame(name)
 
 
-def is_from_variable(context: typer.Context, option: Any) -> bool:
-    """Whether an option has its value from its variable, and not from the command line."""
+def source_of(context: typer.Context, option: Any) -> str | None:
+    """What a message calls the variable or the key that has set an option; else None."""
     source = context.get_parameter_source(option.name)
-    return source is not None and source.name == "ENVIRONMENT"
+    if source is None or source.name not in ("ENVIRONMENT", "DEFAULT_MAP"):
+        return None
+    if source.name == "ENVIRONMENT":
+        return str(option.envvar)
+    settings: Settings = context.meta[_SETTINGS]
+    return f"{settings.keys[option.name]} in {settings.path}"
+
+
+# Settings from a file
+
+_SETTINGS = "ckptctl.settings"
+
+
+def _read_settings(context: typer.Context, named: str | None) -> str | None:
+    """Take the defaults of the other parameters from a file, before they are read."""
+    name = context.command.name or ""
+    settings = context.meta[_SETTINGS] = read_settings(name, named, keys_of)
+    for parameter, value in settings.values.items():
+        for text in _several(value):
+            hide_arguments([f"--{parameter.replace('_', '-')}", str(text)])
+    context.default_map = {**settings.values}
+    return named
+
+
+@cache
+def keys_of(command: str) -> Mapping[str, Key]:
+    """The keys that a file with settings may have for a command."""
+    keys = {}
+    for option, heading in _options(*_taken(load(command).function)):
+        variable = variable_of(option.declared)
+        is_option = bool(option_names(option.declared)) and not option.declared.hidden
+        if is_option and variable is not None and heading != HEADINGS[AnswerOptions]:
+            key = variable.removeprefix("CKPTCTL_").lower()
+        elif not option_names(option.declared) and option.name in ("root", "roots"):
+            key = "root"
+        else:
+            continue
+        is_list = list[str] in (option.kind, *get_args(option.kind))
+        keys[key] = Key(option.name, _is_path(option), is_list, option.declared.setting)
+    return keys
+
+
+def _settings_line(context: typer.Context) -> str | None:
+    """Which settings come from a file; None where none does."""
+    settings: Settings | None = context.meta.get(_SETTINGS)
+    used = [
+        key
+        for name, key in (settings.keys if settings else {}).items()
+        if (source := context.get_parameter_source(name)) and source.name == "DEFAULT_MAP"
+    ]
+    return f"settings from {settings.path}: {', '.join(used)}" if settings and used else None
+
+
+_CONFIG = _Declared(
+    str | None,
+    None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Read settings from FILE, TOML with a key for each option; by default from the first "
+        "ckptctl.toml, or pyproject.toml with [tool.ckptctl], in the current folder or above it. "
+        "none: from no file.",
+        envvar="CKPTCTL_CONFIG",
+        show_envvar=False,
+        callback=_read_settings,
+        is_eager=True,
+        rich_help_panel=HEADINGS[AnswerOptions],
+    ),
+)
 
 
 _WRITES_ITSELF = frozenset({"run"})
@@ -488,7 +565,8 @@ def _repeated(context: typer.Context, given: Mapping[str, Any]) -> tuple[_Given,
         if source is None or source.name != "COMMANDLINE" or option.envvar is None:
             continue
         name = option.opts[0]
-        if name not in _OF_ONE_ACT and option.rich_help_panel != HEADINGS[AnswerOptions]:
+        is_shown = option.rich_help_panel == HEADINGS[AnswerOptions] and name != "--config"
+        if name not in _OF_ONE_ACT and not is_shown:
             found.append(_Given(name, option.help, tuple(_written(name, given[option.name]))))
     return tuple(found)
 
@@ -584,8 +662,8 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
         option.name: heading
         for option, heading in _options(*_taken(loaded.function))
         if not option.declared.common
-    }
-    shared = [each.opts[0] for each in command.params if rare.get(each.name)]
+    } | {"config": None}
+    shared = [each.opts[0] for each in command.params if rare.get(each.name) and not each.hidden]
     yield from _sections(
         each
         for each in command.params
@@ -594,6 +672,9 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
     yield EMPTY
     if whole:
         yield line(f"Also (ckptctl help options): {', '.join(shared)}", hang=2)
+        settings = [key for key, about in keys_of(command.name).items() if about.is_setting]
+        if settings and command.name in CONFIGURED:
+            yield line(f"Settings, in ckptctl.toml: {', '.join(settings)}", hang=2)
     else:
         yield line(f"All options: ckptctl {command.name} --help")
     yield line(

@@ -50,7 +50,7 @@ def preflight(
             "--room-for N",
             "How many more steps must fit; 0 for a job that saves nothing.",
             min=0,
-            common=False,
+            setting=True,
         ),
     ] = 1,
     probe_storage: Annotated[

@@ -59,7 +59,7 @@ def run(
             "--wait-storage TIME",
             "How long to wait for a storage that does not answer, before the first attempt "
             "and after a failed one.",
-            common=False,
+            setting=True,
         ),
     ] = "15m",
     section_timeouts: Annotated[
@@ -69,7 +69,7 @@ def run(
             "How long a rank may report nothing in setup, first-step, step, checkpoint, "
             "async-save or evaluation before the job counts as hung; by default learned from "
             "earlier attempts.",
-            common=False,
+            setting=True,
         ),
     ] = None,
     out_of_section_timeout: Annotated[
@@ -78,7 +78,7 @@ def run(
             "--out-of-section-timeout TIME",
             "The same outside of sections, and for the growth of --log and of the output in "
             "--log-dir in a job without heartbeats.",
-            common=False,
+            setting=True,
         ),
     ] = None,
     state: Annotated[

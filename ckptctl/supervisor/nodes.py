@@ -84,7 +84,7 @@ class NodeOptions:
             "--max-excluded N",
             "Exclude at most N nodes; more need a person.",
             min=0,
-            common=False,
+            setting=True,
         ),
     ] = 1
     world_sizes: Annotated[
@@ -101,7 +101,7 @@ class NodeOptions:
             "--min-world-size N",
             "Wait for capacity (94) rather than run with fewer ranks.",
             min=1,
-            common=False,
+            setting=True,
         ),
     ] = 1
     hosts_file: Annotated[

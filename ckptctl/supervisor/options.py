@@ -63,7 +63,7 @@ class OutputOptions:
             "Keep the stacks and flight-recorder dumps of a hang in DIR/attempt-N; by default "
             "in a new folder for temporary files on this node. DIR must not be on a storage that "
             "can hang.",
-            common=False,
+            setting=True,
         ),
     ] = None
     stdout: int | None = None

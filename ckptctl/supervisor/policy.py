@@ -78,7 +78,7 @@ class BudgetOptions:
             "How many restarts for causes outside the job, such as preemption, are allowed "
             "without a newer usable step.",
             min=0,
-            common=False,
+            setting=True,
         ),
     ] = MAX_FREE_RESTARTS
     no_restart: Annotated[
@@ -87,7 +87,7 @@ class BudgetOptions:
             "--no-restart-on CODE,...",
             "Exit codes after which not to restart, besides 2, 11, 17, 23, 24, 25, 77, 93, "
             "94, 126 and 127.",
-            common=False,
+            setting=True,
         ),
     ] = ()
     backoff_s: Annotated[

@@ -12,7 +12,8 @@ from error_classes import every_error
 from every_case import all_cases
 
 import ckptctl
-from ckptctl.cli.commands import COMMANDS, SUMMARIES, command_of, help_lines, load
+from ckptctl.cli.commands import COMMANDS, SUMMARIES, command_of, help_lines, keys_of, load
+from ckptctl.cli.config import CONFIGURED
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, page
 from ckptctl.cli.options import COMMAND_LINE_ONLY, OTHER_VARIABLES
@@ -118,11 +119,17 @@ def test_the_short_help_shows_at_most_twelve_options_and_the_whole_one_names_the
     for option in options(command):
         listed = re.search(rf"(^  |, |\): ){option.opts[0]}\b", shown, re.M)
         assert (listed is None) is option.hidden, option.opts
+    if command in CONFIGURED:
+        for key, about in keys_of(command).items():
+            assert not about.is_setting or re.search(rf"[:,]\s+{key}\b", shown), key
 
 
-def test_a_hidden_option_is_of_a_runbook_or_of_a_process_that_ckptctl_starts():
+def test_a_hidden_option_is_a_setting_or_of_a_runbook_or_of_a_process_of_ckptctl():
     texts = [path.read_text() for path in (REPOSITORY / "runbooks").glob("*.md")]
     started = (REPOSITORY / "ckptctl" / "preflight_checks" / "launching.py").read_text()
+    for command in CONFIGURED:
+        settings = [key.parameter for key in keys_of(command).values() if key.is_setting]
+        texts += [f"--{name.replace('_', '-')}" for name in settings]
     for option in (each for command in COMMANDS for each in options(command) if each.hidden):
         assert any(option.opts[0] in text for text in (*texts, started)), option.opts
 

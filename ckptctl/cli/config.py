@@ -1,0 +1,204 @@
+"""Settings of a run from a file: `ckptctl.toml`, or `[tool.ckptctl]` in `pyproject.toml`.
+
+The command line comes first, then the environment, then the file. A key is the variable of an
+option without `CKPTCTL_`, in small letters; keys of one command stand in a table of its name. A
+file that was only found, in the current folder or one above it, may be another's: it is used if
+root or this user owns it, and holds none of `ONLY_IF_NAMED`
+([decision](../../docs/decisions/options.md)).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptctl.errors import UsageError
+from ckptctl.redaction import is_harmless_option
+from ckptctl.storage.shared_places import distrusted, open_named
+
+CONFIGURED = ("scan", "verify", "pick", "loss", "runbook", "preflight", "run", "watch", "prune")
+"""The commands that read settings from a file."""
+
+ONLY_IF_NAMED: Mapping[str, tuple[str, ...]] = {
+    "a program to start": ("launcher", "exclude_command", "set", "folder"),
+    "another storage": ("storage_option", "endpoint_url", "follow_links"),
+    "a file to write": (
+        *("metrics", "html", "plot", "transcript"),
+        *("state", "log_dir", "evidence_dir", "hosts_file"),
+    ),
+}
+"""Keys that are read only from a file that a person names, by what they state."""
+
+_NAMES = ("ckptctl.toml", "pyproject.toml")
+_MAX_BYTES = 1 << 20
+_PLAIN = (str, int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the file at `path` sets for one command: `values` and their `keys` by parameters."""
+
+    path: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+class Key(NamedTuple):
+    """What a key sets: a parameter of a command.
+
+    It may hold paths or a list. Help names the option of a setting by its key alone.
+    """
+
+    parameter: str
+    is_path: bool
+    is_list: bool
+    is_setting: bool
+
+
+Keys: TypeAlias = "Mapping[str, Key]"
+NO_FILE = "none"
+"""As the name of the file: no settings are read."""
+
+
+def read_settings(command: str, named: str | None, keys_of: Callable[[str], Keys]) -> Settings:
+    """The settings for a command, from the file `named` or from the first one that is found.
+
+    `keys_of` gives the options of a command by their keys; those of other commands are asked for
+    only where a key is unknown to this one. Raises `UsageError` for a file
+    that cannot be read, is another user's, or holds what it may not hold. Cost: a `stat` in each
+    folder above, and one read.
+    """
+    path = _found() if named is None else named
+    if path is None or path == NO_FILE:
+        return Settings()
+    document = _document(path, is_named=named is not None)
+    own = keys_of(command)
+    values, keys = {}, {}
+    for name, value in _settings(command, path, document, keys_of):
+        if (key := own.get(name)) is not None:
+            if named is None:
+                _check_found(path, name)
+            values[key.parameter] = _value(path, name, value, key)
+            keys[key.parameter] = name
+    return Settings(path, values, keys)
+
+
+def _found() -> str | None:
+    """The file with settings in the current folder, or in the nearest one above that has one."""
+    folder = os.path.abspath(os.curdir)
+    while True:
+        for name in _NAMES:
+            path = os.path.join(folder, name)
+            if os.path.lexists(path) and (name == _NAMES[0] or _has_table(path)):
+                return path
+        above = os.path.dirname(folder)
+        if above == folder:
+            return None
+        folder = above
+
+
+def _has_table(path: str) -> bool:
+    """Whether a project file, which may be anybody's, holds settings of ckptctl."""
+    try:
+        with os.fdopen(open_named(path), "rb") as file:
+            return b"[tool.ckptctl" in file.read(_MAX_BYTES)
+    except (OSError, UsageError):
+        return False
+
+
+def _document(path: str, *, is_named: bool) -> Mapping[str, Any]:
+    import tomllib
+
+    try:
+        with os.fdopen(open_named(path), "rb") as file:
+            why = None if is_named else distrusted(path, os.fstat(file.fileno()))
+            if why is not None:
+                raise UsageError(
+                    f"{why}: its settings are used only if you name it with --config; "
+                    f"--config {NO_FILE} uses none"
+                )
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise UsageError(f"--config {path}: the file has more than {_MAX_BYTES:,} bytes")
+        document = tomllib.loads(data.decode())
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--config {path} is no TOML: {error}") from error
+    if os.path.basename(path) == "pyproject.toml":
+        document = document.get("tool", {}).get("ckptctl", {})
+    return document
+
+
+def _settings(
+    command: str,
+    path: str,
+    document: Mapping[str, Any],
+    keys_of: Callable[[str], Keys],
+) -> Iterator[tuple[str, Any]]:
+    """Each key that concerns the command with its value; those of its own table win."""
+    own = document.get(command, {})
+    tables = {name for name, value in document.items() if isinstance(value, dict)}
+    if strange := sorted(tables - set(CONFIGURED)):
+        raise _unknown(path, f"[{strange[0]}]", [f"[{name}]" for name in CONFIGURED])
+    for key in own:
+        if key not in keys_of(command):
+            raise _unknown(path, f"{key} in [{command}]", keys_of(command))
+    for key, value in document.items():
+        if key in tables or key in own:
+            continue
+        if key not in keys_of(command) and not any(key in keys_of(name) for name in CONFIGURED):
+            every = {name: None for command in CONFIGURED for name in keys_of(command)}
+            raise _unknown(path, key, every)
+        yield key, value
+    yield from own.items()
+
+
+def _unknown(path: str, key: str, known: Mapping[str, Any] | Sequence[str]) -> UsageError:
+    close = get_close_matches(key.split(maxsplit=1)[0], known)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return UsageError(f"{path}: there is no setting {key}{meant}")
+
+
+def _check_found(path: str, key: str) -> None:
+    for what, keys in ONLY_IF_NAMED.items():
+        if key in keys:
+            raise UsageError(
+                f"{path}: {key} states {what}, and is read only from a file that you name",
+                instead=f"--config {path}",
+            )
+
+
+def _value(path: str, name: str, value: Any, key: Key) -> Any:
+    """The value of a key as the command line has it; paths are those beside the file."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, _PLAIN) for item in values):
+        raise UsageError(f"{path}: {name} is no text, number, true or false, and no list of these")
+    if name == "storage_option":
+        _check_harmless(path, [*map(str, values)])
+    if key.is_path:
+        folder = os.path.dirname(os.path.abspath(path))
+        values = [_beside(folder, str(item)) for item in values]
+    if key.is_list:
+        return [str(item) for item in values]
+    if len(values) != 1:
+        raise UsageError(f"{path}: {name} takes one value")
+    return values[0]
+
+
+def _check_harmless(path: str, pairs: Sequence[str]) -> None:
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if not is_harmless_option(name, text):
+            raise UsageError(
+                f"{path}: the storage option {name} may be a secret, which no file of settings "
+                "holds; CKPTCTL_STORAGE_OPTION and the configuration of the client do"
+            )
+
+
+def _beside(folder: str, path: str) -> str:
+    """A path of the file's own folder; an address as it is."""
+    return path if "://" in path else os.path.join(folder, os.path.expanduser(path))
