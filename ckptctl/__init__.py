@@ -6,7 +6,8 @@ function only when it is asked for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False
+"""True to type checkers. `typing` takes most of the time until a command can be interrupted."""
 
 if TYPE_CHECKING:
     from ckptctl.diagnostics.advice import Advice as Advice

@@ -262,9 +262,9 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise OptionError("--timeout", f"is {timeout_s} s", instead="--timeout 120")
-        for name in ("html", "metrics", "report"):
+        for name in ("html", "metrics", "report", "plot", "hosts_file"):
             if given.get(name) is not None:
-                check_output_file(f"--{name}", given[name])
+                check_output_file(f"--{name.replace('_', '-')}", given[name])
         repeated = _repeated(context, given)
         given.pop("config", None)
         answer = _made(AnswerOptions, options_of(AnswerOptions), given, own)

@@ -146,7 +146,8 @@ def loss(
         str | None,
         Parameter(
             "--plot FILE",
-            "Also write the plot to a file: .svg or .png; .html is the page of --html.",
+            "Also write the plot to a file: .svg or .png; .html is the page of --html. A file that "
+            "is not a plot of ckptctl is not overwritten.",
         ),
     ] = None,
     html: HtmlOpt = None,

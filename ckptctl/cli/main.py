@@ -1,7 +1,8 @@
 """Start and end the process.
 
-Signals, standard streams and the exit code; the commands are `app`'s business,
-which is imported when Ctrl-C is already taken care of.
+Signals, standard streams and the exit code; the commands are `app`'s business, which is imported
+when Ctrl-C is already taken care of. Before that Python itself reports a Ctrl-C, with a traceback:
+so this module imports little, and not `typing`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import gc
 import os
 import signal
 import sys
-from typing import NoReturn
+
+TYPE_CHECKING = False  # as in `ckptctl`
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 _FEW_COLLECTIONS = 200_000
 _NOTHING_KNOWN = 75

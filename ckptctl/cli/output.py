@@ -442,14 +442,20 @@ _ENDINGS: Mapping[str, tuple[str, ...]] = {"--html": (".html", ".htm")}
 _BEGINNINGS: Mapping[str, tuple[str, bytes]] = {
     "--metrics": ("metrics", rb"# HELP ckptctl_"),
     "--report": ("a document", rb'\{\s*"schema": "ckptctl\.'),
+    "--plot": (
+        "a plot",
+        rb'(?s:<svg [^>]*class="ckptctl" |\x89PNG.{33}tEXtSoftware\x00ckptctl)',
+    ),
+    "--hosts-file": ("a list of nodes", rb"[\w.\n-]*\Z"),
 }
 
 
 def check_output_file(option: str, path: str) -> None:
     """Raise `UsageError` where the FILE of an option is one that ckptctl did not write.
 
-    A page is known by the ending of its name, a document and metrics by the first bytes of the
-    file. An empty file, a pipe and a device may be written. Cost: one read.
+    A page is known by the ending of its name, anything else by the first bytes of the file: a
+    list of nodes has nothing but names. An empty file, a pipe and a device may be written. Cost:
+    one read.
     """
     endings = _ENDINGS.get(option)
     if endings is not None:
@@ -480,7 +486,7 @@ def check_output_file(option: str, path: str) -> None:
         )
 
 
-_LONGEST_BEGINNING = 64
+_LONGEST_BEGINNING = 96
 
 
 def process_group(stack: ExitStack, out: Output) -> ProcessGroup:

@@ -374,35 +374,38 @@ def state_words(state: TrainState) -> str:
 
 
 def _write_html(path: str, found: Scan, out: Output) -> None:
-    """Write what the terminal shows, and a timeline of the steps, as one HTML page."""
+    """Write what the terminal shows, and a timeline of the steps, as one HTML page.
+
+    It has them twice: for a window, and for a phone.
+    """
     from ckptctl.cli.html_pages import as_block, write_page
     from ckptctl.runbook.pictures import timeline_of_steps
 
     chosen = next((each for each in found.reports if each.url == found.chosen), None)
     headline, *rest = chosen_lines(chosen) if chosen else none_lines(found)
     good = chosen is not None or found.exit_code == EXIT_FRESH
-    picture = timeline_of_steps(document_of("scan", found)(), found.chosen)
-    foot = map(out.completed, foot_lines(found, _PAGE_WIDTH, unicode=True, legend=True))
+    document = document_of("scan", found)()
+    parts = []
+    for kind, width, steps_per_row in (("wide", 120, 8), ("narrow", 46, 4)):
+        picture = timeline_of_steps(document, found.chosen, steps_per_row)
+        foot = map(out.completed, foot_lines(found, width, unicode=True, legend=is_wide(width)))
+        text = as_block([*rest, *_table_lines(found, width), *foot], width)
+        figure = f"<figure tabindex=0>{picture}</figure>" if picture else ""
+        parts.append(f"<div class={kind}>{figure}{text}</div>")
     write_page(
         path,
         f"Steps of {absolute_url(found.root)}",  # the page is read elsewhere
         headline.text,
         "good" if good else "bad",
-        (
-            *([f"<figure tabindex=0>{picture}</figure>"] if picture else []),
-            as_block([*rest, *_table_lines(found), *foot], _PAGE_WIDTH),
-        ),
+        parts,
     )
 
 
-_PAGE_WIDTH = 120
-
-
-def _table_lines(found: Scan) -> Iterator[Line]:
+def _table_lines(found: Scan, width: int) -> Iterator[Line]:
     if not found.reports:
         return
     refused = dict(found.refused)
-    table = StepTable(found.reports[0], found.chosen, time.time(), _PAGE_WIDTH, unicode=True)
+    table = StepTable(found.reports[0], found.chosen, time.time(), width, unicode=True)
     yield from table.head()
     above = None
     for report in found.reports:

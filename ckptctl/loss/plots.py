@@ -317,8 +317,9 @@ def write_plot(report: LossReport, path: str) -> bool:
 def _svg(shapes: Iterable[Shape], title: str) -> str:
     drawn = "\n".join(f"  {_element(shape)}" for shape in shapes)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" font-family="{_FONT}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="ckptctl" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'font-family="{_FONT}" role="img">\n'
         f"  <title>{as_text(title)}</title>\n"
         f'  <rect width="{WIDTH}" height="{HEIGHT}" fill="{BACKGROUND}"/>\n'
         f"{drawn}\n</svg>\n"
@@ -349,14 +350,16 @@ def _element(shape: Shape) -> str:
 def _png(shapes: Iterable[Shape]) -> bytes:
     import io
 
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, PngImagePlugin
 
     image = Image.new("RGB", (WIDTH * _SHARP, HEIGHT * _SHARP), BACKGROUND)
     brush = ImageDraw.Draw(image)
     for shape in shapes:
         _paint(brush, shape)
     written = io.BytesIO()
-    image.save(written, "PNG", optimize=True)
+    about = PngImagePlugin.PngInfo()
+    about.add_text("Software", "ckptctl")  # by which a later plot may replace the file
+    image.save(written, "PNG", optimize=True, pnginfo=about)
     return written.getvalue()
 
 

@@ -35,21 +35,23 @@ _DRAWN_UNKNOWN = (_NEUTRAL, "·")
 _WROTE_NOTHING = (_NEUTRAL, "·", "wrote nothing")
 _MAX_STEPS = 40
 _STEPS_PER_ROW = 8
-"""So many are legible at the narrowest width of a picture; a phone shows the newest of them."""
+"""So many are legible on a page."""
 _ROW = 112
 _MAX_RANKS = 1024
 _CELL = 26
 
 
-def timeline_of_steps(scan: Document, chosen: str | None) -> str:
+def timeline_of_steps(
+    scan: Document, chosen: str | None, steps_per_row: int = _STEPS_PER_ROW
+) -> str:
     """The steps of a scan, newest first, each with its verdict; the chosen one is marked."""
     reports = [each for each in _list(scan.get("reports")) if each.get("number") is not None]
     shown = reports[:_MAX_STEPS]
     if not shown:
         return ""
-    columns = min(len(shown), _STEPS_PER_ROW)
+    columns = min(len(shown), steps_per_row)
     rows = (len(shown) + columns - 1) // columns
-    width = max(72, 720 // columns)
+    width = max(72, 90 * steps_per_row // columns)
     cells = [
         _step(report, 10 + width * (n % columns) + width // 2, _ROW * (n // columns), chosen)
         for n, report in enumerate(shown)

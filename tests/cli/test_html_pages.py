@@ -92,7 +92,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else(pages, name):
 def test_the_page_of_a_scan_has_every_step_and_its_verdict(pages, tmp_path):
     page = Page(pages["scan"])
     assert page.texts["h1"][0].startswith("resume from step 20: complete")
-    (block,) = page.texts["pre"]
+    block, _ = page.texts["pre"]  # the other one is for a phone
     rows = re.findall(r"^. +(30|20|10) +(\w+)(.*(?:\n    .*)*)", block, re.M)
     assert [row[:2] for row in rows] == [
         ("30", "incomplete"),
@@ -202,3 +202,15 @@ def test_a_page_fits_a_phone_and_has_the_contrast_of_wcag_aa(measured, name):
     width, contrast, dark = stated[name]
     assert (int(width) <= 500, dark) == (True, str(scheme == "dark").lower())
     assert float(contrast) >= 4.5
+
+
+def test_a_scan_has_lines_for_a_phone(pages):
+    """What is wider than the screen of a phone scrolls sideways, but for a whole command."""
+    narrow = pages["scan"].read_text().partition("<div class=narrow>")[2]
+    (text,) = re.findall("<pre tabindex=0>(.*?)</pre>", narrow, re.S)
+    lines = html.unescape(re.sub("<[^>]*>", "", text)).splitlines()
+    assert [line for line in lines if len(line) > 46 and not re.match(r"next:|  /", line)] == []
+    assert any(line[1:].startswith("    20  complete") for line in lines)
+    width = re.search(r'viewBox="0 0 ([0-9]+) ', narrow)
+    assert width is not None
+    assert int(width[1]) <= 380
