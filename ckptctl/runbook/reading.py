@@ -32,6 +32,7 @@ _COUNT = re.compile(r"[0-9]{1,3}")
 _INPUTS_HEAD = ("input", "what it is", "if not given")
 _DECISIONS_HEAD = ("decision", "what a person states", "if nobody does")
 _OUTCOMES_HEAD = ("ends with", "prints", "then", "because")
+_SHORT_HEAD = ("ends with", "then", "because")
 _EVENTS = ("not run", "too often", "dry run", "other")
 _OF_A_BLOCK = frozenset(
     (
@@ -274,12 +275,18 @@ class _Reader:
             tuple(filter(None, given.get("runs", "").split(","))),
             given.get("sets"),
             int(at_most),
-            tuple(self._outcome(*row) for row in self._table(after, _OUTCOMES_HEAD)),
+            tuple(self._outcomes(after)),
             number,
         )
 
-    def _outcome(self, number: int, cells: Sequence[str]) -> Outcome:
-        ends, prints, then, because = cells
+    def _outcomes(self, after: _Body) -> Iterator[Outcome]:
+        """The rows of a block; most tables need no column `prints`."""
+        is_short = any(_cells(text) == [*_SHORT_HEAD] for _, text in _until_fence(after))
+        for number, cells in self._table(after, _SHORT_HEAD if is_short else _OUTCOMES_HEAD):
+            ends, *prints, then, because = cells
+            yield self._outcome(number, ends, "".join(prints), then, because)
+
+    def _outcome(self, number: int, ends: str, prints: str, then: str, because: str) -> Outcome:
         words = then.split(" ")
         word, code, leads = [*words, "", ""][:3]
         is_code = _COUNT.fullmatch(code) is not None and 0 < int(code) < 256

@@ -83,7 +83,7 @@ def broken(old: str, new: str) -> Runbook:
             "Verify, block 'verify': `overrides` is for a block that `decides`",
         ),
         (
-            "| other | | stop | no step could be chosen |\n",
+            "| other | stop | no step could be chosen |\n",
             "",
             (
                 "Locate, block 'preflight': the table has no row `other`, so an unexpected end"
@@ -96,8 +96,8 @@ def broken(old: str, new: str) -> Runbook:
             "WatchLoss, block 'loss': `not run` has no exit code; use `stop N`",
         ),
         (
-            "| too often | | Damaged | ",
-            "| 99 | | Damaged | ",
+            "| too often | Damaged | ",
+            "| 99 | Damaged | ",
             "Fallback, block 'reject': it has at-most, but the table has no row `too often`",
         ),
         (
@@ -106,8 +106,8 @@ def broken(old: str, new: str) -> Runbook:
             "Verify, block 'verify': $DEPTH is not an input, and no block sets it",
         ),
         (
-            "| 0 | | Resume | the step is whole: weights, optimizer, RNG and data position |",
-            "| 0 | | next | the step is whole: weights, optimizer, RNG and data position |",
+            "| 0 | Resume | the step is whole: weights, optimizer, RNG and data position |",
+            "| 0 | next | the step is whole: weights, optimizer, RNG and data position |",
             "Verify, block 'verify': it is the last of its state, so `next` leads nowhere",
         ),
         (
@@ -116,8 +116,8 @@ def broken(old: str, new: str) -> Runbook:
             "the input `ROOT` is missing, or not required: the state of a run lies under it",
         ),
         (
-            "| 0 | | WatchLoss | the job was started from the step |",
-            "| 0 | | WatchLoss | |",
+            "| 0 | WatchLoss | the job was started from the step |",
+            "| 0 | WatchLoss | |",
             "Resume, block 'resume': a row has no reason (`because`)",
         ),
     ],
@@ -179,13 +179,13 @@ def test_the_linter_knows_what_bash_splits(code, names):
         ("name=classify reads asks", "name=classify asks", "a block needs `reads`, `changes`"),
         ("at-most=2", "at-most=two", "at-most is a number up to 999, not 'two'"),
         ("survey reads sets=STEP", "survey reads set=STEP", "a block has no 'set'"),
-        ("| 20-21 | |", "| bad | |", "a row is for an exit code, `not run`, `too often`"),
+        ("| 20-21 | Fallback", "| bad | Fallback", "a row is for an exit code, `not run`, `too often`"),
         (
             "| stop 93 | a suspected",
             "| halt 93 | a suspected",
             "the next step is `next`, `done`, `stop`",
         ),
-        ("| 26 | | stop |", "| 26 | stop |", "the row has 3 cells, not 4"),
+        ("| 26 | stop |", "| 26 |", "the row has 2 cells, not 3"),
     ],
 )
 def test_a_page_that_is_not_in_form_is_refused_with_its_line(old, new, said):
