@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import OptionError, UsageError
 from ckptctl.redaction import is_harmless_option
 from ckptctl.storage.shared_places import distrusted, open_named
 
@@ -122,12 +122,12 @@ def _document(path: str, *, is_named: bool) -> Mapping[str, Any]:
                 )
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
-            raise UsageError(f"--config {path}: the file has more than {_MAX_BYTES:,} bytes")
+            raise OptionError("--config", f"{path}: the file has more than {_MAX_BYTES:,} bytes")
         document = tomllib.loads(data.decode())
     except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}") from error
+        raise OptionError("--config", f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path} is no TOML: {error}") from error
+        raise OptionError("--config", f"{path} is no TOML: {error}") from error
     if os.path.basename(path) == "pyproject.toml":
         document = document.get("tool", {}).get("ckptctl", {})
     return document

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.errors import OptionError, UsageError
+from ckptctl.errors import OptionError
 from ckptctl.logs.clocks import clock_in
 from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
 from ckptctl.logs.formats import PATTERNS, BlockFormat, LineFormat
@@ -45,9 +45,9 @@ def pattern_format(pattern: str) -> LineFormat:
     unknown = sorted(set(compiled.groupindex) - set(FIELDS))
     if unknown or "step" not in compiled.groupindex:
         wrong = f"unknown group {unknown[0]!r}" if unknown else "no group named step"
-        raise UsageError(
-            f"--pattern {pattern!r}: {wrong}; the groups have the names of fields: "
-            + ", ".join(FIELDS)
+        raise OptionError(
+            "--pattern",
+            f"{pattern!r}: {wrong}; the groups have the names of fields: {', '.join(FIELDS)}",
         )
     return LineFormat("pattern", "", pattern)
 

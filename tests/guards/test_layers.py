@@ -233,6 +233,18 @@ def test_an_address_in_a_command_is_quoted():
     assert places(MODULES, ast.JoinedStr, bare) == []
 
 
+def test_an_error_about_an_option_has_its_name_as_data():
+    """The command line puts the variable or the key in its place that has set the option."""
+
+    def begins_with_an_option(call: ast.Call) -> bool:
+        text = call.args[0] if call.args else None
+        first = text.values[0] if isinstance(text, ast.JoinedStr) else text
+        is_usage = isinstance(call.func, ast.Name) and call.func.id == "UsageError"
+        return is_usage and isinstance(first, ast.Constant) and str(first.value).startswith("--")
+
+    assert places(MODULES, ast.Call, begins_with_an_option) == []
+
+
 def test_no_module_is_named_after_a_public_function_and_none_is_called_utils():
     library = {Path(name).stem for name in MODULES if layer_of(name) != "cli"}
     assert not library & {"scan", "verify", "pick", "show", "utils"}

@@ -179,7 +179,11 @@ def test_the_linter_knows_what_bash_splits(code, names):
         ("name=classify reads asks", "name=classify asks", "a block needs `reads`, `changes`"),
         ("at-most=2", "at-most=two", "at-most is a number up to 999, not 'two'"),
         ("survey reads sets=STEP", "survey reads set=STEP", "a block has no 'set'"),
-        ("| 20-21 | Fallback", "| bad | Fallback", "a row is for an exit code, `not run`, `too often`"),
+        (
+            "| 20-21 | Fallback",
+            "| bad | Fallback",
+            "a row is for an exit code, `not run`, `too often`",
+        ),
         (
             "| stop 93 | a suspected",
             "| halt 93 | a suspected",
