@@ -12,15 +12,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ckptctl.cli.rendering import Line, Style
 from ckptctl.formatting import safe, size
 from ckptctl.storage.waiting import operation_in_flight, start_daemon
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, OverflowMethod
     from rich.progress import Progress, ProgressColumn
+
+    from ckptctl.cli.output import Channel
 
 # Of 256 colours those that can be read on a white and on a black background, with a contrast of
 # 3.8 at least; rich takes the nearest where a terminal has fewer. Glyphs and words carry the
@@ -77,9 +79,8 @@ class Activity:
     shortened to the width, nothing else. A thread of its own draws it.
     """
 
-    def __init__(self, stream: TextIO, width: int, message: str) -> None:
-        self._stream = stream
-        self._width = width
+    def __init__(self, channel: Channel, message: str) -> None:
+        self._channel = channel
         self._message = message
         self._done = self._total = 0
         self._is_bytes = False
@@ -150,11 +151,11 @@ class Activity:
         from rich.progress import Progress
 
         progress = Progress(
-            *_columns(),
+            *_columns(unicode=self._channel.unicode),
             console=Console(
-                file=self._stream,
+                file=cast("IO[str]", _Lossy(self._channel)),
                 # The `^C` that a terminal echoes fits behind it: two rows could not be taken away.
-                width=self._width - 3,
+                width=self._channel.picture_width - 3,
                 force_terminal=True,
                 no_color=bool(os.environ.get("NO_COLOR")),
                 legacy_windows=False,
@@ -175,7 +176,24 @@ class Activity:
         return progress
 
 
-def _columns() -> list[ProgressColumn]:
+class _Lossy(io.TextIOBase):
+    """The stream of a channel as rich writes to it: what a closed terminal loses is no error."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """`ascii` has rich draw with its characters."""
+        return "utf-8" if self._channel.unicode else "ascii"
+
+    def write(self, text: str) -> int:
+        """Write and flush."""
+        self._channel.write(text)
+        return len(text)
+
+
+def _columns(*, unicode: bool) -> list[ProgressColumn]:
     """The columns of the line: all keep their width, but for the message."""
     from rich.progress import (
         BarColumn,
@@ -196,7 +214,8 @@ def _columns() -> list[ProgressColumn]:
         def render(self, task: Task) -> Text:
             awaited = "" if task.total else operation_in_flight()
             message = f"{task.description}: {awaited}" if awaited else task.description
-            return Text(safe(message), no_wrap=True, overflow="ellipsis")
+            cut: OverflowMethod = "ellipsis" if unicode else "crop"
+            return Text(safe(message), no_wrap=True, overflow=cut)
 
     class Counts(ProgressColumn):
         """The share, and of bytes their number and rate."""
@@ -229,7 +248,7 @@ def _columns() -> list[ProgressColumn]:
         return Column(no_wrap=True)
 
     return [
-        SpinnerColumn(style=_STYLES["code"], table_column=fixed()),
+        SpinnerColumn("dots" if unicode else "line", style=_STYLES["code"], table_column=fixed()),
         Message(),
         Bar(bar_width=_BAR_CELLS, complete_style=_STYLES["good"], table_column=fixed()),
         Counts(table_column=fixed()),

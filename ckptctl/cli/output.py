@@ -148,13 +148,12 @@ class Output:
     @contextmanager
     def at_work(self, message: str) -> Iterator[None]:
         """Show on a terminal that the command is at work while it prints nothing."""
-        stream = self.err.stream
-        if stream is None or not (self.talks and self.err.terminal) or _is_dumb():
+        if not (self.talks and self.err.terminal) or _is_dumb():
             yield
             return
         from ckptctl.cli.console import Activity
 
-        activity = self._activity = Activity(stream, self.err.picture_width, message)
+        activity = self._activity = Activity(self.err, message)
         try:
             yield
         finally:

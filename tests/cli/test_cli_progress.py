@@ -1,12 +1,17 @@
 """What a long-running command shows on a terminal, and writes to a log."""
 
+import contextlib
 import io
 import os
+import pty
 import re
+import signal
+import subprocess
 import sys
 from itertools import pairwise
 
 import pytest
+from command_line import COMMAND, clean_environment
 from test_cli_process import on_a_terminal, plain
 
 from ckptctl.cli import output
@@ -105,11 +110,51 @@ def test_a_dumb_terminal_and_no_color_are_obeyed():
     assert not re.search(r"\x1b\[[0-9;]*(3[0-8]|4[0-8])[;m]", bare)
 
 
-def test_a_wait_for_a_log_names_it(tmp_path):
-    """A FIFO that nobody writes to: the command waits until the test has read that it does."""
-    os.mkfifo(tmp_path / "train.log")
-    command = f"timeout -s INT 4 {sys.executable} -P -m ckptctl classify train.log"
-    _, shown = on_a_terminal("-c", command, cwd=tmp_path, command=("sh",))
-    assert "classify: train.log" in plain(shown)
-    assert "error: ended by SIGINT" in plain(shown)
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+def test_an_ascii_terminal_gets_ascii():
+    env = {"PYTHONIOENCODING": "ascii"}
+    _, shown = on_a_terminal("-c", AT_WORK, command=(sys.executable,), env=env)
+    assert " verify: /shared/" in plain(shown)
+    assert shown.isascii()
+    assert "\\u" not in shown
+
+
+def test_a_terminal_that_is_closed_changes_no_exit_code(tmp_path):
+    """Nobody reads the other end any more: every write to the terminal fails."""
+    ours, theirs = pty.openpty()
+    code = AT_WORK + "open('done', 'w').close()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env=clean_environment(TERM="xterm-256color"),
+    )
+    os.close(theirs)
+    os.read(ours, 1)  # the line is drawn
+    os.close(ours)
+    assert process.wait() == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_a_wait_for_a_log_names_it_and_an_interrupt_gives_the_cursor_back(tmp_path):
+    os.mkfifo(tmp_path / "train.log")  # nobody writes to it
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "classify", "train.log"],
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env=clean_environment(TERM="xterm-256color"),
+    )
+    os.close(theirs)
+    shown = b""
+    while b"classify: train.log" not in shown:
+        shown += os.read(ours, 65536)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(ours, 65536):
+            shown += piece
+    os.close(ours)
+    assert process.wait() == 130
+    assert "error: ended by SIGINT" in plain(shown.decode())
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
