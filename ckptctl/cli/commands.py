@@ -399,11 +399,11 @@ _Objects: TypeAlias = "dict[str, tuple[type, tuple[Option, ...]]]"
 def _taken(function: Callable[..., int]) -> tuple[dict[str, Option], _Objects]:
     """The parameters of a command, and the options objects that it takes with what it offers."""
     own, objects = {}, {}
-    for name, each in inspect.signature(function, eval_str=True).parameters.items():
-        kind = getattr(each.annotation, "__origin__", each.annotation)
-        about = next(iter(getattr(each.annotation, "__metadata__", ())), None)
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        kind = getattr(parameter.annotation, "__origin__", parameter.annotation)
+        about = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
         if isinstance(about, Parameter):
-            own[name] = Option(name, "", kind, each.default, about)
+            own[name] = Option(name, "", kind, parameter.default, about)
         elif isinstance(kind, type) and is_dataclass(kind):
             offered = options_of(kind)
             objects[name] = (kind, tuple(o for o in offered if about is None or o.name in about))
@@ -412,10 +412,10 @@ def _taken(function: Callable[..., int]) -> tuple[dict[str, Option], _Objects]:
 
 def _options(own: Mapping[str, Option], objects: _Objects) -> list[tuple[Option, str | None]]:
     """All parameters of a command on the command line, each with its heading of help."""
-    options: list[tuple[Option, str | None]] = [(each, None) for each in own.values()]
+    options: list[tuple[Option, str | None]] = [(option, None) for option in own.values()]
     for kind, offered in (*objects.values(), (AnswerOptions, options_of(AnswerOptions))):
         # A command may have its own words for one of them.
-        options += [(each, HEADINGS.get(kind)) for each in offered if each.name not in own]
+        options += [(option, HEADINGS.get(kind)) for option in offered if option.name not in own]
     return options
 
 
@@ -445,12 +445,17 @@ def _with_signature(
         "context": inspect.Parameter("context", _KEYWORD, annotation=typer.Context),
         **{
             name: inspect.Parameter(
-                name, _KEYWORD, default=each.default, annotation=Annotated[each.kind, each.info]
+                name,
+                _KEYWORD,
+                default=declaration.default,
+                annotation=Annotated[declaration.kind, declaration.info],
             )
-            for name, each in whole.items()
+            for name, declaration in whole.items()
         },
     }
-    function.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    function.__annotations__ = {
+        name: parameter.annotation for name, parameter in parameters.items()
+    }
     function.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
     return function
 
@@ -463,7 +468,7 @@ def _typer_info(option: Option, heading: str | None) -> Any:
     names = option_names(declared)
     if not names:
         return typer.Argument(metavar=declared.spec, help=declared.help)
-    kinds = [each for each in (option.kind, *get_args(option.kind)) if each in (int, float)]
+    kinds = [number for number in (option.kind, *get_args(option.kind)) if number in (int, float)]
     return typer.Option(
         *names,
         metavar=declared.spec.partition(" ")[2] or None if len(names) == 1 else None,
@@ -576,12 +581,12 @@ def _written(name: str, value: object) -> Iterator[str]:
     if isinstance(value, bool):
         yield name
         return
-    for each in _several(value):
+    for item in _several(value):
         yield name
-        if isinstance(each, Enum):
-            yield str(each.value)
+        if isinstance(item, Enum):
+            yield str(item.value)
         else:
-            yield f"{each:.15g}" if isinstance(each, float) else str(each)
+            yield f"{item:.15g}" if isinstance(item, float) else str(item)
 
 
 def _with_options(command: str, repeated: Sequence[_Given], caller: str) -> str:
@@ -597,7 +602,7 @@ def _with_options(command: str, repeated: Sequence[_Given], caller: str) -> str:
     if name not in COMMANDS or (name == "runbook" and words[2:3] != ["run"]):
         return command  # it runs nothing
     there = {word.partition("=")[0] for word in words}
-    takes = {(each.opts[0], getattr(each, "help", "")) for each in command_of(name).params}
+    takes = {(option.opts[0], getattr(option, "help", "")) for option in command_of(name).params}
     for given in repeated:
         is_same = name == caller or (given.name not in _WRITES and given[:2] in takes)
         if is_same and there.isdisjoint((given.name, _EXCLUDED.get(given.name))):
@@ -646,14 +651,16 @@ def shared_help_lines() -> Iterator[Line]:
 def _filled(lines: Iterable[Line]) -> Iterator[Line]:
     """The lines in the width of the terminal, of COLUMNS, or of 80 columns."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    for each in lines:
-        yield from wrapped(each, width)
+    for text in lines:
+        yield from wrapped(text, width)
 
 
 def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
     loaded = load(command.name)
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
-    words = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+    arguments = [argument for argument in command.params if argument.param_type_name == "argument"]
+    words = [
+        argument.metavar if argument.required else f"[{argument.metavar}]" for argument in arguments
+    ]
     yield line(" ".join(["Usage: ckptctl", command.name, "[OPTIONS]", *words]), hang=7)
     for paragraph in command.help.split("\n\n"):
         yield EMPTY
@@ -663,11 +670,15 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
         for option, heading in _options(*_taken(loaded.function))
         if not option.declared.common
     } | {"config": None}
-    shared = [each.opts[0] for each in command.params if rare.get(each.name) and not each.hidden]
+    shared = [
+        parameter.opts[0]
+        for parameter in command.params
+        if rare.get(parameter.name) and not parameter.hidden
+    ]
     yield from _sections(
-        each
-        for each in command.params
-        if each.name not in rare or (whole and rare[each.name] is None)
+        parameter
+        for parameter in command.params
+        if parameter.name not in rare or (whole and rare[parameter.name] is None)
     )
     yield EMPTY
     if whole:
@@ -683,7 +694,7 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
     )
     yield EMPTY
     yield line(StyledText("Examples:", "strong"))
-    yield from (line("  ", StyledText(each, "code"), solid=True) for each in loaded.examples)
+    yield from (line("  ", StyledText(example, "code"), solid=True) for example in loaded.examples)
     yield EMPTY
     yield line(StyledText("Exit codes:", "strong"))
     yield from (line(f"  {code:<3} {EXIT_CODES[code].title}", hang=6) for code in loaded.exit_codes)
@@ -692,16 +703,16 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
 def _sections(parameters: Iterable[Any]) -> Iterator[Line]:
     """Arguments and options under their headings."""
     headings: dict[str, list[Any]] = {"Arguments": [], "Options": []}
-    for each in parameters:
-        if each.hidden:
+    for parameter in parameters:
+        if parameter.hidden:
             continue
-        heading = "Arguments" if each.param_type_name == "argument" else "Options"
-        headings.setdefault(each.rich_help_panel or heading, []).append(each)
+        heading = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        headings.setdefault(parameter.rich_help_panel or heading, []).append(parameter)
     for heading, listed in headings.items():
         if listed:
             yield EMPTY
             yield line(StyledText(f"{heading}:", "strong"))
-            yield from (_entry(*record_of(each), _LEFT) for each in listed)
+            yield from (_entry(*record_of(parameter), _LEFT) for parameter in listed)
 
 
 def record_of(parameter: Any) -> tuple[str, str]:

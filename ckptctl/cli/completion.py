@@ -33,35 +33,42 @@ def script(shell: str) -> str:
 def candidates(words: Sequence[str]) -> list[str]:
     """What the last word may become, each with a tab and a description where there is one."""
     *before, word = words or ("",)
-    name = next((each for each in before if each in COMMANDS), None)
+    name = next((typed for typed in before if typed in COMMANDS), None)
     if name is not None:
         # Behind `--` is the command line of another program.
         offered = [] if "--" in before else [*_of_command(name, before, word)]
     else:
         options = command_group().params
         offered = [
-            *(each for summaries in SUMMARIES.values() for each in summaries.items()),
-            *((name, each.help) for each in options for name in each.opts),
+            *(command for summaries in SUMMARIES.values() for command in summaries.items()),
+            *((name, option.help) for option in options for name in option.opts),
         ]
     return [f"{text}\t{help_text}" for text, help_text in offered if text.startswith(word)]
 
 
 def _of_command(name: str, before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
     parameters = command_of(name).params
-    options = {option: each for each in parameters for option in each.opts if option[0] == "-"}
-    takes_value = {option for option, each in options.items() if not each.is_flag}
+    options = {
+        option: parameter
+        for parameter in parameters
+        for option in parameter.opts
+        if option[0] == "-"
+    }
+    takes_value = {option for option, parameter in options.items() if not parameter.is_flag}
     if before[-1] in takes_value:
         yield from _values(name, options[before[-1]], word)
     elif word.startswith("-"):
-        for option, each in options.items():
-            if not each.hidden:
-                yield option, each.help.partition(". ")[0]
+        for option, parameter in options.items():
+            if not parameter.hidden:
+                yield option, parameter.help.partition(". ")[0]
     else:
-        arguments = [each for each in parameters if each.param_type_name == "argument"]
+        arguments = [
+            parameter for parameter in parameters if parameter.param_type_name == "argument"
+        ]
         behind = before[before.index(name) :]
         place = sum(
-            not each.startswith("-") and previous not in takes_value
-            for previous, each in pairwise(behind)
+            not typed.startswith("-") and previous not in takes_value
+            for previous, typed in pairwise(behind)
         )
         if arguments:
             yield from _values(name, arguments[min(place, len(arguments) - 1)], word)
@@ -72,15 +79,15 @@ def _values(name: str, parameter: Any, word: str) -> Iterator[tuple[str, str]]:
     if parameter.metavar == "CODE" and name == "explain":
         from ckptctl.cli.explain import all_pages
 
-        yield from ((each.name, each.title) for each in all_pages())
+        yield from ((page.name, page.title) for page in all_pages())
     elif parameter.metavar == "NAME" and name == "runbook":
         from ckptctl.runbook.reading import find_runbook, runbook_names
 
-        yield from ((each, find_runbook(each).title) for each in runbook_names())
+        yield from ((book, find_runbook(book).title) for book in runbook_names())
     elif "@" in word:
         yield from _steps(word.rpartition("@")[0])
     else:
-        yield from ((each, "") for each in getattr(parameter.type, "choices", ()))
+        yield from ((choice, "") for choice in getattr(parameter.type, "choices", ()))
 
 
 def _steps(root: str) -> Iterator[tuple[str, str]]:

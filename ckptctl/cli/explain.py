@@ -58,20 +58,20 @@ def explain(
         return 0
     pages = [page(name)] if name is not None else [*all_pages()]
     base = (site or _published()).rstrip("/")
-    pages = [replace(each, address=f"{base}/{each.address}" if base else None) for each in pages]
+    pages = [replace(page, address=f"{base}/{page.address}" if base else None) for page in pages]
     out.answer(
         document_of("explain", explained=pages),
         lambda: index_lines(pages) if name is None else _lines(pages[0], out.out.width),
-        bare=(each.name if name is None else each.title for each in pages),
+        bare=(page.name if name is None else page.title for page in pages),
     )
     return 0
 
 
-def _lines(each: Page, width: int | None) -> Iterator[Line]:
-    yield from page_lines(each.text, width)
-    if each.address is not None:
+def _lines(page: Page, width: int | None) -> Iterator[Line]:
+    yield from page_lines(page.text, width)
+    if page.address is not None:
         yield EMPTY
-        yield line("page of the documentation: ", StyledText(each.address, "name"), solid=True)
+        yield line("page of the documentation: ", StyledText(page.address, "name"), solid=True)
 
 
 _HEADINGS = {
@@ -85,12 +85,12 @@ _HEADINGS = {
 
 def index_lines(pages: Sequence[Page]) -> Iterator[Line]:
     """Every page by its name and title."""
-    width = max(len(each.name) for each in pages)
+    width = max(len(page.name) for page in pages)
     for kind, heading in _HEADINGS.items():
         yield line(StyledText(heading, "strong"))
-        for each in pages:
-            if each.kind == kind:
-                yield line("  ", padded(each.name, width), "  ", each.title, hang=width + 4)
+        for page in pages:
+            if page.kind == kind:
+                yield line("  ", padded(page.name, width), "  ", page.title, hang=width + 4)
         yield EMPTY
     yield from next_line("ckptctl explain CODE")
 
@@ -251,7 +251,9 @@ def _exit_code_page(number: int) -> Page:
     return Page(str(number), "exit-code", code.title, "\n".join(lines), address)
 
 
-_CAUSES = {each.name: each for each in CLASSES.values() if each.name not in ("none", "unknown")}
+_CAUSES = {
+    domain.name: domain for domain in CLASSES.values() if domain.name not in ("none", "unknown")
+}
 
 _RESTARTS = {
     Restart.FREE: "helps, and is not counted against a budget",

@@ -278,7 +278,7 @@ def seal_key(key_file: str | None) -> bytes | None:
 
 def parts(given: Sequence[str] | None) -> list[str]:
     """The values of an option that is given with commas or several times."""
-    return [word.strip() for each in given or () for word in each.split(",") if word.strip()]
+    return [word.strip() for text in given or () for word in text.split(",") if word.strip()]
 
 
 def parse_counts(
@@ -411,7 +411,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
         plain = hints[field.name].__origin__
         option = declared.spec.split()[0]
         typed: Any
-        types = {get_origin(each) for each in (plain, *get_args(plain))}
+        types = {get_origin(kind) for kind in (plain, *get_args(plain))}
         is_required = field.default is dataclasses.MISSING
         shown = ""
         if types & {Collection, Mapping, Sequence}:

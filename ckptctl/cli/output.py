@@ -288,9 +288,9 @@ class Output:
 
         self.lines(
             (
-                line(each, solid=True)
+                line(text_line, solid=True)
                 for text in traceback.format_exception(error)
-                for each in text.splitlines()
+                for text_line in text.splitlines()
             ),
             to=self.err,
         )
@@ -308,7 +308,7 @@ class Output:
             channel.write("")
 
     def _text(self, lines: Iterable[Line], channel: Channel) -> str:
-        return "".join(f"{text}\n" for each in lines for text in self._rendered(each, channel))
+        return "".join(f"{text}\n" for a_line in lines for text in self._rendered(a_line, channel))
 
     def _to_run(self, command: str) -> str:
         from ckptctl.starting import as_started

@@ -169,7 +169,7 @@ def strip_of_steps(
     if len(reports) < 2:
         return []
     at = next((i for i, report in enumerate(reports) if report.url == chosen), None)
-    states = [step_state(each, passed_over=each.url in passed_over) for each in reports]
+    states = [step_state(report, passed_over=report.url in passed_over) for report in reports]
     per_cell = -(-len(reports) // max(1, width - 2))
     newest_first = [states[i : i + per_cell] for i in range(0, len(states), per_cell)]
     cells = [glyph(_worst(cell, STEP_MARKS), unicode) for cell in reversed(newest_first)]

@@ -274,30 +274,30 @@ def page_lines(text: str, width: int | None) -> Iterator[Line]:
     """The page: on a terminal prose fills its width, off a terminal it is as it was written."""
     lines = text.splitlines()
     if width is None:
-        yield from (line(each, solid=True) for each in lines)
+        yield from (line(text, solid=True) for text in lines)
         return
     fence = ""
     paragraph: list[str] = []
-    for each in lines:
-        opening = re.match("`{3,}", each)
+    for text in lines:
+        opening = re.match("`{3,}", text)
         if fence:
             if opening and opening[0] == fence:
                 fence = ""
             else:
-                yield line("  ", StyledText(each.expandtabs(4), "code"), solid=True)
+                yield line("  ", StyledText(text.expandtabs(4), "code"), solid=True)
             continue
-        is_apart = not each.strip() or opening is not None or each.startswith(("#", "|"))
-        if is_apart or _ITEM.match(each):
+        is_apart = not text.strip() or opening is not None or text.startswith(("#", "|"))
+        if is_apart or _ITEM.match(text):
             yield from _paragraph_lines(paragraph)
             paragraph = []
         if not is_apart:
-            paragraph.append(each)
+            paragraph.append(text)
         elif opening:
             fence = opening[0]
-        elif each.startswith("#"):
-            yield line(StyledText(each.lstrip("# "), "strong"), hang=2)
+        elif text.startswith("#"):
+            yield line(StyledText(text.lstrip("# "), "strong"), hang=2)
         else:
-            yield line(each.rstrip(), solid=True)
+            yield line(text.rstrip(), solid=True)
     yield from _paragraph_lines(paragraph)
 
 

@@ -144,8 +144,8 @@ def runbook(
         return _show(book, out)
     if action == "lint":
         return _lint(book, out)
-    typed = [each for each in roots or () if _INPUT.match(each)]
-    roots = [each for each in roots or () if each not in typed]
+    typed = [word for word in roots or () if _INPUT.match(word)]
+    roots = [word for word in roots or () if word not in typed]
     if not roots:
         raise UsageError(
             f"on which checkpoint root is {book.name} run?",
@@ -156,17 +156,17 @@ def runbook(
             f"the runbook {book.name} is not sound: {found[0]}",
             next_command=command_line("runbook", "lint", book.called),
         )
-    for each in roots[1:]:
-        if os.path.isfile(local_path(each) or ""):
+    for root in roots[1:]:
+        if os.path.isfile(local_path(root) or ""):
             raise UsageError(
-                f"{each} is a file, and no checkpoint root; an input is given as NAME={each}",
+                f"{root} is a file, and no checkpoint root; an input is given as NAME={root}",
                 next_command=command_line("runbook", "show", book.called),
             )
     repeated = [*(["--yes"] if yes else ()), *(["--dry-run"] if dry_run else ())]
     repeated += [] if transcript is None else ["--transcript", transcript]
     inputs = [
-        *(f"OTHER_ROOTS={each}" for each in roots[1:]),
-        *(f"OPTIONAL_ROOTS={each}" for each in optional_root or ()),
+        *(f"OTHER_ROOTS={root}" for root in roots[1:]),
+        *(f"OPTIONAL_ROOTS={root}" for root in optional_root or ()),
         *(given or ()),
         *typed,
     ]
@@ -185,7 +185,7 @@ def runbook(
             if not dry_run:
                 words = ["runbook", "run", book.called, roots[0]]
                 # With --yes no command is taken from the record.
-                words += [f"--set={each}" for each in inputs] if yes else []
+                words += [f"--set={value}" for value in inputs] if yes else []
                 stopped.next_command = command_line(*words, *repeated, "--continue")
             raise
         if transcript is not None:
@@ -402,7 +402,7 @@ class TerminalPrompts:
         if self._is_short and command is None and not block.changes:
             return  # what it prints and what follows is enough of a script that only reads
         text = block.code if command is None or self.verbose else command
-        self._say(*(_command(each) for each in text.splitlines()))
+        self._say(*(_command(text_line) for text_line in text.splitlines()))
         self._say(
             *(
                 line("    ", StyledText(f"{name}={shown(value)}", "name"), solid=True)
@@ -552,7 +552,7 @@ class TerminalPrompts:
     def _typed(self, prompt: str) -> str:
         """The line that a person types, and nothing where the input ends."""
         lines = wrapped(line(prompt, hang=2), self.out.err.width)
-        self.out.err.write("\n".join(each.text for each in lines) + " ")
+        self.out.err.write("\n".join(part.text for part in lines) + " ")
         with self.out.paused():
             return os.fsdecode(sys.stdin.buffer.readline())
 

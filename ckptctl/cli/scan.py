@@ -73,7 +73,7 @@ def scan(
     those of usable older ones, one per line.
     """
     named = dict.fromkeys((*roots, *(optional_root or ())))
-    shown = _Shown(out, tuple(each.rstrip("/") or each for each in named))
+    shown = _Shown(out, tuple(root.rstrip("/") or root for root in named))
     found = ckptctl.scan(
         *roots,
         optional_roots=optional_root or (),
@@ -381,7 +381,7 @@ def _write_html(path: str, found: Scan, out: Output) -> None:
     from ckptctl.cli.html_pages import as_block, write_page
     from ckptctl.runbook.pictures import timeline_of_steps
 
-    chosen = next((each for each in found.reports if each.url == found.chosen), None)
+    chosen = next((report for report in found.reports if report.url == found.chosen), None)
     headline, *rest = chosen_lines(chosen) if chosen else none_lines(found)
     good = chosen is not None or found.exit_code == EXIT_FRESH
     document = document_of("scan", found)()
