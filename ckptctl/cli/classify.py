@@ -171,8 +171,8 @@ def _read(answer: Classification) -> str:
 def _stalled(answer: Classification) -> Iterator[Line]:
     if answer.collectives:
         yield line("collectives that did not complete:")
-    for each in answer.collectives[:_FEW]:
-        yield line(f"  {described(each)}", hang=4)
+    for collective in answer.collectives[:_FEW]:
+        yield line(f"  {described(collective)}", hang=4)
     if len(answer.collectives) > _FEW:
         yield line(f"  and {len(answer.collectives) - _FEW:,} more (--json has them)")
     if answer.ranks_without_dump:
@@ -197,28 +197,41 @@ _RESTART = {
 
 
 def _suspected(suspects: Sequence[Suspect]) -> Iterator[Line]:
-    for each in suspects:
-        parts = [*each.devices, *(f"rank {rank}" for rank in each.ranks)]
+    for suspect in suspects:
+        parts = [*suspect.devices, *(f"rank {rank}" for rank in suspect.ranks)]
         inside = f" ({', '.join(parts)})" if parts else ""
-        node = each.node or "a node that the logs do not name"
-        unsure = "" if each.confidence != "low" else "; confidence low: do not drain it for this"
+        node = suspect.node or "a node that the logs do not name"
+        unsure = "" if suspect.confidence != "low" else "; confidence low: do not drain it for this"
         yield line("suspected: ", StyledText(node, "bad"), f"{inside}{unsure}", hang=4)
 
 
 def _listed(title: str, evidence: Sequence[Evidence]) -> Iterator[Line]:
     if title and evidence:
         yield line(f"{title}:")
-    for each in evidence[:_FEW]:
-        yield from _shown(each)
+    for evidence_line in evidence[:_FEW]:
+        yield from _shown(evidence_line)
     if len(evidence) > _FEW:
         yield line(f"  and {len(evidence) - _FEW:,} more (--json has them)")
 
 
-def _shown(each: Evidence) -> Iterator[Line]:
-    style: Style = "bad" if each.role in (Role.CAUSE, Role.ROOT) and not each.survived else ""
-    times = f" ({each.count:,} times)" if each.count > 1 else ""
-    place = f"{each.file}:{each.line}" if each.line else f"{each.file} {each.text}"
-    yield line("  ", padded(each.role.value, 7, style), f"  {each.description}{times}", hang=11)
+def _shown(evidence_line: Evidence) -> Iterator[Line]:
+    style: Style = (
+        "bad"
+        if evidence_line.role in (Role.CAUSE, Role.ROOT) and not evidence_line.survived
+        else ""
+    )
+    times = f" ({evidence_line.count:,} times)" if evidence_line.count > 1 else ""
+    place = (
+        f"{evidence_line.file}:{evidence_line.line}"
+        if evidence_line.line
+        else f"{evidence_line.file} {evidence_line.text}"
+    )
+    yield line(
+        "  ",
+        padded(evidence_line.role.value, 7, style),
+        f"  {evidence_line.description}{times}",
+        hang=11,
+    )
     yield line("           ", StyledText(place, "name"), solid=True)
-    if each.line:
-        yield line(f"           {each.text}", hang=13)
+    if evidence_line.line:
+        yield line(f"           {evidence_line.text}", hang=13)

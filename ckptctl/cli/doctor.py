@@ -60,7 +60,7 @@ def doctor(
     out.answer(
         document_of("doctor", found),
         lambda: diagnosis_lines(found),
-        bare=tuple(f"{each.name} {each.where}" for each in found.advice),
+        bare=tuple(f"{advice.name} {advice.where}" for advice in found.advice),
     )
     return found.exit_code
 
@@ -69,7 +69,9 @@ def _own_variables() -> frozenset[str]:
     """The variables of all options, the key of seals, and those that `run` and the tests set."""
     from ckptctl.distributed.launcher import RESTART_COUNT
 
-    variables = {str(each.envvar) for name in COMMANDS for each in command_of(name).params}
+    variables = {
+        str(parameter.envvar) for name in COMMANDS for parameter in command_of(name).params
+    }
     return frozenset(variables) | {SEAL_KEY, RESTART_COUNT, "CKPTCTL_COLUMNS"}
 
 
@@ -78,7 +80,7 @@ def diagnosis_lines(found: Diagnosis) -> list[Line]:
     numbers = [
         counted(number, severity.value)
         for severity in Severity
-        if (number := sum(each.severity is severity for each in found.advice))
+        if (number := sum(advice.severity is severity for advice in found.advice))
     ]
     style: Style = "bad" if found.exit_code else "good"
     result = listed(numbers) if numbers else "nothing is wrong"
@@ -86,7 +88,7 @@ def diagnosis_lines(found: Diagnosis) -> list[Line]:
     return [
         line(StyledText(found.target, "name"), ": ", StyledText(result, style), solid=True),
         EMPTY,
-        *section(each for advice in found.advice for each in _shown(advice)),
+        *section(text for advice in found.advice for text in _shown(advice)),
         *section(facts),
         *next_line(found.next_command),
     ]

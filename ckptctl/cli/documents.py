@@ -258,7 +258,11 @@ def document(
     fields = {} if result is None else as_json(result)
     own_code = fields.pop("exit_code", 0)
     code = exit_code if exit_code is not None else int(str(own_code))
-    return {**_envelope(name, code), **{key: plain(each) for key, each in beside.items()}, **fields}
+    return {
+        **_envelope(name, code),
+        **{key: plain(value) for key, value in beside.items()},
+        **fields,
+    }
 
 
 def error_document(error: CkptctlError, command: str | None) -> Document:

@@ -94,20 +94,20 @@ _BUCKET_OF = {name: bucket for bucket, name in BUCKETS.items()} | {
 def history_lines(found: RunHistory, width: int, *, unicode: bool) -> Iterator[Line]:
     """The answer, then for each root its picture, its time and its attempts."""
     yield line(StyledText(found.message, "strong"), hang=2)
-    for each in found.roots:
-        own = [attempt for attempt in found.attempts if attempt.root == each.root]
+    for root in found.roots:
+        own = [attempt for attempt in found.attempts if attempt.root == root.root]
         yield from _parted(
-            _root_lines(each, own, width, unicode=unicode, alone=len(found.roots) == 1)
+            _root_lines(root, own, width, unicode=unicode, alone=len(found.roots) == 1)
         )
     yield from _parted(finding_lines(found.findings))
 
 
 def _parted(lines: Iterable[Line]) -> Iterator[Line]:
     """The lines after an empty one; nothing where there are none."""
-    for place, each in enumerate(lines):
+    for place, text in enumerate(lines):
         if place == 0:
             yield EMPTY
-        yield each
+        yield text
 
 
 def _root_lines(
@@ -156,7 +156,7 @@ def _seconds(attempt: PastAttempt, name: str) -> float:
     """The time of one kind; what nothing is recorded of is other."""
     seconds: float | None = getattr(attempt, name)
     if name == "other_s" and seconds is None:
-        named = (getattr(attempt, each) or 0.0 for each in _MARKS if each not in _BETWEEN)
+        named = (getattr(attempt, mark) or 0.0 for mark in _MARKS if mark not in _BETWEEN)
         return attempt.seconds - sum(named)
     return seconds or 0.0
 
@@ -231,19 +231,19 @@ def attempt_cells(attempt: PastAttempt) -> tuple[str, ...]:
 
 def _table(attempts: Sequence[PastAttempt]) -> Iterator[Line]:
     shown = attempts[-MOST_ROWS:]
-    widths = (max(2, *(len(str(each.number)) for each in shown)), 16, 8, 9, 4)
+    widths = (max(2, *(len(str(attempt.number)) for attempt in shown)), 16, 8, 9, 4)
     *columns, ended = COLUMNS
     yield line(*_padded(columns, widths), f"  {ended}", solid=True)
     allocation = ""
-    for each in shown:
+    for attempt in shown:
         yield line(
-            *_padded(attempt_cells(each), widths),
+            *_padded(attempt_cells(attempt), widths),
             "  ",
-            *attempt_end(each),
-            "" if each.allocation == allocation else f"; on {each.allocation}",
+            *attempt_end(attempt),
+            "" if attempt.allocation == allocation else f"; on {attempt.allocation}",
             hang=46 + widths[0],
         )
-        allocation = each.allocation
+        allocation = attempt.allocation
     if len(attempts) > len(shown):
         yield line(f"  {len(attempts) - len(shown):,} earlier attempts: --json has all", hang=2)
 

@@ -22,15 +22,15 @@ def write_page(path: str, title: str, headline: str, style: Style, parts: Iterab
 
 def as_block(lines: Iterable[Line], width: int) -> str:
     """Lines of the terminal as they are, in `width` columns; a phone scrolls them sideways."""
-    shown = (part for each in lines for part in wrapped(made_safe(each), width))
-    text = "\n".join("".join(map(_span, each.spans)) for each in shown)
+    shown = (part for a_line in lines for part in wrapped(made_safe(a_line), width))
+    text = "\n".join("".join(map(_span, a_line.spans)) for a_line in shown)
     return f"<pre tabindex=0>{text}</pre>"
 
 
 def as_html(lines: Iterable[Line]) -> Iterator[str]:
     """Lines of the terminal: paths, commands and tables as they are, prose as paragraphs."""
-    for solid, group in groupby(map(made_safe, lines), key=lambda each: each.solid):
-        texts = ["".join(map(_span, each.spans)) for each in group]
+    for solid, group in groupby(map(made_safe, lines), key=lambda a_line: a_line.solid):
+        texts = ["".join(map(_span, a_line.spans)) for a_line in group]
         if solid:
             yield f"<pre tabindex=0>{dedent(chr(10).join(texts))}</pre>"
         else:

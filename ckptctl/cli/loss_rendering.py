@@ -108,7 +108,10 @@ def _every_finding(report: LossReport) -> tuple[Finding, ...]:
     if worst is None:
         return report.findings
     position = str(worst.resume.position)
-    own = (replace(each, where="") if each.where == position else each for each in worst.findings)
+    own = (
+        replace(finding, where="") if finding.where == position else finding
+        for finding in worst.findings
+    )
     return (*own, *report.findings)
 
 
@@ -231,8 +234,8 @@ def _fault_lines(report: LossReport) -> Iterator[Line]:
 def _missing_lines(report: LossReport) -> Iterator[Line]:
     if report.missing:
         yield line(StyledText("the log lacks", "strong"))
-    for each in report.missing:
-        yield line(f"  {each.what}: {each.remedy}", hang=4)
+    for gap in report.missing:
+        yield line(f"  {gap.what}: {gap.remedy}", hang=4)
 
 
 _CANARY = (

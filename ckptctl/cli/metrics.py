@@ -76,10 +76,10 @@ def write_metrics(path: str, samples: Iterable[Sample]) -> None:
 def metrics_text(samples: Iterable[Sample]) -> str:
     """The samples that have a value, grouped by name as the format demands."""
     found: dict[str, list[str]] = {name: [] for name in _FAMILIES}
-    for each in samples:
+    for sample in samples:
         # An integer may be larger than any float: then the figure is not known.
-        if each.value is not None and abs(each.value) < sys.float_info.max:
-            found[each.name].append(f"{each.name}{_labels(each.labels)} {each.value:.12g}")
+        if sample.value is not None and abs(sample.value) < sys.float_info.max:
+            found[sample.name].append(f"{sample.name}{_labels(sample.labels)} {sample.value:.12g}")
     return "".join(
         f"# HELP {name} {about}\n"
         f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n"
@@ -91,10 +91,10 @@ def metrics_text(samples: Iterable[Sample]) -> str:
 
 def history_samples(found: RunHistory) -> Iterator[Sample]:
     """The figures of every run."""
-    for each in found.roots:
-        own = [attempt for attempt in found.attempts if attempt.root == each.root]
-        for name, labels, value in _values(each.goodput, own):
-            yield Sample(name, {"root": each.root, **labels}, value)
+    for root in found.roots:
+        own = [attempt for attempt in found.attempts if attempt.root == root.root]
+        for name, labels, value in _values(root.goodput, own):
+            yield Sample(name, {"root": root.root, **labels}, value)
 
 
 def step_samples(report: Report) -> Iterator[Sample]:
@@ -116,17 +116,17 @@ def root_samples(found: Scan) -> Iterator[Sample]:
     root = {"root": found.root}
     yield Sample("ckptctl_root_exit_code", root, found.exit_code)
     yield Sample("ckptctl_root_steps", root, found.n_steps)
-    verdicts = Counter(each.verdict for each in found.reports)
+    verdicts = Counter(report.verdict for report in found.reports)
     for verdict in Verdict:
         yield Sample(
             "ckptctl_root_inspected_steps", {**root, "verdict": verdict.value}, verdicts[verdict]
         )
-    newest = [each.number for each in found.reports if each.number is not None]
+    newest = [report.number for report in found.reports if report.number is not None]
     yield Sample("ckptctl_root_newest_step", root, max(newest, default=None))
-    for each in found.reports:
-        if each.url == found.chosen:
-            yield Sample("ckptctl_root_chosen_step", root, each.number)
-            yield Sample("ckptctl_root_chosen_written_timestamp_seconds", root, each.written_s)
+    for report in found.reports:
+        if report.url == found.chosen:
+            yield Sample("ckptctl_root_chosen_step", root, report.number)
+            yield Sample("ckptctl_root_chosen_written_timestamp_seconds", root, report.written_s)
     yield Sample("ckptctl_root_inspected_timestamp_seconds", root, round(time.time()))
 
 

@@ -98,11 +98,13 @@ def _compared(found: Comparison) -> str:
 def _table(found: Rerun) -> Iterator[Line]:
     """The losses of the log and of the replays, a row for each step."""
     runs = [("log", found.losses)]
-    runs += [(f"replay {n}", each.losses) for n, each in enumerate(found.replays, 1) if each.losses]
+    runs += [
+        (f"replay {n}", replay.losses) for n, replay in enumerate(found.replays, 1) if replay.losses
+    ]
     if len(runs) < 2:
         return
     columns = [_column(title, losses, found) for title, losses in runs]
-    numbers = ["step", *(str(each) for each in _steps(found))]
+    numbers = ["step", *(str(step) for step in _steps(found))]
     widths = [max(map(len, column)) for column in (numbers, *columns)]
     yield EMPTY
     for cells in zip(numbers, *columns, strict=True):
@@ -112,12 +114,12 @@ def _table(found: Rerun) -> Iterator[Line]:
 
 
 def _steps(found: Rerun) -> list[int]:
-    logged = {each.step for each in found.losses}
-    logged |= {each.step for replay in found.replays for each in replay.losses}
+    logged = {loss.step for loss in found.losses}
+    logged |= {loss.step for replay in found.replays for loss in replay.losses}
     return sorted(number for number in logged if number > found.from_step)
 
 
 def _column(title: str, losses: tuple[LoggedLoss, ...], found: Rerun) -> list[str]:
-    by_step = {each.step: each.loss for each in losses}
+    by_step = {loss.step: loss.loss for loss in losses}
     cells = ["-" if number not in by_step else repr(by_step[number]) for number in _steps(found)]
     return [title, *cells]

@@ -57,19 +57,23 @@ def schema(name: str) -> Schema:
     short = name.removeprefix("ckptctl.").removesuffix("/1")
     kind = DOCUMENTS.get(short)
     if kind is None:
-        known = ", ".join(f"ckptctl.{each}/1" for each in DOCUMENTS)
+        known = ", ".join(f"ckptctl.{short_name}/1" for short_name in DOCUMENTS)
         raise UsageError(f"there is no document {name!r}; the documents are {known}")
     definitions: dict[str, Schema] = {}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.title}
     if kind.is_line:
         (lines,) = _classes(kind)
         return {**head, **_of(lines, definitions, signed=False), "$defs": definitions}
-    parts = [_object(each, definitions) for each in _classes(kind)]
+    parts = [_object(holder, definitions) for holder in _classes(kind)]
     own: dict[str, Schema] = {"schema": {"const": f"ckptctl.{short}/1"}}
     if kind.has_digest:
         own["digest"] = _DIGEST
     parts = [{"properties": own, "required": list(own)}, *parts]
-    properties = {key: each for part in parts[::-1] for key, each in part["properties"].items()}
+    properties = {
+        key: property_schema
+        for part in parts[::-1]
+        for key, property_schema in part["properties"].items()
+    }
     order = dict.fromkeys(key for part in parts for key in part["properties"])
     return {
         **head,
@@ -78,8 +82,8 @@ def schema(name: str) -> Schema:
         "properties": {key: properties[key] for key in order} | own,
         **({"additionalProperties": False} if kind.is_closed else {}),
         "$defs": {
-            name: {**each, "additionalProperties": False} if kind.is_closed else each
-            for name, each in definitions.items()
+            name: {**definition, "additionalProperties": False} if kind.is_closed else definition
+            for name, definition in definitions.items()
         },
     }
 
@@ -102,15 +106,15 @@ def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
 
 
 def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool = False) -> Schema:
-    def inner(each: Any) -> Schema:
-        return _of(each, definitions, signed=signed)
+    def inner(inner_hint: Any) -> Schema:
+        return _of(inner_hint, definitions, signed=signed)
 
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        more = {key: list(each) if isinstance(each, tuple) else each for key, each in of[1:]}
+        more = {key: list(extra) if isinstance(extra, tuple) else extra for key, extra in of[1:]}
         return {**inner(of[0]), **more}
     if origin in (typing.Union, types.UnionType):
-        return _either([inner(each) for each in of])
+        return _either([inner(choice) for choice in of])
     if origin is typing.Literal:
         return {"enum": list(of)}
     if pairs:
@@ -128,7 +132,7 @@ def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool 
         words = [word.value for word in hint]
         return {"type": "string", "enum" if hint.__name__ in _CLOSED else "examples": words}
     if issubclass(hint, tuple):
-        return _array(inner(each) for each in typing.get_type_hints(hint).values())
+        return _array(inner(item) for item in typing.get_type_hints(hint).values())
     if hint.__name__ not in definitions:
         definitions[hint.__name__] = {}  # a class that holds its own kind refers to it
         text = _text(hint.__doc__)
@@ -143,7 +147,7 @@ def _array(items: Iterator[Schema]) -> Schema:
 
 def _either(choices: list[Schema]) -> Schema:
     """One of several; null is one of the types where that is equivalent."""
-    some = [each for each in choices if each != {"type": "null"}]
+    some = [choice for choice in choices if choice != {"type": "null"}]
     if len(some) == 1 and "type" in some[0] and "enum" not in some[0]:
         return {**some[0], "type": [some[0]["type"], "null"]}
     return {"anyOf": choices}
@@ -187,9 +191,9 @@ def _tree(module: str) -> ast.Module:
 
 def _texts(module: str, name: str) -> Mapping[str, str]:
     """The docstring behind each field of a class, and of its bases in the same module."""
-    classes = {each.name: each for each in _tree(module).body if isinstance(each, ast.ClassDef)}
+    classes = {node.name: node for node in _tree(module).body if isinstance(node, ast.ClassDef)}
     kind = classes[name]
-    bases = [each.id for each in kind.bases if isinstance(each, ast.Name) and each.id in classes]
+    bases = [base.id for base in kind.bases if isinstance(base, ast.Name) and base.id in classes]
     return {key: text for base in bases for key, text in _texts(module, base).items()} | {
         field.target.id: _text(str(text.value.value))
         for field, text in pairwise(kind.body)
@@ -206,9 +210,9 @@ def _names_for_types(module: str) -> Mapping[str, object]:
     for node in _tree(module).body:
         if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
             continue
-        for each in node.body:
-            if isinstance(each, ast.ImportFrom) and each.module:
+        for statement in node.body:
+            if isinstance(statement, ast.ImportFrom) and statement.module:
                 with suppress(ImportError):  # `_typeshed` exists for type checkers only
-                    found = import_module(each.module)
-                    names |= {alias.name: getattr(found, alias.name) for alias in each.names}
+                    found = import_module(statement.module)
+                    names |= {alias.name: getattr(found, alias.name) for alias in statement.names}
     return names

@@ -259,11 +259,11 @@ def ended_by_signals() -> Iterator[Ended]:
         else:
             before[signal.Signals(number)](number, frame)
 
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(each)):
-            before[each] = signal.signal(each, end)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(number)):
+            before[number] = signal.signal(number, end)
     try:
         yield ended
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
