@@ -8,10 +8,11 @@ evidence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from ckptctl.failures.results import CONFIDENCES, Action, Evidence, Role
+from ckptctl.failures.rules import FOLLOWING
 
 SAME_MOMENT_S = 60.0
 """Times of two machines that differ by less do not show which event was first."""
@@ -54,7 +55,7 @@ def decide(
 
     `first_failed` is the host and rank that a launcher names as the first to fail.
     """
-    alive = [each for each in evidence if not each.survived]
+    alive = _with_consequences([each for each in evidence if not each.survived])
     decisive = _decisive(alive, first_failed)
     if decisive is None:
         cascades = tuple(each for each in alive if each.role is Role.CASCADE)
@@ -67,6 +68,26 @@ def decide(
     return WeighedEvidence(
         decisive, agreeing, consequences, others, _confidence(decisive, agreeing, others)
     )
+
+
+def _with_consequences(evidence: Sequence[Evidence]) -> list[Evidence]:
+    """The evidence, in which an error of a device that the program broke is a consequence."""
+    faults = [
+        fault
+        for fault in evidence
+        if fault.rule.startswith("xid.") and fault.failure.startswith(_OF_THE_JOB)
+    ]
+    return [
+        replace(item, role=Role.CASCADE)
+        if item.rule in FOLLOWING and any(_may_follow(item, fault) for fault in faults)
+        else item
+        for item in evidence
+    ]
+
+
+def _may_follow(item: Evidence, fault: Evidence) -> bool:
+    same_device = item.device == fault.device and item.host == fault.host
+    return same_device and _may_be_the_same_moment(fault, item) and _earlier(fault, item) is fault
 
 
 _HARDWARE = ("infra-node", "infra-fabric")

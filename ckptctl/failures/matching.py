@@ -375,7 +375,7 @@ class LogReader:
             work = partial(self._by_rule, number, line, rule, message, in_traceback=in_traceback)
             found = self._guarded(number, rule.name, work)
             if found is not None and ignored and found.role in (Role.ROOT, Role.SUSPECT):
-                return replace(found, role=Role.NOTE)
+                return replace(found, role=Role.SUSPECT if rule.lasting else Role.NOTE)
             if found is not None:
                 return found
         return None

@@ -37,9 +37,11 @@ class Rule:
     `process`: the line is about one process of a machine, which may be one of another job.
     `frames`: only where the innermost frame of the traceback is of the program, not of a library:
     any line that does not wait for a device (`own`), or a `raise` or `assert` (`raise`).
-    `check` names a further condition in `matching`. `ending`: tried only on the line that ends
-    a traceback, which needs no literal. `restart` and `action` are set if they
-    differ from those of the class.
+    `lasting`: the state outlives the process, so it is a suspicion also where Python ignored the
+    exception, as at the exit. `follows`: on a device on which the program failed within the same
+    minute, it is a consequence. `check` names a further condition in `matching`. `ending`: tried
+    only on the line that ends a traceback, which needs no literal. `restart` and `action` are set
+    if they differ from those of the class.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Rule:
     kernel: bool = False
     reporter: bool = False
     process: bool = False
+    lasting: bool = False
+    follows: bool = False
     frames: str = ""
     check: str = ""
     ending: bool = False
@@ -82,6 +86,8 @@ def _rules() -> tuple[Rule, ...]:
 
 RULES = _rules()
 """Every rule in the order in which they are tried: the first that matches a line decides."""
+FOLLOWING = frozenset(rule.name for rule in RULES if rule.follows)
+"""The names of the rules that `follows`."""
 ENDING = tuple(number for number, rule in enumerate(RULES) if rule.ending)
 
 

@@ -85,6 +85,15 @@ def test_a_named_error_below_an_unnamed_one_of_the_runtime_decides(tmp_path):
         ("job-data", "lmdb.CorruptedError: mdb_get: MDB_CORRUPTED: Located page was wrong type"),
         ("unknown", "RuntimeError: UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)"),
         ("unknown", "RuntimeError: miopenStatusUnknownError"),
+        (
+            "infra-node",
+            "11:11 ERROR NRT:nrt_init   Unable to determine Neuron Driver version. Please check",
+        ),
+        ("job-config", "RuntimeError: CUDA error: invalid device ordinal"),
+        (
+            "infra-fabric",
+            "n5:2:2 [6] x.cc:5 NCCL WARN Connect to 10.0.0.4<5684> returned 113(No route to host)",
+        ),
     ],
 )
 def test_devices_addresses_and_limits_that_are_reported_in_other_words(tmp_path, failure, line):

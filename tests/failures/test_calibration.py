@@ -254,6 +254,29 @@ FORMS = (
         ),
         ("bad-checkpoint", "medium"),
     ),
+    (
+        "a service that limits requests, as rich prints the exception",
+        "HfHubHTTPError: 429 Client Error: Too Many Requests for url: https://huggingface.co/api",
+        ("infra-storage", "low"),
+    ),
+    (
+        "a context that a fault of the program broke",
+        (
+            "[Fri Nov 20 11:43:09 2026] NVRM: Xid (PCI:0000:cb:00): 13, pid=7, name=python, "
+            "Graphics SM Warp Exception on (GPC 7, TPC 7, SM 0): Illegal Instruction Parameter\n"
+            "[Fri Nov 20 11:43:14 2026] NVRM: Xid (PCI:0000:cb:00): 109, pid=7, name=python, Ch "
+            "00000008, errorString CTX SWITCH TIMEOUT, Info 0x58005"
+        ),
+        ("job-code", "medium"),
+    ),
+    (
+        "a context switch that timed out by itself",
+        (
+            "[Fri Nov 20 11:43:14 2026] NVRM: Xid (PCI:0000:cb:00): 109, pid=7, name=python, Ch "
+            "00000008, errorString CTX SWITCH TIMEOUT, Info 0x58005"
+        ),
+        ("infra-node", "high"),
+    ),
     ("a script that goes on", "run.sh: line 13: sudo: command not found", ("job-config", "low")),
 )
 

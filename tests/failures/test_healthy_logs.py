@@ -119,6 +119,16 @@ def test_what_is_no_failure_is_no_cause(name, tmp_path: Path):
     assert ckptctl.classify(str(log)).failure == "job-code"
 
 
+def test_an_ignored_error_that_reports_a_full_disk_is_a_suspicion(tmp_path: Path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        f"Error in atexit._run_exitfuncs:\n{TRACEBACK}put\n    with open(path, 'wb') as file:\n"
+        "OSError: [Errno 122] Disk quota exceeded: '/home/user/.triton/kernel.pickle.tmp'\n"
+    )
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, answer.confidence) == ("infra-storage", "low")
+
+
 def test_what_python_ignores_on_one_rank_hides_no_cause_on_another(tmp_path: Path):
     ignored, *rest = IGNORED["an error of a destructor"].splitlines()
     failed = f"{TRACEBACK}main\n    train()\ntorch.OutOfMemoryError: CUDA out of memory. Tried to"

@@ -48,6 +48,11 @@ CORPUS = Path(__file__).parent
 _FRAME = 'Traceback (most recent call last):\\n  File "/job/a.py", line 1, in f\\n    '
 # Lines for the rules that no line of the corpus is for, in words of the project.
 EXAMPLES = {
+    "cuda.ordinal": "RuntimeError: CUDA error: invalid device ordinal",
+    "network.route": "n5:240:240 [6] misc/socket.cc:533 NCCL WARN socketPollConnect: Connect to "
+    "10.0.0.4<56849> returned 113(No route to host) errno 115(Operation now in progress)",
+    "neuron.driver": "2026-Nov-20 03:12:44.0082 11:11 ERROR NRT:nrt_init   Unable to determine "
+    "Neuron Driver version. Please check aws-neuron-dkms package is installed.",
     "ckptctl.storage": "ckptctl.errors.StorageUnavailable: s3://runs: no answer",
     "ckptctl.damaged": "ckptctl.errors.StepDamaged: run step 40: a shard is cut short",
     "ckptctl.fenced": "ckptctl.errors.Fenced: another attempt owns the root",
