@@ -89,7 +89,9 @@ def loss_lines(report: LossReport, *, width: int | None, unicode: bool) -> list[
 
 
 def _recomputed_lines(report: LossReport, arrow: str) -> Iterator[Line]:
-    """The work that is repeated, and the speed of the resumed job."""
+    """The order of the logs, the work that is repeated, and the speed of the resumed job."""
+    if report.order:
+        yield line(f"  {report.order}", hang=4)
     if report.recomputed is not None:
         yield line(f"  recomputed: {report.recomputed.message}", hang=4)
     worst = report.worst

@@ -31,7 +31,7 @@ from ckptctl.failures.rank_dumps import (
 )
 from ckptctl.failures.results import Evidence
 from ckptctl.failures.scope import placed, scope_of
-from ckptctl.logs.sources import log_blocks
+from ckptctl.logs.sources import changed_s, log_blocks
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import (
     STDIN,
@@ -166,10 +166,10 @@ class _Reading:
             if prefix := os.environ.get(variable):
                 pattern = re.compile(re.escape(os.path.basename(prefix)) + r"\d{1,7}")
                 files += _files_in((os.path.dirname(prefix) or ".",), pattern)
-        times = [at for log in logs if (at := _changed_s(log)) is not None]
+        times = [at for log in logs if (at := changed_s(log)) is not None]
         for file in files:
             # A folder such as /tmp also holds the dumps of other jobs.
-            at_s = _changed_s(file)
+            at_s = changed_s(file)
             if at_s is not None and any(abs(at_s - each) <= _SAME_JOB_S for each in times):
                 try:
                     self._is_dump(file, self.found_in(os.path.dirname(file) or "."))
@@ -255,12 +255,6 @@ def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:
             f"{recorder}: no readable dump of the flight recorder; the name of a dump must end "
             "with its rank"
         )
-
-
-def _changed_s(file: str) -> float | None:
-    with suppress(OSError):
-        return os.path.getmtime(file)
-    return None
 
 
 def _files_in(folders: Collection[str], name: re.Pattern[str]) -> Iterator[str]:

@@ -163,7 +163,10 @@ class RowMaker:
     def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
         self._own = {plain_name(name): (field, -1) for field, name in (keys or {}).items()}
         self._columns = {
-            name: Precision(_LR_DIGITS if trimmed and name == "lr" else 1) for name in NUMBERS
+            name: Precision(
+                _LR_DIGITS if trimmed and name == "lr" else 1, is_fraction=name in _FRACTIONS
+            )
+            for name in NUMBERS
         }
         self._known: dict[str, tuple[str, int] | None] = {}
         self.used: set[str] = set()
@@ -356,6 +359,11 @@ _NUMBER = re.compile(
     r"(?P<digits>[-+]?(?:\d[\d,_]*(?:\.\d*)?|\.\d+))(?:[eE](?P<power>[-+]?\d{1,4}))?"
     r"\s?(?P<suffix>[KkMGTPB])?(?P<unit>%|ms|s|sec)?"
 )
+# `0,0003` and `2,95302` group no thousands: the comma is that of the decimals.
+_DECIMAL_COMMA = re.compile(r"[-+]?(?:0{1,20},\d{1,20}|\d{1,20},(?:\d{1,2}|\d{4,20}))")
+_ONE_COMMA = re.compile(r"[-+]?\d{1,3},\d{3}")
+_FRACTIONS = frozenset({"loss", "lr", "grad_norm", "ema_loss"})
+"""Numbers of which `2,953` is no count of thousands."""
 _MAX_NUMBER = 400
 """Characters of a longer text, which is no number."""
 # As printed by Python, C, Java, JSON libraries and the old Windows runtime.
@@ -371,26 +379,31 @@ _MAX_FIXED = 15
 """Characters of a number with a fixed number of decimals; a longer one may be a whole float."""
 
 
-def parse_number(text: str) -> Number | None:
+def parse_number(text: str, *, is_fraction: bool = False) -> Number | None:
     """The number in `text`, in base units: `1.2K` is 1200, `50%` 0.5, `30ms` 0.03.
+
+    `1,234` is 1234, except where `is_fraction`.
 
     None where `text` is not a number. NaN and infinity have quantum 0.
     """
     # The fast path: Python can parse nine of ten texts.
     value = finite(text)
     if value is None:
-        return _parse_notation(text.strip().strip("'\""))
+        return _parse_notation(text.strip().strip("'\""), is_fraction=is_fraction)
     mantissa, _, power = text.replace("E", "e").partition("e")
     return Number(value, _unit(mantissa.replace("_", "").strip(), _power(power)))
 
 
-def _parse_notation(text: str) -> Number | None:
+def _parse_notation(text: str, *, is_fraction: bool) -> Number | None:
     if len(text) > _MAX_NUMBER:
         return None
     match = _NUMBER.fullmatch(text)
     if match is None:
         return _not_finite(text)
-    digits = match["digits"].replace(",", "").replace("_", "")
+    digits = match["digits"]
+    if _DECIMAL_COMMA.fullmatch(digits) or (is_fraction and _ONE_COMMA.fullmatch(digits)):
+        digits = digits.replace(",", ".")
+    digits = digits.replace(",", "").replace("_", "")
     power = _power(match["power"]) + _SUFFIXES.get(match["suffix"], 0)
     power += _UNITS.get(match["unit"], 0)
     value = finite(f"{digits}e{power}")
@@ -444,12 +457,13 @@ class Precision:
     """
 
     __slots__ = (
-        *("_least_digits", "_number", "_powers", "_quantum", "_text"),
+        *("_is_fraction", "_least_digits", "_number", "_powers", "_quantum", "_text"),
         *("decimals", "digits", "whole"),
     )
 
-    def __init__(self, least_digits: int = 1) -> None:
+    def __init__(self, least_digits: int = 1, *, is_fraction: bool = False) -> None:
         self._least_digits = least_digits
+        self._is_fraction = is_fraction
         self._text = ""
         self._number: Number | None = None
         """What the last text was."""
@@ -491,7 +505,7 @@ class Precision:
         return self._number
 
     def _parsed(self, text: str) -> Number | None:
-        number = parse_number(text)
+        number = parse_number(text, is_fraction=self._is_fraction)
         if number is None:
             return None
         if self._least_digits > 1:

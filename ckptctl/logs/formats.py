@@ -15,7 +15,9 @@ _VALUE = r"(\d{1,3}(?:,\d{3}){1,9}(?![\d.])|[^\s,|\]]{1,64})"
 _BARS = r"(?<![A-Za-z])([A-Za-z][^|:]{0,99}):\s{0,20}" + _VALUE
 _COLONS = r"(?<![\w/])([A-Za-z][\w/]{0,99}):\s{0,20}" + _VALUE
 # What is measured beside the training. A host or a file can have such a name as well.
-_NOT_TRAINING = r"(?:val|valid\w{0,10}|eval|evaluat\w{0,10}|test|testing)(?:\b(?![-./])|_)"
+_NOT_TRAINING = (
+    r"(?:val|valid\w{0,10}|eval|evaluat\w{0,10}|test|testing|dev|held-?out)(?:\b(?![-./])|_)"
+)
 _EQUALS = r"(?<![\w/])([A-Za-z][\w/]{0,99})=" + _VALUE
 
 

@@ -119,7 +119,7 @@ def _clean(data: bytes) -> bytes:
     return _CODES.sub(b"", data) if b"\x1b" in data or b"\x00" in data else data
 
 
-# kubectl logs --prefix and docker compose; then torchrun, srun --label, MPI, Horovod, NeMo.
+# kubectl logs --prefix; then torchrun, srun --label, MPI, Horovod, NeMo; then Ray.
 _LAUNCHER = re.compile(
     r"(?:\[?pod/(?P<pod>[\w.-]{1,300})(?:/[\w.-]{1,300})?\]?:? )?"
     r"(?:\s?\[(?:rank|default|worker|local_rank|global_rank|Rank)[ _:=]?(?P<named>\d{1,7})\]:? ?"
@@ -127,39 +127,98 @@ _LAUNCHER = re.compile(
     r"|\[\d{1,7},(?P<tagged>\d{1,7})\]<std(?:err|out)>: ?"
     r"|\[(?P<bare>\d{1,7})\](?:<std(?:err|out)>)?: ?"
     r"|\s{0,4}(?P<label>\d{1,6}): "
-    r"|[Rr]ank (?P<word>\d{1,7})\s?[:|-]\s{1,9})?"
+    r"|[Rr]ank (?P<word>\d{1,7})\s?[:|-]\s{1,9}"
+    r"|\((?:\w{1,100} )?pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:-]{1,64}))?\) ?)?"
 )
+# pdsh, clush and DeepSpeed: `node017: text`; docker compose: `trainer-1  | text`. What counts
+# steps or names a metric is neither.
+_HOSTED = re.compile(
+    r"(?!(?:steps?|iter\w*|it|epochs?|ep|batch|updates?|rounds?|episode|loss|acc\w*|top|val\w*|test"
+    r"|eval|lr|stage|phase|fold|layer|task|trial|line|[a-z])[_-]?\d)"
+    r"(?:(?P<address>\d{1,3}(?:\.\d{1,3}){3}|(?=[a-z.-]{1,200}\d)[a-z][a-z0-9.-]{1,252}): (?=\S)"
+    r"|(?P<service>[a-z][\w.-]{0,100}[_-]\d{1,5})\s{1,60}\| )"
+)
+_RECORD_RANK = re.compile(
+    r'"(?:global_rank|rank|process_index|local_rank)"\s{0,4}:\s{0,4}"?(\d{1,7})(?=["\s,}])'
+)
+_RECORD_HOST = re.compile(
+    r'"(?:host|hostname|node|_HOSTNAME|node_name|nodeName)"\s{0,4}:\s{0,4}"([\w.-]{1,253})"'
+)
+_MAX_PREFIX_PARTS = 3
 
 
 class Launched(NamedTuple):
-    """Where the text behind the prefix of a launcher begins, and who wrote it as far as known."""
+    """Where the text behind the prefixes of launchers begins, and who wrote it as far as known.
+
+    `process` is the number of a process where its rank is not named.
+    """
 
     begin: int
     pod: str | None = None
     host: str | None = None
     rank: int | None = None
+    process: int | None = None
+
+    @property
+    def source(self) -> tuple[str | None, int | None]:
+        """The pod or the host, and the rank or the process."""
+        return self.pod or self.host, self.process if self.rank is None else self.rank
 
 
 _UNKNOWN = Launched(0)
-_FIRSTS = frozenset(" \t[pRr")
+_FIRSTS = frozenset(" \t[pRr(")
 _MAX_LABEL = 7
 """The digits of a label of srun, and the colon behind them."""
+_MAX_HOST = 256
 
 
 def split_launcher(text: str) -> Launched:
-    """The prefix that a launcher wrote before a line."""
+    """The prefixes that launchers wrote before a line; of a record, its fields of that kind.
+
+    `pdsh` and `srun --label` may each add one: the outer names the host, the inner the rank.
+    """
+    if text[:1] == "{":
+        return _of_record(text)
+    found = _UNKNOWN
+    for _ in range(_MAX_PREFIX_PARTS):
+        part = _prefix_at(text, found.begin)
+        if part is None:
+            break
+        found = Launched(
+            part.begin,
+            found.pod or part.pod,
+            found.host or part.host,
+            part.rank if found.rank is None else found.rank,
+            found.process or part.process,
+        )
+    return found
+
+
+def _prefix_at(text: str, begin: int) -> Launched | None:
     # Most lines begin with a letter, or with a date in which no colon is near.
-    first = text[:1]
-    if first.isdigit() and text.find(":", 0, _MAX_LABEL) < 0:
+    first = text[begin : begin + 1]
+    is_digit = first.isdigit()
+    if first in _FIRSTS or (is_digit and text.find(":", begin, begin + _MAX_LABEL) >= 0):
+        match = _LAUNCHER.match(text, begin)
+        if match is not None and match.end() > begin:
+            pod, named, host, *others, pid, address = match.groups()
+            digits = named or next(filter(None, others), None)
+            rank = whole(digits, MAX_RANK)
+            return Launched(match.end(), pod, host or address, rank, whole(pid))
+    if is_digit or "a" <= first <= "z":
+        match = _HOSTED.match(text, begin, begin + _MAX_HOST)
+        if match is not None:
+            return Launched(match.end(), host=match["address"] or match["service"])
+    return None
+
+
+def _of_record(text: str) -> Launched:
+    rank, host = _RECORD_RANK.search(text), _RECORD_HOST.search(text)
+    if rank is None and host is None:
         return _UNKNOWN
-    if first not in _FIRSTS and not first.isdigit():
-        return _UNKNOWN
-    match = _LAUNCHER.match(text)
-    if match is None or not match.end():
-        return _UNKNOWN
-    pod, named, host, *others = match.groups()
-    digits = named or next(filter(None, others), None)
-    return Launched(match.end(), pod, host, whole(digits, MAX_RANK))
+    return Launched(
+        0, host=host[1] if host else None, rank=whole(rank[1], MAX_RANK) if rank else None
+    )
 
 
 _STAMP = re.compile(
@@ -242,14 +301,12 @@ _PREFIXES = tuple(
         # [rank3]:[E1120 03:12:44.123456 ProcessGroupNCCL.cpp:632] and absl's E1120 ... file:1]
         r"\[?(?P<level>[IWEF])(?P<mo>\d\d)(?P<d>\d\d) " + CLOCK + r" +(?:\d+ +)?"
         r"[\w./<>-]+:\d+\]\s*",
-        # Ray
-        r"\((?:raylet|(?:\w+ )?pid=\d+)(?:, ip=(?P<host>[\d.]+))?\) ?",
+        # Ray's own process
+        r"\(raylet(?:, ip=(?P<host>[\d.]+))?\) ?",
         # node017:1234:1300 [3] NCCL WARN, with or without file:line
         r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<nccl>-?\d+)\] (?=.{0,80}\bNCCL )",
         # CCOM is Neuron's.
         r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?(?:NCCL|CCOM) (?P<loud>" + _LOUD + r")\b ?",
-        # pdsh and clush: node017: text
-        r"(?=[a-z.-]{1,200}\d)(?P<host>[a-z][a-z0-9.-]{1,252}): (?=\S)",
         # levels and loggers; the name of a logger before a traceback, on each line of it
         rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?[ :|-]{{1,4}}[a-z_][\w.]*: " + _OF_A_TRACEBACK,
         rf"(?:\| )?[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
@@ -393,7 +450,6 @@ TIME_KEYS = keys(
     TimeGenerated receiveTimestamp tsNs"""
 )
 """Keys of the level and of the time, in the records of programs and of log collectors."""
-_HOST_KEYS = keys("host hostname node _HOSTNAME node_name nodeName")
 
 
 def _time_of(value: object) -> float | None:
@@ -421,15 +477,14 @@ def _from_json(text: str) -> LogLine | None:
     wrapped = take_apart(texts[0]) if not texts[0].lstrip().startswith("{") else LogLine(texts[0])
     extra = " ".join(each for each in texts[1:] if each not in texts[0])
     level = _LEVELS.get(str(_first(document, LEVEL_KEYS)).upper())
-    rank = document.get("rank")
-    host = _first(document, _HOST_KEYS)
+    source = _of_record(text)
     return replace(
         wrapped,
         message=f"{wrapped.message} {extra}".strip(),
         level=level if level is not None else wrapped.level,
         at_s=_time_of(_first(document, TIME_KEYS)) or wrapped.at_s,
-        host=str(host) if host else wrapped.host,
-        rank=rank if _is_rank(rank) else wrapped.rank,
+        host=source.host or wrapped.host,
+        rank=wrapped.rank if source.rank is None else source.rank,
         kernel=document.get("SYSLOG_IDENTIFIER") == "kernel" or wrapped.kernel,
         error_file="exc_info" in document or wrapped.error_file,
     )

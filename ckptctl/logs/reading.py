@@ -20,7 +20,7 @@ from ckptctl.logs.console import pattern_format
 from ckptctl.logs.fields import check_keys, plain_name, with_ignored
 from ckptctl.logs.records import TrainerState, is_document
 from ckptctl.logs.rows import Log, Marker, Row
-from ckptctl.logs.sources import expanded, log_pieces, natural, rotated_base
+from ckptctl.logs.sources import changed_s, expanded, log_pieces, natural, rotated_base
 from ckptctl.logs.text_logs import TEXT_FORMATS, TextLog
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import clamped
@@ -71,6 +71,12 @@ class LogFormat:
         """The names that replace those of the table, by their fields."""
         return with_ignored(self.keys or {}, self.ignored)
 
+    def unused_keys(self, used: Iterable[frozenset[str]]) -> list[str]:
+        """Each `FIELD=NAME` of the keys whose name no log has; `used` are the names of each log."""
+        found = frozenset[str]().union(*used)
+        keys = (self.keys or {}).items()
+        return [f"{name}={text}" for name, text in keys if plain_name(text) not in found]
+
 
 class LogReader:
     """Reads one log that is fed in pieces of any length, as a growing file gives them.
@@ -102,6 +108,11 @@ class LogReader:
     def format(self) -> str | None:
         """The format of the log; None until it is detected."""
         return None if self.log is None else self.log.format
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The plain names of the key map that the log has had so far."""
+        return frozenset() if self.log is None else self.log.used
 
     @property
     def damage(self) -> str | None:
@@ -179,12 +190,18 @@ class LogReader:
 class DamageLog:
     """The damage that was found while logs were read, in order, and the keys that no log has.
 
-    `at_end`: no row was read after the last damage.
+    `at_end`: no row was read after the last damage. `order`: what determined the order of logs
+    whose rows have no clock.
     """
 
     messages: list[str] = field(default_factory=list)
     unused_keys: list[str] = field(default_factory=list)
     at_end: bool = False
+    order: str = ""
+
+    def record_order(self, order: str) -> None:
+        """Note what determined the order of the logs."""
+        self.order = order
 
     def record(self, message: str) -> None:
         """Add the damage of one log: its name, and why reading stopped."""
@@ -237,13 +254,16 @@ def read_logs(
     storage: StorageOptions = StorageOptions(),
     on_damage: Callable[[str], None] | None = None,
     on_unused_key: Callable[[str], None] = lambda _key: None,
+    on_order: Callable[[str], None] = lambda _order: None,
 ) -> Iterator[Row | Marker]:
     """Yield the rows and markers of the logs, the oldest log first.
 
     `paths` are files, folders of logs, addresses of objects, or `-` for standard input;
     gzip, bzip2, xz and zstd are decompressed. Where every log has a clock, the first time
     in each determines the order; otherwise the order is that of the caller, and names that
-    differ in numbers only are sorted by these (`version_2` before `version_10`).
+    differ in numbers only are sorted by these (`version_2` before `version_10`). Other files of
+    a folder are sorted by the time of their last change. `on_order` is called with the order of
+    logs without clocks.
 
     Memory does not grow with the logs. Where a log is damaged in the middle, the rows
     before the damage are yielded; then `on_damage` is called, or `LogUnreadable` raised
@@ -258,17 +278,19 @@ def read_logs(
     readers: list[LogReader] = []
     has_loss = False
     deadline = Deadline()
-    for path in _in_order(expanded(paths, storage), storage, log_format):
+    ordered, order = _in_order(paths, storage, log_format)
+    if order:
+        on_order(
+            f"{order}: {', '.join(ordered[:_MOST_NAMED])}{', …' * (len(ordered) > _MOST_NAMED)}"
+        )
+    for path in ordered:
         reader = LogReader(path, log_format, readers[-1] if readers else None, deadline)
         readers.append(reader)
         for item in _read(reader, storage, on_damage):
             has_loss = has_loss or (isinstance(item, Row) and item.has_loss)
             yield item
-    logs = [reader.log for reader in readers if reader.log is not None]
-    used = frozenset[str]().union(*(log.used for log in logs))
-    for name, text in (log_format.keys or {}).items():
-        if plain_name(text) not in used:
-            on_unused_key(f"{name}={text}")
+    for key in log_format.unused_keys(reader.used for reader in readers):
+        on_unused_key(key)
     if not has_loss:
         raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))
 
@@ -293,11 +315,16 @@ def _read(
     on_damage(damage.message)
 
 
+_MOST_NAMED = 8
+
+
 def _in_order(
-    paths: Sequence[str], storage: StorageOptions, log_format: LogFormat
-) -> Sequence[str]:
+    named: Sequence[str], storage: StorageOptions, log_format: LogFormat
+) -> tuple[Sequence[str], str]:
+    """The logs, the oldest first, and what determined this where their rows have no clocks."""
+    paths = expanded(named, storage)
     if len(paths) < 2 or STDIN in paths:
-        return paths
+        return paths, ""
     deadline = Deadline()
     first = {
         path: _first_clock(LogReader(path, log_format, deadline=deadline), storage)
@@ -307,11 +334,17 @@ def _in_order(
     clocks = {path: at for path, at in first.items() if at is not None and at > _A_DAY_S}
     if len(clocks) == len(first):
         # The sort is stable: logs with the same first time keep the order of the caller.
-        return sorted(paths, key=lambda path: clocks[path])
+        return sorted(paths, key=lambda path: clocks[path]), ""
     if len({rotated_base(path) for path in paths}) == 1:
-        return sorted(paths, key=_rotated)
-    shapes = {re.sub(r"\d+", "0", path) for path in paths}
-    return sorted(paths, key=natural) if len(shapes) == 1 else paths
+        return sorted(paths, key=_rotated), "rotated logs, the oldest first"
+    if len({re.sub(r"\d+", "0", path) for path in paths}) == 1:
+        return sorted(paths, key=natural), "logs in the order of the numbers in their names"
+    changed = {path: changed_s(path) for path in paths if path not in named}
+    times = {at for at in changed.values() if at is not None}
+    if len(times) == len(paths):
+        by_time = sorted(paths, key=lambda path: changed[path] or 0.0)
+        return by_time, "logs in the order of their last change"
+    return paths, "logs in the order in which they are named"
 
 
 _A_DAY_S = 86_400

@@ -19,8 +19,15 @@ from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
 from ckptctl.logs.fields import FIELDS, RowMaker, parse_step, plain_name
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row
 
-_NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
-_SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
+_NOT_TRAINING = frozenset(
+    {"val", "valid", "validation", "eval", "evaluation", "test", "dev", "heldout", "held-out"}
+)
+_SPLIT_KEYS = frozenset(
+    {
+        *("mode", "split", "phase", "stage", "type", "event"),
+        *("prefix", "dataset", "subset", "kind", "name", "tag"),
+    }
+)
 _MAX_DEPTH = 3
 _NAMES_OF_ONE = ("name", "key", "tag", "metric")
 """The keys with the name of the metric, in a record that holds one metric as `value`."""
@@ -53,7 +60,7 @@ class RecordRows:
     ) -> Sequence[Row]:
         """Add a record; the row before it, if it belongs to another one."""
         row = self.maker.row(pairs, position, step=step, at=at, counts=counts)
-        if row is None or not _has_values(row):
+        if row is None or not has_values(row):
             return ()
         held = self._held
         both = _merged(held, row) if held is not None and held.step == row.step else None
@@ -86,13 +93,18 @@ class RecordFile(Log):
         self._of_records = rows
         self._n_records = 0
 
+    @property
+    def used(self) -> frozenset[str]:
+        """See `Log.used`."""
+        return frozenset(self._of_records.used)
+
     def end(self) -> Iterable[Row | Marker]:
         """The last row."""
-        self.used = frozenset(self._of_records.used)
         return self._of_records.end()
 
 
-def _has_values(row: Row) -> bool:
+def has_values(row: Row) -> bool:
+    """Whether a row has a value of the training, and not only a step and a time."""
     return any(
         getattr(row, name) is not None for name in FIELDS if name not in (*_OF_RECORD, "interval")
     )

@@ -109,8 +109,11 @@ class Log:
     """The first line that mentions a loss, while no format is found."""
     pattern: str | None = None
     """A `--pattern` that may read the log, while no format is found."""
-    used: frozenset[str] = frozenset()
-    """After the end: the plain names of the key map that the log has."""
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The plain names of the key map that the log has had so far."""
+        raise NotImplementedError
 
     def feed(self, data: bytes) -> Iterable[Row | Marker]:
         """The rows and markers that these bytes complete; exhaust before the next call."""

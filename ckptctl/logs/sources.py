@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from ckptctl.errors import BinaryData, LogUnreadable, PathNotFound
 from ckptctl.logs.collectors import unwrapped
@@ -154,6 +155,15 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
         for part in re.split(r"(\d+)", name)
         if part
     )
+
+
+def changed_s(path: str) -> float | None:
+    """When a local file was changed last, in seconds since 1970; None for anything else."""
+    file = local_path(path)
+    if file is not None:
+        with suppress(OSError):
+            return os.path.getmtime(file)
+    return None
 
 
 def metrics_folder(path: str) -> str | None:

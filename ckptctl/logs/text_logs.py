@@ -27,7 +27,7 @@ from ckptctl.logs.console import (
 )
 from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS, LineFormat
 from ckptctl.logs.log_lines import Line, LineSplitter, numbered, split_launcher, stamp_end
-from ckptctl.logs.records import JsonLinesReader, TableReader
+from ckptctl.logs.records import JsonLinesReader, TableReader, has_values
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row, set_interval
 from ckptctl.logs.templates import Templates
 from ckptctl.storage.logs import MAX_MATCHED
@@ -47,7 +47,7 @@ _BYTES_FOR_PATTERNS = 1 << 16
 
 Keys = Mapping[str, str] | None
 Rank = tuple[str | None, int | None]
-"""The pod and the rank that a launcher names before a line; ranks of pods are their own."""
+"""The pod or host and the rank that a launcher names before a line, or a record in its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class RankDeduplicator:
         self._n_steps = 0
         self._repeats_steps = False
         self._held: dict[Rank, list[Row]] = {}
+        self._closest = 0
         self._marker: Marker | None = None
         self._marked_by: set[Rank] = set()
 
@@ -156,16 +157,31 @@ class RankDeduplicator:
             self._rank = rank
         if rank == self._rank:
             if self._held:
-                self._held.clear()
+                self._clear()
             return (row,) if self._is_new(row) else ()
         held = self._held.setdefault(rank, [])
         if len(held) < _MAX_HELD:
             held.append(row)
-        if len({each.step for each in held}) < _SILENT_STEPS:
+        closeness = self._closeness(rank)
+        self._closest = max(self._closest, closeness)
+        n_steps = len({each.step for each in held})
+        # A rank that is closer to the kept one may only print later.
+        if n_steps < (_SILENT_STEPS if closeness == self._closest else 2 * _SILENT_STEPS):
             return ()
-        self._held.clear()
+        self._clear()
         self._rank = rank
         return [each for each in held if self._is_new(each)]
+
+    def _clear(self) -> None:
+        self._held.clear()
+        self._closest = 0
+
+    def _closeness(self, rank: Rank) -> int:
+        """How sure it is that another process took the place of the kept one."""
+        (host, number), (kept_host, kept_number) = rank, self._rank or _NO_RANK
+        if number is not None and number == kept_number:
+            return 2
+        return 1 if host is not None and host == kept_host else 0
 
     def marker(self, rank: Rank, marker: Marker) -> Marker | None:
         """The marker; None where another rank already printed the same one."""
@@ -179,7 +195,7 @@ class RankDeduplicator:
             return None
         self._marker, self._marked_by = marker, {rank}
         self._last_step, self._n_steps, self._repeats_steps = None, 0, False
-        self._held.clear()
+        self._clear()
         return marker
 
     def end(self) -> Iterator[Row]:
@@ -187,7 +203,7 @@ class RankDeduplicator:
         for rows in self._held.values():
             newer = [row for row in rows if self._last_step is None or row.step > self._last_step]
             if newer:
-                self._held.clear()
+                self._clear()
                 yield from newer
                 return
 
@@ -242,6 +258,7 @@ class TextLog(Log):
         self._stopped: int | None = None
         self._accumulated = 1
         self._incomplete: set[tuple[str, Rank]] = set()
+        self._used: frozenset[str] = frozenset()
         self._n_read = 0
         self._is_named = form is not None
         if len(self._candidates) == 1:
@@ -259,13 +276,14 @@ class TextLog(Log):
             yield from self._settle_fallback()
         yield from map(self._averaged, self._ranks.end())
         readers = self._readers.values()
-        self._keep_used()
         self.n_without_step = sum(
             reader.n_without_step for reader in readers if isinstance(reader, HfConsoleReader)
         )
 
-    def _keep_used(self) -> None:
-        self.used = self.used.union(*(reader.used for reader in self._readers.values()))
+    @property
+    def used(self) -> frozenset[str]:
+        """See `Log.used`."""
+        return self._used.union(*(reader.used for reader in self._readers.values()))
 
     def _whole(self, data: bytes) -> Iterator[Row | Marker]:
         if not data or self.damage is not None:
@@ -337,7 +355,7 @@ class TextLog(Log):
         self._resumed, self._stopped = marker.step, None
         for reader in self._line_readers():
             reader.resume(marker.step)
-        rank = launched.pod, launched.rank
+        rank = launched.source
         if self._undecided:
             self._undecided.append((None, rank, marker))
         else:
@@ -369,7 +387,7 @@ class TextLog(Log):
                 self.mention = f"line {number:,}: {text.strip()[:_MAX_MENTION]}"
             if self.pattern is None and self._n_read < _LINES_FOR_PATTERNS:
                 self.pattern = pattern_for(text[:MAX_MATCHED])
-        rank = launched.pod, launched.rank
+        rank = launched.source
         if self._incomplete and rank == _NO_RANK:
             rank = self._open_rank()
         position = LogPosition(self._name, number)
@@ -399,7 +417,7 @@ class TextLog(Log):
         reader = self._readers.get(key)
         if reader is None:
             if len(self._readers) >= _MAX_READERS:
-                self._keep_used()
+                self._used = self.used
                 self._readers.clear()
                 self._incomplete.clear()
             reader = self._readers[key] = self._new_reader(form, rank)
@@ -407,6 +425,9 @@ class TextLog(Log):
             text = text[:MAX_MATCHED]
         begin = 0 if isinstance(reader, LineReader) else stamp_end(text)
         rows = reader.read(text[begin:], position)
+        if any(row.loss is None for row in rows):
+            # The line of an evaluation has the step of a row, and none of its values.
+            rows = [row for row in rows if row.loss is not None or has_values(row)]
         if begin:
             at = clock_in(text[:begin])
             rows = [row if row.at is not None else replace(row, at=at) for row in rows]
@@ -468,6 +489,7 @@ class TextLog(Log):
         self._chosen, self.format = form, form.name
         self._candidates = (form,)
         self._undecided = []
+        self._used = self.used
         self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
         self._incomplete = {key for key in self._incomplete if key[0] == form.name}
         if form.averages:

@@ -74,6 +74,8 @@ class LossReport:
     """The commands to run next, in this order."""
     recomputed: Recomputed | None = None
     """The work that is repeated because of the resume; null where the log does not show it."""
+    order: str = ""
+    """What determined the order of several logs whose rows have no clock, and that order."""
     suspect: SuspectSteps | None = None
     """The steps whose weights may be lost, because no loss behind them is finite; null where the
     last loss of the logs is finite, or the steps of a checkpoint are not those of the logs."""
@@ -175,6 +177,7 @@ def check_loss(
             storage=storage,
             on_damage=damage.record,
             on_unused_key=damage.unused_keys.append,
+            on_order=damage.record_order,
         )
         return damage.watch(rows)
 
@@ -242,6 +245,7 @@ def check_split(
     of_logs = _of_logs(parts, assessments, resume_point, waits_for, without_rows)
     findings = in_order([*of_logs, *_damage(damage)])
     answer = _answer(parts, assessments, findings, logs, options)
+    answer = replace(answer, order="" if damage is None else damage.order)
     recomputed = recomputed_by(assessments[-1].resume) if assessments else None
     if not parts.segments or parts.interleaved or parts.counts is not None:
         return replace(answer, recomputed=recomputed)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from ckptctl.errors import UsageError
-from ckptctl.logs.reading import LogFormat, LogReader
+from ckptctl.logs.reading import DamageLog, LogFormat, LogReader
 from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
 from ckptctl.loss.level import MIN_BEFORE, WINDOWS
@@ -107,7 +107,13 @@ class _Tail:
 
     def __init__(self, name: str, log_format: LogFormat | None, earlier: LogReader | None) -> None:
         self._name, self._format = name, log_format
+        self._used: frozenset[str] = frozenset()
         self.reader = LogReader(name, log_format, earlier)
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The plain names of the key map that the log has had so far, before a rotation too."""
+        return self._used | self.reader.used
 
     def new_items(self) -> Iterator[Row | Marker]:
         """The rows and markers that were added since the last call."""
@@ -116,6 +122,7 @@ class _Tail:
     def end(self) -> Iterator[Row | Marker]:
         """The rows and markers that waited for more bytes."""
         yield from self.reader.end()
+        self._used = self.used
         self.reader = LogReader(self._name, self._format, self.reader)
 
 
@@ -200,6 +207,7 @@ def follow_loss(
     may_divide: bool | None = None
     n_at_start = n_ended = 0
     report: LossReport | None = None
+    notes = DamageLog()
     while True:
         n_new = 0
         for number, tail in enumerate(tails):
@@ -218,7 +226,9 @@ def follow_loss(
             parts = splitter.split()
             if may_divide is None:
                 may_divide, n_at_start = _may_divide(parts, resume_point), parts.n_rows
-            report = check_split(parts, options, logs=logs, may_divide=may_divide)
+            unused = _unused_keys(tails, log_format) if parts.n_rows else []
+            notes = DamageLog(unused_keys=unused)
+            report = check_split(parts, options, logs=logs, may_divide=may_divide, damage=notes)
         yield report
         # Rows that one log for all attempts held at the start can be those of an attempt before
         # the claimed one, whose first step is another.
@@ -226,11 +236,17 @@ def follow_loss(
         enough = report.worst is not None and is_live and _is_enough(report.worst, follow)
         if (over or enough) and ledger is not None and report.worst is not None:
             with_ledger = replace(options, ledger=ledger)
-            yield check_split(parts, with_ledger, logs=logs, may_divide=bool(may_divide))
+            yield check_split(
+                parts, with_ledger, logs=logs, may_divide=bool(may_divide), damage=notes
+            )
         if over or enough:
             return
         left_s = follow.poll_s if deadline is None else deadline - time.monotonic()
         time.sleep(max(0.0, min(follow.poll_s, left_s)))
+
+
+def _unused_keys(tails: Sequence[_Tail], log_format: LogFormat | None) -> list[str]:
+    return [] if log_format is None else log_format.unused_keys(tail.used for tail in tails)
 
 
 def _is_of_another_step(report: LossReport) -> bool:

@@ -462,11 +462,18 @@ def too_little(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
             )
             if there < least
         ]
+        n_without = sum(row.loss is None for row in resume.after)
+        hint = (
+            f"; {counted(n_without, 'row')} after it have no loss (`null` is how orjson and others "
+            "write NaN)"
+            if n_without and not level.n_after
+            else ""
+        )
         yield Finding(
             "loss.too-little",
             str(resume.position),
             f"{counted(level.n_before, 'row')} with a loss before the resume and {level.n_after} "
-            f"after it are too few to compare; {' and '.join(needs)} are needed",
+            f"after it are too few to compare; {' and '.join(needs)} are needed{hint}",
             expected=f"{MIN_BEFORE} rows before, {WINDOWS[0]} after",
             found=f"{level.n_before} before, {level.n_after} after",
         )

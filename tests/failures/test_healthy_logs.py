@@ -123,7 +123,7 @@ def test_an_ignored_error_that_reports_a_full_disk_is_a_suspicion(tmp_path: Path
     log = tmp_path / "job.log"
     log.write_text(
         f"Error in atexit._run_exitfuncs:\n{TRACEBACK}put\n    with open(path, 'wb') as file:\n"
-        "OSError: [Errno 122] Disk quota exceeded: '/home/user/.triton/kernel.pickle.tmp'\n"
+        "OSError: [Errno 122] Disk quota exceeded: '/cache/kernel.pickle.tmp'\n"
     )
     answer = ckptctl.classify(str(log))
     assert (answer.failure, answer.confidence) == ("infra-storage", "low")

@@ -497,3 +497,14 @@ def test_a_counter_that_counts_no_steps_is_compared_with_no_checkpoint(tmp_path,
     assert "loss.counter" in {each.code for each in report.findings}
     assert "loss.step" not in {each.code for one in report.assessments for each in one.findings}
     assert report.n_resumes == 1
+
+
+def test_following_reports_a_key_that_no_log_has(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"step": {n}, "loss": {3 - n / 100:.3f}}}\n' for n in range(1, 30)))
+    watched = ("loss", path, "--follow", "--timeout", "1", "--json")
+    done = run_ckptctl(*watched, "--key", "loss=train/cee")
+    findings = json.loads(done.stdout.splitlines()[-1])["findings"]
+    assert [finding["code"] for finding in findings].count("loss.unused-key") == 1
+    known = run_ckptctl(*watched, "--key", "loss=loss")
+    assert "loss.unused-key" not in known.stdout
