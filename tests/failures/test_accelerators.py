@@ -90,6 +90,9 @@ def test_a_named_error_below_an_unnamed_one_of_the_runtime_decides(tmp_path):
             "11:11 ERROR NRT:nrt_init   Unable to determine Neuron Driver version. Please check",
         ),
         ("job-config", "RuntimeError: CUDA error: invalid device ordinal"),
+        ("infra-node", "RuntimeError: No XPU devices are available."),
+        ("walltime", "MOAB_INFO:  job exceeded wallclock limit"),
+        ("walltime", "Job exceeded its walltime limit. Job was aborted"),
         (
             "infra-fabric",
             "n5:2:2 [6] x.cc:5 NCCL WARN Connect to 10.0.0.4<5684> returned 113(No route to host)",
@@ -98,6 +101,19 @@ def test_a_named_error_below_an_unnamed_one_of_the_runtime_decides(tmp_path):
 )
 def test_devices_addresses_and_limits_that_are_reported_in_other_words(tmp_path, failure, line):
     assert _classify(tmp_path, line).failure == failure
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "Cuda failure 'invalid argument'",
+        "Cuda failure 1 'invalid argument'",
+        "hipIpcGetMemHandle failed : invalid argument",
+    ],
+)
+def test_an_argument_that_nccl_passed_to_the_driver_accuses_nobody(tmp_path, failure):
+    line = f"n7:1:2 [0] transport/p2p.cc:237 NCCL WARN {failure}"
+    assert _classify(tmp_path, line).action is not Action.FIX
 
 
 def test_a_kernel_that_the_device_stopped_without_a_reason_accuses_nobody(tmp_path):

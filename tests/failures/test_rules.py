@@ -48,6 +48,7 @@ CORPUS = Path(__file__).parent
 _FRAME = 'Traceback (most recent call last):\\n  File "/job/a.py", line 1, in f\\n    '
 # Lines for the rules that no line of the corpus is for, in words of the project.
 EXAMPLES = {
+    "hub.name": "OSError: Can't load tokenizer for 'llama-7b'. If you were trying to load it from",
     "cuda.ordinal": "RuntimeError: CUDA error: invalid device ordinal",
     "network.route": "n5:240:240 [6] misc/socket.cc:533 NCCL WARN socketPollConnect: Connect to "
     "10.0.0.4<56849> returned 113(No route to host) errno 115(Operation now in progress)",
