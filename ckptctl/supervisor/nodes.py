@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context, expand, is_node
-from ckptctl.errors import OptionError, UsageError
+from ckptctl.errors import OptionError
 from ckptctl.failures.results import CLASSES
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.supervision import (
