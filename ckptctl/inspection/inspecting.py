@@ -36,7 +36,7 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
-from ckptctl.formats.frameworks.grids import FAMILY
+from ckptctl.formats.families import FAMILY
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import command_line, counted, inside

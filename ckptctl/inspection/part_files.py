@@ -23,8 +23,8 @@ from ckptctl.formats.archive.directory import TAIL, View, read_directory, tail_n
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.digests import sha256_of
+from ckptctl.formats.families import files_by_kind
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.grids import files_by_kind
 from ckptctl.formats.frameworks.layout_tables import TABLES
 from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.formats.frameworks.parts import archives_in, in_parts

@@ -1,7 +1,7 @@
 """Check rank files: one file of each kind for every rank.
 
 Only names are compared, and what the content of small files states: the grid that the names
-state (`formats.frameworks.grids`), and the files that an index lists. Whether the files are
+state (`formats.families`), and the files that an index lists. Whether the files are
 whole is checked as for records.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.grids import (
+from ckptctl.formats.families import (
     COMPOSERS_RANKS,
     FAMILY,
     MAX_STATED,
     STATED_INSIDE,
     grids_of,
 )
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layout_tables import TABLES
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formats.pickles.policy import Opaque

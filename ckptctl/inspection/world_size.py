@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.grids import CONVERSIONS, FAMILY, files_by_kind
+from ckptctl.formats.families import CONVERSIONS, FAMILY, files_by_kind
 from ckptctl.formats.frameworks.layouts import (
     hugging_face_rank,
     is_stage,

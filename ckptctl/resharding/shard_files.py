@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.state_file import NotPlain
+from ckptctl.formats.families import CONVERSIONS
 from ckptctl.formats.frameworks.file_names import axes_in, kind_of_file, rank_file
-from ckptctl.formats.frameworks.grids import CONVERSIONS
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.shards import SUBCLASS, decode_shards
 from ckptctl.formats.pickles.values import ShardStub, TensorStub

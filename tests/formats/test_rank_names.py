@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptctl.formats.families import grids_of
 from ckptctl.formats.frameworks.file_names import rank_in_name
-from ckptctl.formats.frameworks.grids import grids_of
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match, text_in
 from ckptctl.model import FileInfo
 

@@ -16,11 +16,13 @@ A block of another language, or of none, is no code.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +85,10 @@ def folder(framework_roots: Path, tmp_path: Path) -> Path:
     for number, source in enumerate(("step_10", "step_10", "step_20", "step_20", "step_30"), 1):
         step = Path(shutil.copytree(saved / source, tmp_path / "ckpt" / f"step_{number}00"))
         name_step(step)
+        # As training wrote them: an hour apart.
+        written_s = time.time() - 3600 * (6 - number)
+        for file in step.rglob("*"):
+            os.utime(file, (written_s, written_s))
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "ckptctl"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(forked_python())} -m ckptctl "$@"\n')

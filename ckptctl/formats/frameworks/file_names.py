@@ -1,7 +1,7 @@
 """What the names of files state: the train state that they hold, and whose rank it is of.
 
-`layout_tables` has the names, `grids` reads which ranks the names of a step state. Nothing is
-read here.
+`layout_tables` has the names, `formats.families` reads which ranks the names of a step state.
+Nothing is read here.
 """
 
 from __future__ import annotations

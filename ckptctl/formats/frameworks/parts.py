@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.formats.families import key_of
+from ckptctl.formats.families import grids_of, key_of
 from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state
-from ckptctl.formats.frameworks.grids import grids_of
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
