@@ -275,8 +275,8 @@ class HangWatcher(Watcher):
             evidence,
             missing,
         )
-        if not hang.ranks and not limit.given:
-            # Should it have been no hang, the next attempt waits longer.
+        if not hang.ranks and not limit.given and _is_at_one_place(evidence):
+            # Should it have been no hang but slow work, the next attempt waits longer.
             self._limits.learn(section, waited_s, 0)
         return hang
 
@@ -415,6 +415,11 @@ def _place_of(evidence: HangEvidence) -> str:
 def _set_aside(evidence: HangEvidence) -> str:
     """The end of a message: what was found and is no evidence."""
     return f"; set aside: {some_of(evidence.set_aside)}" if evidence.set_aside else ""
+
+
+def _is_at_one_place(evidence: HangEvidence) -> bool:
+    """Whether all ranks do the same, as in an evaluation; some that wait for others do not."""
+    return len({rank.stack for rank in evidence.ranks}) == 1
 
 
 def _works(evidence: HangEvidence) -> bool:

@@ -347,6 +347,14 @@ def test_an_undecided_hang_makes_the_next_limit_longer(watch):
     assert one.limits.of("step").seconds > 2000
 
 
+def test_a_hang_of_ranks_at_different_places_makes_no_limit_longer(watch):
+    one = watch()
+    one.ranks.start(0)
+    one.ranks.start(1, "batch = None\ntime.sleep(1e6)")
+    assert one.wait(700).ranks == ()
+    assert one.limits.of("step").seconds == 600
+
+
 @pytest.mark.parametrize("given", [{"stepp": 60.0}, {"step": 1.0}, {"step": float("nan")}])
 def test_a_limit_that_cannot_be_kept_is_refused(given: dict):
     with pytest.raises(UsageError):
