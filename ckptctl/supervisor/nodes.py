@@ -208,40 +208,31 @@ def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], No
 class AttemptPlan(NamedTuple):
     """One attempt: its command and variables, the nodes of the job, and its ranks.
 
-    `world_size` is None where the command decides how many ranks it has. `runs_on` are the
-    nodes that are not excluded and that the size needs.
+    `world_size` is None where the command decides how many ranks it has.
     """
 
     command: list[str]
     variables: dict[str, str]
     allocation: str
     world_size: int | None
-    runs_on: tuple[str, ...]
 
 
 def fill(
-    command: Sequence[str],
-    excluded: Sequence[str],
-    sizes: tuple[int, int] | None,
+    command: Sequence[str], excluded: Sequence[str], sizes: tuple[int, int] | None
 ) -> tuple[list[str], dict[str, str]]:
     """The command with its placeholders filled in, and the variables of its environment.
 
-    `sizes` are the numbers of ranks and nodes, where ckptctl chooses them. An argument with a
-    placeholder that has no value is left out.
+    `sizes` are the numbers of ranks and nodes, where ckptctl chooses them. Without excluded nodes
+    an argument with `{excluded}` is left out.
     """
-    values: dict[str, str | None] = {"{excluded}": ",".join(excluded) or None}
-    variables = {EXCLUDED: ",".join(excluded)}
+    names = ",".join(excluded)
+    values, variables = {"{excluded}": names}, {EXCLUDED: names}
     if sizes is not None:
-        world_size, n_nodes = sizes
-        values["{nodes}"] = str(n_nodes)
-        if world_size:
-            values["{world_size}"] = variables[WORLD_SIZE] = str(world_size)
-    words = [*command]
+        values |= {"{world_size}": str(sizes[0]), "{nodes}": str(sizes[1])}
+        variables[WORLD_SIZE] = str(sizes[0])
+    words = [word for word in command if names or "{excluded}" not in word]
     for placeholder, value in values.items():
-        if value is None:
-            words = [word for word in words if placeholder not in word]
-        else:
-            words = [word.replace(placeholder, value) for word in words]
+        words = [word.replace(placeholder, value) for word in words]
     return words, variables
 
 
@@ -297,7 +288,7 @@ class Nodes:
         if is_srun(words):
             words = srun_on(words, len(left), excluded)
         world_size = sizes[0] if sizes else None
-        return AttemptPlan(words, variables, self._allocation, world_size, tuple(left))
+        return AttemptPlan(words, variables, self._allocation, world_size)
 
     def _size(self, most: int, loads: Callable[[int], bool]) -> int | None:
         sizes = sorted(set(self._options.world_sizes), reverse=True)
