@@ -30,7 +30,7 @@ class Slurm:
     """A `scontrol` on the path that prints what was recorded, about nodes n1 to n3."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         program = folder / "scontrol"
         program.write_text(f'#!/bin/sh\n[ "$1" = show ] && cat "{folder}/$2"\n')
         program.chmod(0o755)
@@ -47,14 +47,14 @@ class Slurm:
 
     def job(self, end: str = LATE, preempt: str = "None", nodes: str = "n[1-3]") -> None:
         line = RUNNING.format(end=end, preempt=preempt, nodes=nodes)
-        (self._folder / "job").write_text(line + "\n")
+        (self.folder / "job").write_text(line + "\n")
 
     def nodes(self, *states: str) -> None:
         lines = [NODE.format(f"n{n}", f"n{n}", state) for n, state in enumerate(states, 1)]
-        (self._folder / "node").write_text("".join(lines))
+        (self.folder / "node").write_text("".join(lines))
 
     def silent(self) -> None:
-        (self._folder / "job").unlink()
+        (self.folder / "job").unlink()
 
 
 @pytest.fixture
@@ -131,6 +131,13 @@ def test_a_preempted_job_starts_nothing_more_at_no_cost(slurm: Slurm, root: Path
         "preemption",
         True,
     )
+
+
+def test_a_job_that_somebody_cancelled_ends_with_its_own_code(slurm: Slurm, root: Path):
+    (slurm.folder / "job").write_text("JobId=2 JobState=CANCELLED NodeList=n[1-3]\n")
+    ended = run(root, "sh", "-c", "exit 143", said=[])
+    assert (ended.exit_code, len(ended.attempts)) == (143, 1)
+    assert "Slurm reports job 2 as CANCELLED" in ended.message
 
 
 TEXT = (
