@@ -328,7 +328,7 @@ class LogFolder:
     is in its place: logs must not create the root of a run.
     """
 
-    def __init__(self, folder: str, root: str | None) -> None:
+    def __init__(self, folder: str, root: str | None = None) -> None:
         self._path = folder
         above = None if root is None else os.path.abspath(root)
         is_below = above is not None and f"{os.path.abspath(folder)}/".startswith(f"{above}/")

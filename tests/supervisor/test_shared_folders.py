@@ -351,7 +351,7 @@ def test_logs_are_written_into_a_new_folder_and_behind_a_link_of_this_user(place
     (place / "real").mkdir()
     (place / "link").symlink_to("real")
     for folder in (place / "new" / "logs", place / "link"):
-        logs = LogFolder(str(folder), "train")
+        logs = LogFolder(str(folder))
         log = logs.output(3)
         assert isinstance(log, JobLog)
         assert log.fd is not None
@@ -359,7 +359,7 @@ def test_logs_are_written_into_a_new_folder_and_behind_a_link_of_this_user(place
         assert log.size() == 4
         assert logs.note("decided") is None
         assert Path(log.path).read_text() == "said"
-        assert "train: decided" in (folder / "run.log").read_text()
+        assert " decided" in (folder / "run.log").read_text()
         logs.close()
 
 
@@ -387,7 +387,7 @@ def test_what_another_user_planted_for_the_output_is_not_used(place: Path, what:
         os.link(place / "home" / "rc", planted)
     if what != "hard-link":
         give(planted)
-    log = LogFolder(str(logs), "").output(1)
+    log = LogFolder(str(logs)).output(1)
     assert isinstance(log, str)
     assert str(planted) in log or "second name" in log
     if what != "hard-link":
@@ -399,7 +399,7 @@ def test_what_another_user_planted_for_the_output_is_not_used(place: Path, what:
 @needs_root
 def test_a_log_folder_that_another_user_swaps_keeps_the_output_of_the_attempt(place: Path):
     open_to_all(place / "open", 0o777)
-    logs = LogFolder(str(place / "open" / "logs"), "")
+    logs = LogFolder(str(place / "open" / "logs"))
     log = logs.output(1)
     assert isinstance(log, JobLog)
     assert log.fd is not None
@@ -421,11 +421,11 @@ def test_decisions_go_into_the_log_of_a_colleague_where_not_everybody_can_write(
     logs = open_to_all(place / "logs", 0o775)
     (logs / "run.log").write_text("theirs\n")
     give(logs / "run.log")
-    assert LogFolder(str(logs), "").note("decided") is None
+    assert LogFolder(str(logs)).note("decided") is None
     assert (logs / "run.log").read_text().startswith("theirs\n")
     assert "decided" in (logs / "run.log").read_text()
     logs.chmod(0o1777)
-    assert f"run.log belongs to uid {UID}" in str(LogFolder(str(logs), "").note("decided"))
+    assert f"run.log belongs to uid {UID}" in str(LogFolder(str(logs)).note("decided"))
 
 
 @needs_root
