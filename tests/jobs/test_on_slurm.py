@@ -135,27 +135,27 @@ def test_an_exception_of_the_program_is_not_started_again_by_slurm(script, submi
     assert job.restarts() == 0
 
 
-def lose_second_node(job: Job, slurm: Slurm) -> None:
-    batch_host = slurm.job(job.id)["BatchHost"]
+def lose_node(job: Job, slurm: Slurm, *, batch_host: bool) -> None:
     shown = slurm.run("scontrol", "show", "hostnames", slurm.job(job.id)["NodeList"]).stdout
-    (node,) = set(shown.split()) - {batch_host}
-    slurm.power_off(node)
+    others = set(shown.split()) - {slurm.job(job.id)["BatchHost"]}
+    slurm.power_off(slurm.job(job.id)["BatchHost"] if batch_host else others.pop())
 
 
-def test_slurm_starts_a_job_of_torchrun_again_where_a_node_is_lost(submit, slurm):
-    job = submit("slurm_torchrun.sbatch")
+@pytest.mark.parametrize(
+    ("script", "batch_host", "restarts"),
+    [
+        ("slurm_torchrun.sbatch", False, 1),
+        ("slurm_run.sbatch", True, 1),
+        ("slurm_run.sbatch", False, 0),
+    ],
+)
+def test_a_job_continues_where_a_node_is_lost(script, batch_host, restarts, submit, slurm):
+    # Without another start of the job it continues within the allocation, on the nodes left.
+    job = submit(script)
     job.wait_for_start(1)
-    lose_second_node(job, slurm)
+    lose_node(job, slurm, batch_host=batch_host)
     job.wait_for_start(2)
-    assert job.restarts() == 1
-
-
-def test_run_continues_within_the_allocation_where_a_node_is_lost(submit, slurm):
-    job = submit("slurm_run.sbatch")
-    job.wait_for_start(1)
-    lose_second_node(job, slurm)
-    job.wait_for_start(2)
-    assert job.restarts() == 0
+    assert job.restarts() == restarts
 
 
 def test_two_steps_of_one_job_verify_two_checkpoints_at_one_time(
