@@ -136,7 +136,14 @@ CHECKS: Mapping[str, Check] = {
         "the job ends with the first node that fails",
         "SLURM ends the whole job, and requeues it, before `ckptctl run` can restart the training "
         "on the nodes that are left.",
-        "Add `#SBATCH --no-kill`.",
+        "Add `#SBATCH --no-kill`, and what `sbatch.shell-lost` asks for.",
+    ),
+    "sbatch.shell-lost": Check(
+        "the job outlives its batch shell",
+        "With `--no-kill` SLURM keeps a job whose first node fails: it holds its other nodes until "
+        "the time limit, and nothing runs there.",
+        "Start a task on another node that requeues the job then, as "
+        "`examples/jobs/slurm_run.sbatch` does.",
     ),
     "srun.ntasks": Check(
         "srun asks for the tasks of the whole job",

@@ -349,12 +349,20 @@ def _allocation(name: str, script: Script) -> Iterator[Advice]:
             f"{name}:{line}",
             "scancel sends SIGTERM to this shell, as --signal does: a cancelled job starts again",
         )
+    nodes, kept = script.option("--nodes", "-N"), script.option("--no-kill", "-k")
+    several = nodes is not None and nodes[1] != "1"
+    if several and kept and not _search_both(script, r"\bsrun\b", r"\bscontrol\s+requeue\b"):
+        yield warning(
+            "sbatch.shell-lost",
+            f"{name}:{kept[0]}",
+            "--no-kill: where the node of the batch shell fails, SLURM keeps the job until its "
+            "time limit, with nothing in it",
+        )
     for each in script.trainings:
         if not (each.launcher == "srun" and _SUPERVISED.match(each.text)):
             continue
         where = f"{name}:{each.line}"
-        nodes = script.option("--nodes", "-N")
-        if script.option("--no-kill", "-k") is None and nodes is not None and nodes[1] != "1":
+        if several and not kept:
             yield warning(
                 "sbatch.no-kill",
                 where,

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "jobs"
 
 GOOD = """\
 #!/bin/bash
-#SBATCH --nodes=4 --no-kill
+#SBATCH --nodes=4
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@300
@@ -106,7 +106,7 @@ def test_nothing_is_wrong_with_the_examples(path):
         (SRUN, SRUN + " 2>&1 | tee log", None),
         ("--kill-on-bad-exit=1 ", "", "srun.no-kill"),
         ("--kill-on-bad-exit=1 ", "-K ", None),
-        (SRUN, "ckptctl run --root r -- srun -K python train.py | tee log", "signal.not-run"),
+        ("--nodes=4", "--nodes=4 --no-kill", "sbatch.shell-lost"),
         (SRUN, "srun -K ckptctl run --root r -- torchrun train.py | tee log", None),
         (SRUN, 'srun python train.py --resume-from "$(ckptctl pick r)"', "srun.no-kill"),
         ("step=$(", "export step=$(", "exit-code.masked"),
@@ -119,6 +119,11 @@ def test_nothing_is_wrong_with_the_examples(path):
 def test_one_mistake_is_found_and_no_other(old, new, name, tmp_path):
     assert old in GOOD
     assert names(tmp_path, GOOD.replace(old, new)) == ({name} if name else set())
+
+
+def test_a_signal_to_the_step_does_not_reach_ckptctl_run(tmp_path):
+    text = GOOD.replace("--nodes=4", "--nodes=1").replace(SRUN, f"ckptctl run --root r -- {SRUN}")
+    assert names(tmp_path, text) == {"signal.not-run"}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +174,7 @@ RUN = (
     .replace(
         "#SBATCH --requeue", "#SBATCH --nodes=4 --ntasks-per-node=1 --no-kill\n#SBATCH --requeue"
     )
+    .replace("step=", "srun --relative=1 bash -c 'sleep 9; scontrol requeue health' &\nstep=")
 )
 
 
