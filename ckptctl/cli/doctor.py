@@ -13,7 +13,6 @@ from ckptctl.cli.rendering import (
     EMPTY,
     SEVERITY_STYLES,
     Line,
-    Style,
     StyledText,
     line,
     next_line,
@@ -24,6 +23,7 @@ from ckptctl.diagnostics.advice import Advice, Diagnosis
 from ckptctl.findings import Severity
 from ckptctl.formatting import counted, listed
 from ckptctl.options import Parameter, StorageOptions
+from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl doctor train.sbatch",

@@ -10,8 +10,9 @@ from itertools import groupby
 from textwrap import dedent
 
 from ckptctl.cli.output import replace_text
-from ckptctl.cli.rendering import Line, Style, StyledText, made_safe, wrapped
+from ckptctl.cli.rendering import Line, StyledText, made_safe, wrapped
 from ckptctl.markup import as_text, page
+from ckptctl.symbols import Style
 
 
 def write_page(path: str, title: str, headline: str, style: Style, parts: Iterable[str]) -> None:

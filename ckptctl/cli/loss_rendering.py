@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl.cli.pictures import Symbol
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
-    Style,
     StyledText,
     finding_lines,
     line,
@@ -28,6 +26,7 @@ from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import LoggedResume
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict
+from ckptctl.symbols import Style, Symbol
 
 STYLES: Mapping[LossVerdict, Style] = {
     LossVerdict.DISCONTINUOUS: "bad",

@@ -21,11 +21,12 @@ from ckptctl.cli.options import (
     parts,
 )
 from ckptctl.cli.output import Output, document_of, process_group
-from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
+from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded, refused_lines
 from ckptctl.errors import OptionError
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here, with_handed_on
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
+from ckptctl.symbols import Style
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",

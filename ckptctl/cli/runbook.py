@@ -17,7 +17,6 @@ from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
-    Style,
     StyledText,
     line,
     next_line,
@@ -50,6 +49,7 @@ from ckptctl.runbook.reading import find_runbook, led_to, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import write_transcript
 from ckptctl.storage.opening import local_path
+from ckptctl.symbols import Style
 
 if TYPE_CHECKING:
     from ckptctl.cli.documents import ShownRunbook

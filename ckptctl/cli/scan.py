@@ -16,8 +16,6 @@ from ckptctl.claims import ClaimName
 from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
-    LACKING,
-    STEP_MARKS,
     claim_glyphs,
     claims_legend,
     not_proven,
@@ -28,7 +26,6 @@ from ckptctl.cli.pictures import (
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
-    Style,
     StyledText,
     finding_lines,
     line,
@@ -45,6 +42,7 @@ from ckptctl.selection.choosing import KINDS_THAT_COUNT
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
 from ckptctl.storage.opening import absolute_url
+from ckptctl.symbols import LACKING, STEP_MARKS, Style
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)

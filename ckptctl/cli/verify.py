@@ -16,8 +16,6 @@ from ckptctl.cli.options import LevelOpt, MetricsOpt, StepArg
 from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
     CLAIMED_BY_VERIFIED,
-    LACKING,
-    STEP_MARKS,
     claim_lines,
     map_of_ranks,
     not_proven,
@@ -42,6 +40,7 @@ from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
 from ckptctl.selection.targets import parse_target
+from ckptctl.symbols import LACKING, STEP_MARKS
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",

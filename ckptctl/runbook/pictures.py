@@ -15,23 +15,12 @@ from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.own.run_events import EndedEvent, Event
 from ckptctl.formatting import counted, duration
 from ckptctl.markup import as_text
+from ckptctl.symbols import STEP_MARKS
 
 Document = Mapping[str, object]
 
 _GOOD, _WARN, _BAD, _NEUTRAL = "#2a7f3f", "#b35c00", "#b3261e", "#5b6470"
-_DRAWN: Mapping[str, tuple[str, str]] = {
-    "complete": (_GOOD, "◇"),
-    "unverifiable": (_WARN, "◌"),
-    "in-progress": (_WARN, "⋯"),
-    "superseded": (_WARN, "»"),
-    "rejected": (_BAD, "⨯"),
-    "unknown": (_WARN, "?"),
-    "changed": (_WARN, "∆"),
-    "incomplete": (_BAD, "!"),
-    "corrupt": (_BAD, "✗"),
-    "unsafe": (_BAD, "⊘"),
-}
-_DRAWN_UNKNOWN = (_NEUTRAL, "·")
+_COLORS: Mapping[str, str] = {"good": _GOOD, "warn": _WARN, "bad": _BAD}
 _WROTE_NOTHING = (_NEUTRAL, "·", "wrote nothing")
 _MAX_STEPS = 40
 _STEPS_PER_ROW = 8
@@ -62,7 +51,8 @@ def timeline_of_steps(
 
 def _step(report: Document, middle: int, y: int, chosen: str | None) -> str:
     verdict = str(report.get("verdict"))
-    color, glyph = _DRAWN.get(verdict, _DRAWN_UNKNOWN)
+    symbol = STEP_MARKS.get(verdict)
+    color, glyph = (_COLORS[symbol.style], symbol.glyph) if symbol else (_NEUTRAL, "·")
     taken = chosen is not None and str(report.get("url")).rstrip("/") == chosen.rstrip("/")
     parts = [
         f'<rect x="{middle - 15}" y="{y + 16}" width="30" height="30" rx="4" fill="{color}"/>',

@@ -6,11 +6,8 @@ from hypothesis import strategies as st
 from made_results import ROOT, VERDICTS, report, short, state
 
 from ckptctl.cli.pictures import (
-    LACKING,
     MAX_CELLS,
     RANK_MARKS,
-    STEP_MARKS,
-    VERIFIED,
     map_of_ranks,
     rank_states,
     step_state,
@@ -18,7 +15,7 @@ from ckptctl.cli.pictures import (
 )
 from ckptctl.findings import CODES, Finding, Verdict
 from ckptctl.model import Level, WorldSize
-from ckptctl.runbook.pictures import timeline_of_steps
+from ckptctl.symbols import LACKING, STEP_MARKS, VERIFIED
 
 
 def strip(reports, chosen=None, width=80, unicode=True):
@@ -220,9 +217,3 @@ def test_a_step_of_weights_alone_is_never_shown_as_a_good_one():
     weights = report(1, state=state("model", "step"), level=Level.CONTENT)
     assert step_state(weights) == LACKING
     assert STEP_MARKS[LACKING].style != "good"
-
-
-def test_the_pictures_of_a_transcript_have_the_symbols_of_the_terminal():
-    for verdict in Verdict:
-        document = {"reports": [{"number": 1, "url": "step_1", "verdict": verdict.value}]}
-        assert f">{STEP_MARKS[verdict.value].glyph}<" in timeline_of_steps(document, None)

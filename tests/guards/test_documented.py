@@ -17,8 +17,8 @@ from ckptctl.cli.config import CONFIGURED
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, page
 from ckptctl.cli.options import COMMAND_LINE_ONLY, OTHER_VARIABLES
-from ckptctl.cli.pictures import STEP_MARKS
 from ckptctl.findings import CODES, Verdict
+from ckptctl.symbols import STEP_MARKS
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 REFERENCE = (REPOSITORY / "docs" / "reference.md").read_text()

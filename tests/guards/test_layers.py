@@ -24,6 +24,7 @@ LAYERS = {
     "deadlines": 0,
     "unexpected": 0,
     "markup": 0,
+    "symbols": 0,
     "redaction": 0,
     "starting": 0,
     "storage": 1,
