@@ -196,7 +196,8 @@ class DrillJob:
             limits += ["--out-of-section-timeout", silence]
         command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
         return own_command(
-            *("run", "--quiet", "--root", str(self.root), "--backoff", backoff, *log),
+            *("run", "--config", "none", "--quiet", "--root", str(self.root)),
+            *("--backoff", backoff, *log),
             *("--evidence-dir", str(self.folder / "evidence"), *limits, *self._node_words(without)),
             *("--", *self.options.read_only, *command),
             environment=self.environment(),

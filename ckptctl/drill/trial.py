@@ -351,7 +351,7 @@ class _Trial:
             **self._node_inputs(),
         }
         own = own_command(
-            *("runbook", "run", "rb-7", str(job.root), "--yes"),
+            *("runbook", "run", "rb-7", str(job.root), "--yes", "--config", "none"),
             *("--transcript", str(job.folder / "transcript")),
             *(word for name, text in inputs.items() for word in ("--set", f"{name}={text}")),
             environment=job.environment(),

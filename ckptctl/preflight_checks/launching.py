@@ -287,6 +287,7 @@ def arguments(
 ) -> list[str]:
     """The arguments of the `preflight` that reports from a node; none is a secret."""
     words = [absolute_url(root) for root in roots]
+    words += ["--config", "none"]
     words += ["--node-report", f"{absolute_url(step)}" if step else "none"]
     words += ["--node-probe", probe.token] if probe is not None else []
     secrets = storage.secrets()

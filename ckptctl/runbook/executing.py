@@ -69,7 +69,7 @@ _OF_THE_RUNBOOK = frozenset(
     f"CKPTCTL_{name}"
     for name in (
         *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TAKE_OVER"),
-        *("TRANSCRIPT", "FOLDER", "VERBOSE"),
+        *("TRANSCRIPT", "FOLDER", "VERBOSE", "CONFIG"),
     )
 )
 """The variables for the runbook command itself."""
@@ -161,6 +161,8 @@ def execute(
         # A job that the block starts must not write its reports there.
         if "ckptctl " in code:
             environment["CKPTCTL_REPORT"] = str(report)
+            # What a block checks is defined by its page, not by a file in the current folder.
+            environment["CKPTCTL_CONFIG"] = "none"
         items = dict(_items(lists))
         environment |= items
         words = ("bash", "-c", f"{_prelude()}{_arrays(lists, items)}{code}", "bash")

@@ -12,6 +12,7 @@ from command_line import REPOSITORY
 from ckptctl.cli.app import run
 from ckptctl.cli.commands import keys_of
 from ckptctl.cli.config import CONFIGURED, ONLY_IF_NAMED
+from ckptctl.runbook.executing import execute
 
 
 @pytest.fixture
@@ -160,6 +161,17 @@ def test_a_secret_is_refused_in_a_file(folder, capsys):
     assert exit_code == 2
     assert "the storage option secret may be a secret" in err
     assert "Xy7pQ2wZ9kLm" not in err
+
+
+def test_a_block_of_a_runbook_reads_no_settings(folder, capsys):
+    """What it checks is defined by its page; a job that it starts reads its own."""
+    (folder / "ckptctl.toml").write_text('root = "run"\nrequire = "model"\n')
+    assert called(capsys, "pick", "-q")[0] == 0
+    lines: list[str] = []
+    assert execute("ckptctl pick --quiet", {}, {}, lines.append).exit_code == 2
+    assert "error: missing argument 'ROOT...'" in lines
+    ended = execute('eval "$RESUME"', {"RESUME": "echo [${CKPTCTL_CONFIG:-}]"}, {}, lines.append)
+    assert ended.printed == ("[]",)
 
 
 def test_every_key_that_starts_writes_or_reaches_something_is_one_of_a_command():
