@@ -1,17 +1,14 @@
-"""Draw the steps, the shards and the time of a run.
+"""Draw the steps and the time of a run.
 
 The SVG images are made from the documents that the commands of a run recorded. A record may
 be another person's: a malformed document gives no image. Colour never carries a state
-alone: each has a letter and a word.
+alone: each has a glyph and a word.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.findings import NO_METADATA
-from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.own.run_events import EndedEvent, Event
 from ckptctl.formatting import counted, duration
 from ckptctl.markup import as_text
@@ -21,13 +18,10 @@ Document = Mapping[str, object]
 
 _GOOD, _WARN, _BAD, _NEUTRAL = "#2a7f3f", "#b35c00", "#b3261e", "#5b6470"
 _COLORS: Mapping[str, str] = {"good": _GOOD, "warn": _WARN, "bad": _BAD}
-_WROTE_NOTHING = (_NEUTRAL, "·", "wrote nothing")
 _MAX_STEPS = 40
 _STEPS_PER_ROW = 8
 """So many are legible on a page."""
 _ROW = 112
-_MAX_RANKS = 1024
-_CELL = 26
 
 
 def timeline_of_steps(
@@ -63,63 +57,6 @@ def _step(report: Document, middle: int, y: int, chosen: str | None) -> str:
     if taken:
         parts.append(_words(middle, y + 100, "▲ chosen", size=11, weight="bold"))
     return "".join(parts)
-
-
-def map_of_shards(verify: Document) -> str:
-    """The ranks that wrote a step, each whole, with a finding about its files, or not checked."""
-    report = verify.get("report")
-    if not isinstance(report, dict):
-        return ""
-    findings = _list(report.get("findings"))
-    faults = _faulty_ranks(findings)
-    unread = report.get("seal") is None and any(one.get("code") in NO_METADATA for one in findings)
-    intact = (_NEUTRAL, "□", "present, not checked") if unread else (_GOOD, "✓", "whole")
-    size = report.get("world_size")
-    stated = size.get("size") if isinstance(size, dict) else None
-    stated = stated if type(stated) is int else None
-    written = _written_ranks(report.get("ranks"))
-    n_ranks = max([stated or 0, *(rank + 1 for rank in (*written, *faults))])
-    if not 0 < n_ranks <= _MAX_RANKS:
-        return ""
-    columns = min(n_ranks, 32)
-    cells = [
-        _rank(rank, columns, faults.get(rank), intact if rank in written else _WROTE_NOTHING)
-        for rank in range(n_ranks)
-    ]
-    rows = (n_ranks + columns - 1) // columns
-    title = f"Ranks that wrote step {report.get('number')}"
-    return _svg(max(20 + _CELL * columns, 360), 24 + _CELL * rows, title, cells)
-
-
-def _faulty_ranks(findings: Sequence[Document]) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for finding in findings:
-        where = str(finding.get("where"))
-        named = re.search(r"__(\d{1,7})_", where)
-        rank = int(named[1]) if named else rank_in_name(where)
-        if rank is not None and finding.get("severity") == "fault":
-            found.setdefault(rank, str(finding.get("code")))
-    return found
-
-
-def _written_ranks(parts: object) -> frozenset[int]:
-    pairs = [pair for pair in parts if _is_pair(pair)] if isinstance(parts, list) else []
-    return frozenset(rank for _, ranks in pairs for rank in ranks if type(rank) is int)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[1], list)
-
-
-def _rank(rank: int, columns: int, fault: str | None, otherwise: tuple[str, str, str]) -> str:
-    x, y = 10 + _CELL * (rank % columns), 10 + _CELL * (rank // columns)
-    color, glyph, word = (_BAD, "✗", fault) if fault else otherwise
-    middle = x + (_CELL - 4) // 2
-    return (
-        f"<g><title>rank {rank}: {as_text(word)}</title>"
-        f'<rect x="{x}" y="{y}" width="{_CELL - 4}" height="{_CELL - 4}" rx="3" fill="{color}"/>'
-        f"{_words(middle, y + 16, glyph, fill='#fff')}</g>"
-    )
 
 
 def bars_of_time(rows: Sequence[tuple[str, float]]) -> str:

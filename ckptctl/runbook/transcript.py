@@ -28,7 +28,7 @@ from ckptctl.formats.own.run_events import (
 from ckptctl.formatting import duration, seconds_of
 from ckptctl.markup import as_text, page
 from ckptctl.runbook.document import shown
-from ckptctl.runbook.pictures import bars_of_time, documents_of, map_of_shards, timeline_of_steps
+from ckptctl.runbook.pictures import bars_of_time, documents_of, timeline_of_steps
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.shared_places import open_folder
 
@@ -233,13 +233,11 @@ def as_html(events: Sequence[Event], step: str | None) -> str:
 
 def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
     *_, scan = (None, *documents_of(events, "ckptctl.scan"))
-    *_, verify = (None, *documents_of(events, "ckptctl.verify"))
     drawn = (
         (
             "Steps under the root, newest first",
             "" if scan is None else timeline_of_steps(scan, step),
         ),
-        ("Shards of the step", "" if verify is None else map_of_shards(verify)),
         ("Where the time went", bars_of_time(tuple(_times(events)))),
     )
     for heading, svg in drawn:
