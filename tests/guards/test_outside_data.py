@@ -26,10 +26,11 @@ from ckptctl.storage.opening import open_store
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 
 OWN_DATA = {
+    "cli/config.py": "TOML of a trusted user, of at most 1 MiB; deep nesting is an error of it",
     "cli/output.py": "the document that this process has just made",
     "failures/rules.py": "a file of the package",
 }
-"""Modules that parse JSON which does not come from outside, and what it is."""
+"""Modules that parse what does not come from others, and what it is."""
 
 DECODERS = ("load", "loads", "JSONDecoder", "raw_decode", "literal_eval", "eval", "safe_load")
 MODULES = ("json", "yaml", "tomllib", "configparser", "marshal", "xml", "plistlib", "ast")
