@@ -151,7 +151,7 @@ def loss_checks(
         yield Check(RATE, doubt=_drift_text(replay))
     yield _by_rows(OPTIMIZER, shown.excludes_update and not all_agree, update, why)
     yield _by_rows(RATE, shown.excludes_update and not all_agree, update, why)
-    if replay.agreement is Agreement.DRIFT and replay.same_first_norm:
+    if replay.agreement is Agreement.DRIFT and replay.same_first_norm and replay.first_is_exact:
         same = "the first loss and its gradient norm agree, before any update"
         yield Check(RANDOM, same)
     coarse = f"differences of {share(max(replay.median, replay.rounding))} could hide it"

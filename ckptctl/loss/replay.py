@@ -163,6 +163,11 @@ class Replay:
         """Whether the first step agrees: then weights, batch and random numbers are the same."""
         return bool(self.rows) and abs(self.rows[0].difference) <= _same_median(self.rounding)
 
+    @property
+    def first_is_exact(self) -> bool:
+        """Whether the first step agrees to the last digit: noise, too, would be in it."""
+        return bool(self.rows) and abs(self.rows[0].difference) <= max(EXACT, 2 * self.rounding)
+
 
 def compare_replay(resume: LoggedResume) -> Replay:
     """Compare the rows of the steps that were logged before and after a resume."""

@@ -43,7 +43,7 @@ _ADAPTIVE, _OF_NORM = 0.5, 2.2
 # A row as close as this, or closer, has at most this probability with the fault.
 _IMPROBABLE = 0.02
 _LEAST_CHANCE = 1e-9
-_NORMS = 3.0  # gradient norms change by so much more than losses
+_NORMS = 2.0  # gradient norms change by so much more than losses; in GANs at 1 % by no more
 _UPDATE = 3.0  # a lost optimizer, in sizes of an update
 _WEIGHTS = 3.5  # a stale tensor
 _OTHER_WEIGHTS_NOISE = 0.12

@@ -298,7 +298,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     if replay.agreement not in _MEANINGS:
         return
     code, meaning = _MEANINGS[replay.agreement]
-    if replay.same_first_norm is not None:
+    if replay.same_first_norm is False or (replay.same_first_norm and replay.first_is_exact):
         meaning = _BY_NORM.get((code, replay.same_first_norm), meaning)
     if _is_of_ranks(resume, replay):
         code, meaning = "loss.other-ranks", _OTHER_RANKS

@@ -121,14 +121,22 @@ def late(bench):
 
 
 def late_reports(bench, late):
-    """Each resume as eight and twenty rows, with four decimals and the whole float."""
+    """Each resume as eight and twenty rows, with four decimals and the whole float.
+
+    The gradient norms are in the log of eight rows with four decimals once more.
+    """
     for run in late["runs"]:
         for resume in run["resumes"]:
             if resume["fault"] == "random numbers lost" and not run["random"]:
                 continue
-            for n_twice, decimals in ((8, 4), (8, 16), (20, 4), (20, 16)):
+            for n_twice, decimals, with_norm in (
+                *((8, 4, False), (8, 16, False), (20, 4, False), (20, 16, False)),
+                (8, 4, True),
+            ):
                 with_rate = "learning rate" not in resume["fault"]
-                report = bench["late_report"](run, resume, n_twice, decimals, with_rate=with_rate)
+                report = bench["late_report"](
+                    run, resume, n_twice, decimals, with_rate=with_rate, with_norm=with_norm
+                )
                 yield resume["fault"], decimals, report
 
 
