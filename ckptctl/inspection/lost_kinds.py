@@ -10,14 +10,18 @@ from contextlib import suppress
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
+from ckptctl.formats.families import Family
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.state_keys import entries_of
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import MAX_BEFORE, Neighbours, steps_before, steps_beside
 from ckptctl.inspection.file_kinds import (
+    INDEX_NAME,
+    Compared,
     WordsOfFiles,
     are_alike,
     by_words,
+    folder_and_suffix,
     is_of_evaluation,
     kinds_of_files,
     shape_of_name,
@@ -113,6 +117,23 @@ def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = Fa
     return tensor_names(leaves)
 
 
+def lost_index(compared: Compared, families: Collection[Family]) -> Finding | None:
+    """The finding for an index that the step beside has, of files that are there.
+
+    Cost: none without a family; else the listing of the nearest step.
+    """
+    opened = compared.opened
+    here = {file.path for file in opened.files}
+    indexed = {folder_and_suffix(path) for path in here}
+    for other in compared.beside(1) if families else ():
+        for file in other.files:
+            match = INDEX_NAME(file.path)
+            if match and file.path not in here and (match["folder"], match["suffix"]) in indexed:
+                return _lost_files(opened, {file.path})
+        break
+    return None
+
+
 def lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | None:
     """The finding for files of ranks that letters or hosts tell apart, not numbers.
 
@@ -133,7 +154,7 @@ def lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | Non
             if not lost:
                 return None
             numbers = (other.step.number or 0, opened.step.number or 0)
-            return lost_files(opened, {layouts.path_in_step(path, *numbers) for path in lost})
+            return _lost_files(opened, {layouts.path_in_step(path, *numbers) for path in lost})
     return None
 
 
@@ -162,8 +183,7 @@ def _lost_of_ranks(
             yield from (path for word, path in alike.items() if word not in there)
 
 
-def lost_files(opened: OpenStep, paths: Collection[str]) -> Finding:
-    """The finding for files that the step beside has, and this one lacks."""
+def _lost_files(opened: OpenStep, paths: Collection[str]) -> Finding:
     return Finding(
         "file.missing",
         min(paths),

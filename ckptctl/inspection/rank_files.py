@@ -222,17 +222,22 @@ def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
             sizes[one.folder, one.framework, one.what].append(one.n_ranks)
     for (folder, _, what), ranks in sizes.items():
         if len(ranks) > 1:
-            listed = " and ".join(f"{n:,}" for n in sorted(ranks))
-            yield Finding(
-                "state.mixed",
-                folder.rstrip("/"),
-                f"the files with the {what} are those of several saves, by {listed} ranks: which "
-                "of them is loaded depends on the number of ranks that load",
-                expected="files of one world size",
-                found=f"files of {listed} ranks",
-                next_command=command_line("show", step.url),
-            )
+            yield several_worlds(step, folder.rstrip("/"), f"with the {what}", ranks)
             return
+
+
+def several_worlds(step: Step, where: str, what: str, sizes: Iterable[int]) -> Finding:
+    """The finding for files of one kind whose names state several numbers of ranks."""
+    listed = " and ".join(f"{size:,}" for size in sorted(sizes))
+    return Finding(
+        "state.mixed",
+        where,
+        f"the files {what} are those of several saves, by {listed} ranks: which of them is loaded "
+        "depends on the number of ranks that load",
+        expected="files of one world size",
+        found=f"files of {listed} ranks",
+        next_command=command_line("show", step.url),
+    )
 
 
 def _no_weights(step: Step, names: Collection[str]) -> Finding:

@@ -4,7 +4,7 @@ Metadata, an index, a seal and counts in the names state what a save consists of
 does, the files of one kind are compared with each other, with those of the other kinds, and with
 the steps beside this one: a family of files (`formats.families`) whose size nothing states and no
 other step confirms is unknown, however sound its files are. Files without a number are compared
-with the steps before (`check_gone`).
+with the steps before (`lost_kinds`).
 
 A job may go on with another number of ranks. Then every family has another size than before, as
 if the files of the last ranks were missing: the tensors in them decide. Where they are split over
@@ -30,16 +30,15 @@ from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.beside import MAX_BEFORE, Neighbours
 from ckptctl.inspection.file_kinds import (
-    INDEX_NAME,
     SIMILAR,
     Compared,
     are_alike,
-    folder_and_suffix,
     is_of_evaluation,
     kinds_of_files,
 )
-from ckptctl.inspection.lost_kinds import lost_files, lost_words
+from ckptctl.inspection.lost_kinds import lost_index, lost_words
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.rank_files import several_worlds
 from ckptctl.inspection.shape import empty_file
 from ckptctl.inspection.stored_tensors import (
     TensorSizes,
@@ -184,7 +183,7 @@ def _check_families(
     opened = compared.opened
     lost = (
         _emptied(compared, families)
-        or _lost_index(compared, families)
+        or lost_index(compared, families)
         or lost_words(opened, compared.neighbours)
     )
     if lost is not None:
@@ -356,16 +355,8 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
     several = next((alike for alike in sizes.values() if len(alike) > 1), None)
     if several is None:
         return None
-    listed = " and ".join(sorted(f"{family.n_files:,}" for family in several))
-    return Finding(
-        "state.mixed",
-        several[0].example,
-        f"the files {several[0].key} are those of several saves, by {listed} ranks: which of them "
-        "is loaded depends on the number of ranks that load",
-        expected="files of one world size",
-        found=f"files of {listed} ranks",
-        next_command=command_line("show", step.url),
-    )
+    sizes_of_key = [family.n_files for family in several]
+    return several_worlds(step, several[0].example, several[0].key, sizes_of_key)
 
 
 def _emptied(compared: Compared, families: Sequence[Family]) -> Finding | None:
@@ -557,23 +548,6 @@ def _counted_as_beside(
     is_last = not held and family.is_line and family.values[0][-1] == saved_world_size
     is_from_one = is_last or any(other.base == 1 for other in held)
     return family.from_base(1) if is_from_one and not family.names_rank else family
-
-
-def _lost_index(compared: Compared, families: Sequence[Family]) -> Finding | None:
-    """The finding for an index that the step beside has, of files that are there.
-
-    Cost: none without a family; else the listing of the nearest step.
-    """
-    opened = compared.opened
-    here = {file.path for file in opened.files}
-    indexed = {folder_and_suffix(path) for path in here}
-    for other in compared.beside(1) if families else ():
-        for file in other.files:
-            match = INDEX_NAME(file.path)
-            if match and file.path not in here and (match["folder"], match["suffix"]) in indexed:
-                return lost_files(opened, {file.path})
-        break
-    return None
 
 
 def _fewer_of_equal_parts(opened: OpenStep, families: Sequence[Family]) -> Iterator[Gap]:
