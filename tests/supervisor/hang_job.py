@@ -67,6 +67,7 @@ class Samples(Dataset):
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    torch.manual_seed(0)  # a save holds the model once: it must be equal on all ranks
     model = torch.nn.Linear(4, 4)
     with Checkpointer(sys.argv[1], model=model, extra={"slow": Slow()}) as checkpointer:
         stop_at("setup")
