@@ -128,8 +128,12 @@ def _document(path: str, *, is_named: bool) -> Mapping[str, Any]:
         raise OptionError("--config", f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise OptionError("--config", f"{path} is no TOML: {error}") from error
-    if os.path.basename(path) == "pyproject.toml":
-        document = document.get("tool", {}).get("ckptctl", {})
+    if os.path.basename(path) != "pyproject.toml":
+        return document
+    for name in ("tool", "ckptctl"):
+        document = document.get(name, {})
+        if not isinstance(document, dict):
+            raise OptionError("--config", f"{path}: {name} is no table")
     return document
 
 

@@ -47,6 +47,14 @@ def test_a_table_of_a_project_file_is_read_and_one_without_it_is_passed_over(fol
     assert called(capsys, "pick", "-q")[:2] == (0, f"{folder}/run/step_30\n")
 
 
+@pytest.mark.parametrize("table", ["tool = 3", "[tool]\nckptctl = 'x'"])
+def test_a_project_file_without_the_table_is_an_error_where_it_is_named(folder, capsys, table):
+    (folder / "pyproject.toml").write_text(table)
+    exit_code, _, err = called(capsys, "pick", "--config", f"{folder}/pyproject.toml", "run")
+    assert exit_code == 2
+    assert "is no table" in err
+
+
 @pytest.mark.parametrize("command", CONFIGURED)
 def test_every_command_that_reads_settings_says_so_in_its_help(folder, capsys, command):
     _, out, _ = called(capsys, command, "--help")
