@@ -239,7 +239,8 @@ SAMPLES: Mapping[str, tuple[bytes, ...]] = {
     ),
     "heartbeat": (
         (
-            b'{"rank":1,"local_world_size":8,"node":"n1","pid":12,"started":345,"count":7,"section":'
+            b'{"rank":1,"local_world_size":8,"world_size":16,"node":"n1","pid":12,"started":345,'
+            b'"count":7,"section":'
             b'"step","step":9,"saving":null,"stack_signal":12,"steps":3,"work_ms":17}'
         ),
     ),
