@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import pairwise
 
 import msgspec
 
@@ -70,28 +71,38 @@ class Compared(msgspec.Struct, frozen=True):
     def closer(self) -> Compared:
         """The same with the windows and the files of evaluations that the steps beside show.
 
-        Cost: the listing of the nearest step on each side, and the pickle of a file of each family.
+        Cost: the listings of two steps on each side, and the pickle of a file of each family.
         """
         own = {family.key: family for family in open_families(self.opened.step)}
         examples = {key: (self.opened, family.example) for key, family in own.items()}
-        windows: set[str] = set()
-        for other in self.beside(1):
-            is_newer = (other.step.number or 0) > (self.opened.step.number or 0)
+        held: dict[str, list[tuple[int, Family]]] = defaultdict(list)
+        for other in (self.opened, *self.beside(_LEAST_MOVES)):
             for family in open_families(other.step):
                 examples.setdefault(family.key, (other, family.example))
-                known = own.get(family.key)
-                if known is not None and _is_shifted(*sorted((known, family), key=_ends)):
-                    is_ordered = (_ends(known) < _ends(family)) == is_newer
-                    is_full = known.n_present <= family.n_present
-                    windows |= {family.key} if is_ordered and is_full else set()
+                held[family.key].append((other.step.number or 0, family))
+        windows = {key for key, families in held.items() if key in own and _is_window(families)}
         outputs = frozenset(
             key for key, (step, path) in examples.items() if is_of_evaluation(step, path)
         )
         return Compared(self.opened, self.neighbours, frozenset(windows), outputs)
 
 
+_LEAST_MOVES = 2
+"""A family that moved on as often between steps is a window."""
+
+
 def _ends(family: Family) -> tuple[int, int]:
     return family.values[0][0], family.values[0][-1]
+
+
+def _is_window(families: Sequence[tuple[int, Family]]) -> bool:
+    """Whether a family, with the numbers of the steps that hold it, moves on with each step.
+
+    One move is also what ranks leave whose number grew, and of which the first are lost.
+    """
+    in_order = [family for _, family in sorted(families, key=lambda pair: pair[0])]
+    moves = [_is_shifted(older, newer) for older, newer in pairwise(in_order)]
+    return len(moves) >= _LEAST_MOVES and all(moves)
 
 
 def _is_shifted(older: Family, newer: Family) -> bool:

@@ -5,6 +5,7 @@ A kind of file that steps before hold, and files of ranks that letters or hosts 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
@@ -117,20 +118,45 @@ def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = Fa
     return tensor_names(leaves)
 
 
+_FURTHER = re.compile(
+    r"(?P<kind>optimizer|scheduler|sampler|model|pytorch_model)_(?P<n>[1-9][0-9]{0,3})(?P<end>\.[a-z]+)"
+).fullmatch
+"""Matches the file of a second or later object of its kind.
+
+Source: accelerate 1.15 `checkpointing.py` (`save_accelerator_state`): the first has no number.
+"""
+
+
+def lost_first(opened: OpenStep) -> Finding | None:
+    """The finding for an object of accelerate that is missing before a further one of its kind."""
+    if not opened.step.layout.startswith("accelerate"):
+        return None
+    here = {file.path for file in opened.files if file.size}
+    lost = set()
+    for match in filter(None, map(_FURTHER, here)):
+        number = int(match["n"]) - 1
+        before = f"{match['kind']}_{number}" if number else match["kind"]
+        # A model may be in several files, with an index.
+        if not {f"{before}{match['end']}", f"{before}{match['end']}.index.json"} & here:
+            lost.add(f"{before}{match['end']}")
+    return _lost_files(opened, lost, "a further one of its kind implies") if lost else None
+
+
 def lost_index(compared: Compared, families: Collection[Family]) -> Finding | None:
-    """The finding for an index that the step beside has, of files that are there.
+    """The finding for an index that the step beside has, of files that both have.
 
     Cost: none without a family; else the listing of the nearest step.
     """
     opened = compared.opened
     here = {file.path for file in opened.files}
-    indexed = {folder_and_suffix(path) for path in here}
     for other in compared.beside(1) if families else ():
-        for file in other.files:
-            match = INDEX_NAME(file.path)
-            if match and file.path not in here and (match["folder"], match["suffix"]) in indexed:
-                return _lost_files(opened, {file.path})
-        break
+        there = {file.path for file in other.files}
+        # A model that is one file now, under another name, needs no index.
+        shared = {folder_and_suffix(path) for path in here & there}
+        for path in sorted(there - here):
+            match = INDEX_NAME(path)
+            if match and (match["folder"], match["suffix"]) in shared:
+                return _lost_files(opened, {path})
     return None
 
 
@@ -183,11 +209,13 @@ def _lost_of_ranks(
             yield from (path for word, path in alike.items() if word not in there)
 
 
-def _lost_files(opened: OpenStep, paths: Collection[str]) -> Finding:
+def _lost_files(
+    opened: OpenStep, paths: Collection[str], shown_by: str = "the step beside this one has"
+) -> Finding:
     return Finding(
         "file.missing",
         min(paths),
-        f"{counted(len(paths), 'file')} that the step beside this one has "
+        f"{counted(len(paths), 'file')} that {shown_by} "
         f"{verb(len(paths), 'is', 'are')} missing: {some_of(sorted(paths))}",
         next_command=command_line("show", opened.url),
     )

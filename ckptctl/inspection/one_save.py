@@ -20,9 +20,11 @@ from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formats.frameworks.state_keys import is_named_as_output
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.inspection.beside import Neighbours, steps_beside
+from ckptctl.inspection.file_kinds import is_of_evaluation
 from ckptctl.inspection.identity import counts_beside, number_in_metadata
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import is_unwritten, written_again
@@ -102,7 +104,7 @@ def check_one_save(
         return [], _proven("seal")
     if layouts.is_of_one_attempt(opened.name):
         return [], _proven("its name, which one attempt uses once")
-    files = _timed(opened.step)
+    files = _timed_state(opened)
     if files is None:
         return [], _unknown("the storage keeps no write times", opened)
     if len(files) <= 1:
@@ -210,6 +212,19 @@ def _timed(step: Step) -> Mapping[str, float] | None:
     return known if len(known) == len(times) else None
 
 
+def _timed_state(opened: OpenStep) -> Mapping[str, float] | None:
+    """See `_timed`; without what evaluations wrote, however long they took.
+
+    Cost: the pickles of files that are named as outputs.
+    """
+    files = _timed(opened.step)
+    return files and {
+        path: at_s
+        for path, at_s in files.items()
+        if not (is_named_as_output(path) and is_of_evaluation(opened, path))
+    }
+
+
 def times_of(step: Step) -> SaveTimes | None:
     """When the files of a step that may hold state were written; None where that is unknown."""
     files = _timed(step)
@@ -244,7 +259,7 @@ def _times_beside(
 ) -> Iterator[tuple[SaveTimes, frozenset[str]]]:
     """The times of the steps beside this one, each with the kinds of its files."""
     for other in steps_beside(opened, neighbours, MAX_COMPARED):
-        files = _timed(other.step)
+        files = _timed_state(other)
         if files:
             yield _times(other.step, files), frozenset(map(key_of, files))
 

@@ -154,7 +154,7 @@ def _state_in(directory: RecordDirectory, reads: FileReads) -> object:
 
 
 def checksums_in(opened: OpenStep, path: str) -> object:
-    """The checksums of the tensors in a file of `torch.save`, by number; None where it has none.
+    """The checksums of the pickle and the tensors of a `torch.save` file; None where it has none.
 
     Raises `StorageError`. Cost: two short reads.
     """
@@ -167,10 +167,11 @@ def checksums_in(opened: OpenStep, path: str) -> object:
 
 
 def _checksums(directory: RecordDirectory, _: FileReads) -> object:
-    tensors = [member for member in directory.members if member.name.startswith("data/")]
-    if not (directory.has_crcs and tensors):
+    # The pickle has the plain values: a rank's place in the data, its random numbers.
+    state = [m for m in directory.members if m.name.startswith("data/") or m.name == "data.pkl"]
+    if not (directory.has_crcs and len(state) > 1):
         return None
-    return frozenset((member.name, member.size, member.crc) for member in tensors)
+    return frozenset((member.name, member.size, member.crc) for member in state)
 
 
 def _rows(file: str, leaves: Sequence[Leaf], layout: str, mapped: StateMap) -> Iterator[HeldTensor]:

@@ -147,7 +147,7 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
         if _without_numbers(path) not in known:
             known.add(_without_numbers(path))
             unrecognized[path].update(STATE_KINDS)
-            keys |= set() if holds_output(path, ()) else {_without_numbers(path)}
+            keys |= {_without_numbers(path)}
     by_kind: dict[str, list[_Held]] = defaultdict(list)
     for one in held:
         if one.kind in _COUNTED and one.where.partition(": ")[0] in sources.copies:

@@ -36,7 +36,7 @@ from ckptctl.inspection.file_kinds import (
     is_of_evaluation,
     kinds_of_files,
 )
-from ckptctl.inspection.lost_kinds import lost_index, lost_words
+from ckptctl.inspection.lost_kinds import lost_first, lost_index, lost_words
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.rank_files import several_worlds
 from ckptctl.inspection.shape import empty_file
@@ -183,6 +183,7 @@ def _check_families(
     opened = compared.opened
     lost = (
         _emptied(compared, families)
+        or lost_first(opened)
         or lost_index(compared, families)
         or lost_words(opened, compared.neighbours)
     )

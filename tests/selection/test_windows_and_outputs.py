@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from every_case import all_cases
 from made_saves import torch, write
+from safetensors.torch import save_file
 from selection.test_whole import SCHEMES, names_of, save_step
 
 import ckptctl
@@ -38,7 +40,8 @@ def faults(report: Report) -> list[str]:
 
 
 OUTPUTS: dict[str, Callable[[Path], object]] = {
-    "predictions.pt": lambda path: torch.save({"a": torch.ones(3, 4)}, path),
+    "predictions.pt": lambda path: torch.save(torch.ones(3, 4), path),
+    "eval_3.pt": lambda path: torch.save({"top_preds": torch.ones(3), "epoch": 3}, path),
     "batch.pt": lambda path: torch.save({"logits": torch.ones(9, 4), "labels": [1]}, path),
     "predictions.npy": lambda path: numpy.save(path, numpy.ones(4)),
     "eval.json": lambda path: path.write_text(json.dumps({"accuracy": 0.5})),
@@ -169,3 +172,92 @@ def test_a_young_step_with_a_fault_that_no_running_save_explains_is_not_in_progr
     torch.save({"model": {}}, step / "model-0-of-9.pt")
     report = ckptctl.verify(str(step), saved_world_size=4)
     assert "step.in-progress" not in faults(report)
+
+
+def test_lost_ranks_after_the_number_of_ranks_grew_are_no_window(tmp_path):
+    for number, ranks in ((10, 4), (20, 4), (30, 8)):
+        for rank in range(ranks):
+            state = {"model": {"w": torch.full((8, 2), float(number + rank))}, "step": number}
+            write(tmp_path / f"step-{number}" / f"state_{rank}.pt", state)
+    for rank in range(4):
+        (tmp_path / "step-30" / f"state_{rank}.pt").unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+    assert faults(ckptctl.verify(f"{tmp_path}@30", grace_s=0)) == ["file.missing"]
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("score_net_{}.pt", {"flat_param": torch.ones(6)}),
+        ("score_model_rank_{}.pt", {"_flat_param": torch.ones(6)}),
+        ("outputs/shard_{}.pt", {"flat_param": torch.ones(6)}),
+        ("pseudo_{}.pt", {"pseudo_labels": torch.ones(6)}),
+        ("eval_net_{}.pt", torch.ones(6)),
+    ],
+)
+def test_state_under_the_name_of_an_output_is_missed(tmp_path, name, state):
+    for number in (10, 20, 30):
+        single(tmp_path / f"step-{number}", number)
+        for rank in range(4):
+            write(tmp_path / f"step-{number}" / name.format(rank), state)
+    (tmp_path / "step-30" / name.format(2)).unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+@pytest.mark.parametrize("is_written_again", [True, False])
+def test_a_slow_evaluation_neither_refuses_a_save_nor_hides_a_second_one(
+    tmp_path, is_written_again
+):
+    for place, number in enumerate((10, 20, 30, 40)):
+        step = tmp_path / f"step-{number}"
+        single(step, number)
+        write(step / "predictions.pt", {"logits": torch.ones(4), "labels": torch.ones(4)})
+        at_s = 1e9 + 7200 * place
+        for file in step.iterdir():
+            os.utime(file, (at_s, at_s))
+        evaluated_s = at_s + (3000 if is_written_again or number == 40 else 300)
+        os.utime(step / "predictions.pt", (evaluated_s, evaluated_s))
+    if is_written_again:
+        os.utime(tmp_path / "step-40" / "net.pt", (at_s + 4000, at_s + 4000))
+    codes = faults(ckptctl.verify(f"{tmp_path}@40", grace_s=0))
+    assert codes == (["step.two-saves"] if is_written_again else [])
+
+
+def test_ranks_of_equal_tensors_that_have_a_place_in_the_data_are_no_copies(tmp_path):
+    for number, ranks in ((10, 4), (20, 4), (30, 3), (40, 3)):
+        for rank in range(ranks):
+            state = {"model": {"w": torch.full((8, 2), float(number))}, "step": number}
+            state |= {"loader": {"offset": 100 * rank}}
+            write(tmp_path / f"step-{number}" / f"state_{rank}.pt", state)
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+def test_a_model_that_is_one_file_now_needs_no_index(tmp_path):
+    for number in (10, 20, 30):
+        step = tmp_path / f"checkpoint-{number}"
+        single(step, number)
+        for rank in range(4):
+            write(step / f"replay_{rank}.pt", {"rows": torch.full((6,), float(rank))})
+        names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)] if number < 30 else []
+        for name in names or ["model.safetensors"]:
+            save_file({name: torch.ones(4)}, step / name)
+        if names:
+            index = {"weight_map": {name: name for name in names}}
+            (step / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "file.missing" not in faults(ckptctl.verify(f"{tmp_path}@30", grace_s=0))
+
+
+@pytest.mark.parametrize("lost", ["optimizer.bin", "scheduler_1.bin", "model.safetensors"])
+def test_an_object_of_accelerate_before_a_further_one_is_missed_without_a_step_beside(
+    tmp_path, lost
+):
+    step = tmp_path / "checkpoint_0"
+    for end in ("", "_1", "_2"):
+        write(step / f"optimizer{end}.bin", {"state": {}, "param_groups": []})
+        write(step / f"scheduler{end}.bin", {"last_epoch": 3})
+        save_file({"w": torch.ones(4)}, step / f"model{end}.safetensors")
+    write(step / "random_states_0.pkl", {"torch_manual_seed": torch.get_rng_state()})
+    assert "file.missing" not in faults(ckptctl.verify(str(step), grace_s=0))
+    (step / lost).unlink()
+    report = ckptctl.verify(str(step), grace_s=0)
+    assert ("file.missing", lost) in [(finding.code, finding.where) for finding in report.findings]

@@ -633,29 +633,44 @@ def file_holds_no_state(path: str) -> bool:
     return _matches(_WORDS.settings_file, path.rpartition("/")[2].lower())
 
 
-_OF_MODULES = frozenset({"weight", "bias", "running_mean", "running_var"})
-
-
 def holds_output(path: str, leaves: Sequence[Leaf]) -> bool:
     """Whether a file holds what an evaluation wrote, and no state: predictions, scores, a report.
 
-    `leaves` are its entries; none where it is no archive. No entry is state of a known kind or a
-    parameter, and either the keys of all tensors are those of outputs, or the name of the file is.
-    Without a tensor, no entry may be state.
+    `leaves` are its entries. None of them is state of a known kind, and the keys of all are those
+    of outputs, with one that no state has or with the name of an output. An array without a key
+    counts by the last word of the name (`predictions.npy`, `logits_3.pt`). What else is in a file
+    may be state, whatever its name is.
     """
-    kinds = kinds_of(leaves)
-    is_state = any({*kind.names} - {"model", "other"} for kind in kinds)
-    tensors = [_words(leaf.path) for leaf in leaves if leaf.shape]
-    if is_state or any(words[-1] in _OF_MODULES for words in tensors):
+    stem, _, suffix = path.lower().rpartition("/")[2].rpartition(".")
+    is_named = is_named_as_output(_last_word(re.split("[-_.]", stem)))
+    if not leaves:
+        return suffix == "npy" and is_named
+    if any({*kind.names} - {"model", "other"} for kind in kinds_of(leaves)):
         return False
-    if _matches(_WORDS.output_file, path.lower()):
-        return True
-    if not tensors:
-        return bool(leaves) and not any(kind.may_be for kind in kinds)
-    return all(
-        _matches(_WORDS.output_leaf, next((w for w in reversed(words) if not w.isdigit()), ""))
-        for words in tensors
-    )
+    words = {_last_word(_words(leaf.path)) for leaf in leaves if leaf.shape or not leaf.path}
+    words |= {_last_word(_words(leaf.path)) for leaf in leaves} - _BESIDE_OUTPUT
+    if not all(_matches(_WORDS.output_leaf, word) if word else is_named for word in words):
+        return False
+    return is_named or not words.isdisjoint(_OF_OUTPUTS_ALONE) or is_named_as_output(path)
+
+
+def is_named_as_output(path: str) -> bool:
+    """Whether a name has a word of an evaluation: a hint, which alone proves nothing."""
+    return _matches(_WORDS.output_file, path.lower())
+
+
+_OF_OUTPUTS_ALONE = frozenset(
+    {"logits", "preds", "predictions", "probs", "probabilities", "accuracy", "perplexity"}
+)
+"""Keys that no state has."""
+
+
+def _last_word(words: Sequence[str]) -> str:
+    return next((word for word in reversed(words) if not word.isdigit()), "")
+
+
+_BESIDE_OUTPUT = frozenset({"step", "epoch", "split", "name", "dataset", "n", "count", "time"})
+"""Keys of the numbers and texts that an evaluation writes beside its outputs."""
 
 
 def mapped_file(path: str, mapped: StateMap) -> str:
