@@ -130,6 +130,9 @@ def answers(disk: Disk, source: Path) -> None:
     shutil.copytree(source, root)
     for seal in root.rglob("seal.json"):
         seal.unlink()
+    for place, step in enumerate(sorted(root.glob("step_*"))):
+        for file in step.rglob("*"):
+            os.utime(file, (1e9 + 3600 * place, 1e9 + 3600 * place))
     if os.statvfs(disk.folder).f_files < 1000:
         for number in range(1000):
             if not os.statvfs(disk.folder).f_favail:
