@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
-from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
+from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.layouts import (
+    FLAT_SUFFIXES,
+    METADATA,
+    counts_training_steps,
+    shard_rank,
+    step_name,
+)
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
@@ -54,7 +61,7 @@ from ckptctl.resharding.sources import (
     source_in,
     source_of,
 )
-from ckptctl.resharding.state_files import state_files
+from ckptctl.resharding.state_files import STATE_BESIDE, state_files
 from ckptctl.resharding.steps import (
     inspect_whole,
     target_place,
@@ -147,12 +154,15 @@ def convert(
         inspected = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in inspected.step.parts}
         if can_be_read(inspected):
+            if not asked.is_file:
+                _check_number(asked, found, inspected)
             return _from_step(asked, found, inspected, storage)
         is_safetensors = formats == {PartFormat.SAFETENSORS} or any(
             part.safetensors for part in inspected.parts
         )
-        is_save = not only_model and state_files(inspected.step) is not None
-        if not formats & SHARDED and (is_safetensors or is_save):
+        save = state_files(inspected.step, found.url, only_model=only_model)
+        if not formats & SHARDED and (is_safetensors or save is not None):
+            _check_number(asked, found, inspected)
             return _from_folder(asked, found, inspected, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
             raise _names_no_file(asked, inspected)
@@ -223,15 +233,46 @@ def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Convert
         return import_file(file, into) if is_safetensors else import_flat(file, into)
 
 
+def _check_number(asked: _Asked, found: OpenTarget, inspected: Inspection) -> None:
+    """Raise `UsageError` for a target named as another step than the train state counts."""
+    count, named = inspected.report.state.step.value, step_name(asked.name)
+    if count is None or named is None or not counts_training_steps(named.layout):
+        return
+    # The name of the source contradicts the count no less than the same name of the target.
+    own = None if isinstance(found.named, str) else found.named
+    is_own = own is not None and counts_training_steps(own.layout) and own.number == named.number
+    if named.number == count or is_own:
+        return
+    better = asked.name.replace(str(named.number), str(count))
+    target = join_url(parent_url(asked.target.rstrip("/")), better)
+    raise UsageError(
+        f"{asked.target} is a name for step {named.number}, and the train state of {asked.source} "
+        f"counts {count}: name it {target}",
+        instead_of=asked.target,
+        instead=target,
+    )
+
+
 def _names_no_file(asked: _Asked, inspected: Inspection) -> UsageError:
     """The error for a folder that holds files of `torch.save`."""
     held = [file.path for file in inspected.step.files if file.path.endswith(FLAT_SUFFIXES)]
+    kinds = {path: kind_of_file(inspected.step.layout, path) for path in held}
+    whole = [
+        path
+        for path, kind in kinds.items()
+        if kind is None or "model" in kind.names or STATE_BESIDE.isdisjoint(kind.names)
+    ]
     files = counted(len(held), "file")
+    message = (
+        f"{asked.source} holds {files} of torch.save: one that has the whole state becomes a step; "
+        "give its path"
+    )
+    if len(whole) < len(held):
+        return UsageError(message, next_command=command_line("show", asked.source))
     return UsageError(
-        f"{asked.source} holds {files} of torch.save: one that has the whole state becomes a "
-        "step; give its path",
+        message,
         instead_of=asked.source,
-        instead=join_url(asked.source.rstrip("/"), held[0]),
+        instead=join_url(asked.source.rstrip("/"), whole[0]),
     )
 
 

@@ -229,7 +229,7 @@ class _Work:
 
     def _taken(self, why: str) -> UsageError:
         return UsageError(
-            f"{self.place.url}: {why}; reshard does not replace anything",
+            f"{self.place.url}: {why}; nothing is replaced",
             next_command=command_line("verify", self.place.url),
         )
 

@@ -33,7 +33,7 @@ from ckptctl.formats.archive.safetensors import (
     parse_index,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formatting import command_line, counted
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.shape import check_unchanged
 from ckptctl.inspection.stages import inspect_safetensors
@@ -66,7 +66,9 @@ from ckptctl.resharding.sources import (
     tensor_entry,
 )
 from ckptctl.resharding.state_files import (
-    MODEL_FOLDER,
+    MODEL_FOLDERS,
+    OPTIMIZER_FOLDERS,
+    STATE_BESIDE,
     FilePart,
     StateFiles,
     read_state_file,
@@ -173,15 +175,24 @@ def import_folder(found: OpenTarget, inspected: Inspection, into: Into) -> Conve
     report = inspected.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
-    save = None if into.only_model else state_files(inspected.step)
+    save = state_files(inspected.step, found.url, only_model=into.only_model)
     if save is not None:
         return _import_save(found, inspected, save, into)
     read, notes = _safetensors(found, inspected, into.under)
-    others = [
-        file.path
+    kinds = {
+        file.path: kind
         for file in inspected.step.files
-        if kind_of_file(inspected.step.layout, file.path) and not file.path.endswith(SUFFIX)
-    ]
+        if (kind := kind_of_file(inspected.step.layout, file.path))
+        and not file.path.endswith(SUFFIX)
+    }
+    state = [path for path, kind in kinds.items() if not STATE_BESIDE.isdisjoint(kind.names)]
+    if state and not into.only_model:
+        raise UsageError(
+            f"{found.url}: {some_of(state)} beside the safetensors would be left out; --only "
+            "model converts the model alone",
+            instead="--only model",
+        )
+    others = [*kinds]
     notes += _left_out(others, "of train state beside the safetensors")
     step = source_in(inspected, [part.part for part in read])
     return _import(step, found, {part.part.path: part.files for part in read}, notes, into)
@@ -211,22 +222,38 @@ def _import_save(
 ) -> Converted:
     """Write a step with a part for the model and for each optimizer of one save."""
     parts: list[FilePart] = []
-    notes: list[Finding] = []
     for other in save.others:
         if other.file.kind != "file":
             raise UsageError(
                 f"{found.url}: {other.file.path} is a link or not a regular file, and is not copied"
             )
+    if save.lost:
+        path = save.lost[0]
+        message = f"{path} is not there, and a file of a later number is"
+        report = inspected.report.with_findings(Finding("file.missing", path, message))
+        return not_converted(found.url, into.place.url, report)
+    folders = [folder for part in inspected.parts for folder in part.safetensors]
+    below = [folder.path for folder in folders if folder.path]
+    notes = [*_left_out(below, "of safetensors below", "folder")]
     try:
-        if save.models:
-            parts.append(read_state_file(found, save.models[0], MODEL_FOLDER, "model"))
-        else:
-            models, notes = _safetensors(found, inspected, into.under or "model")
-            parts += [
-                FilePart(replace(model.part, path=MODEL_FOLDER), model.files) for model in models
-            ]
-        for number, file in enumerate(save.optimizers):
-            parts.append(read_state_file(found, file, f"optimizer_{number}", "optimizer"))
+        for number, files in save.models.items():
+            path = MODEL_FOLDERS.format(number)
+            if not files[0].path.endswith((SUFFIX, INDEX_SUFFIX)):
+                parts.append(read_state_file(found, files[0], path, "model"))
+                continue
+            top = next(folder for folder in folders if not folder.path)
+            of_model = replace(top.part, files=tuple(files))
+            under = into.under or "model"
+            model = read_safetensors(found.store, top.folder, found.url, of_model, under=under)
+            if model.unnamed:
+                raise UsageError(
+                    f"{found.url}: {model.unnamed[0]} is not in the index of the model: move it "
+                    "away, or the index and the files that it names"
+                )
+            parts.append(FilePart(replace(model.part, path=path), model.files))
+        for number, file in save.optimizers.items():
+            path = OPTIMIZER_FOLDERS.format(number)
+            parts.append(read_state_file(found, file, path, "optimizer"))
     except SourceDamaged as damage:
         report = inspected.report.with_findings(damage.finding)
         return not_converted(found.url, into.place.url, report)

@@ -463,7 +463,11 @@ def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
         f"{path} was not saved by dcp.save with collectives, and Checkpointer loads no other "
         f"steps; it holds {some_of(held or files or ['metadata of each rank'])}."
     )
-    if state_files(opened.step) is not None:
+    try:
+        is_save = state_files(opened.step, path) is not None
+    except UsageError as error:
+        return UsageError(f"{why} {error.message}", next_command=command_line("show", path))
+    if is_save:
         return UsageError(
             f"{why} ckptctl makes a step of them in a new root, {new}",
             next_command=command_line("convert", path, f"{new}/{opened.name}"),

@@ -345,6 +345,122 @@ def test_the_files_of_one_save_become_a_step_that_a_checkpointer_resumes(tmp_pat
         check_same(dict(ours.state_dict()), dict(theirs.state_dict()))
 
 
+def save_of_accelerate(folder: Path, n_models: int, n_optimizers: int) -> Path:
+    """A save of accelerate, whose models hold their numbers, as the optimizers' moments do."""
+    import torch
+
+    folder.mkdir(parents=True)
+    for number in range(n_models):
+        suffix = f"_{number}" if number else ""
+        saved(folder, {"w": torch.full((3,), float(number))}, f"model{suffix}.safetensors")
+    for number in range(n_optimizers):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=float(number), momentum=0.5)
+        weight.grad = torch.full((3,), float(number))
+        optimizer.step()
+        suffix = f"_{number}" if number else ""
+        torch.save(optimizer.state_dict(), folder / f"optimizer{suffix}.bin")
+    states = {"step": 3, "torch_manual_seed": torch.get_rng_state()}
+    torch.save(states, folder / "random_states_0.pkl")
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+    return folder
+
+
+def test_each_model_and_optimizer_of_accelerate_is_the_part_of_its_number(tmp_path):
+    save = save_of_accelerate(tmp_path / "run" / "step_4", 2, 12)
+    target = tmp_path / "new" / "step_4"
+    assert ckptctl.convert(str(save), str(target), accept_unverifiable=True).written
+    for number in range(12):
+        held = read_step(target / f"optimizer_{number}")
+        momentum = held["optimizer.state.0.momentum_buffer"]
+        assert momentum.tolist() == [number] * 3
+    for number in range(2):
+        held = read_step(target / f"pytorch_model_fsdp_{number}")
+        assert held["model.w"].tolist() == [number] * 3
+
+
+@pytest.mark.parametrize("lost", ["optimizer.bin", "optimizer_1.bin", "model.safetensors"])
+def test_a_save_of_accelerate_that_lacks_an_earlier_number_is_not_complete(tmp_path, lost):
+    save = save_of_accelerate(tmp_path / "run" / "step_4", 2, 3)
+    (save / lost).unlink()
+    answer = ckptctl.convert(str(save), str(tmp_path / "new" / "step_4"), accept_unverifiable=True)
+    assert (answer.written, answer.exit_code) == (False, 20)
+    assert ("file.missing", lost) in [(one.code, one.where) for one in answer.report.findings]
+
+
+def save_of_transformers(folder: Path, step: int) -> Path:
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved(folder, model.state_dict())
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+def test_a_name_of_another_step_than_the_train_state_counts_is_refused(tmp_path):
+    save = save_of_transformers(tmp_path / "run" / "checkpoint-4", 4)
+    words = ("convert", save, tmp_path / "new" / "checkpoint-40", "--accept-unverifiable")
+    done = run_alone(*words)
+    assert done.returncode == 2
+    assert "is a name for step 40, and the train state of" in done.stderr
+    following = shlex.split(done.stderr.split("next:")[1])
+    assert following[3] == str(tmp_path / "new" / "checkpoint-4")
+    assert run_alone(*following[1:]).returncode == 0
+    # What counts saves or epochs states no step.
+    target = str(tmp_path / "new" / "checkpoint_0")
+    assert ckptctl.convert(str(save), target, accept_unverifiable=True).written
+
+
+@pytest.mark.parametrize("other", ["adapter_model.safetensors", "ema.safetensors"])
+def test_other_safetensors_beside_a_save_are_not_of_its_model(tmp_path, other):
+    import torch
+
+    save = save_of_transformers(tmp_path / "run" / "checkpoint-4", 4)
+    saved(save, {"other": torch.ones(3)}, other)
+    for only_model in (False, True):
+        with pytest.raises(ckptctl.UsageError, match=f"{other} beside the train state"):
+            ckptctl.convert(
+                str(save),
+                str(tmp_path / "new" / "checkpoint-4"),
+                only_model=only_model,
+                accept_unverifiable=True,
+            )
+
+
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "optimizer_1.bin"])
+def test_train_state_is_left_out_on_demand_only(tmp_path, other):
+    import torch
+
+    save = save_of_transformers(tmp_path / "run" / "checkpoint-4", 4)
+    torch.save({"other": torch.ones(3)}, save / other)
+    done = run_alone("convert", save, tmp_path / "new" / "checkpoint-4", "--accept-unverifiable")
+    assert done.returncode == 2
+    assert other in done.stderr
+    following = shlex.split(done.stderr.split("next:")[1])
+    assert following[-2:] == ["--only", "model"]
+    assert run_alone(*following[1:]).returncode == 0
+    assert read_step(tmp_path / "new" / "checkpoint-4").keys() == {"weight", "bias"}
+
+
+def test_the_file_of_an_optimizer_is_never_given_as_one_of_the_whole_state(tmp_path):
+    import torch
+
+    folder = tmp_path / "run" / "step_4"
+    folder.mkdir(parents=True)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in (1, 2):
+        name = f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({f"layer.{number}": torch.ones(3)}, folder / name)
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    done = run_alone("convert", folder, tmp_path / "new" / "step_4")
+    assert done.returncode == 2
+    assert done.stderr.split("next:")[1].split() == ["ckptctl", "show", str(folder)]
+
+
 def test_a_damaged_file_of_one_save_ends_its_conversion(tmp_path):
     import torch
 
