@@ -51,6 +51,7 @@ NAMED = (*PARTS, "rng", "step", "tokens", "samples")
 
 _VALUES = ("scheduler", "grad_scaler", "dataloader")
 _SHOWN = 20
+_WRAPPERS = (("model",), ("optimizer",))
 
 
 def check_names(names: Mapping[str, str], parts: Parts) -> None:
@@ -393,6 +394,8 @@ class Move:
         roots: dict[Path, None] = {}
         for entry in entries:
             path, n = entry.path, entry.n_key
+            if path[:-1] in self._scalers:
+                n = min(n, len(path) - 1)  # its values are at the top of a file of its own
             is_whole_file = entry.entry is None and n == 1
             while n < len(path) and not is_whole_file and self._kinds_below[path[:n]] != {kind}:
                 n += 1
@@ -404,7 +407,10 @@ class Move:
         for entry in self._entries.values():
             for n in range(1, len(entry.path) + 1):
                 front = _dotted(entry.path[:n])
-                in_file = entry.entry is None and _dotted(entry.path[1:n]) == key
+                in_file = entry.entry is None and key in (
+                    _dotted(entry.path[1:n]),
+                    _shown(entry.path[:n]),
+                )
                 in_wrapper = front.endswith(f".{key}") and entry.key.startswith(front[: -len(key)])
                 if front == key or in_file or in_wrapper:
                     return entry.path[:n]
@@ -475,7 +481,13 @@ class Move:
         with kept_random_states():
             own = part.state_dict()
         items = []
-        for entry in self._take_below(root, read=False):
+        below = self._take_below(root, read=False)
+        # A part of a step may hold a model or an optimizer below a key of its own.
+        keys = {entry.path[len(root) : len(root) + 1] for entry in below}
+        wrapper = keys.pop() if len(keys) == 1 else ()
+        if wrapper in _WRAPPERS and isinstance(own, Mapping) and own and wrapper[0] not in own:
+            root = (*root, *wrapper)
+        for entry in below:
             tail = entry.path[len(root) :]
             items.append((tail, entry.name))
             if isinstance(entry.entry, TensorEntry) and tail:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import (  # noqa: E402
 )
 from train_ranks import ends, ranks  # noqa: E402
 
+import ckptctl  # noqa: E402
 from ckptctl.errors import StateRefused, UsageError  # noqa: E402
 from ckptctl.formats.dcp.metadata import decode_metadata  # noqa: E402
 from ckptctl.train import Checkpointer  # noqa: E402
@@ -373,6 +375,59 @@ def test_a_second_optimizer_is_chosen_by_name_and_the_other_is_an_extra_state(tm
     held = (one.optimizer.state_dict()["state"] for one in (second, other))
     ours, theirs = ([*each.values()] for each in held)
     assert [*map(str, ours)] == [*map(str, theirs)]
+
+
+def test_further_models_and_optimizers_of_accelerate_are_extra_states(tmp_path):
+    jobs = [Job().train(3), Job().train(1)]
+    save = tmp_path / "old" / "step_3"
+    save.mkdir(parents=True)
+    for job, suffix in zip(jobs, ("", "_1"), strict=True):
+        torch.save(job.model.state_dict(), save / f"pytorch_model{suffix}.bin")
+        torch.save(job.optimizer.state_dict(), save / f"optimizer{suffix}.bin")
+    torch.save(
+        {"step": 3, "torch_manual_seed": torch.get_rng_state()}, save / "random_states_0.pkl"
+    )
+    assert ckptctl.convert(str(save), str(tmp_path / "run" / "step_3")).written
+    new, second = Job(), Job()
+    extra = {"pytorch_model_fsdp_1": second.model, "optimizer_1": second.optimizer}
+    with Checkpointer(
+        str(tmp_path / "run"), model=new.model, optimizer=new.optimizer, extra=extra
+    ) as ckpt:
+        assert ckpt.resume().step == 3
+    for ours, theirs in zip((new, second), jobs, strict=True):
+        assert same([*ours.model.state_dict().values()], [*theirs.model.state_dict().values()])
+        held, expected = (one.optimizer.state_dict()["state"] for one in (ours, theirs))
+        assert str(held) == str(expected)
+
+
+@pytest.mark.parametrize("names", [{}, {"grad_scaler": "scaler.pt"}])
+def test_the_values_of_a_scaler_in_a_file_are_one_scaler(tmp_path, names):
+    job = Job().train(3)
+    old_save(tmp_path, numbered, job)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch.save(scaler.state_dict(), tmp_path / "step_3" / "scaler.pt")
+    new, other = Job(), torch.amp.GradScaler("cpu")
+    new.data = Place()
+    moved(tmp_path, new, grad_scaler=other, names=names)
+    assert other.state_dict() == scaler.state_dict()
+    assert same(new.bits, job.bits)
+
+
+def test_of_two_scalers_in_files_the_remedy_maps_one(tmp_path):
+    old_save(tmp_path, numbered, Job().train(3))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 16.0)]
+    for number, scaler in enumerate(scalers):
+        state = {"amp": scaler.state_dict(), "note": "one of two"}
+        torch.save(state, tmp_path / "step_3" / f"scaler_{number}.pt")
+    new, other = Job(), torch.amp.GradScaler("cpu")
+    new.data = Place()
+    with pytest.raises(StateRefused) as error:
+        moved(tmp_path, new, grad_scaler=other)
+    key = re.search(r"names={'grad_scaler': '([^']+)'}", error.value.message)
+    assert key is not None
+    names = {"grad_scaler": key[1]}
+    moved(tmp_path, new, grad_scaler=other, names=names, accept_lost=["extra"])
+    assert other.state_dict() == scalers[0].state_dict()
 
 
 def test_settings_are_left_in_the_step_with_a_note(tmp_path):
