@@ -236,7 +236,12 @@ def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Convert
 def _check_number(asked: _Asked, found: OpenTarget, inspected: Inspection) -> None:
     """Raise `UsageError` for a target named as another step than the train state counts."""
     count, named = inspected.report.state.step.value, step_name(asked.name)
-    if count is None or named is None or not counts_training_steps(named.layout):
+    if (
+        asked.only_model
+        or count is None
+        or named is None
+        or not counts_training_steps(named.layout)
+    ):
         return
     # The name of the source contradicts the count no less than the same name of the target.
     own = None if isinstance(found.named, str) else found.named

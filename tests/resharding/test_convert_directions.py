@@ -409,9 +409,11 @@ def test_a_name_of_another_step_than_the_train_state_counts_is_refused(tmp_path)
     following = shlex.split(done.stderr.split("next:")[1])
     assert following[3] == str(tmp_path / "new" / "checkpoint-4")
     assert run_alone(*following[1:]).returncode == 0
-    # What counts saves or epochs states no step.
-    target = str(tmp_path / "new" / "checkpoint_0")
-    assert ckptctl.convert(str(save), target, accept_unverifiable=True).written
+    # What counts saves states no step, and a model alone begins a run.
+    for name, only_model in (("checkpoint_0", False), ("step_0", True)):
+        target = str(tmp_path / name / name)
+        answer = ckptctl.convert(str(save), target, only_model=only_model, accept_unverifiable=True)
+        assert answer.written
 
 
 @pytest.mark.parametrize("other", ["adapter_model.safetensors", "ema.safetensors"])
