@@ -230,7 +230,9 @@ def _import_save(
     if save.lost:
         path = save.lost[0]
         message = f"{path} is not there, and a file of a later number is"
-        report = inspected.report.with_findings(Finding("file.missing", path, message))
+        report = inspected.report.with_findings(
+            Finding("file.missing", path, message, next_command="ckptctl explain file.missing")
+        )
         return not_converted(found.url, into.place.url, report)
     folders = [folder for part in inspected.parts for folder in part.safetensors]
     below = [folder.path for folder in folders if folder.path]
@@ -248,7 +250,8 @@ def _import_save(
             if model.unnamed:
                 raise UsageError(
                     f"{found.url}: {model.unnamed[0]} is not in the index of the model: move it "
-                    "away, or the index and the files that it names"
+                    "away, or the index and the files that it names",
+                    next_command=command_line("show", found.url),
                 )
             parts.append(FilePart(replace(model.part, path=path), model.files))
         for number, file in save.optimizers.items():
