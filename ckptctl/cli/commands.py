@@ -30,7 +30,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import ckptctl
-from ckptctl.cli.config import CONFIGURED, Key, Settings, read_settings
+from ckptctl.cli.config import CONFIGURED, IN_NO_FILE, Key, Settings, read_settings
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.options import (
     COMMAND_LINE_ONLY,
@@ -276,8 +276,8 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
             complete=lambda command: _with_options(command, repeated, function.__name__),
         )
         out.lines(_ignored_lines(given), to=out.err)
-        if (text := _settings_line(context)) is not None:
-            out.tell(text)
+        # Also with --quiet and --json: a file changes the answer that a script reads.
+        out.lines(_settings_lines(context, given), to=out.err)
         for name, (kind, offered) in objects.items():
             given[name] = _made(kind, offered, given, own)
         if "storage" not in objects:
@@ -333,9 +333,12 @@ def _read_settings(context: typer.Context, named: str | None) -> str | None:
     """Take the defaults of the other parameters from a file, before they are read."""
     name = context.command.name or ""
     settings = context.meta[_SETTINGS] = read_settings(name, named, keys_of)
+    options: Any = {parameter.name: parameter for parameter in context.command.params}
     for parameter, value in settings.values.items():
+        names = options[parameter].opts[:1]
+        is_option = options[parameter].param_type_name == "option"
         for text in _several(value):
-            hide_arguments([f"--{parameter.replace('_', '-')}", str(text)])
+            hide_arguments([*(names if is_option else ()), str(text)])
     context.default_map = {**settings.values}
     return named
 
@@ -353,20 +356,36 @@ def keys_of(command: str) -> Mapping[str, Key]:
             key = "root"
         else:
             continue
-        is_list = list[str] in (option.kind, *get_args(option.kind))
-        keys[key] = Key(option.name, _is_path(option), is_list, option.declared.setting)
+        kinds = (option.kind, *get_args(option.kind))
+        if key not in IN_NO_FILE:
+            keys[key] = Key(
+                option.name,
+                is_path=_is_path(option),
+                is_list=list[str] in kinds,
+                is_switch=bool in kinds,
+                is_setting=option.declared.setting,
+            )
     return keys
 
 
-def _settings_line(context: typer.Context) -> str | None:
-    """Which settings come from a file; None where none does."""
-    settings: Settings | None = context.meta.get(_SETTINGS)
+def _settings_lines(context: typer.Context, given: Mapping[str, Any]) -> Iterator[Line]:
+    """Which settings come from a file, and which of them a runbook leaves out."""
+    settings: Settings = context.meta.get(_SETTINGS, Settings())
     used = [
         key
-        for name, key in (settings.keys if settings else {}).items()
+        for name, key in settings.keys.items()
         if (source := context.get_parameter_source(name)) and source.name == "DEFAULT_MAP"
     ]
-    return f"settings from {settings.path}: {', '.join(used)}" if settings and used else None
+    if used:
+        yield line(f"ckptctl: settings from {settings.path}: {', '.join(used)}", hang=2)
+    if context.command.name == "runbook" and given["action"] == "run":
+        unused = [key for key in settings.unused if key in keys_of("pick")]
+        if unused:
+            yield line(
+                f"ckptctl: {settings.path} also sets {', '.join(unused)}: this runbook does not "
+                "use them",
+                hang=2,
+            )
 
 
 _CONFIG = _Declared(

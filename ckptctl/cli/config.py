@@ -3,7 +3,7 @@
 The command line comes first, then the environment, then the file. A key is the variable of an
 option without `CKPTCTL_`, in small letters; keys of one command stand in a table of its name. A
 file that was only found, in the current folder or one above it, may be another's: it is used if
-root or this user owns it, and holds none of `ONLY_IF_NAMED`
+root or this user owns it, and holds none of `ONLY_IF_NAMED` and no address
 ([decision](../../docs/decisions/options.md)).
 """
 
@@ -32,6 +32,9 @@ ONLY_IF_NAMED: Mapping[str, tuple[str, ...]] = {
 }
 """Keys that are read only from a file that a person names, by what they state."""
 
+IN_NO_FILE = frozenset({"print", "detailed_exitcode", "allow_fresh", "verbose"})
+"""Keys that would change what a script reads, or consent to something: no file has them."""
+
 _NAMES = ("ckptctl.toml", "pyproject.toml")
 _MAX_BYTES = 1 << 20
 _PLAIN = (str, int, float)
@@ -39,22 +42,28 @@ _PLAIN = (str, int, float)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the file at `path` sets for one command: `values` and their `keys` by parameters."""
+    """What the file at `path` sets for one command: `values` and their `keys` by parameters.
+
+    The keys in `unused` are set for all commands, and this one has no such option.
+    """
 
     path: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
 
 class Key(NamedTuple):
     """What a key sets: a parameter of a command.
 
-    It may hold paths or a list. Help names the option of a setting by its key alone.
+    It may be a switch, or hold paths or a list. Help names the option of a setting by its key
+    alone.
     """
 
     parameter: str
     is_path: bool
     is_list: bool
+    is_switch: bool
     is_setting: bool
 
 
@@ -76,14 +85,16 @@ def read_settings(command: str, named: str | None, keys_of: Callable[[str], Keys
         return Settings()
     document = _document(path, is_named=named is not None)
     own = keys_of(command)
-    values, keys = {}, {}
+    values, keys, unused = {}, {}, []
     for name, value in _settings(command, path, document, keys_of):
-        if (key := own.get(name)) is not None:
-            if named is None:
-                _check_found(path, name)
-            values[key.parameter] = _value(path, name, value, key)
-            keys[key.parameter] = name
-    return Settings(path, values, keys)
+        if (key := own.get(name)) is None:
+            unused.append(name)
+            continue
+        if named is None:
+            _check_found(path, name, value, key)
+        values[key.parameter] = _value(path, name, value, key)
+        keys[key.parameter] = name
+    return Settings(path, values, keys, tuple(unused))
 
 
 def _found() -> str | None:
@@ -101,16 +112,33 @@ def _found() -> str | None:
 
 
 def _has_table(path: str) -> bool:
-    """Whether a project file, which may be anybody's, holds settings of ckptctl."""
+    """Whether a project file, which may be anybody's, holds settings of ckptctl.
+
+    One that only names ckptctl, and is no TOML, concerns other programs.
+    """
+    import tomllib
+
     try:
         with os.fdopen(open_named(path), "rb") as file:
-            return b"[tool.ckptctl" in file.read(_MAX_BYTES)
+            data = file.read(_MAX_BYTES + 1)
     except (OSError, UsageError):
         return False
+    if b"ckptctl" not in data:
+        return False
+    if len(data) > _MAX_BYTES:
+        return True  # reading it is an error, which is better than leaving a requirement out
+    try:
+        tool = tomllib.loads(data.decode("utf-8-sig")).get("tool")
+    except (ValueError, RecursionError):
+        return b"[tool.ckptctl" in data
+    return isinstance(tool, dict) and "ckptctl" in tool
 
 
 def _document(path: str, *, is_named: bool) -> Mapping[str, Any]:
     import tomllib
+
+    def error(problem: str) -> UsageError:
+        return OptionError("--config", problem) if is_named else UsageError(problem)
 
     try:
         with os.fdopen(open_named(path), "rb") as file:
@@ -122,18 +150,20 @@ def _document(path: str, *, is_named: bool) -> Mapping[str, Any]:
                 )
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
-            raise OptionError("--config", f"{path}: the file has more than {_MAX_BYTES:,} bytes")
-        document = tomllib.loads(data.decode())
-    except OSError as error:
-        raise OptionError("--config", f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise OptionError("--config", f"{path} is no TOML: {error}") from error
-    if os.path.basename(path) != "pyproject.toml":
-        return document
-    for name in ("tool", "ckptctl"):
+            raise error(f"{path}: the file has more than {_MAX_BYTES:,} bytes")
+        document = tomllib.loads(data.decode("utf-8-sig"))
+    except OSError as cause:
+        raise error(f"{path}: {cause.strerror}") from cause
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path} is no TOML: {cause}") from cause
+    tables = ("tool", "ckptctl") if os.path.basename(path) == "pyproject.toml" else ()
+    for name in tables:
         document = document.get(name, {})
         if not isinstance(document, dict):
-            raise OptionError("--config", f"{path}: {name} is no table")
+            raise error(f"{path}: {name} is no table")
+    for name in CONFIGURED:
+        if not isinstance(document.get(name, {}), dict):
+            raise error(f"{path}: {name} is no table")
     return document
 
 
@@ -150,7 +180,7 @@ def _settings(
         raise _unknown(path, f"[{strange[0]}]", [f"[{name}]" for name in CONFIGURED])
     for key in own:
         if key not in keys_of(command):
-            raise _unknown(path, f"{key} in [{command}]", keys_of(command))
+            raise _unknown(path, key, keys_of(command), f" in [{command}]")
     for key, value in document.items():
         if key in tables or key in own:
             continue
@@ -161,36 +191,53 @@ def _settings(
     yield from own.items()
 
 
-def _unknown(path: str, key: str, known: Mapping[str, Any] | Sequence[str]) -> UsageError:
-    close = get_close_matches(key.split(maxsplit=1)[0], known)
+def _unknown(
+    path: str, key: str, known: Mapping[str, Any] | Sequence[str], where: str = ""
+) -> UsageError:
+    close = get_close_matches(key, known)
     meant = f"; did you mean {close[0]}?" if close else ""
-    return UsageError(f"{path}: there is no setting {key}{meant}")
+    shown = key if key.split() == [key] else repr(key)
+    return UsageError(f"{path}: there is no setting {shown}{where}{meant}")
 
 
-def _check_found(path: str, key: str) -> None:
-    for what, keys in ONLY_IF_NAMED.items():
-        if key in keys:
-            raise UsageError(
-                f"{path}: {key} states {what}, and is read only from a file that you name",
-                instead=f"--config {path}",
-            )
+def _check_found(path: str, name: str, value: Any, key: Key) -> None:
+    """Refuse in a file that was only found what `ONLY_IF_NAMED` has, and addresses."""
+    values = value if isinstance(value, list) else [value]
+    if key.is_path and any("://" in str(item) for item in values):
+        what: str | None = "another storage"
+    else:
+        what = next((what for what, keys in ONLY_IF_NAMED.items() if name in keys), None)
+    if what is not None:
+        raise UsageError(
+            f"{path}: {name} states {what}, and is read only from a file that you name",
+            instead=f"--config {path}",
+        )
 
 
 def _value(path: str, name: str, value: Any, key: Key) -> Any:
-    """The value of a key as the command line has it; paths are those beside the file."""
+    """The value of a key as it is typed on the command line, which reads and checks it.
+
+    Paths are those beside the file.
+    """
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, _PLAIN) for item in values):
         raise UsageError(f"{path}: {name} is no text, number, true or false, and no list of these")
+    for item in values:
+        if isinstance(item, bool) and not key.is_switch:
+            raise UsageError(f"{path}: {name} is {str(item).lower()}, but is no switch")
+    texts = [*map(str, values)]
     if name == "storage_option":
-        _check_harmless(path, [*map(str, values)])
+        _check_harmless(path, texts)
     if key.is_path:
         folder = os.path.dirname(os.path.abspath(path))
-        values = [_beside(folder, str(item)) for item in values]
+        texts = [_beside(folder, text) for text in texts]
+    if name == "root" and not texts:
+        raise UsageError(f"{path}: {name} is an empty list")
     if key.is_list:
-        return [str(item) for item in values]
-    if len(values) != 1:
+        return texts
+    if len(texts) != 1:
         raise UsageError(f"{path}: {name} takes one value")
-    return values[0]
+    return texts[0]
 
 
 def _check_harmless(path: str, pairs: Sequence[str]) -> None:

@@ -55,6 +55,86 @@ def test_a_project_file_without_the_table_is_an_error_where_it_is_named(folder, 
     assert "is no table" in err
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tool.ckptctl.before = 30",
+        "[tool]\nckptctl = {before = 30}",
+        "[ tool . ckptctl ]\nbefore = 30",
+        '["tool"."ckptctl"]\nbefore = 30',
+    ],
+)
+def test_the_table_of_a_project_file_is_found_however_it_is_written(folder, capsys, text):
+    (folder / "pyproject.toml").write_text(text)
+    assert called(capsys, "pick", "-q", "../run")[:2] == (0, "../run/step_20\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["dependencies = ['ckptctl'\n", "# ckptctl\n[tool]\nother = 1\n", "[[tool]]\nckptctl=1"]
+)
+def test_a_project_file_of_others_that_only_mentions_the_name_is_passed_over(folder, capsys, text):
+    (folder / "ckptctl.toml").write_text("before = 30\n")
+    (folder / "job" / "pyproject.toml").write_text(text)
+    assert called(capsys, "pick", "-q", "../run")[:2] == (0, "../run/step_20\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool.ckptctl]\nbefore = 30\nroot = 'run\n", "is no TOML"),
+        ("[tool.ckptctl]\nbefore = 30\n" + "#" * (1 << 20), "more than 1,048,576 bytes"),
+    ],
+)
+def test_a_project_file_whose_table_cannot_be_read_is_an_error(folder, capsys, text, message):
+    (folder / "pyproject.toml").write_text(text)
+    exit_code, out, err = called(capsys, "pick", "../run")
+    assert (exit_code, out) == (2, "")
+    assert err.startswith(f"error: {folder}/pyproject.toml")
+    assert message in err
+
+
+def test_a_byte_order_mark_is_no_mistake(folder, capsys):
+    (folder / "ckptctl.toml").write_bytes(b"\xef\xbb\xbfbefore = 30\n")
+    assert called(capsys, "pick", "-q", "../run")[1] == "../run/step_20\n"
+
+
+@pytest.mark.parametrize("value", ["2.9", "true"])
+def test_the_number_of_steps_to_keep_is_never_rounded(folder, capsys, value):
+    (folder / "ckptctl.toml").write_text(f"keep = {value}\n")
+    exit_code, out, err = called(capsys, "prune", "../run")
+    assert (exit_code, out) == (2, "")
+    assert f"{folder}/ckptctl.toml" in err
+
+
+def test_a_switch_is_true_or_false_as_the_file_states(folder, capsys):
+    path = folder / "ckptctl.toml"
+    path.write_text("accept_unverifiable = false\nbefore = '30'\ngrace = 1.5\n")
+    assert called(capsys, "pick", "-q", "../run")[:2] == (0, "../run/step_20\n")
+    path.write_text("require_seal = true\n")
+    assert called(capsys, "pick", "-q", "../run")[0] != 0
+
+
+@pytest.mark.parametrize("switch", ["-q", "--json"])
+def test_a_script_sees_on_standard_error_that_a_file_changed_the_answer(folder, capsys, switch):
+    (folder / "ckptctl.toml").write_text("before = 30\n")
+    _, _, err = called(capsys, "pick", switch, "../run")
+    assert err == f"ckptctl: settings from {folder}/ckptctl.toml: before\n"
+
+
+def test_a_root_from_the_file_is_shown_in_an_error(folder, capsys):
+    (folder / "other.toml").write_text('root = "memory://bucket-aBc9/run"\n')
+    _, _, err = called(capsys, "pick", "--config", "../other.toml")
+    assert "error: memory://bucket-aBc9/run does not exist" in err
+
+
+def test_a_runbook_names_the_settings_that_it_does_not_use(folder, capsys):
+    path = folder / "ckptctl.toml"
+    path.write_text('before = 30\nrequire = "model"\ntimeout = 60\nkeep = 2\n')
+    _, _, err = called(capsys, "runbook", "run", "rb-7", "../run", "--dry-run")
+    assert f"{path} also sets before, require: this runbook does not use them\n" in err
+    assert "also sets" not in called(capsys, "runbook", "list")[2]
+
+
 @pytest.mark.parametrize("command", CONFIGURED)
 def test_every_command_that_reads_settings_says_so_in_its_help(folder, capsys, command):
     _, out, _ = called(capsys, command, "--help")
@@ -102,13 +182,27 @@ def test_a_next_command_names_the_file_that_the_caller_named(folder, capsys):
         ("apply = true", "there is no setting apply"),
         ("json = true", "there is no setting json"),
         ("node_probe = 'x'", "there is no setting node_probe"),
+        ("print = 'path'", "there is no setting print"),
+        ("detailed_exitcode = true", "there is no setting detailed_exitcode"),
+        ("allow_fresh = true", "there is no setting allow_fresh"),
+        ("verbose = true", "there is no setting verbose"),
         ("before = [1, 2]", "before takes one value"),
+        ("before = 60.9", "invalid value for before in {path}: '60.9' is not a whole number"),
+        ("before = true", "before is true, but is no switch"),
+        ("skip = [true]", "skip is true, but is no switch"),
+        ("require_seal = 2", "require_seal"),
+        ("scan = 3", "scan is no table"),
+        ("[[scan]]", "scan is no table"),
+        ("[[pick]]", "pick is no table"),
+        ("'' = 3", "there is no setting ''"),
+        ("[pick]\n' ' = 3", "there is no setting ' ' in [pick]"),
+        ("[pick]\nroot = []", "root is an empty list"),
         ("before = {a = 1}", "there is no setting [before]"),
         ("require = [{a = 1}]", "require is no text, number, true or false"),
         ("before = 'x'", "invalid value for before in {path}: 'x' is not a whole number"),
         ("require = 'x'", "require in {path}: 'x' is no kind of train state"),
-        ("root = 'run", "--config {path} is no TOML"),
-        ("a = " + "[" * 100_000, "--config {path} is no TOML"),
+        ("root = 'run", "error: {path} is no TOML"),
+        ("a = " + "[" * 100_000, "error: {path} is no TOML"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_and_nothing_is_chosen(folder, capsys, text, message):
@@ -134,6 +228,20 @@ def test_a_file_that_was_only_found_starts_and_writes_nothing(folder, capsys, ke
     assert re.search(rf"^next: .* --config {path}", err, re.M)
     assert not (folder / "ran").exists()
     assert not (folder / "run" / ".ckptctl").exists()
+
+
+@pytest.mark.parametrize(
+    "key", ["root", "optional_root", "other_root", "resume_from", "resume_report", "key_file"]
+)
+def test_a_file_that_was_only_found_reaches_no_other_storage(folder, capsys, key):
+    path = folder / "job" / "ckptctl.toml"
+    path.write_text(f"{key} = 's3://bucket/run'\n")
+    command = next(name for name in CONFIGURED if key in keys_of(name))
+    words = {"loss": ["../x"], "prune": ["../run", "--keep", "1"]}.get(command, ["../run"])
+    exit_code, out, err = called(capsys, command, *words)
+    assert (exit_code, out) == (2, "")
+    assert f"{path}: {key} states another storage" in err
+    assert re.search(rf"^next: .* --config {path}", err, re.M)
 
 
 def test_a_file_of_another_user_is_refused_unless_it_is_named(folder, capsys):
