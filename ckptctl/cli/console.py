@@ -148,15 +148,30 @@ class Activity:
                 self._progress.start()
 
     def _made(self) -> Progress:
-        from rich.console import Console
+        from rich.console import Console, ConsoleDimensions
         from rich.progress import Progress
 
+        channel = self._channel
+
+        class Terminal(Console):
+            """The terminal as it is at the moment, with its cursor.
+
+            Nobody would show a hidden one again after Ctrl-Z, a quit or a kill.
+            """
+
+            def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
+                """Change nothing."""
+                return False
+
+            @property  # type: ignore[misc]  # nothing sets it
+            def size(self) -> ConsoleDimensions:
+                """The `^C` that a terminal echoes fits behind: two rows cannot be cleared."""
+                return ConsoleDimensions(max(1, channel.current_width - 3), 25)
+
         progress = Progress(
-            *_columns(unicode=self._channel.unicode),
-            console=Console(
-                file=cast("IO[str]", _Lossy(self._channel)),
-                # The `^C` that a terminal echoes fits behind it: two rows could not be taken away.
-                width=self._channel.picture_width - 3,
+            *_columns(unicode=channel.unicode),
+            console=Terminal(
+                file=cast("IO[str]", _Lossy(channel)),
                 force_terminal=True,
                 no_color=bool(os.environ.get("NO_COLOR")),
                 legacy_windows=False,

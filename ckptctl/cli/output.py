@@ -103,6 +103,13 @@ class Channel(NamedTuple):
         """How many cells a picture may take."""
         return self.width or _STRIP_WIDTH
 
+    @property
+    def current_width(self) -> int:
+        """How many cells the terminal has by now: its window may have changed."""
+        if self.stream is None or not self.terminal:
+            return self.picture_width
+        return _terminal_width(self.stream)
+
     def columns_inside(self, indent: int) -> int | None:
         """How wide an indented part of a terminal is; None off a terminal."""
         return max(1, self.width - indent) if self.terminal and self.width else None

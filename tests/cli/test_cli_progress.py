@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from itertools import pairwise
 
 import pytest
 from command_line import COMMAND, clean_environment
 from test_cli_process import on_a_terminal, plain
 
-from ckptctl.cli import output
+from ckptctl.cli import console, output
 from ckptctl.cli.output import ProgressLines
 
 # A command that is longer silent than the terminal waits, then compares bytes for a while.
@@ -136,7 +137,7 @@ def test_a_terminal_that_is_closed_changes_no_exit_code(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-def test_a_wait_for_a_log_names_it_and_an_interrupt_gives_the_cursor_back(tmp_path):
+def test_a_wait_for_a_log_names_it_and_its_end_by_any_signal_leaves_a_cursor(tmp_path):
     os.mkfifo(tmp_path / "train.log")  # nobody writes to it
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -157,4 +158,22 @@ def test_a_wait_for_a_log_names_it_and_an_interrupt_gives_the_cursor_back(tmp_pa
     os.close(ours)
     assert process.wait() == 130
     assert "error: ended by SIGINT" in plain(shown.decode())
-    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+    assert b"\x1b[?25l" not in shown  # a stop or a kill could not bring it back
+
+
+def test_the_line_follows_the_width_of_the_terminal(monkeypatch):
+    """A shell and a terminal multiplexer set another size while the command works."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    with open(theirs, "w", encoding="utf-8") as stream:
+        channel = output.Channel.on(stream, "never", must_arrive=False)
+        activity = console.Activity(channel, "verify")
+        try:
+            drawn_on = activity._made().console
+            assert drawn_on.width == 117
+            termios.tcsetwinsize(theirs, (24, 60))
+            assert drawn_on.width == drawn_on.options.max_width == 57
+        finally:
+            activity.close()
+    os.close(ours)
