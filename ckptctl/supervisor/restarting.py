@@ -103,7 +103,12 @@ def keep_running(
 def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOptions) -> Supervised:
     """Do what `keep_running` does."""
     if not command:
-        raise UsageError("the command is missing", next_command="ckptctl run --root ROOT -- CMD")
+        urls = (root,) if isinstance(root, str) else root
+        options_of_roots = [word for url in urls for word in ("--root", url)]
+        raise UsageError(
+            "the command is missing",
+            next_command=f"{command_line('run', *options_of_roots)} -- CMD",
+        )
     roots = roots_in(root, options.optional_roots)
     for url in roots.urls:
         open_store(url, options.storage).close()

@@ -103,6 +103,15 @@ def test_a_wrong_option_is_put_right_in_the_words_of_the_caller(folder, capsys, 
     assert next_of(err) == better
 
 
+@pytest.mark.parametrize(
+    "command", ["run --root run", "run --root 'a b' --root run --max-restarts 5"]
+)
+def test_where_the_command_is_missing_all_other_words_are_kept(folder, capsys, command):
+    exit_code, out, err = called(capsys, command)
+    assert (exit_code, out) == (2, "")
+    assert next_of(err) == f"ckptctl {command} -- CMD"
+
+
 PLACES = [
     # What is asked of a root that is not there.
     ("scan gone", 10, "ckptctl scan .", "gone does not exist: check the path"),
