@@ -263,6 +263,7 @@ CODES: Mapping[str, Code] = {
     "loss.grad-norm": _warning("the gradient norm is far above the one before"),
     "loss.later": _warning("the loss or the gradient norm rises behind steps that agree"),
     "loss.ema": _warning("the loss of the averaged weights differs"),
+    "loss.no-value": _warning("rows have no loss, where earlier ones had one"),
     "loss.copied": _warning("rows that appear to be trained again are copies"),
     "loss.constant": _warning("the loss does not vary, so equal rows prove nothing"),
     "loss.other-data": _warning("steps logged twice saw other batches"),

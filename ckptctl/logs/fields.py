@@ -297,6 +297,7 @@ class RowMaker:
             texts.get("samples_digest"),
             texts.get("attempt"),
             counts,
+            "loss" in texts and "loss" not in values and texts["loss"].lower() in _NO_VALUE,
         )
 
 
@@ -369,6 +370,9 @@ _MAX_NUMBER = 400
 # As printed by Python, C, Java, JSON libraries and the old Windows runtime.
 _NAN = re.compile(r"[-+]?(?:nan(?:\([^)]*\))?|1\.#(?:QNAN|SNAN|IND)0*|1\.\$)", re.IGNORECASE)
 _INFINITY = re.compile(r"(?P<sign>[-+]?)(?:inf(?:inity)?|1\.#INF0*|∞)", re.IGNORECASE)
+
+_NO_VALUE = frozenset({"none", "null", "nil", "na", "n/a", "<na>"})
+"""What is printed where a metric has no value."""
 
 _SUFFIXES = {"K": 3, "k": 3, "M": 6, "G": 9, "B": 9, "T": 12, "P": 15}
 _UNITS = {"%": -2, "ms": -3}

@@ -350,7 +350,7 @@ LINE_FORMATS = (
         r"(?=\D.{0,300}?(?:\b|_|last)loss)",
         r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test) )?"
         r"[a-z][\w/]{0,99}(?: norm| rate| total| mean)?)['\"]?[ :=]{1,3}"
-        r"(?:tensor\()?'?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
+        r"(?:tensor\()?'?([-+]?(?:1\.#[a-z]{3,4}|[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}|none\b|null\b))",
         rounds=True,
         fallback=True,
         epochs_above=True,
@@ -367,7 +367,7 @@ LINE_FORMATS = (
         r"\[ *(?P<step>\d{1,12}) ?/ *(?P<per>\d{1,12})(?: \([^)]{0,20}\))?\]"
         r"(?=.{0,1000}(?:\b|_)loss\b)",
         r"(?<![\w/])([A-Za-z][\w/]{0,99})(?: ?[=:] {0,4}| {1,4}|\t)"
-        r"([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
+        r"([-+]?(?:1\.#[A-Z]{3,4}|[\d.][\w.+-]*|nan|inf\w*|None\b|null\b))",
         rounds=True,
         fallback=True,
         epochs_above=True,
@@ -385,7 +385,7 @@ LINE_FORMATS = (
         r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test|average|avg|mean|total)"
         r" )?"
         r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
-        r"([-+]?(?:[\d.][\w.+-]{0,60}|nan|inf\w{0,9}))",
+        r"([-+]?(?:1\.#[a-z]{3,4}|[\d.][\w.+-]{0,60}|nan|inf\w{0,9}|none\b|null\b))",
         fallback=True,
         counts="epochs",
     ),
@@ -453,7 +453,7 @@ BLOCK_FORMATS = (
         ),
         re.compile(
             rf"^[^\w]{{0,99}}{_CLOCK}([A-Za-z][\w /.()-]{{0,60}}?)[ :=]{{1,20}}"
-            r"([-+]?(?:\d[\d.]{0,40}(?:e[-+]?\d{1,4})?|nan|inf))(?=[\s,;%)]|s\b|$)",
+            r"([-+]?(?:1\.#[a-z]{3,4}|\d[\d.]{0,40}(?:e[-+]?\d{1,4})?|nan|inf|none|null))(?=[\s,;%)]|s\b|$)",
             re.IGNORECASE,
         ),
         gaps=100,

@@ -43,6 +43,7 @@ class RecordRows:
     def __init__(self, keys: Mapping[str, str] | None, *, trimmed: bool = False) -> None:
         self.maker = RowMaker(keys, trimmed=trimmed)
         self._held: Row | None = None
+        self._with_loss: Sequence[tuple[str, str]] = ()
 
     @property
     def used(self) -> set[str]:
@@ -51,21 +52,40 @@ class RecordRows:
 
     def add(
         self,
-        pairs: Iterable[tuple[str, str]],
+        pairs: Sequence[tuple[str, str]],
         position: LogPosition,
         *,
         step: int | None = None,
         at: float | None = None,
         counts: str | None = None,
+        empty: Iterable[str] = (),
     ) -> Sequence[Row]:
-        """Add a record; the row before it, if it belongs to another one."""
+        """Add a record; the row before it, if it belongs to another one.
+
+        `empty` are the names that have no value in the record.
+        """
         row = self.maker.row(pairs, position, step=step, at=at, counts=counts)
+        if row is not None and row.has_loss:
+            self._with_loss = pairs
+        elif row is not None and self._lacks_loss(pairs, empty):
+            row = replace(row, lacks_loss=True)
         if row is None or not has_values(row):
             return ()
         held = self._held
         both = _merged(held, row) if held is not None and held.step == row.step else None
         self._held = both or row
         return () if held is None or both is not None else (held,)
+
+    def _lacks_loss(self, pairs: Sequence[tuple[str, str]], empty: Iterable[str]) -> bool:
+        """Whether a record of the training has no value as its loss.
+
+        One with metrics that records with a loss lack, such as those of an evaluation, is
+        another kind of record.
+        """
+        if not any(self.maker.field(name) == "loss" for name in empty):
+            return False
+        known = {name for name, _ in self._with_loss}
+        return not known or all(name in known for name, _ in pairs)
 
     def end(self) -> Sequence[Row]:
         """The last row."""
@@ -104,8 +124,8 @@ class RecordFile(Log):
 
 
 def has_values(row: Row) -> bool:
-    """Whether a row has a value of the training, and not only a step and a time."""
-    return any(
+    """Whether a row has a value of the training, or lacks its loss: not only a step and a time."""
+    return row.lacks_loss or any(
         getattr(row, name) is not None for name in FIELDS if name not in (*_OF_RECORD, "interval")
     )
 
@@ -133,6 +153,15 @@ def flat_pairs(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[t
             yield name, value
         elif isinstance(value, dict) and depth > 1:
             yield from ((f"{name}/{below}", text) for below, text in flat_pairs(value, depth - 1))
+
+
+def _null_names(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[str]:
+    """The names whose value is null; nested names are joined with `/`."""
+    for name, value in record.items():
+        if value is None:
+            yield name
+        elif isinstance(value, dict) and depth > 1:
+            yield from (f"{name}/{below}" for below in _null_names(value, depth - 1))
 
 
 def _one_metric(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -197,7 +226,8 @@ class JsonLinesReader(RecordReader):
         ):
             epoch = record["epoch"]
             step, counts = parse_step(epoch) if isinstance(epoch, str) else None, "epochs"
-        return self._rows.add(pairs, position, step=step, counts=counts)
+        empty = _null_names(record)
+        return self._rows.add(pairs, position, step=step, counts=counts, empty=empty)
 
 
 class TableReader(RecordReader):
@@ -215,7 +245,9 @@ class TableReader(RecordReader):
             return ()
         cells = _cells(text, self._delimiter)
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
-        return self._rows.add(pairs, position, counts=self._counts) if cells else ()
+        empty = [name for name, cell in zip(self._names, cells, strict=False) if not cell]
+        counts = self._counts
+        return self._rows.add(pairs, position, counts=counts, empty=empty) if cells else ()
 
     def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
         # A sentence is not a header: between blanks, every cell must be a known name.

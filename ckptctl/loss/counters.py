@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
@@ -46,8 +46,13 @@ def counter_checks(resume: LoggedResume, replay: Replay) -> Iterator[Check]:
         return
     n_losses = sum(row.loss is not None for row in resume.after)
     finite = f"{counted(n_losses, 'loss', 'losses')} after the resume are finite"
-    lacks = "no loss after the resume"
-    yield Check(NOT_FINITE, finite if n_losses else "", lacks, findings=tuple(_not_finite(resume)))
+    yield Check(
+        NOT_FINITE,
+        finite if n_losses else "",
+        "no loss after the resume",
+        doubt="".join(finding.message for finding in without_loss(resume)),
+        findings=tuple(_not_finite(resume)),
+    )
     counts = tuple(_tokens(resume))
     yield Check(BATCH, _counts_compared(resume), "log tokens or samples", findings=counts)
     rates = tuple(_learning_rate(resume))
@@ -166,6 +171,48 @@ def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
     yield Finding(
         "loss.not-finite", str(row.position), message, expected="a finite number", found=found
     )
+
+
+def without_loss(resume: LoggedResume) -> Iterator[Finding]:
+    """Yield `loss.no-value` where rows have no loss that would have had one before the resume.
+
+    Such rows are usual where as many of them followed one another before. In the middle of
+    the rows, a row counts only where the log has a loss without a value.
+    """
+    runs = _runs_without(resume.after)
+    usual = max(map(len, _runs_without((*resume.before, *resume.overwritten))), default=0)
+    is_end = bool(runs) and runs[-1][-1] is resume.after[-1]
+    inner = runs[:-1] if is_end else runs
+    usual_at_end = max([usual, *(len(run) for run in inner if not _lacks_loss(run))])
+    chosen = [run for run in inner if _lacks_loss(run) and len(run) > usual]
+    chosen += [run for run in runs[len(inner) :] if len(run) > usual_at_end]
+    if not chosen:
+        return
+    n_rows, first = sum(map(len, chosen)), chosen[0][0]
+    with_loss = [row.step for row in (*resume.before, *resume.after)
+                 if row.has_loss and row.step < first.step]  # fmt: skip
+    since = f"after step {with_loss[-1]:,} " if with_loss else "after the resume "
+    yield Finding(
+        "loss.no-value",
+        str(first.position),
+        f"{counted(n_rows, 'row')} {since}{'has' if n_rows == 1 else 'have'} no loss "
+        "(`null` is how orjson and others write NaN), so nothing shows what it was",
+        expected="a loss in each row, as before",
+        found=f"{counted(n_rows, 'row')} without one",
+    )
+
+
+def _runs_without(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows without a loss, as runs of neighbours."""
+    return [list(run) for has_loss, run in groupby(rows, _has_loss) if not has_loss]
+
+
+def _has_loss(row: Row) -> bool:
+    return row.has_loss
+
+
+def _lacks_loss(rows: Sequence[Row]) -> bool:
+    return any(row.lacks_loss for row in rows)
 
 
 def _bad(rows: Sequence[Row]) -> list[Row]:

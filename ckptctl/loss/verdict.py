@@ -20,6 +20,7 @@ from ckptctl.loss.counters import (
     counter_checks,
     lacks_first_row,
     ledger_check,
+    without_loss,
 )
 from ckptctl.loss.evidence import (
     REQUIRED,
@@ -94,8 +95,8 @@ FORCES: Mapping[str, LossVerdict] = {
         ),
         (
             LossVerdict.INCONCLUSIVE,
-            """loss.copied loss.constant loss.other-data loss.other-ranks loss.too-little
-            loss.noisy loss.no-resume loss.none loss.interleaved loss.unread""",
+            """loss.no-value loss.copied loss.constant loss.other-data loss.other-ranks
+            loss.too-little loss.noisy loss.no-resume loss.none loss.interleaved loss.unread""",
         ),
     )
     for code in codes.split()
@@ -136,6 +137,7 @@ def assess(resume: LoggedResume, ledger: LedgerAnswer | None = None) -> Assessme
     counters += [] if ledger is None else [ledger_check(resume, ledger)]
     findings = [finding for check in counters for finding in check.findings]
     if not resume.restarted:
+        findings += without_loss(resume)
         findings += _loss_findings(resume, replay, level, {each.code for each in findings})
     losses = list(loss_checks(resume, replay, level, findings))
     findings += [each for check in losses for each in check.findings if each not in findings]
@@ -462,18 +464,11 @@ def too_little(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
             )
             if there < least
         ]
-        n_without = sum(row.loss is None for row in resume.after)
-        hint = (
-            f"; {counted(n_without, 'row')} after it have no loss (`null` is how orjson and others "
-            "write NaN)"
-            if n_without and not level.n_after
-            else ""
-        )
         yield Finding(
             "loss.too-little",
             str(resume.position),
             f"{counted(level.n_before, 'row')} with a loss before the resume and {level.n_after} "
-            f"after it are too few to compare; {' and '.join(needs)} are needed{hint}",
+            f"after it are too few to compare; {' and '.join(needs)} are needed",
             expected=f"{MIN_BEFORE} rows before, {WINDOWS[0]} after",
             found=f"{level.n_before} before, {level.n_after} after",
         )

@@ -1,0 +1,107 @@
+"""A loss that is in the log no more: null, an empty cell, `None`, another rank, a collapse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from made_losses import DIED, END, SAVED, loss_at
+
+from ckptctl.loss.checking import check_loss
+from ckptctl.loss.evidence import NOT_FINITE, FaultState
+
+LOST = 225
+
+
+def as_json(step, loss):
+    return json.dumps({"step": step, "loss": loss})
+
+
+def as_json_with_lr(step, loss):
+    return json.dumps({"step": step, "loss": loss, "lr": 1e-4})
+
+
+def as_cells(step, loss):
+    return f"{step},{'' if loss is None else loss},0.1"
+
+
+def as_text(step, loss):
+    return f"step {step} loss {loss}"
+
+
+HEADS = {as_cells: "step,train_loss,lr\n"}
+KINDS = [as_json, as_json_with_lr, as_cells, as_text]
+
+
+def two_logs(tmp_path, printed, loss=loss_at, earlier=loss_at, first=SAVED + 1):
+    """The logs of a job that died at `DIED` and of the one that resumed."""
+    parts = [(1, DIED, earlier), (first, END, loss)]
+    names = []
+    for number, (begin, end, of_step) in enumerate(parts, 1):
+        path = tmp_path / f"{number}.log"
+        lines = [printed(step, of_step(step)) for step in range(begin, end + 1)]
+        path.write_text(HEADS.get(printed, "") + "\n".join(lines) + "\n")
+        names.append(str(path))
+    return names
+
+
+def fault_of(report, name):
+    (fault,) = [fault for fault in report.faults if fault.name == name]
+    return fault
+
+
+def codes(report):
+    return {finding.code for each in report.assessments for finding in each.findings}
+
+
+@pytest.mark.parametrize("printed", KINDS)
+def test_rows_whose_loss_has_no_value_are_no_finite_losses(tmp_path, printed):
+    logs = two_logs(tmp_path, printed, lambda step: loss_at(step) if step < LOST else None)
+    report = check_loss(logs)
+    assert report.verdict.value == "inconclusive"
+    fault = fault_of(report, NOT_FINITE)
+    assert fault.state is FaultState.OPEN
+    assert f"36 rows after step {LOST - 1} have no loss" in fault.why
+    assert report.message == fault.why
+
+
+@pytest.mark.parametrize("printed", KINDS)
+def test_a_loss_that_always_lacked_now_and_then_is_no_objection(tmp_path, printed):
+    def sparse(step):
+        return loss_at(step) if step % 10 else None
+
+    report = check_loss(two_logs(tmp_path, printed, sparse, earlier=sparse))
+    assert report.verdict.value == "continuous"
+    assert fault_of(report, NOT_FINITE).excluded
+
+
+@pytest.mark.parametrize("printed", KINDS)
+def test_a_loss_that_always_lacked_now_and_then_may_not_lack_for_longer(tmp_path, printed):
+    logs = two_logs(
+        tmp_path,
+        printed,
+        lambda step: loss_at(step) if step % 10 and step < LOST else None,
+        earlier=lambda step: loss_at(step) if step % 10 else None,
+    )
+    assert check_loss(logs).verdict.value == "inconclusive"
+
+
+def test_rows_of_an_evaluation_lack_no_loss(tmp_path):
+    def table(first, last):
+        rows = [f"{step},{loss_at(step)},0.1," for step in range(first, last + 1)]
+        return "\n".join(["step,train_loss,lr,val_loss", *rows, f"{last + 1},,,2.5"]) + "\n"
+
+    logs = [tmp_path / "1.csv", tmp_path / "2.csv"]
+    logs[0].write_text(table(1, DIED))
+    logs[1].write_text(table(SAVED + 1, END))
+    report = check_loss([str(log) for log in logs])
+    assert report.verdict.value == "continuous"
+    assert "loss.no-value" not in codes(report)
+
+
+@pytest.mark.parametrize("spelling", ["1.#QNAN", "1.#IND", "-1.#IND", "1.#SNAN"])
+def test_nan_of_the_old_windows_runtime_is_not_one(tmp_path, spelling):
+    logs = two_logs(tmp_path, as_text, lambda step: loss_at(step) if step < LOST else spelling)
+    report = check_loss(logs)
+    assert report.verdict.value == "discontinuous"
+    assert "loss.not-finite" in codes(report)
