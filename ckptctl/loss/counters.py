@@ -173,6 +173,23 @@ def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
     )
 
 
+def not_logged(resume: LoggedResume) -> Iterator[Finding]:
+    """Yield `loss.not-logged` for steps between the two jobs that neither of them logged."""
+    if not resume.before or resume.overwritten:
+        return
+    last, first = resume.before[-1].step, resume.first_step
+    if first - last <= 2 * _spacing(resume):
+        return
+    yield Finding(
+        "loss.not-logged",
+        str(resume.position),
+        f"the logs hold no row between step {last:,} and step {first:,}: what these "
+        f"{first - last - 1:,} steps did to the loss was not seen",
+        expected=f"rows of the steps after {last:,}",
+        found=f"step {first:,}",
+    )
+
+
 def without_loss(resume: LoggedResume) -> Iterator[Finding]:
     """Yield `loss.no-value` where rows have no loss that would have had one before the resume.
 

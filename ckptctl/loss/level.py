@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise, takewhile
 from statistics import median
 
 from ckptctl.findings import Finding
@@ -38,6 +38,13 @@ WINDOWS = (5, 10, 20)
 """The numbers of rows after the resume whose medians are compared."""
 LEAST_RISE = 0.02
 """Relative to the loss: smaller rises happen in healthy runs."""
+
+LEAST_DROP = 0.5
+"""Of the logarithm of the loss, or of its usual size: at an epoch of a fine-tuning, a loss may fall
+by 30 %."""
+_N_SAME = 20  # rows
+_TIMES_SAME = 4
+_ABOVE_ZERO = 20  # units of the last digit
 
 _N_BASE = 20
 _N_RECENT = 300
@@ -197,6 +204,69 @@ def _threshold(y: Sequence[float], noise: float, n: int) -> float:
     # A few comparisons underestimate the largest rise.
     margin = 1.25 if len(by_placebo) >= 60 else 1.6
     return max(by_noise, LEAST_RISE, margin * max(by_placebo, default=0.0))
+
+
+def check_collapse(resume: LoggedResume) -> Iterator[Finding]:
+    """Yield `loss.collapse` where the loss falls as it never did, or is one value at the end.
+
+    A loss that falls by less than `LEAST_DROP`, or no faster than in the rows before the resume,
+    is none; nor are zeros and equal values of a log that had as many in a row.
+    """
+    earlier, later = finite(resume.before), finite(resume.after)
+    if len(earlier) < MIN_BEFORE or len(later) < WINDOWS[0]:
+        return
+    same = _same_at_end(earlier, later)
+    if same:
+        row, number = same[0]
+        yield Finding(
+            "loss.collapse",
+            str(row.position),
+            f"the last {len(same):,} rows from step {row.step:,} on all have the loss "
+            f"{number.value:.7g}; the loss varied before",
+            expected="a loss that differs from step to step",
+            found=f"{number.value:.7g} in {len(same):,} rows",
+        )
+        return
+    measure = measure_for([number.value for _, number in (*earlier, *later)])
+    y = [measure(number.value) for _, number in earlier]
+    z = [measure(number.value) for _, number in later]
+    noise = noise_of(y, rounding_of([number for _, number in earlier[-N_NOISE:]]))
+    n_unseen = (later[0][0].step - earlier[-1][0].step) / max(1, resume.interval) - 1
+    stretch = 1 + max(0.0, n_unseen) / _N_BASE
+    drops = []
+    for n in (n for n in WINDOWS if n <= len(z)):
+        drop = median(y[-_N_BASE:]) - median(z[:n])
+        usual = [-rise for rise in placebos(y, n)] or [median(y[: len(y) // 2]) - median(y[-n:])]
+        by_noise = 4 * noise * math.sqrt(_MEDIAN_LOSS / n + _MEDIAN_LOSS / _N_BASE)
+        if drop <= stretch * max(LEAST_DROP, by_noise, 1.6 * max(usual)):
+            return
+        drops.append(drop)
+    least = relative_for(measure)(-min(drops))
+    yield Finding(
+        "loss.collapse",
+        str(resume.position),
+        f"the loss of the first {min(len(z), WINDOWS[-1])} rows is {signed(least)} from the one "
+        "before; it never fell as far in as many rows",
+        expected="a loss at the level of the rows before",
+        found=signed(least),
+    )
+
+
+def _same_at_end(
+    earlier: Sequence[tuple[Row, Number]], later: Sequence[tuple[Row, Number]]
+) -> list[tuple[Row, Number]]:
+    """The rows at the end that have one loss, where that is unlike the rows before."""
+    end = later[-1][1].value
+    same = list(takewhile(lambda pair: pair[1].value == end, reversed(later)))[::-1]
+    values = [number.value for _, number in (*earlier, *later[: -len(same)])]
+    longest = max((len(list(run)) for _, run in groupby(values)), default=0)
+    recent = earlier[-_N_BASE:]
+    # A loss that is small against its last digit becomes zero by rounding.
+    is_new_zero = end == 0 and all(
+        abs(number.value) > _ABOVE_ZERO * number.quantum for _, number in recent
+    )
+    least = WINDOWS[0] if is_new_zero and 0 not in values else _N_SAME
+    return same if len(same) >= max(least, _TIMES_SAME * longest) else []
 
 
 def check_grad_norm(resume: LoggedResume) -> Iterator[Finding]:

@@ -369,13 +369,13 @@ def recomputed_by(resume: LoggedResume) -> Recomputed | None:
 
 
 def recomputed_from(step: int, rows: Sequence[Row]) -> Recomputed | None:
-    """The work after `step` in the rows of the job that died; None where there are no rows.
+    """The work after `step` in the rows of the job that died; None where no row reaches it.
 
     Needs no resume in the log, so the work can be counted before the job resumes.
     """
     held = [row for row in rows if row.step <= step]
     lost = [row for row in rows if row.step > step]
-    if not rows:
+    if not rows or rows[-1].step < step:
         return None
     if not lost:
         return Recomputed(step, rows[-1].step, 0, 0, 0, 0.0)

@@ -20,6 +20,7 @@ from ckptctl.loss.counters import (
     counter_checks,
     lacks_first_row,
     ledger_check,
+    not_logged,
     without_loss,
 )
 from ckptctl.loss.evidence import (
@@ -34,6 +35,7 @@ from ckptctl.loss.level import (
     MIN_BEFORE,
     WINDOWS,
     LossLevel,
+    check_collapse,
     check_grad_norm,
     finite,
     is_above,
@@ -91,7 +93,7 @@ FORCES: Mapping[str, LossVerdict] = {
         (
             LossVerdict.SUSPECT,
             """loss.gap loss.lr-lower loss.other-samples loss.drift loss.differs loss.lower
-            loss.level-shift loss.grad-norm loss.ema loss.later""",
+            loss.level-shift loss.collapse loss.grad-norm loss.ema loss.later""",
         ),
         (
             LossVerdict.INCONCLUSIVE,
@@ -195,6 +197,7 @@ def _loss_findings(
             f"missing in the log, and the {len(replay.rows)} steps behind it agree",
             found=f"step {resume.first_step:,}",
         )
+    yield from not_logged(resume)
     yield from of_replay(resume, replay)
     yield from of_other_data(resume, replay)
     if replay.agrees:
@@ -203,6 +206,7 @@ def _loss_findings(
     else:
         yield from of_level(resume, level)
         yield from check_grad_norm(resume)
+        yield from check_collapse(resume)
         if replay.agreement in (Agreement.NONE, Agreement.FEW):
             yield from too_little(resume, level)
 
@@ -400,7 +404,7 @@ def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     is_new = is_above(later.after, [row.before for row in replay.rows], level.noise)
     # The resume has worked so far, so a rise at the limit of what is usual is no evidence.
     jumps = [each for each in of_level(later, level) if is_new and each.code in _JUMPS]
-    for finding in (*jumps, *check_grad_norm(later)):
+    for finding in (*jumps, *check_grad_norm(later), *check_collapse(later)):
         yield Finding(
             "loss.later",
             finding.where,

@@ -105,3 +105,52 @@ def test_nan_of_the_old_windows_runtime_is_not_one(tmp_path, spelling):
     report = check_loss(logs)
     assert report.verdict.value == "discontinuous"
     assert "loss.not-finite" in codes(report)
+
+
+FALLS = {
+    "zero": lambda step: 0.0,
+    "half": lambda step: loss_at(step) / 2,
+    "negative": lambda step: -loss_at(step),
+    "constant": lambda step: loss_at(DIED),
+    "zero later": lambda step: loss_at(step) if step < LOST else 0.0,
+}
+
+
+@pytest.mark.parametrize("fall", FALLS)
+def test_a_loss_that_collapses_is_suspect(tmp_path, fall):
+    report = check_loss(two_logs(tmp_path, as_text, FALLS[fall], first=DIED + 1))
+    assert report.verdict.value == "suspect"
+    assert "loss.collapse" in codes(report)
+
+
+@pytest.mark.parametrize("since", [SAVED + 4, DIED + 1])
+@pytest.mark.parametrize("fall", [0.0, 1.5])
+def test_a_loss_that_is_constant_behind_equal_steps_is_suspect(tmp_path, fall, since):
+    logs = two_logs(tmp_path, as_text, lambda step: loss_at(step) if step < since else fall)
+    report = check_loss(logs)
+    assert report.verdict.value == "suspect"
+    assert codes(report) & {"loss.later", "loss.collapse"}
+
+
+def test_a_loss_that_was_zero_before_may_be_zero(tmp_path):
+    def rewarded(step):
+        return loss_at(step) if step % 40 < 20 else 0.0
+
+    report = check_loss(two_logs(tmp_path, as_text, rewarded, rewarded, first=DIED + 1))
+    assert "loss.collapse" not in codes(report)
+
+
+def test_a_loss_that_falls_fast_all_along_is_no_collapse(tmp_path):
+    def falling(step):
+        return 10 * 0.97**step * (loss_at(step) / loss_at(1_000_000))
+
+    report = check_loss(two_logs(tmp_path, as_text, falling, falling, first=DIED + 1))
+    assert "loss.collapse" not in codes(report)
+
+
+def test_steps_in_no_log_are_named_and_nothing_is_recomputed(tmp_path):
+    report = check_loss(two_logs(tmp_path, as_text, first=DIED + 20))
+    assert report.recomputed is None
+    assert "loss.not-logged" in codes(report)
+    (note,) = [each for each in report.assessments[0].findings if each.code == "loss.not-logged"]
+    assert "these 19 steps" in note.message
