@@ -21,7 +21,7 @@ from ckptctl.logs.fields import check_keys, plain_name, with_ignored
 from ckptctl.logs.records import TrainerState, is_document
 from ckptctl.logs.rows import Log, Marker, Row
 from ckptctl.logs.sources import changed_s, expanded, log_pieces, natural, rotated_base
-from ckptctl.logs.text_logs import TEXT_FORMATS, TextLog
+from ckptctl.logs.text_logs import TEXT_FORMATS, OtherRanks, TextLog
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import clamped
 from ckptctl.storage.logs import STDIN
@@ -110,6 +110,11 @@ class LogReader:
         return None if self.log is None else self.log.format
 
     @property
+    def other_ranks(self) -> OtherRanks | None:
+        """What the ranks logged whose rows are dropped; None where no ranks are told apart."""
+        return self.log.other_ranks if isinstance(self.log, TextLog) else None
+
+    @property
     def used(self) -> frozenset[str]:
         """The plain names of the key map that the log has had so far."""
         return frozenset() if self.log is None else self.log.used
@@ -191,13 +196,18 @@ class DamageLog:
     """The damage that was found while logs were read, in order, and the keys that no log has.
 
     `at_end`: no row was read after the last damage. `order`: what determined the order of logs
-    whose rows have no clock.
+    whose rows have no clock. `other_ranks`: what the ranks logged whose rows are dropped.
     """
 
     messages: list[str] = field(default_factory=list)
     unused_keys: list[str] = field(default_factory=list)
     at_end: bool = False
     order: str = ""
+    other_ranks: OtherRanks | None = None
+
+    def record_ranks(self, other_ranks: OtherRanks) -> None:
+        """Note what the ranks logged whose rows are dropped."""
+        self.other_ranks = other_ranks
 
     def record_order(self, order: str) -> None:
         """Note what determined the order of the logs."""
@@ -255,6 +265,7 @@ def read_logs(
     on_damage: Callable[[str], None] | None = None,
     on_unused_key: Callable[[str], None] = lambda _key: None,
     on_order: Callable[[str], None] = lambda _order: None,
+    on_ranks: Callable[[OtherRanks], None] = lambda _ranks: None,
 ) -> Iterator[Row | Marker]:
     """Yield the rows and markers of the logs, the oldest log first.
 
@@ -289,6 +300,8 @@ def read_logs(
         for item in _read(reader, storage, on_damage):
             has_loss = has_loss or (isinstance(item, Row) and item.has_loss)
             yield item
+    if readers[-1].other_ranks is not None:
+        on_ranks(readers[-1].other_ranks)
     for key in log_format.unused_keys(reader.used for reader in readers):
         on_unused_key(key)
     if not has_loss:

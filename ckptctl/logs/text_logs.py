@@ -7,8 +7,10 @@ that a more specific format can still be found.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from msgspec.structs import replace
@@ -41,6 +43,7 @@ _UNDECIDED_ROWS = 8
 _MAX_READERS = 4096
 _SILENT_STEPS = 3
 _MAX_HELD = 64
+_MAX_TWICE = 512
 _MAX_MENTION = 160
 _LINES_FOR_PATTERNS = 2_000
 _BYTES_FOR_PATTERNS = 1 << 16
@@ -129,6 +132,75 @@ class Averages:
         set_interval(row, row.step - last + kept)
 
 
+@dataclass(slots=True)
+class OtherRank:
+    """The losses of a rank that are not among the rows of the log.
+
+    `not_finite` are the rows at which its loss became NaN or infinite, `twice` the rows of steps
+    that it logged twice; `differs`: it logged another loss than the kept rank for one step.
+    """
+
+    not_finite: list[Row] = field(default_factory=list)
+    twice: deque[tuple[Row, Row]] = field(default_factory=lambda: deque(maxlen=_MAX_TWICE))
+    differs: bool = False
+    recent: dict[int, Row] = field(default_factory=dict)
+    last: Row | None = None
+
+    def add(self, row: Row, *, is_one: bool) -> None:
+        """Take the next row; rows of several ranks without names are not compared (`is_one`)."""
+        if row.loss is None:
+            return
+        last, self.last = self.last, row
+        if not math.isfinite(row.loss.value) and len(self.not_finite) < _MAX_HELD:
+            was = last is not None and last.loss is not None and not math.isfinite(last.loss.value)
+            if not (was and last is not None and last.step < row.step):
+                self.not_finite.append(row)
+        if not is_one:
+            return
+        earlier = self.recent.pop(row.step, None)
+        if earlier is not None and earlier is not last:
+            self.twice.append((earlier, row))
+        self.recent[row.step] = row
+        if len(self.recent) > _MAX_TWICE:
+            del self.recent[next(iter(self.recent))]
+
+
+class OtherRanks:
+    """What the ranks logged whose rows are dropped, in all logs that follow one another."""
+
+    def __init__(self) -> None:
+        self.kept: Rank | None = None
+        """The rank whose rows are kept."""
+        self._ranks: dict[Rank, OtherRank] = {}
+        self._of_kept: dict[int, float] = {}
+
+    def others(self) -> dict[Rank, OtherRank]:
+        """The ranks besides the kept one."""
+        return {
+            rank: other
+            for rank, other in self._ranks.items()
+            if rank in (_NO_RANK, _MORE_RANKS) or rank != self.kept
+        }
+
+    def keep(self, row: Row) -> None:
+        """Take a row that is kept."""
+        if row.loss is not None:
+            self._of_kept.pop(row.step, None)
+            self._of_kept[row.step] = row.loss.value
+            if len(self._of_kept) > _MAX_HELD:
+                del self._of_kept[next(iter(self._of_kept))]
+
+    def drop(self, rank: Rank, row: Row) -> None:
+        """Take a row of a rank that is not kept."""
+        if rank not in self._ranks and len(self._ranks) >= _MAX_RANKS:
+            rank = _MORE_RANKS
+        other = self._ranks.setdefault(rank, OtherRank())
+        other.add(row, is_one=rank not in (_NO_RANK, _MORE_RANKS))
+        kept = self._of_kept.get(row.step)
+        if kept is not None and row.loss is not None and row.loss.value != kept:
+            other.differs = True
+
+
 class RankDeduplicator:
     """Keeps the rows of one rank where several ranks write to one log.
 
@@ -143,6 +215,7 @@ class RankDeduplicator:
 
     def __init__(self, earlier: RankDeduplicator | None = None) -> None:
         self._rank: Rank | None = None if earlier is None else earlier._rank
+        self.others: OtherRanks = OtherRanks() if earlier is None else earlier.others
         self._last_step: int | None = None
         self._n_steps = 0
         self._repeats_steps = False
@@ -154,11 +227,17 @@ class RankDeduplicator:
     def row(self, rank: Rank, row: Row) -> Sequence[Row]:
         """The rows to keep, now that `rank` has printed this one."""
         if self._rank is None:
-            self._rank = rank
+            self._rank = self.others.kept = rank
         if rank == self._rank:
             if self._held:
                 self._clear()
-            return (row,) if self._is_new(row) else ()
+            if self._is_new(row):
+                self.others.keep(row)
+                return (row,)
+            if rank == _NO_RANK:
+                self.others.drop(rank, row)
+            return ()
+        self.others.drop(rank, row)
         held = self._held.setdefault(rank, [])
         if len(held) < _MAX_HELD:
             held.append(row)
@@ -169,7 +248,7 @@ class RankDeduplicator:
         if n_steps < (_SILENT_STEPS if closeness == self._closest else 2 * _SILENT_STEPS):
             return ()
         self._clear()
-        self._rank = rank
+        self._rank = self.others.kept = rank
         return [each for each in held if self._is_new(each)]
 
     def _clear(self) -> None:
@@ -279,6 +358,11 @@ class TextLog(Log):
         self.n_without_step = sum(
             reader.n_without_step for reader in readers if isinstance(reader, HfConsoleReader)
         )
+
+    @property
+    def other_ranks(self) -> OtherRanks:
+        """What the ranks logged whose rows are dropped."""
+        return self._ranks.others
 
     @property
     def used(self) -> frozenset[str]:
@@ -502,6 +586,9 @@ class TextLog(Log):
 
 
 _NO_RANK: Rank = (None, None)
+_MORE_RANKS: Rank = (None, -1)
+"""All ranks behind the first `_MAX_RANKS`."""
+_MAX_RANKS = 64
 
 
 def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]:

@@ -178,6 +178,7 @@ def check_loss(
             on_damage=damage.record,
             on_unused_key=damage.unused_keys.append,
             on_order=damage.record_order,
+            on_ranks=damage.record_ranks,
         )
         return damage.watch(rows)
 
@@ -238,7 +239,9 @@ def check_split(
         n_resumes = max(0, parts.n_segments - 1)
         raise OptionError("--resume", f"{options.which}: the logs hold {n_resumes} resumes")
     ledger = options.ledger() if options.ledger is not None and chosen else None
-    assessments = tuple(assess(each, ledger) for each in chosen)
+    assessments = tuple(
+        assess(each, ledger, None if damage is None else damage.other_ranks) for each in chosen
+    )
     if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
         assessments = _alone(parts, options.resume_point)
     without_rows = [log for log in logs if not _has_rows(parts, log)] if len(logs) > 1 else []

@@ -12,9 +12,10 @@ from itertools import groupby, pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
-from ckptctl.formatting import command_line, counted
+from ckptctl.formatting import command_line, counted, verb
 from ckptctl.logs.rows import Number, Row
-from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, Check
+from ckptctl.logs.text_logs import OtherRanks
+from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, WEIGHTS, Check
 from ckptctl.loss.replay import Agreement, Replay
 from ckptctl.loss.resumes import LedgerAnswer, LoggedResume
 from ckptctl.loss.segments import Boundary, log_interval
@@ -171,6 +172,98 @@ def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
     yield Finding(
         "loss.not-finite", str(row.position), message, expected="a finite number", found=found
     )
+
+
+def rank_findings(
+    resume: LoggedResume, replay: Replay, other_ranks: OtherRanks
+) -> Iterator[Finding]:
+    """Yield what the ranks show whose rows are dropped.
+
+    That is `loss.rank-not-finite`, `loss.rank-differs` for steps logged twice that differ though
+    those of the kept rank agree, and `loss.one-rank` where nothing else was compared.
+    """
+    others = other_ranks.others()
+    is_after = _place_after(resume)
+    for rank, other in others.items():
+        bad = [row for row in other.not_finite if is_after(row)]
+        if bad and bad[0].loss is not None:
+            yield Finding(
+                "loss.rank-not-finite",
+                str(bad[0].position),
+                f"the loss of {_rank_name(rank)} at step {bad[0].step:,} is {bad[0].loss.value}; "
+                f"the losses of {_rank_name(other_ranks.kept)} were compared",
+                expected="a finite number",
+                found=str(bad[0].loss.value),
+            )
+            break
+    for rank, other in others.items():
+        differing = [pair for pair in other.twice if is_after(pair[1]) and _differ(*pair)]
+        if differing and replay.agrees:
+            before, after = differing[0]
+            values = [row.loss.value for row in (before, after) if row.loss is not None]
+            yield Finding(
+                "loss.rank-differs",
+                str(after.position),
+                f"{counted(len(differing), 'step')} that {_rank_name(rank)} logged twice "
+                f"{verb(len(differing), 'differs', 'differ')} (step {after.step:,}: {values[0]:.6g}"
+                f" and {values[1]:.6g}), though those of {_rank_name(other_ranks.kept)} agree",
+                expected=f"{values[0]:.6g}",
+                found=f"{values[1]:.6g}",
+            )
+            break
+    n_differing = sum(other.differs for other in others.values())
+    if n_differing:
+        yield Finding(
+            "loss.one-rank",
+            "",
+            f"the losses of {_rank_name(other_ranks.kept)} were compared; "
+            f"{counted(n_differing, 'other rank')} logged other losses, of which no level was "
+            "compared",
+            found=counted(n_differing, "other rank"),
+        )
+
+
+def rank_checks(findings: Sequence[Finding]) -> Iterator[Check]:
+    """Yield a check that leaves open what other ranks cast doubt on."""
+    for finding in findings:
+        if finding.code == "loss.rank-not-finite":
+            yield Check(NOT_FINITE, findings=(finding,))
+        elif finding.code == "loss.rank-differs":
+            yield Check(WEIGHTS, doubt=finding.message)
+            yield Check(DATA, doubt=finding.message)
+
+
+def _place_after(resume: LoggedResume) -> Callable[[Row], bool]:
+    """A function that tells whether a row of any rank is of the resumed job."""
+    files = {row.position.file for row in resume.after}
+    before = (*resume.before, *resume.overwritten)
+    last = before[-1].position if before else None
+
+    def is_after(row: Row) -> bool:
+        if last is not None and row.position.file == last.file and row.position.line < last.line:
+            return False
+        return row.position.file in files and row.step >= resume.first_step
+
+    return is_after
+
+
+_RANKS_SAME = 1.5e-3  # relative
+
+
+def _differ(before: Row, after: Row) -> bool:
+    if before.loss is None or after.loss is None or not math.isfinite(before.loss.value):
+        return False
+    a, b = before.loss, after.loss
+    allowed = max(_RANKS_SAME * abs(a.value), 2 * a.quantum, 2 * b.quantum)
+    return math.isfinite(b.value) and abs(a.value - b.value) > allowed
+
+
+def _rank_name(rank: tuple[str | None, int | None] | None) -> str:
+    host, number = rank or (None, None)
+    if number is not None and number < 0:
+        return "a further rank"
+    named = [*([f"rank {number}"] if number is not None else []), *([host] if host else [])]
+    return " of ".join(named) or "a rank without a name"
 
 
 def not_logged(resume: LoggedResume) -> Iterator[Finding]:

@@ -228,6 +228,8 @@ def follow_loss(
                 may_divide, n_at_start = _may_divide(parts, resume_point), parts.n_rows
             unused = _unused_keys(tails, log_format) if parts.n_rows else []
             notes = DamageLog(unused_keys=unused)
+            if tails[-1].reader.other_ranks is not None:
+                notes.record_ranks(tails[-1].reader.other_ranks)
             report = check_split(parts, options, logs=logs, may_divide=may_divide, damage=notes)
         yield report
         # Rows that one log for all attempts held at the start can be those of an attempt before

@@ -15,12 +15,15 @@ from statistics import fmean
 
 from ckptctl.findings import Finding, in_order
 from ckptctl.formatting import counted
+from ckptctl.logs.text_logs import OtherRanks
 from ckptctl.loss.counters import (
     check_later_counters,
     counter_checks,
     lacks_first_row,
     ledger_check,
     not_logged,
+    rank_checks,
+    rank_findings,
     without_loss,
 )
 from ckptctl.loss.evidence import (
@@ -93,11 +96,13 @@ FORCES: Mapping[str, LossVerdict] = {
         (
             LossVerdict.SUSPECT,
             """loss.gap loss.lr-lower loss.other-samples loss.drift loss.differs loss.lower
-            loss.level-shift loss.collapse loss.grad-norm loss.ema loss.later""",
+            loss.level-shift loss.collapse loss.rank-not-finite loss.grad-norm loss.ema
+            loss.later""",
         ),
         (
             LossVerdict.INCONCLUSIVE,
-            """loss.no-value loss.copied loss.constant loss.other-data loss.other-ranks
+            """loss.no-value loss.rank-differs loss.copied loss.constant loss.other-data
+            loss.other-ranks
             loss.too-little loss.noisy loss.no-resume loss.none loss.interleaved loss.unread""",
         ),
     )
@@ -128,8 +133,12 @@ class Assessment:
     """The speed after the resume, compared with the band before it."""
 
 
-def assess(resume: LoggedResume, ledger: LedgerAnswer | None = None) -> Assessment:
-    """Assess one resume, with what the data ledger of the run shows."""
+def assess(
+    resume: LoggedResume,
+    ledger: LedgerAnswer | None = None,
+    other_ranks: OtherRanks | None = None,
+) -> Assessment:
+    """Assess one resume, with what the data ledger of the run and the dropped ranks show."""
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
     else:
@@ -140,6 +149,10 @@ def assess(resume: LoggedResume, ledger: LedgerAnswer | None = None) -> Assessme
     findings = [finding for check in counters for finding in check.findings]
     if not resume.restarted:
         findings += without_loss(resume)
+        if other_ranks is not None:
+            of_ranks = list(rank_findings(resume, replay, other_ranks))
+            findings += of_ranks
+            counters += rank_checks(of_ranks)
         findings += _loss_findings(resume, replay, level, {each.code for each in findings})
     losses = list(loss_checks(resume, replay, level, findings))
     findings += [each for check in losses for each in check.findings if each not in findings]

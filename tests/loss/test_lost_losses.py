@@ -8,7 +8,7 @@ import pytest
 from made_losses import DIED, END, SAVED, loss_at
 
 from ckptctl.loss.checking import check_loss
-from ckptctl.loss.evidence import NOT_FINITE, FaultState
+from ckptctl.loss.evidence import NOT_FINITE, WEIGHTS, FaultState
 
 LOST = 225
 
@@ -154,3 +154,65 @@ def test_steps_in_no_log_are_named_and_nothing_is_recomputed(tmp_path):
     assert "loss.not-logged" in codes(report)
     (note,) = [each for each in report.assessments[0].findings if each.code == "loss.not-logged"]
     assert "these 19 steps" in note.message
+
+
+def rank_logs(tmp_path, printed, change):
+    """The logs of four ranks with their own losses; `change` is what rank 2 logs after the resume.
+
+    Rank 0 writes first.
+    """
+    names = []
+    for number, (begin, end) in enumerate([(1, DIED), (SAVED + 1, END)], 1):
+        path = tmp_path / f"{number}.log"
+        lines = []
+        for step in range(begin, end + 1):
+            for rank in range(4):
+                loss = round(loss_at(step) + rank / 100, 5)
+                is_changed = number == 2 and rank == 2
+                lines.append(printed(rank, step, change(step, loss) if is_changed else loss))
+        path.write_text("\n".join(lines) + "\n")
+        names.append(str(path))
+    return names
+
+
+def ranked_text(rank, step, loss):
+    return f"[rank{rank}] step {step} loss {loss}"
+
+
+def ranked_json(rank, step, loss):
+    return json.dumps({"rank": rank, "step": step, "loss": loss})
+
+
+def hosted_text(rank, step, loss):
+    return f"node{rank}: step {step} loss {loss} lr 1e-4"
+
+
+RANKED = [ranked_text, ranked_json, hosted_text]
+
+
+@pytest.mark.parametrize("printed", RANKED)
+@pytest.mark.parametrize("since", [SAVED + 1, LOST])
+def test_a_loss_of_any_rank_that_is_not_finite_is_suspect(tmp_path, printed, since):
+    def lost(step, loss):
+        return loss if step < since else float("nan")
+
+    report = check_loss(rank_logs(tmp_path, printed, lost))
+    assert report.verdict.value == "suspect"
+    assert "loss.rank-not-finite" in codes(report)
+    assert not fault_of(report, NOT_FINITE).excluded
+
+
+@pytest.mark.parametrize("printed", RANKED)
+def test_steps_of_another_rank_that_differ_are_no_proof(tmp_path, printed):
+    report = check_loss(rank_logs(tmp_path, printed, lambda _step, loss: loss + 1.5))
+    assert report.verdict.value == "inconclusive"
+    assert "loss.rank-differs" in codes(report)
+    assert not fault_of(report, WEIGHTS).excluded
+
+
+@pytest.mark.parametrize("printed", RANKED)
+def test_what_was_not_compared_of_other_ranks_is_stated(tmp_path, printed):
+    report = check_loss(rank_logs(tmp_path, printed, lambda _step, loss: loss))
+    assert report.verdict.value == "continuous"
+    (note,) = [each for each in report.assessments[0].findings if each.code == "loss.one-rank"]
+    assert "3 other ranks logged other losses" in note.message
