@@ -155,11 +155,11 @@ def closed(
         "decision": conclusion.decision.value,
         "reason": conclusion.reason[:MAX_STRING],
     }
-    if ended.hang is not None:
+    if ended.hung is not None:
         attempt["cause"] = "hang"
-        attempt["section"] = ended.hang.section
-        attempt["ranks"] = [*ended.hang.ranks[:MOST_NAMES]]
-        attempt["nodes"] = [*ended.hang.nodes[:MOST_NAMES]]
+        attempt["section"] = ended.hung.section
+        attempt["ranks"] = [*ended.hung.ranks[:MOST_NAMES]]
+        attempt["nodes"] = [*ended.hung.nodes[:MOST_NAMES]]
     elif ended.cause is not None:
         attempt["cause"] = ended.cause["failure"]
         attempt["ranks"] = [] if ended.cause["rank"] is None else [ended.cause["rank"]]

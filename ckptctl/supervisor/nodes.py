@@ -208,6 +208,7 @@ def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], No
 class AttemptPlan(NamedTuple):
     """One attempt: its command and variables, the nodes of the job, and its ranks.
 
+    `nodes` are those that it can have: of the job without the ones that are left out.
     `world_size` is None where the command decides how many ranks it has.
     """
 
@@ -215,6 +216,7 @@ class AttemptPlan(NamedTuple):
     variables: dict[str, str]
     allocation: str
     world_size: int | None
+    nodes: tuple[str, ...]
 
 
 def fill(
@@ -271,7 +273,7 @@ class Nodes:
             self._tell(f"leaving {node} out of the attempt: {down[node]}")
         excluded = [*excluded, *is_down]
         left = [node for node in self._nodes if node not in excluded]
-        sizes = None
+        usable, sizes = tuple(left), None
         if self._options.world_sizes:
             largest = max(self._options.world_sizes)
             per_node = self._gpus_per_node or -(-largest // max(len(self._nodes), 1))
@@ -284,11 +286,12 @@ class Nodes:
             return None  # how many ranks the job can have without them is not stated
         if self._options.hosts_file is not None:
             self._write_hosts(self._options.hosts_file, left)
+            usable = tuple(left)
         words, variables = fill(self._command, excluded, sizes)
         if is_srun(words):
             words = srun_on(words, len(left), excluded)
         world_size = sizes[0] if sizes else None
-        return AttemptPlan(words, variables, self._allocation, world_size)
+        return AttemptPlan(words, variables, self._allocation, world_size, usable)
 
     def _size(self, most: int, loads: Callable[[int], bool]) -> int | None:
         sizes = sorted(set(self._options.world_sizes), reverse=True)

@@ -7,6 +7,7 @@ begin a new one. A cause outside the job costs nothing, every other failure cost
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -142,10 +143,10 @@ class RootState(NamedTuple):
 class Ended(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
-    `cause` is what its logs show. It was ended for the `hang`, whatever its code. A signal
+    `cause` is what its logs show, or what the scheduler states. It was ended for the `hang`,
+    whatever its code; `lost_node` where that came of a node that the scheduler lost. A signal
     `asked` the job to end. Its last `n_not_finite` reported losses were NaN or infinite.
-    `stopped` is why the scheduler ends the whole job, empty where it
-    does not.
+    `stopped` is why the scheduler ends the whole job, empty where it does not.
     """
 
     code: int
@@ -155,6 +156,17 @@ class Ended(NamedTuple):
     asked: bool
     stopped: str = ""
     n_not_finite: int = 0
+    lost_node: bool = False
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether `run` did not end it: only then its code is a result."""
+        return self.hang is None
+
+    @property
+    def hung(self) -> Hang | None:
+        """The hang, where that is its cause, and not a node that was lost."""
+        return None if self.lost_node else self.hang
 
 
 class Conclusion(NamedTuple):
@@ -222,7 +234,7 @@ def decide(
         return Conclusion(Decision.STOPPED, "a signal asked for it", code, free=True)
     if ended.stopped:
         return stopped_by_scheduler(ended.cause and ended.cause["failure"], ended.stopped, code)
-    if ended.hang is None:
+    if ended.by_itself:
         if code == 0:
             return Conclusion(Decision.DONE, "the command succeeded", 0, free=True)
         if code in options.no_restart:
@@ -234,16 +246,16 @@ def decide(
         return Conclusion(Decision.NEVER, reason, NO_ANSWER)
     if seen.code == EXIT_NONE_USABLE:
         return Conclusion(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
-    if ended.hang is None and code == RERUN and any(each["exit_code"] == RERUN for each in past):
+    if ended.by_itself and code == RERUN and any(each["exit_code"] == RERUN for each in past):
         return Conclusion(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
-    free = ended.hang is None and _is_free(code, ended.cause)
+    free = ended.hung is None and _is_free(code if ended.by_itself else None, ended.cause)
     before = budget_of(past)
     after = Budget(before.spent + (not free), before.free + free)
     if after.exhausted(options):
         which = "free restart" if free else "restart"
         reason = f"no {which} is left, and no newer step was saved"
         return Conclusion(Decision.GIVEN_UP, reason, GIVEN_UP, free)
-    if ended.hang is None and ended.cause is not None and _comes_again(ended.cause, past):
+    if ended.hung is None and ended.cause is not None and _comes_again(ended.cause, past):
         reason = f"{ended.cause['failure']}: {ended.cause['message']}"
         return Conclusion(Decision.NEVER, reason, code)
     if free:
@@ -258,10 +270,12 @@ def stopped_by_scheduler(failure: str | None, why: str, code: int) -> Conclusion
     """The end of a job that the scheduler ends; `code` is that of its last attempt.
 
     What is to continue later, on other nodes or in another job, is 94: the code of tasks that were
-    signalled does not tell a preemption from a job that was cancelled.
+    signalled does not tell a preemption from a job that was cancelled. It is never 0: tasks that
+    end with 0 when they are ended have not done the job.
     """
     later = failure in ("preemption", "walltime")
-    return Conclusion(Decision.STOPPED, why, WAIT_FOR_CAPACITY if later else code, free=True)
+    stopped = WAIT_FOR_CAPACITY if later else code or 128 + signal.SIGTERM
+    return Conclusion(Decision.STOPPED, why, stopped, free=True)
 
 
 def _reason_of(code: int) -> str:
@@ -273,7 +287,7 @@ def _reason_of(code: int) -> str:
     return reasons.get(code, f"exit code {code}: a restart would fail in the same way")
 
 
-def _is_free(code: int, cause: CauseDocument | None) -> bool:
+def _is_free(code: int | None, cause: CauseDocument | None) -> bool:
     """Whether the end has a cause outside the job, which costs nothing of the budget."""
     if code in (RERUN, NO_ANSWER):
         return True

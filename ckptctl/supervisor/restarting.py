@@ -185,7 +185,7 @@ def _run_attempts(
         except UsageError:
             held.save(before)  # nothing was started
             raise
-        conclusion = job.conclude(held, ended)
+        conclusion = job.conclude(held, ended, plan)
         if conclusion.decision is not Decision.RESTART:
             return conclusion
         step = job.attempts[-1].step
@@ -427,9 +427,9 @@ class SupervisedJob:
         variables = {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
         return runner.run(number, plan, variables, ", ".join(about))
 
-    def conclude(self, held: HeldState, ended: Ended) -> Conclusion:
+    def conclude(self, held: HeldState, ended: Ended, plan: AttemptPlan) -> Conclusion:
         """Inspect the roots after an attempt, decide what follows, and record both."""
-        ended = self._as_slurm_knows(ended)
+        ended = self._as_slurm_knows(ended, plan.nodes)
         *earlier, attempt = held.state["attempts"]
         state: SupervisorDocument = {**held.state, "attempts": earlier}
         seen = self._seen_after(ended)
@@ -459,8 +459,8 @@ class SupervisedJob:
         }
         if conclusion.decision is Decision.RESTART:
             n_excluded = len(state["excluded"])
-            state = self.nodes.exclude(state, ended.hang, ended.cause)
-            if ended.code == RERUN and len(state["excluded"]) == n_excluded:
+            state = self.nodes.exclude(state, ended.hung, ended.cause)
+            if ended.by_itself and ended.code == RERUN and len(state["excluded"]) == n_excluded:
                 self.tell("warning: exit code 16 asks for other nodes, and none was excluded")
         held.save(state)
         left = budget_of(since_progress(held.state)).left(budget)
@@ -471,14 +471,17 @@ class SupervisedJob:
             self.tell(f"warning: {reported_to.message}")
         return conclusion
 
-    def _as_slurm_knows(self, ended: Ended) -> Ended:
-        """The end of an attempt with what Slurm knows of its reason; text is the fallback."""
-        if ended.asked or not (ended.code or ended.hang) or job_id() is None:
+    def _as_slurm_knows(self, ended: Ended, nodes: Sequence[str]) -> Ended:
+        """The end of an attempt on `nodes` with what Slurm knows of its reason.
+
+        Text is the fallback. A node that the attempt did not have says nothing about its end.
+        """
+        if ended.asked or (ended.by_itself and not ended.code) or job_id() is None:
             return ended
         failure = "" if ended.cause is None else ended.cause["failure"]
         # After a hang the logs hold what ended the job, and that was this process.
-        by_text = ended.hang is None and failure in ("preemption", "walltime")
-        slurm = ask_slurm(self.nodes.names)
+        by_text = ended.by_itself and failure in ("preemption", "walltime")
+        slurm = ask_slurm(nodes)
         if slurm is None:
             if by_text:
                 self.tell(f"warning: Slurm does not answer; {failure} is read from the logs alone")
@@ -488,7 +491,7 @@ class SupervisedJob:
         if slurm.down:
             states = ", ".join(f"{node} as {state}" for node, state in slurm.down.items())
             cause = cause_by_slurm("infra-node", f"Slurm reports {states}", [*slurm.down])
-            return ended._replace(hang=None, cause=cause)
+            return ended._replace(lost_node=True, cause=cause)
         if by_text:
             self.tell(
                 f"the logs show {failure}, and Slurm ends neither the job nor a node: unknown"
@@ -502,7 +505,7 @@ class SupervisedJob:
     def _seen_after(self, ended: Ended) -> RootState:
         """The roots after an attempt; waited for only where a restart needs the answer."""
         stops_at = self.options.budget.no_restart
-        again = ended.hang is not None or (ended.code != 0 and ended.code not in stops_at)
+        again = not ended.by_itself or (ended.code != 0 and ended.code not in stops_at)
         if again and not ended.asked:
             return self.roots.await_answer(self.signals, self.tell)
         return self.roots.inspect()

@@ -192,3 +192,51 @@ def test_an_attempt_whose_node_went_down_costs_one_restart_and_names_it(
     assert (first.cause, first.nodes) == ("infra-node", ("n2",))
     assert (first.left, second.world_size) == (2, 4)
     assert not (tmp_path / "drained-n2").exists(), "nothing need be drained"
+
+
+HANGS = """
+mkdir -p {tmp}/told; echo "$*" > {tmp}/told/$CKPTCTL_RESTART_COUNT
+[ "$CKPTCTL_RESTART_COUNT" -ge {n} ] && exit 0
+[ "$CKPTCTL_RESTART_COUNT" = {loses} ] && cp {tmp}/node {tmp}/bin/node
+trap "exit 0" TERM
+while :; do sleep 0.1; done
+"""
+
+
+def hanging(tmp_path: Path, n: int, loses: int) -> tuple[str, ...]:
+    """A job that hangs in its first attempts and ends with 0 when told to end; a node is lost."""
+    job = HANGS.format(tmp=tmp_path, n=n, loses=loses)
+    return "sh", "-c", job, "job", "-n{world_size}", "-x{excluded}"
+
+
+def silence_of(tmp_path: Path) -> dict[str, object]:
+    """End a job whose log does not grow for 2 s."""
+    return {"section_timeouts": {"outside": 2.0}, "log_dir": str(tmp_path / "logs")}
+
+
+def test_a_hang_after_a_lost_node_is_never_done_and_is_started_without_the_node(
+    slurm: Slurm, root: Path, tmp_path: Path
+):
+    (tmp_path / "node").write_text(NODE.format("n2", "n2", "DOWN+NOT_RESPONDING"))
+    about = {"nodes": NodeOptions(world_sizes=(6, 4)), **silence_of(tmp_path)}
+    ended = run(root, *hanging(tmp_path, 1, 0), said=[], **about)
+    assert [attempt.decision.value for attempt in ended.attempts] == ["restart", "done"]
+    assert (ended.attempts[0].cause, ended.attempts[0].nodes) == ("infra-node", ("n2",))
+    assert (tmp_path / "told" / "1").read_text() == "-n4 -xn2\n"
+
+
+def test_a_node_that_was_left_out_before_is_not_blamed_for_a_later_hang(
+    slurm: Slurm, root: Path, tmp_path: Path
+):
+    slurm.nodes("MIXED", "DOWN+NOT_RESPONDING", "MIXED")
+    about = {"nodes": NodeOptions(world_sizes=(6, 4)), **silence_of(tmp_path)}
+    ended = run(root, *hanging(tmp_path, 1, 9), said=[], **about)
+    assert [attempt.cause for attempt in ended.attempts] == ["hang", None]
+
+
+def test_a_job_that_was_cancelled_while_it_hung_does_not_end_with_0(
+    slurm: Slurm, root: Path, tmp_path: Path
+):
+    (slurm.folder / "job").write_text("JobId=2 JobState=CANCELLED NodeList=n[1-3]\n")
+    ended = run(root, *hanging(tmp_path, 1, 9), said=[], **silence_of(tmp_path))
+    assert (ended.exit_code, len(ended.attempts)) == (143, 1)
