@@ -37,7 +37,7 @@ from ckptctl.formats.own.supervision import (
 )
 from ckptctl.formatting import command_line
 from ckptctl.selection.marking import user_name
-from ckptctl.storage.opening import absolute_url
+from ckptctl.storage.opening import absolute_url, local_path
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.child import Hang, Running, Signals, Watcher
 from ckptctl.supervisor.processes import GRACE_S, end_processes, marked
@@ -224,7 +224,9 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
         owner = state["owner"]
         if owner is not None and not _is_over(owner, place, signals):
             return None
-        n_ended = _end_left_behind(marker_of(state, root), tell)
+        # The holder may have called the root by another name.
+        left_in = state["root"] if _is_same_root(state["root"], root) else root
+        n_ended = _end_left_behind(marker_of(state, left_in), tell)
         state = _owned(_closed(state, n_ended), os.urandom(16).hex(), root, reset)
         try:
             revisions.write(number + 1, state)
@@ -289,7 +291,7 @@ def _is_over(owner: OwnerDocument, place: StatePlace, signals: Signals) -> bool:
     revisions, _, root, tell = place
     if owner["machine"] and owner["machine"] == machine():
         process = Process(owner["pid"], owner["started"])
-        of_copy = owner["root"] != absolute_url(root)  # the root was copied with its state
+        of_copy = not _is_same_root(owner["root"], root)  # it was copied with its state
         own = process == own_process() and owner["id"] not in _held
         if of_copy or own or not is_alive(process):
             return True
@@ -313,6 +315,21 @@ def _is_over(owner: OwnerDocument, place: StatePlace, signals: Signals) -> bool:
                 "supervises this job: it renewed its lease"
             )
     return True
+
+
+def _is_same_root(before: str, root: str) -> bool:
+    """Whether an address of this machine still leads to the root, by a link or mount as well."""
+    if before == absolute_url(root):
+        return True
+    paths = local_path(before), local_path(root)
+    if paths[0] is None or paths[1] is None:
+        return False
+    try:
+        return os.path.samefile(paths[0], paths[1])
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True  # nothing shows that it is a copy
 
 
 def _end_left_behind(marker: str, tell: Callable[[str], None]) -> int:

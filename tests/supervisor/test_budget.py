@@ -267,11 +267,30 @@ def test_a_second_run_of_the_same_root_is_refused_while_the_first_lives(root: Pa
     assert f"process {run.pid} of this machine) supervises this job" in second.stderr
     shutil.copytree(root, tmp_path / "copy")
     assert once(tmp_path / "copy", "true").exit_code == 0, "a copy of the root is another run"
+    (tmp_path / "link").symlink_to(root)
+    linked = run_ckptctl("run", "--root", tmp_path / "link", "--", "true")
+    assert linked.returncode == 75, "another path to the root is no other run"
     assert run.poll() is None
     assert processes_with(f"@{root}")
     run.terminate()
     run.wait()
     assert once(root, "true").exit_code == 0
+
+
+def test_what_a_killed_run_left_behind_is_ended_by_a_run_over_another_path(
+    root: Path, tmp_path: Path
+):
+    job = f"touch {tmp_path}/began; sleep 3600"
+    run = subprocess.Popen(
+        [*COMMAND, "run", "--root", root, "--", "sh", "-c", job], env=clean_environment()
+    )
+    until((tmp_path / "began").exists)
+    run.kill()
+    run.wait()
+    (tmp_path / "link").symlink_to(root)
+    assert processes_with(f"@{root}")
+    assert once(tmp_path / "link", "true").exit_code == 0
+    assert processes_with(f"@{root}") == []
 
 
 def of_another_machine(root: Path) -> None:
