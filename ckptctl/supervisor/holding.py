@@ -365,4 +365,4 @@ def _with_reset(state: SupervisorDocument, reason: str) -> SupervisorDocument:
         "reason": reason[:MAX_STRING],
         "after": state["attempts"][-1]["number"] if state["attempts"] else 0,
     }
-    return {**state, "best": None, "resets": [*state["resets"], entry]}
+    return {**state, "best": None, "not_finite": [], "resets": [*state["resets"], entry]}

@@ -209,6 +209,13 @@ def since_progress(state: SupervisorDocument) -> Sequence[AttemptDocument]:
     return attempts[first:]
 
 
+def is_progress(state: SupervisorDocument, step: int | None) -> bool:
+    """Whether a usable step is newer than any before, and was not saved while losses were NaN."""
+    best = state["best"]
+    is_newer = step is not None and (best is None or step > best)
+    return is_newer and step not in state.get("not_finite", ())
+
+
 def budget_of(attempts: Sequence[AttemptDocument]) -> Budget:
     """What attempts without progress in between have used; one that runs is not counted."""
     ended = [attempt for attempt in attempts if attempt["decision"] is not None]

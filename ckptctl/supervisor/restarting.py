@@ -57,6 +57,7 @@ from ckptctl.supervisor.policy import (
     RootState,
     budget_of,
     decide,
+    is_progress,
     series,
     since_progress,
     stopped_by_scheduler,
@@ -381,10 +382,7 @@ class SupervisedJob:
         state = held.state
         attempts = state["attempts"]
         resets = self.options.budget.reset_budget is not None
-        # A step that was no progress after the last attempt is none now.
-        was_none = bool(attempts) and not resets and attempts[-1]["step"] == seen.step
-        is_newer = state["best"] is None or (seen.step or 0) > state["best"]
-        if seen.step is not None and is_newer and not was_none:
+        if is_progress(state, seen.step):
             if attempts and not resets:
                 last: AttemptDocument = {**attempts[-1], "step": seen.step, "progress": True}
                 attempts = [*attempts[:-1], last]
@@ -434,9 +432,10 @@ class SupervisedJob:
         state: SupervisorDocument = {**held.state, "attempts": earlier}
         seen = self._seen_after(ended)
         best, before = state["best"], since_progress(state)
-        progress = seen.step is not None and (best is None or seen.step > best)
-        if progress and ended.n_not_finite >= NOT_FINITE:
+        progress = is_progress(state, seen.step)
+        if progress and seen.step is not None and ended.n_not_finite >= NOT_FINITE:
             progress = False
+            state = {**state, "not_finite": [*state.get("not_finite", ()), seen.step]}
             self.tell(
                 f"warning: step {seen.step} is no progress: the last {ended.n_not_finite} reported "
                 "losses are NaN or infinite"

@@ -220,6 +220,9 @@ def _extent(state: SupervisorDocument) -> tuple[int, int, int]:
 
 def bounded(state: SupervisorDocument) -> SupervisorDocument:
     """The state with no more attempts and resets than a reader accepts, the newest."""
+    rejected = state.get("not_finite")
+    if rejected is not None:
+        state = {**state, "not_finite": rejected[-MAX_ATTEMPTS:]}
     return {
         **state,
         "attempts": state["attempts"][-MAX_ATTEMPTS:],

@@ -87,6 +87,29 @@ def test_steps_of_a_run_whose_loss_is_not_finite_are_no_progress(
     assert not any(attempt["progress"] for attempt in states(root)[-1]["attempts"])
 
 
+@pytest.mark.parametrize("how", ["fails", "supervisor killed"])
+def test_a_step_whose_loss_was_not_finite_is_no_progress_later_either(
+    root: Path, source: Path, tmp_path: Path, how: str
+):
+    rows = "".join(f"step: {step} loss: nan\\n" for step in range(1, 11))
+    saves = f"cp -r {shlex.quote(str(source))} {root}/step_100"
+    about = {"log_dir": str(tmp_path / "logs")}
+    once(root, "sh", "-c", f'printf "{rows}"; {saves}; exit 18', **about)
+    if how == "fails":
+        once(root, **about)
+    else:
+        job = f"touch {tmp_path}/began; sleep 3600"
+        command = [*COMMAND, "run", "--root", root, "--", "sh", "-c", job]
+        run = subprocess.Popen(command, env=clean_environment())
+        until((tmp_path / "began").exists)
+        run.kill()
+        run.wait()
+    once(root, **about)
+    assert not any(attempt["progress"] for attempt in states(root)[-1]["attempts"])
+    once(root, *saving(root, source, 200), **about)
+    assert states(root)[-1]["best"] == 200
+
+
 def test_a_person_resets_the_budget_with_a_reason_that_is_recorded(root: Path):
     while once(root).exit_code != 93:
         pass

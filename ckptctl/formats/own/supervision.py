@@ -131,7 +131,13 @@ class SectionDocument(TypedDict):
     """The longest time between two."""
 
 
-class SupervisorDocument(TypedDict):
+class _SupervisorOptions(TypedDict, total=False):
+    not_finite: list[int]
+    """The steps that are no progress: they were saved when the losses were NaN or infinite; absent
+    in older states."""
+
+
+class SupervisorDocument(_SupervisorOptions):
     """The state of a supervised run, in one revision."""
 
     run: Id
