@@ -154,8 +154,7 @@ AlarmAfterOpt = Annotated[
     float,
     Parameter(
         "--alarm-after N",
-        "Raise an alarm where no newer proven step comes for N save intervals, as the root shows "
-        "them; 0 raises none.",
+        "Raise an alarm where no newer proven step comes for N save intervals; 0 raises none.",
         min=0,
         common=False,
     ),

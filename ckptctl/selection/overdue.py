@@ -1,8 +1,8 @@
 """Notice that a run saves no newer step that is proven, whatever its trainer reports.
 
 Saves that fail without a message, a pointer that stays and a full disk have this in common. How
-often the run saves is learned from the write times of its newest steps; a copied root has those
-of the copy, and learns the interval anew from the steps that are saved in it.
+often the run saves is learned from the write times of its steps; a copied root has those of the
+copy, so `run` learns from the steps that it sees appear.
 """
 
 from __future__ import annotations
@@ -68,10 +68,14 @@ def written_s(
     return times
 
 
-def save_interval_s(written: Mapping[int, float]) -> float | None:
-    """The usual time between two saves of a run; None where too few steps show it."""
-    newest = [written[number] for number in sorted(written)]
-    pauses = [later - earlier for earlier, later in pairwise(newest) if later > earlier]
+def pauses_s(written: Mapping[int, float]) -> list[float]:
+    """The times between the writes of steps, given by number."""
+    in_order = [written[number] for number in sorted(written)]
+    return [later - earlier for earlier, later in pairwise(in_order) if later > earlier]
+
+
+def save_interval_s(pauses: Sequence[float]) -> float | None:
+    """The usual time between two saves of a run; None where too few show it."""
     return median(pauses) if len(pauses) >= _LEAST_PAUSES else None
 
 

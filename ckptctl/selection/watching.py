@@ -29,6 +29,7 @@ from ckptctl.selection.overdue import (
     ALARM_AFTER,
     Overdue,
     overdue,
+    pauses_s,
     save_interval_s,
     written_s,
 )
@@ -246,7 +247,7 @@ class _Watcher:
         written = written_s(root.store, root.listing, root.trees)
         if newest not in written:
             return  # so many newer steps are not proven: each of them was reported
-        interval_s, least_s = save_interval_s(written), self._requirements.grace_s
+        interval_s, least_s = save_interval_s(pauses_s(written)), self._requirements.grace_s
         waited_s = time.time() - written[newest]
         if overdue(newest, waited_s, interval_s, self.alarm_after, least_s) is None:
             return  # asks for the time of the storage only where that decides

@@ -1,7 +1,9 @@
 """Raise an alarm where an attempt saves no newer usable step for several save intervals.
 
 A thread lists the root: one that does not answer must not delay the supervisor, and saves nothing
-either. A step is inspected only where its number is newer than any before.
+either. A step is inspected only where its number is newer than any before. How often the job
+saves is learned from the steps that appear meanwhile, also where they are removed again: the
+files of a root that was copied are seconds apart, whatever the job needs between two.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from functools import partial
 
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.frameworks.layouts import compile_pattern
-from ckptctl.selection.overdue import overdue, save_interval_s, written_s
+from ckptctl.selection.overdue import overdue, pauses_s, save_interval_s, written_s
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.watching import Watched, overdue_event
 from ckptctl.storage.opening import open_store
@@ -28,6 +30,10 @@ _SETUP_S = 600.0
 """How long an attempt may take until its first save, at least: it loads, compiles and trains."""
 _POLL_S = (5.0, 300.0)
 """The shortest and the longest time between two listings; half a save interval within these."""
+_OF_LONGEST = 1.5
+"""No alarm before so many times the longest time between two saves: an evaluation, a full epoch."""
+_MOST_STEPS = 1_000
+"""Of how many steps of an attempt the write times are kept, the newest."""
 
 
 class StepAlarm(Watcher):
@@ -49,6 +55,7 @@ class StepAlarm(Watcher):
         self._best = best
         self._ended = threading.Event()
         self._event: Watched | None = None
+        self._pauses: list[float] = []  # of the attempts before
 
     def prepare(self, _attempt: int, _logs: Sequence[JobLog]) -> Mapping[str, str]:
         """Begin to wait for a newer step."""
@@ -77,27 +84,35 @@ class StepAlarm(Watcher):
     def _watch(self, ended: threading.Event, newest: int | None) -> None:
         leave_unwatched()
         since_s, least_s, alarmed = time.monotonic(), _SETUP_S, False
-        interval_s: float | None = None
-        pause_s = _POLL_S[0]
+        earlier = self._pauses
+        there: set[int] | None = None  # the steps that this attempt found
+        seen: dict[int, float] = {}  # when those that it saved were written
+        pause_s = 0.0
         while not ended.wait(pause_s):
             with suppress(CkptctlError):
-                numbers, interval_s = self._listed(interval_s)
+                written = self._written()
+                there = set(written) if there is None else there
+                seen |= {n: at_s for n, at_s in written.items() if at_s and n not in there}
+                seen = {number: seen[number] for number in sorted(seen)[-_MOST_STEPS:]}
                 step = newest
-                if numbers and (newest is None or max(numbers) > newest):
+                if written and (newest is None or max(written) > newest):
                     step = self._inspect().step
                 if step is not None and (newest is None or step > newest):
-                    newest, since_s, least_s, alarmed = step, time.monotonic(), 0.0, False
-            if interval_s is not None:
-                pause_s = min(max(interval_s / 2, _POLL_S[0]), _POLL_S[1])
+                    newest, since_s, alarmed = step, time.monotonic(), False
+                    least_s = least_s if step in there else 0.0
+            self._pauses = pauses = [*earlier, *pauses_s(seen)][-_MOST_STEPS:]
+            interval_s = save_interval_s(pauses)
+            pause_s = min(max((interval_s or 0.0) / 2, _POLL_S[0]), _POLL_S[1])
             waited_s, after = time.monotonic() - since_s, self._options.alarm_after
-            late = overdue(newest, waited_s, interval_s, after, least_s)
+            least_of_pauses_s = _OF_LONGEST * max(pauses, default=0.0)
+            late = overdue(newest, waited_s, interval_s, after, max(least_s, least_of_pauses_s))
             if late is not None and not alarmed:
                 alarmed = True
                 self._event = overdue_event(self._url, late)
 
-    def _listed(self, interval_s: float | None) -> tuple[list[int], float | None]:
-        """The numbers of the steps, and the time between two saves; that of before without one."""
+    def _written(self) -> dict[int, float | None]:
+        """The steps by number, and when each of the newest was written last."""
         with open_store(self._url, self._options.storage) as store:
             listing, trees = list_all(store, compile_pattern(self._options.requirements.pattern))
-            learned_s = save_interval_s(written_s(store, listing, trees))
-        return [step.number for step in listing.steps], learned_s or interval_s
+            written = written_s(store, listing, trees)
+        return {step.number: written.get(step.number) for step in listing.steps}
