@@ -24,11 +24,12 @@ from ckptctl.formats.own.supervision import (
     ExcludedDocument,
     SupervisorDocument,
 )
+from ckptctl.formatting import counted
 from ckptctl.options import Parameter
 from ckptctl.redaction import command_of_others
 from ckptctl.storage.files import replace_file
 from ckptctl.supervisor.child import Hang
-from ckptctl.supervisor.slurm import is_srun, srun_on
+from ckptctl.supervisor.slurm import is_srun, names_in, srun_on
 
 EXCLUDED = "CKPTCTL_EXCLUDED_NODES"
 """The variable with the excluded nodes, separated by commas."""
@@ -252,6 +253,12 @@ class Nodes:
         self._nodes = expand(self._allocation)
         self._gpus_per_node = place.gpus_per_node
         self._scheduler = place.scheduler
+        of_slurm = expand(place.node_list or "") if place.scheduler == "slurm" else ()
+        if options.nodes and of_slurm and not names_in(of_slurm, self._nodes):
+            tell(
+                f"warning: none of {self._allocation} (--nodes) is a node of the SLURM job "
+                f"({place.node_list}): what Slurm knows of its nodes is not used"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -289,7 +296,15 @@ class Nodes:
             usable = tuple(left)
         words, variables = fill(self._command, excluded, sizes)
         if is_srun(words):
-            words = srun_on(words, len(left), excluded)
+            on_left = srun_on(words, len(left), excluded)
+            if on_left is None:
+                self._tell(
+                    "the nodes of the job have different numbers of tasks, so it is not known how "
+                    f"many {counted(len(left), 'node')} get: state --ntasks or "
+                    "--ntasks-per-node of srun"
+                )
+                return None
+            words = on_left
         world_size = sizes[0] if sizes else None
         return AttemptPlan(words, variables, self._allocation, world_size, usable)
 

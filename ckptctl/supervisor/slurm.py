@@ -18,13 +18,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import expand
 from ckptctl.distributed.process_table import Process, entry_of, environment_of
 
@@ -75,7 +75,8 @@ def job_id() -> str | None:
 def ask(nodes: Sequence[str]) -> SlurmJob | None:
     """What Slurm knows of its job and of these nodes; None where it does not answer.
 
-    Takes up to 20 seconds. Cost: two commands of Slurm.
+    Where it knows none of their names, nothing is known of them. Takes up to 20 seconds. Cost: two
+    commands of Slurm.
     """
     job = job_id()
     shown = _slurm("scontrol", "show", "job", job, "-o") if job else None
@@ -86,14 +87,26 @@ def ask(nodes: Sequence[str]) -> SlurmJob | None:
         return None
     ends, why = _end_of(job, about)
     kept = expand(about.get("NodeList", ""))
-    down = {node: "no longer a node of the job" for node in nodes if kept and node not in kept}
-    listed = _slurm("scontrol", "show", "node", ",".join(nodes), "-o") if nodes else None
-    for line in (listed or "").splitlines():
-        node = _fields(line)
-        state = node.get("State", "")
-        if node.get("NodeName") in nodes and _DOWN & {*re.split(r"[+*]", state)}:
-            down[node["NodeName"]] = state
+    names = names_in(kept or nodes, nodes)
+    left = [node for node in nodes if node not in names] if names else []
+    down = dict.fromkeys(left, "no longer a node of the job")
+    listed = _slurm("scontrol", "show", "node", ",".join(names.values()), "-o") if names else None
+    states = {about.get("NodeName"): about for about in map(_fields, (listed or "").splitlines())}
+    for node, name in names.items():
+        state = states.get(name, {}).get("State", "")
+        if _DOWN & {*re.split(r"[+*]", state)}:
+            down[node] = state
     return SlurmJob(ends, why, down)
+
+
+def names_in(known: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
+    """The names under which Slurm knows nodes of its job, by those given, with or without domain.
+
+    Without those that are none of the `known` ones.
+    """
+    short = {name.partition(".")[0]: name for name in known} | {name: name for name in known}
+    names = {node: short.get(node) or short.get(node.partition(".")[0]) for node in nodes}
+    return {node: name for node, name in names.items() if name is not None}
 
 
 def _end_of(job: str, about: Mapping[str, str]) -> tuple[str, str]:
@@ -124,11 +137,16 @@ def is_srun(words: Sequence[str]) -> bool:
     return bool(words) and os.path.basename(words[0]) == "srun" and job_id() is not None
 
 
-def srun_on(words: Sequence[str], n_nodes: int, excluded: Sequence[str]) -> list[str]:
+def srun_on(words: Sequence[str], n_nodes: int, excluded: Sequence[str]) -> list[str] | None:
     """The words of an srun with its nodes, tasks and excluded nodes, where they are not stated.
 
-    In a batch script srun takes the tasks from SLURM_NTASKS, which is of all nodes of the job.
+    In a batch script srun takes the tasks from SLURM_NTASKS, which is of all nodes of the job: with
+    all of them nothing is added. None where it is not known how many tasks fewer nodes get, because
+    the nodes have different numbers of them.
     """
+    total = os.environ.get("SLURM_NNODES", "")
+    if not excluded and n_nodes >= (int(total) if total.isdecimal() else n_nodes):
+        return [*words]
     options = _options_of(words)
     stated = options.get("--nodes", options.get("-N", ""))
     nodes = int(stated) if stated.isdecimal() else n_nodes
@@ -136,13 +154,27 @@ def srun_on(words: Sequence[str], n_nodes: int, excluded: Sequence[str]) -> list
     if not {"--ntasks", "-n"} & options.keys():
         per_node = options.get("--ntasks-per-node") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
         if not per_node.isdecimal():
-            total, of = (os.environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_NNODES"))
-            is_even = total.isdecimal() and of.isdecimal() and int(of) and not int(total) % int(of)
-            per_node = str(int(total) // int(of)) if is_even else "1"
+            per_node = _tasks_per_node()
+        if not per_node:
+            return None
         added.append(f"--ntasks={nodes * int(per_node)}")
     if excluded and not {"--exclude", "-x"} & options.keys():
-        added.append(f"--exclude={','.join(excluded)}")
+        names = names_in(expand(os.environ.get("SLURM_JOB_NODELIST", "")), excluded)
+        added.append(f"--exclude={','.join(names.get(node, node) for node in excluded)}")
     return [words[0], *added, *words[1:]]
+
+
+def _tasks_per_node() -> str:
+    """How many tasks each node of the job has; empty where that differs or is not stated."""
+    total, nodes = os.environ.get("SLURM_NTASKS", ""), os.environ.get("SLURM_NNODES", "")
+    if not total:
+        return "1"  # as srun itself
+    stated = os.environ.get("SLURM_TASKS_PER_NODE", "")
+    if stated:
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x[0-9]{1,6}\))?", stated)
+        return match[1] if match else ""
+    is_even = total.isdecimal() and nodes.isdecimal() and int(nodes) and not int(total) % int(nodes)
+    return str(int(total) // int(nodes)) if is_even else ""
 
 
 def _options_of(words: Sequence[str]) -> dict[str, str]:
@@ -219,7 +251,7 @@ def _steps(job: str) -> Iterable[tuple[str, int]]:
 
 def _slurm(*command: str) -> str | None:
     """What a command of Slurm prints; None where it fails or does not answer."""
-    with suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
-        return asked.stdout
+    with suppress(OSError):
+        code, shown, _ = run_bounded(command, _ASK_S)
+        return shown if code == 0 else None
     return None

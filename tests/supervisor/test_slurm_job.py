@@ -63,7 +63,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     made = Slurm(tmp_path / "bin")
     for name, value in made.variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("SLURM_NTASKS_PER_NODE", raising=False)
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
     return made
 
 
@@ -118,7 +119,47 @@ def test_without_an_answer_nothing_is_known(slurm: Slurm, monkeypatch: pytest.Mo
 )
 def test_an_srun_states_its_nodes_and_tasks(slurm: Slurm, words: list[str], expected: list[str]):
     assert srun_on(words, 2, ()) == expected
-    assert srun_on(words, 2, ("n3",))[len(expected) - len(words) + 1] == "--exclude=n3"
+    with_node_left_out = srun_on(words, 2, ("n3.example.org",))
+    assert with_node_left_out is not None
+    assert with_node_left_out[len(expected) - len(words) + 1] == "--exclude=n3"
+    assert srun_on(words, 3, ()) == words, "nothing is left out"
+
+
+def test_fewer_nodes_get_the_tasks_of_each_or_no_attempt_is_started(
+    slurm: Slurm, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3)")
+    assert srun_on(["srun", "x"], 1, ()) == ["srun", "--nodes=1", "--ntasks=2", "x"]
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "3,2,1")
+    assert srun_on(["srun", "x"], 1, ()) is None
+    assert srun_on(["srun", "-n4", "x"], 1, ()) == ["srun", "--nodes=1", "-n4", "x"]
+    monkeypatch.delenv("SLURM_TASKS_PER_NODE")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    assert srun_on(["srun", "x"], 2, ()) is None
+    slurm.nodes("MIXED", "MIXED", "DOWN+NOT_RESPONDING")
+    said: list[str] = []
+    nodes = NodeOptions(world_sizes=(6, 4))
+    assert run(root, "srun", "true", said=said, nodes=nodes).exit_code == 94
+    assert any("state --ntasks or --ntasks-per-node of srun" in line for line in said)
+
+
+def test_names_of_nodes_with_a_domain_are_those_of_slurm(slurm: Slurm, root: Path):
+    slurm.job(nodes="n[1-2]")
+    slurm.nodes("MIXED", "DOWN+NOT_RESPONDING", "IDLE")
+    assert ask([f"n{n}.example.org" for n in (1, 2, 3)]).down == {
+        "n2.example.org": "DOWN+NOT_RESPONDING",
+        "n3.example.org": "no longer a node of the job",
+    }
+    said: list[str] = []
+    nodes = NodeOptions(nodes=("login", "10.0.0.2"))
+    assert run(root, "true", said=said, nodes=nodes).exit_code == 0
+    assert any("none of login,10.0.0.2 (--nodes) is a node of the SLURM job" in s for s in said)
+
+
+def test_an_answer_that_is_no_text_is_read_all_the_same(slurm: Slurm):
+    line = RUNNING.format(end=LATE, preempt="None", nodes="n[1-3]")
+    (slurm.folder / "job").write_bytes(line.encode() + b" Comment=\xff\xfe\n")
+    assert ask(["n1"]) == ("", "", {})
 
 
 def test_a_preempted_job_starts_nothing_more_at_no_cost(slurm: Slurm, root: Path):
