@@ -159,6 +159,10 @@ os.register_at_fork(after_in_child=_after_fork)
 _AFTER_THE_END_S = 27.0
 """How much of the 30 s between SIGTERM and SIGKILL at SLURM's time limit (`KillWait`) is used."""
 
+_LATE_S = 60.0
+"""How late SLURM may end a job. An older end is that of a limit that was extended since: the
+variable of the job keeps its first value."""
+
 _STDERR = 2
 
 DEFAULT_DEADLINE_S = 600.0
@@ -234,8 +238,9 @@ class GracefulStop:
     only. `notice_s` is the time between signal and kill (`--signal=B:TERM@120`).
     `deadline_s` is when the process is ended, in seconds after the signal: by default nine
     tenths of the notice, 600 where no notice is known, `math.inf` for never; the time limit
-    of a SLURM job counts too. Further signals change nothing: SLURM and torchrun both send one,
-    and SLURM another when its time is over. `group` can be one that `make_group` made, to share it.
+    of a SLURM job counts too, unless it is over: then it was extended. Further signals change
+    nothing: SLURM and torchrun both send one, and SLURM another when its time is over. `group` can
+    be one that `make_group` made, to share it.
 
     Raises `UsageError` where the deadline lies after the kill. Cost of `agreed`: one
     all-reduce of one number.
@@ -334,8 +339,9 @@ class GracefulStop:
 
     def _set_deadline(self, now_s: float) -> None:
         deadline_s = self.deadline_s
-        if self._ends_s is not None:
-            deadline_s = min(deadline_s, max(0.0, self._ends_s + _AFTER_THE_END_S - time.time()))
+        left_s = None if self._ends_s is None else self._ends_s - time.time()
+        if left_s is not None and left_s > -_LATE_S:
+            deadline_s = min(deadline_s, max(0.0, left_s) + _AFTER_THE_END_S)
         if deadline_s == float("inf"):
             return
         self._force_s = now_s + deadline_s

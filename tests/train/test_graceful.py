@@ -97,6 +97,23 @@ def test_handlers_are_given_back_and_a_stop_that_nobody_asked_for_ends_with_0():
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("ends_in_s", "least_s", "most_s"),
+    [(-3600, 500, 600), (-120, 500, 600), (-45, 20, 27), (0, 20, 27), (60, 60, 87)],
+)
+def test_a_time_limit_that_is_over_was_extended(
+    ends_in_s: int, least_s: int, most_s: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + ends_in_s))
+    with GracefulStop() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while stop.left_s == float("inf"):
+            time.sleep(0.001)
+        assert least_s < stop.left_s <= most_s
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 def test_further_signals_do_not_end_the_save(tmp_path: Path):
