@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ckptctl.distributed.launcher import LaunchedRank, launched_size
 from ckptctl.errors import CkptctlError, MissingExtra, RanksLost, UsageError
 from ckptctl.options import JOB_TIMEOUT_S
+from ckptctl.outside_numbers import whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -367,6 +368,7 @@ def joined(
             next_command="pip install 'ckptctl[torch]'",
         ) from error
     timeout = timedelta(seconds=timeout_s)
+    _check_variables(launched)
     try:
         store = _own_store(launched, timeout)
         dist.init_process_group(
@@ -381,6 +383,22 @@ def joined(
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def _check_variables(launched: LaunchedRank) -> None:
+    """Raise `UsageError` where the variables of the launcher cannot be those of a rank."""
+    if launched.rank >= launched.size:
+        raise UsageError(
+            f"RANK is {launched.rank}, and WORLD_SIZE is {launched.size}: the last rank is "
+            f"{launched.size - 1}; unset both to run one process"
+        )
+    port = os.environ.get("MASTER_PORT", "")
+    if launched.address is None and not 0 < (whole(port) or 0) < 65536:
+        state = f"is {port[:100]!r}" if port else "is not set"
+        raise UsageError(
+            f"RANK and WORLD_SIZE name {launched.size} processes, and MASTER_PORT {state}: set it "
+            "to the port of rank 0, or unset RANK and WORLD_SIZE to run one process"
+        )
 
 
 def _own_store(launched: LaunchedRank, timeout: timedelta) -> Store:

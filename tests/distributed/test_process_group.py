@@ -119,6 +119,23 @@ def test_what_a_training_process_starts_stays_out_of_its_job():
     assert done.stdout == "None\n"
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({}, "MASTER_PORT is not set"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+        ({"MASTER_PORT": "29500", "RANK": "5"}, "RANK is 5, and WORLD_SIZE is 2"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_a_usage_error(changed, wrong, tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **changed}
+    done = run_program(*COMMAND, "verify", tmp_path, "--level", "content", **place)
+    assert done.returncode == 2, done.stderr
+    assert wrong in done.stderr
+
+
 # Four real processes
 
 
