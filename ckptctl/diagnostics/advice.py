@@ -41,6 +41,12 @@ CHECKS: Mapping[str, Check] = {
         "The shell takes the carriage return for a part of each line, so commands fail.",
         "Remove them: `sed -i 's/\\r$//' FILE`.",
     ),
+    "script.no-training": Check(
+        "no command that trains was recognized",
+        "Signals, resume and exit codes of the training were not judged: it is started by a "
+        "script or a program that `doctor` does not know.",
+        "Run `ckptctl doctor slurm` on the script that holds the training command.",
+    ),
     "sbatch.ignored": Check(
         "an #SBATCH line behind a command",
         "SLURM ignores directives after the first command: the option has no effect.",
@@ -74,10 +80,17 @@ CHECKS: Mapping[str, Check] = {
         "`$!` is the last command of a pipe, such as tee: the training gets no signal.",
         "Write to the log with `--output` or `> FILE 2>&1`, without a pipe.",
     ),
+    "signal.not-passed": Check(
+        "the trap does not pass the signal on",
+        "The training gets no signal, and is killed at the time limit without a save.",
+        'Write `scancel --signal=TERM "$SLURM_JOB_ID.0"` into the trap, with the number of the '
+        "training's step.",
+    ),
     "signal.no-wait": Check(
         "nothing waits for the training in the background",
-        "The script ends at once, and the job with it.",
-        'Add `wait "$pid"` behind it, and again behind the trap.',
+        "The script ends at once, or when the signal ends its only `wait`, and the job with it, "
+        "before the save is written.",
+        'Add `wait "$pid"; code=$?` behind it, and another behind that for the save.',
     ),
     "signal.no-step": Check(
         "--signal goes to job steps, and there is none",

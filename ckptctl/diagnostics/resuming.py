@@ -76,6 +76,7 @@ _FRAMEWORKS = (
     _framework("OLMo", r"\bolmo(?:_core)?\b|OLMo", "`load_path`"),
     _framework("InternEvo", r"\bintern(?:evo|lm)\b", "`auto_resume`"),
     _framework("Colossal-AI", r"\bcolossalai\b", "its configuration"),
+    _framework("submitit", r"\bsubmitit\b", "the function that it calls"),
     _framework("Lightning", r"\b(?:lightning|litgpt)\s+\w+", "`ckpt_path`"),
 )
 _OPTION = re.compile(

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from signal import Signals
-from typing import NamedTuple
 
 from ckptctl.deadlines import Deadline
 from ckptctl.diagnostics.advice import Advice, fault, note, warning
 from ckptctl.diagnostics.resuming import Resumption, has_option, resumption_of
-from ckptctl.diagnostics.slurm_script import Script, Training
+from ckptctl.diagnostics.slurm_script import Script, Simple, Training
+from ckptctl.diagnostics.slurm_traps import Trap, signal_name, trap_of
 from ckptctl.outside_numbers import clamped, whole
 
 _LEAST_NOTICE_S = 60
 MAX_ADVICE = 1000
 """More mistakes in one script are not listed."""
 _MOST_S = 10**9
+_MOST_TRAPS = 30
+"""Later trainings are judged by the trap of the last of these, in linear time."""
 _SHOWN = 100
 """Characters of the script that a message shows of one word."""
 _PREEMPTIBLE = re.compile(r"pre-?empt|spot|scaveng|low-?prio|backfill|interruptible", re.IGNORECASE)
@@ -100,6 +101,16 @@ def _form(name: str, script: Script) -> Iterator[Advice]:
             )
 
 
+def _no_training(name: str, script: Script) -> Iterator[Advice]:
+    if not script.trainings:
+        yield warning(
+            "script.no-training",
+            f"{name}:1",
+            "no command that starts the training was recognized: whether it gets the signal, "
+            "resumes and keeps its exit code was not judged",
+        )
+
+
 def _signals(name: str, script: Script) -> Iterator[Advice]:
     given = script.option("--signal")
     if given is None:
@@ -113,19 +124,19 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
     where = f"{name}:{line}"
     match = _SIGNAL.match(value)
     seconds = clamped(match[2], _MOST_S) if match and match[2] else 60
-    signal = _named(match[1]) if match else value
+    signal = signal_name(match[1]) if match else value
     yield from _notice(where, script, seconds)
     to_shell = value.partition(":")[0].count("B") > 0 and ":" in value
-    trap_line = _search_both(script, r"\btrap\b", rf"\b(?:SIG)?{re.escape(signal)}\b")
-    sent, is_to_srun = _passed_on(script)
-    shell = _Shell(trap_line, sent, is_to_srun, script.search(r"\bwait\b") is not None)
     own_handlers = script.search(r"\bPET_SIGNALS_TO_HANDLE=(\S{1,200})")
-    for each in script.trainings:
-        received = signal if each.is_exec or not to_shell else shell.sent
+    trap = None
+    for n_judged, each in enumerate(script.trainings):
+        if to_shell and n_judged < _MOST_TRAPS:
+            trap = trap_of(script, each, signal)
+        received = signal if each.is_exec or not to_shell else trap and trap.sent
         if own_handlers is None or not re.search(rf"{received}|\$", own_handlers[1][1]):
             yield from _to_agent(f"{name}:{each.line}", each, received)
         if to_shell:
-            yield from _to_shell(name, where, shell, each, signal)
+            yield from _to_shell(name, where, trap, each, signal)
         elif each.launcher not in ("srun",):
             yield fault(
                 "signal.no-step",
@@ -144,14 +155,6 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
                 f"#SBATCH --signal=B:{signal}@{seconds}, with exec or a trap that passes it on to "
                 "`ckptctl run`",
             )
-
-
-def _named(signal: str) -> str:
-    """The name of a signal that may be a number: `USR1` for 10."""
-    number = whole(signal)
-    if number is None or number not in {each.value for each in Signals}:
-        return signal
-    return Signals(number).name.removeprefix("SIG")
 
 
 _AGENT = re.compile(
@@ -177,29 +180,22 @@ def _to_agent(where: str, training: Training, signal: str | None) -> Iterator[Ad
     )
 
 
-class _Shell(NamedTuple):
-    """How the batch shell treats the signal: the line of its trap, what that sends, a wait."""
-
-    trap_line: int | None
-    sent: str | None
-    is_to_srun: bool
-    waits: bool
-
-
 def _to_shell(
-    name: str, where: str, shell: _Shell, training: Training, signal: str
+    name: str, where: str, trap: Trap | None, training: Training, signal: str
 ) -> Iterator[Advice]:
     # exec replaces the shell with Python, which then receives its signals.
+    at = f"{name}:{training.line}"
+    is_srun_alone = training.launcher == "srun" and not _SUPERVISED.match(training.text)
     to_srun = fault(
         "signal.srun-killed",
-        f"{name}:{training.line}",
+        at,
         "srun answers SIGTERM by killing all tasks (SIGKILL): Python never receives it",
     )
     if training.is_exec and not training.in_pipeline:
-        if training.launcher == "srun" and signal == "TERM":
+        if is_srun_alone and signal == "TERM":
             yield to_srun
         return
-    if shell.trap_line is None:
+    if trap is None:
         result = (
             "the job ends at once, and its tasks have KillWait (30 s) for the save"
             if training.launcher == "srun"
@@ -212,53 +208,25 @@ def _to_shell(
             f"{result}",
             f"remove B: (--signal={signal}@300 signals the step), or trap it and pass it on",
         )
-        return
-    if not training.in_background:
+    elif not training.in_background:
         yield fault(
             "signal.foreground",
-            f"{name}:{training.line}",
-            f"the trap of line {shell.trap_line} runs only after this command has ended: bash "
+            at,
+            f"the trap of line {trap.line} runs only after this command has ended: bash "
             "waits for foreground commands",
         )
-    elif training.in_pipeline and shell.sent and shell.is_to_srun:
+    elif training.in_pipeline and trap.sent and trap.is_to_srun:
         yield fault(
             "signal.pipeline",
-            f"{name}:{training.line}",
+            at,
             "$! is the last command of the pipeline: the trap signals that one, not the training",
         )
-    elif not shell.waits:
-        yield fault(
-            "signal.no-wait",
-            f"{name}:{training.line}",
-            "nothing waits for the background command: the script ends, and the job with it",
-        )
-    elif (
-        training.launcher == "srun"
-        and shell.sent == "TERM"
-        and shell.is_to_srun
-        and not _SUPERVISED.match(training.text)
-    ):
+    elif trap.lost:
+        yield fault("signal.not-passed", f"{name}:{trap.line}", trap.lost)
+    elif trap.unwaited:
+        yield fault("signal.no-wait", at, trap.unwaited)
+    elif is_srun_alone and trap.sent == "TERM" and trap.is_to_srun:
         yield to_srun
-
-
-_KILL = re.compile(r"\bkill\s+(?:-s\s*|-)?(?:SIG)?([A-Z][A-Z0-9]{1,8}|\d{1,2}\b)?[^;|&]{0,200}?\$")
-
-
-_SCANCEL = re.compile(r"\bscancel\b[^;|&]{0,200}?(?:--signal[= ]|-s\s*)(?:SIG)?([A-Z0-9]{1,9})\b")
-_WHOLE_JOB = re.compile(r"\bscancel\b[^;|&]{0,200}?\s(?:--full|-f)\b")
-
-
-def _passed_on(script: Script) -> tuple[str | None, bool]:
-    """The signal that a trap, or a function that it calls, sends, and whether srun gets it itself.
-
-    `scancel --signal` signals the tasks of a step, and with `--full` srun too.
-    """
-    for each in script.commands:
-        if match := _SCANCEL.search(each.text):
-            return _named(match[1]), _WHOLE_JOB.search(each.text) is not None
-        if match := _KILL.search(each.text):
-            return _named(match[1] or "TERM"), True
-    return None, False
 
 
 def _search_both(script: Script, first: str, then: str) -> int | None:
@@ -396,7 +364,7 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
         if resumes or resumption is Resumption.SHOWN:
             continue
         if resumption is Resumption.ABSENT:
-            yield fault(
+            yield warning(
                 "resume.absent",
                 where,
                 "the training has no option to resume, and no configuration: unless the program "
@@ -417,9 +385,11 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
         script.search(r"\bset\s+-\w*e\w*\b") is not None
         or _search_both(script, r"\bset\b", r"\berrexit\b") is not None
     )
-    keeps = re.compile(r"\$\?|\bwait\b|\bexit\b")
-    last_kept = max((each.line for each in script.commands if keeps.search(each.text)), default=0)
-    last = script.commands[-1] if script.commands else None
+    keeps = re.compile(r"\$\?|\bwait\b|\bexit\b(?!\s+0\b)")
+    last_kept = max(
+        (at for at, each in enumerate(script.main) if keeps.search(each.text)), default=-1
+    )
+    last = len(script.main) - 1
     for each in script.trainings:
         where = f"{name}:{each.line}"
         if each.in_pipeline and not strict and not saved:
@@ -428,22 +398,29 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
                 where,
                 "the exit code is that of the last command of the pipe: a crash ends with 0",
             )
-        if re.search(r"\|\|\s*(?:true|:)\s*$", each.text):
+        end = each.at
+        while script.main[end].operator == "|" and end < last:
+            end += 1
+        after = script.main[end + 1] if end < last else None
+        begun = script.main[each.at].prefix.split()[:1]
+        if after and script.main[end].operator == "||" and _says_only(after):
             yield fault(
                 "exit-code.swallowed",
                 where,
-                "|| true: the job always ends with 0 and is never restarted",
+                f"|| {after.words[0]}: the job always ends with 0 and is never restarted",
             )
         elif (
-            last is not None
-            and last_kept <= each.line < last.line
+            after
+            and last_kept <= each.at
             and not exits_on_error
-            and "$?" not in each.text
+            and script.main[end].operator not in ("&&", "||")
+            and begun not in (["if"], ["while"], ["until"], ["elif"])
         ):
             yield warning(
                 "exit-code.swallowed",
                 where,
-                f"the job ends with the exit code of line {last.line}, not with this one",
+                f"the job ends with the exit code of line {script.main[last].line} "
+                f"(`{script.main[last].text[:_SHOWN]}`), not with that of the training",
             )
     if exits_on_error:
         return
@@ -460,6 +437,10 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
                 "the exit code of ckptctl is ignored: with 75 the path is empty, and the job "
                 "starts fresh",
             )
+
+
+def _says_only(command: Simple) -> bool:
+    return not command.prefix and command.program in ("true", ":", "echo", "printf", "logger")
 
 
 def _masked(name: str, script: Script) -> Iterator[Advice]:
@@ -522,6 +503,7 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
 
 _CHECKS: tuple[Callable[[str, Script], Iterator[Advice]], ...] = (
     _form,
+    _no_training,
     _signals,
     _wrapped,
     _requeue,

@@ -8,19 +8,43 @@ mistakes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-_LAUNCH = re.compile(
-    r"(?:^|[\s;&|(]|\bexec\s+)(?P<launcher>srun|torchrun|mpirun|mpiexec|ft_launcher|deepspeed|"
-    r"accelerate\s+launch|python3?(?:\.\d+)?\s+(?:-\w\s+)*(?:-m\s+torch\.distributed\.\w+|\S+\.py))(?![\w-])"
-)
 _SUBSTITUTED = re.compile(r"\$\([^()]*\)")
-_NOT_TRAINING = re.compile(
-    r"\bckptctl\s+(?!run\b)|nvidia-smi|hostname|--version|\bpip\b|preflight|\becho\b|\bsbcast\b|health|"
-    r"^\s*\w+=\$\("
+_STEPS = ("srun", "mpirun", "mpiexec")
+_LAUNCHERS = (
+    *("torchrun", "ft_launcher", "deepspeed", "axolotl", "composer", "llamafactory-cli"),
+    *("litgpt", "lightning", "fairseq-train", "fairseq-hydra-train"),
 )
+_PAIRS = (("accelerate", "launch"), ("tune", "run"))
+# What starts another program that its own words name.
+_WRAPPERS = (
+    *("uv", "poetry", "pixi", "pdm", "hatch", "conda", "mamba", "micromamba", "apptainer"),
+    *("singularity", "docker", "podman", "enroot", "timeout", "nice", "ionice", "numactl"),
+    *("taskset", "stdbuf", "env", "nsys", "ncu", "sudo"),
+)
+_PYTHON = re.compile(r"python3?(?:\.\d+)?")
+_SHELL = ("bash", "sh", "zsh")
+_PREPARES = re.compile(r"preflight|health|setup|download|prepare|preprocess|convert|check_", re.I)
+_TOOLS = (
+    "pip",
+    "venv",
+    "ensurepip",
+    "json.tool",
+    "http.server",
+    "compileall",
+    "zipfile",
+    "tarfile",
+)
+_NAMED_TRAINING = re.compile(r"train|run|launch|finetun|sft|start|main", re.I)
+_IN_VARIABLE = re.compile(r"[\"']?\$\{?\w*(?:CMD|COMMAND|LAUNCH|PYTHON|TRAIN|SCRIPT|RUN)", re.I)
+_PREFIX = re.compile(
+    r"(?:(?:if|then|else|elif|do|while|until|time|exec|nohup|command|!|\{)(?=\s)|\(|"
+    r"\w+\+?=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*(?=\s|$))\s*"
+)
+_FUNCTION = re.compile(r"(?:function\s+)?([\w-]+)\s*\(\s*\)\s*\{?|function\s+([\w-]+)\s*\{?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +56,31 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
+class Simple:
+    """One simple command of a line, and the operator behind it: `;`, `&`, `&&`, `||`, `|` or none.
+
+    `program` is the name of the program without its folder, and `words` are its words, without
+    assignments and words of the shell such as `if` and `exec`.
+    """
+
+    line: int
+    text: str
+    operator: str
+    prefix: str
+    words: tuple[str, ...]
+
+    @property
+    def program(self) -> str:
+        """The name of the program, without its folder; empty for assignments alone."""
+        return _base(self.words[0]) if self.words else ""
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
-    """The line that starts the training, and how the shell runs it."""
+    """The command that starts the training, and how the shell runs it.
+
+    `at` is its place in `Script.main`.
+    """
 
     line: int
     text: str
@@ -41,6 +88,7 @@ class Training:
     is_exec: bool
     in_background: bool
     in_pipeline: bool
+    at: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +100,8 @@ class Script:
     late_options: tuple[Command, ...]
     commands: tuple[Command, ...]
     trainings: tuple[Training, ...]
+    main: tuple[Simple, ...]
+    functions: Mapping[str, tuple[Simple, ...]]
 
     def option(self, *names: str) -> tuple[int, str] | None:
         """Line and value of the last `#SBATCH` option of these names; an empty value for none."""
@@ -79,6 +129,10 @@ def read_script(text: str) -> Script:
     """Parse the text of a batch script."""
     lines = tuple(line.removesuffix("\r") for line in text.split("\n"))
     commands = tuple(_commands(lines))
+    main, functions = _parts(commands)
+    if not any(_is_training(command) for command in main):
+        # A function starts it: where it is called is not followed.
+        main = tuple(part for command in commands for part in simple_commands(command))
     first = commands[0].line if commands else len(lines) + 1
     options = [
         Command(number, line.removeprefix("#SBATCH").strip())
@@ -90,7 +144,9 @@ def read_script(text: str) -> Script:
         tuple(each for each in options if each.line < first),
         tuple(each for each in options if each.line >= first),
         commands,
-        tuple(_trainings(commands)),
+        tuple(_trainings(main)),
+        main,
+        functions,
     )
 
 
@@ -129,19 +185,140 @@ def _without_comment(line: str) -> str:
     return line
 
 
-def _trainings(commands: tuple[Command, ...]) -> Iterator[Training]:
-    for each in commands:
-        # What a substitution runs is not the training: --resume-from "$(ckptctl pick ROOT)".
-        plain = _SUBSTITUTED.sub("$()", each.text)
-        match = _LAUNCH.search(plain)
-        if match is None or _NOT_TRAINING.search(plain):
+def simple_commands(command: Command) -> Iterator[Simple]:
+    """The simple commands of a line; quotes, substitutions and arithmetic are not split."""
+    text, begun, at, quote, depth = command.text, 0, 0, "", 0
+    while at < len(text):
+        char, width = text[at], 1
+        if char == "\\" and quote != "'":
+            width = 2
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"`":
+            quote = char
+        elif char == "(" and (
+            depth or text[at - 1 : at] in ("$", "<", ">") or text[at + 1 :][:1] == "("
+        ):
+            depth += 1
+        elif char == ")" and depth:
+            depth -= 1
+        elif not depth and char in ";&|\n":
+            width = 2 if text[at : at + 2] in ("&&", "||", ";;", "|&") else 1
+            is_redirection = (
+                char == "&" and width == 1 and ">" in (text[at - 1 : at], text[at + 1 : at + 2])
+            )
+            if not is_redirection:
+                operator = text[at : at + width]
+                yield from _simple(command.line, text[begun:at], _OPERATORS.get(operator, operator))
+                begun = at + width
+        at += width
+    yield from _simple(command.line, text[begun:], "")
+
+
+_OPERATORS = {";;": ";", "\n": ";", "|&": "|"}
+
+
+def _simple(line: int, text: str, operator: str) -> Iterator[Simple]:
+    text = text.strip()
+    at = 0
+    while match := _PREFIX.match(text, at):
+        at = match.end()
+    if text:
+        yield Simple(line, text, operator, text[:at], tuple(text[at:].split()))
+
+
+def _parts(
+    commands: tuple[Command, ...],
+) -> tuple[tuple[Simple, ...], dict[str, tuple[Simple, ...]]]:
+    """The simple commands outside of functions, and those of each function."""
+    main: list[Simple] = []
+    functions: dict[str, tuple[Simple, ...]] = {}
+    body: list[Simple] = []
+    name = ""
+    for command in commands:
+        text = command.text
+        begins = None if name else _FUNCTION.match(text)
+        if begins:
+            name, body = begins[1] or begins[2], []
+            text = text[begins.end() :].strip()
+        if not name:
+            main.extend(simple_commands(command))
             continue
-        bare = re.sub(r"'[^']*'|\"[^\"]*\"", "''", each.text)
-        yield Training(
-            each.line,
-            each.text,
-            match["launcher"].split()[0],
-            is_exec=bool(re.search(r"(?:^|[;&|]\s*)exec\s", bare)),
-            in_background=bool(re.search(r"(?<!&)&\s*(?:$|[;#]|\w+=)", bare)),
-            in_pipeline=bool(re.search(r"(?<!\|)\|(?!\|)&?", bare)),
+        ends = text == "}" or bool(begins and text.endswith("}"))
+        body.extend(
+            simple_commands(Command(command.line, text.removesuffix("}") if ends else text))
         )
+        if ends:
+            functions[name] = tuple(body)
+            name = ""
+    # A function without an end is none.
+    return tuple(main + body if name else main), functions
+
+
+def _base(word: str) -> str:
+    return word.strip("'\"();").rpartition("/")[2]
+
+
+def _trainings(main: tuple[Simple, ...]) -> Iterator[Training]:
+    for at, command in enumerate(main):
+        if not _is_training(command):
+            continue
+        end = at
+        while main[end].operator in ("&&", "||", "|") and end + 1 < len(main):
+            end += 1
+        before = main[at - 1] if at else None
+        yield Training(
+            command.line,
+            command.text,
+            _launcher(command),
+            is_exec=re.search(r"\bexec\b", command.prefix) is not None,
+            in_background=main[end].operator == "&",
+            in_pipeline=command.operator == "|"
+            or (before is not None and before.line == command.line and before.operator == "|"),
+            at=at,
+        )
+
+
+def _launcher(command: Simple) -> str:
+    for word in command.words:
+        base = _base(word)
+        if base in (*_STEPS, *_LAUNCHERS, "accelerate"):
+            return base
+        if _PYTHON.fullmatch(base):
+            return "python"
+    return command.program
+
+
+def _is_training(command: Simple) -> bool:
+    """Whether a command starts a program that trains, as far as its words show."""
+    words = _SUBSTITUTED.sub("$()", " ".join(command.words)).split()
+    program = command.program
+    following = words[1:2]
+    if program == "ckptctl" or "--version" in words:
+        return program == "ckptctl" and following == ["run"]
+    is_step = program in _STEPS
+    if program in _SHELL and not any(re.fullmatch("-[a-z]*c", word) for word in words[1:4]):
+        return False
+    starts = is_step or program in (*_SHELL, *_WRAPPERS, *_LAUNCHERS, *(pair[0] for pair in _PAIRS))
+    if not (starts or _PYTHON.fullmatch(program) or program.endswith(".py")):
+        return False
+    bases = [_base(word) for word in words]
+    for at, (word, base) in enumerate(zip(words, bases, strict=True)):
+        if base == "ckptctl":
+            return bases[at + 1 : at + 2] == ["run"]
+        if base in _LAUNCHERS or tuple(bases[at : at + 2]) in _PAIRS:
+            return True
+        if base.endswith(".py"):
+            return not _PREPARES.search(base)
+        if (
+            base == "-m"
+            and at
+            and any(_PYTHON.fullmatch(each) for each in bases[max(0, at - 4) : at])
+        ):
+            return bases[at + 1 : at + 2] != [] and bases[at + 1] not in _TOOLS
+        is_script = base.endswith(".sh") or word.startswith("./")
+        if is_step and is_script and _NAMED_TRAINING.search(base):
+            return not _PREPARES.search(base)
+        if is_step and "=" not in word and "/" not in word and _IN_VARIABLE.match(word):
+            return True
+    return False
