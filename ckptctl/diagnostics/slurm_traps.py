@@ -16,7 +16,7 @@ from signal import Signals
 from typing import NamedTuple
 
 from ckptctl.diagnostics.slurm_script import Command, Script, Simple, Training, simple_commands
-from ckptctl.outside_numbers import whole
+from ckptctl.outside_numbers import clamped, whole
 
 _TRAP = re.compile(
     r"trap\s+(?:--\s+)?(?:'([^']*)'|\"((?:[^\"\\]|\\.)*)\"|([^\s'\"]+))\s+(.*)", re.DOTALL
@@ -108,7 +108,7 @@ def _sent(
             lost = ""
             if "--batch" in options or "-b" in options:
                 lost = "scancel --batch signals the batch shell itself, and no task"
-            elif step and int(step[1]) < (earlier := _steps_before(script, training)):
+            elif step and clamped(step[1]) < (earlier := _steps_before(script, training)):
                 lost = (
                     f"scancel signals step {step[1]}, and the training is step {earlier} or later: "
                     "each srun before it is a step"

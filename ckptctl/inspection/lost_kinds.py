@@ -36,6 +36,7 @@ from ckptctl.inspection.stored_tensors import (
     tensor_names,
     tensor_sizes,
 )
+from ckptctl.outside_numbers import clamped
 
 N_BEFORE = 2
 """So many steps before must hold a file: one that a single step has is not of each save."""
@@ -134,7 +135,7 @@ def lost_first(opened: OpenStep) -> Finding | None:
     here = {file.path for file in opened.files if file.size}
     lost = set()
     for match in filter(None, map(_FURTHER, here)):
-        number = int(match["n"]) - 1
+        number = clamped(match["n"]) - 1
         before = f"{match['kind']}_{number}" if number else match["kind"]
         # A model may be in several files, with an index.
         if not {f"{before}{match['end']}", f"{before}{match['end']}.index.json"} & here:

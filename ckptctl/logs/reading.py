@@ -111,7 +111,7 @@ class LogReader:
 
     @property
     def other_ranks(self) -> OtherRanks | None:
-        """What the ranks logged whose rows are dropped; None where no ranks are told apart."""
+        """What the ranks logged whose rows are dropped; None where ranks are not distinguished."""
         return self.log.other_ranks if isinstance(self.log, TextLog) else None
 
     @property

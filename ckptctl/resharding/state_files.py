@@ -22,6 +22,7 @@ from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formatting import command_line, some_of
 from ckptctl.model import SHARDED, FileInfo, Step
+from ckptctl.outside_numbers import clamped
 from ckptctl.resharding.flat_files import flat_part, open_flat
 from ckptctl.resharding.reading import SourceFiles
 from ckptctl.resharding.sources import RankFile, SourcePart
@@ -133,7 +134,7 @@ def _number(url: str, file: FileInfo, *, is_with_state: bool) -> int:
             "(model.safetensors): move it away, or give its path to convert it alone",
             next_command=command_line("show", url),
         )
-    return int(match["number"] or 0) if match else 0
+    return clamped(match["number"] or "0") if match else 0
 
 
 def _by_number(files: Sequence[FileInfo]) -> dict[int, FileInfo] | None:
@@ -141,7 +142,7 @@ def _by_number(files: Sequence[FileInfo]) -> dict[int, FileInfo] | None:
     matches = [_NUMBERED.fullmatch(file.path) for file in files]
     if len(files) == 1 and matches[0] is None:
         return {0: files[0]}
-    numbers = [int(match["number"] or 0) for match in matches if match]
+    numbers = [clamped(match["number"] or "0") for match in matches if match]
     if len({*numbers}) < len(files):
         return None
     return dict(sorted(zip(numbers, files, strict=True)))
