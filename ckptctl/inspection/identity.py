@@ -26,7 +26,7 @@ from ckptctl.formatting import command_line
 from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.open_step import OpenStep, end_of_file
 from ckptctl.inspection.sidecars import optimizer_steps_inside, steps_counted
-from ckptctl.model import SHARDED, StatePart
+from ckptctl.model import SHARDED, FileInfo, StatePart
 
 MAX_COMPARED = 3
 """So many steps on each side are compared."""
@@ -326,11 +326,10 @@ class CountingOptimizer(NamedTuple):
     n_steps: int
 
     def count_in(self, opened: OpenStep) -> int | None:
-        """The steps that the same optimizer counts in another step."""
-        alike = [
-            one for one in counting_optimizers(opened) if key_of(one.path) == key_of(self.path)
-        ]
-        return alike[0].n_steps if alike else None
+        """The steps that the same optimizer counts in another step. Cost: three short reads."""
+        key = key_of(self.path)
+        alike = [file for file in _optimizer_files(opened) if key_of(file.path) == key]
+        return _steps_in(opened, alike[0]) if alike else None
 
 
 def counting_optimizers(opened: OpenStep) -> list[CountingOptimizer]:
@@ -338,18 +337,24 @@ def counting_optimizers(opened: OpenStep) -> list[CountingOptimizer]:
 
     Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
+    counts = [(file.path, _steps_in(opened, file)) for file in _optimizer_files(opened)]
+    return [CountingOptimizer(path, n_steps) for path, n_steps in counts if n_steps is not None]
+
+
+def _optimizer_files(opened: OpenStep) -> list[FileInfo]:
+    """The files that may hold an optimizer, one of each kind, `MAX_OPTIMIZERS` at most."""
     layout = opened.step.layout
     files = [file for file in opened.files if file.size and _may_be_optimizer(opened, file.path)]
     files.sort(key=lambda file: kind_of_file(layout, file.path) is None)
     of_kinds = {key_of(file.path): file for file in reversed(files)}
-    files = [file for file in files if of_kinds[key_of(file.path)] is file]
-    counting: list[CountingOptimizer] = []
-    for file in files[:MAX_OPTIMIZERS]:
-        path = opened.name if opened.is_file else opened.in_store(file.path)
-        counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
-        if counts:
-            counting.append(CountingOptimizer(file.path, int(max(counts))))
-    return counting
+    return [file for file in files if of_kinds[key_of(file.path)] is file][:MAX_OPTIMIZERS]
+
+
+def _steps_in(opened: OpenStep, file: FileInfo) -> int | None:
+    """The steps that the optimizer in a file counts; None where it counts none."""
+    path = opened.name if opened.is_file else opened.in_store(file.path)
+    counts = [n for n in optimizer_steps_inside(opened.store, path, file.size) if n > 0]
+    return int(max(counts)) if counts else None
 
 
 def _may_be_optimizer(opened: OpenStep, path: str) -> bool:
