@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import StorageError
@@ -197,6 +197,7 @@ _MOST_BYTES = 64 << 20
 """How much of the end of each log is read."""
 _LOSS_BYTES = 1 << 20
 """How much of it is read for its last losses."""
+T = TypeVar("T")
 
 
 class Logs:
@@ -236,37 +237,35 @@ class Logs:
 
     def n_not_finite(self) -> int:
         """How many of the last reported losses are NaN or infinite, in a row and in each log."""
-        most = 0
-        with new_private_folder("ckptctl-run-") as folder:
-            for path in self._added(folder):
-                n, reader = 0, LogReader(path)
-                with open(path, "rb") as file:
-                    file.seek(max(0, os.fstat(file.fileno()).st_size - _LOSS_BYTES))
-                    for row in chain(reader.feed(file.read()), reader.end()):
-                        if isinstance(row, Row) and row.loss is not None:
-                            n = 0 if math.isfinite(row.loss.value) else n + 1
-                most = max(most, n)
-            folder.remove()
-        return most
+        return max(self._added(_LOSS_BYTES, _n_not_finite), default=0)
 
     def _classified(self, exit_code: int) -> Classification | None:
         folder = new_private_folder("ckptctl-run-")
+
+        def copied(name: str, data: bytes) -> str:
+            folder.write(name, data)
+            # Only the descriptor leads to it for sure, whoever can write the parent folder.
+            return os.path.join(folder.held_path, name)
+
         try:
-            added = [*self._added(folder)]
+            added = [*self._added(_MOST_BYTES, copied)]
             if not added:
                 return None
             return classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
         finally:
             folder.remove()
 
-    def _added(self, folder: HeldFolder) -> Iterator[str]:
-        """Copies of what the attempt added, in a folder; without logs that cannot be read."""
+    def _added(self, most: int, use: Callable[[str, bytes], T]) -> Iterator[T]:
+        """What `use` makes of a name for each log and of the last bytes that the attempt added.
+
+        At most `most` bytes. A log that cannot be read is left out.
+        """
         for n, (log, size) in enumerate(self._sizes.items()):
-            name = f"{n}-{os.path.basename(log.path)}"
             try:
                 source = os.dup(log.fd) if log.fd is not None else open_named(log.path)
                 with os.fdopen(source, "rb") as file:
-                    folder.write(name, _added_to(file, size))
+                    data = _added_to(file, size, most)
+                used = use(f"{n}-{os.path.basename(log.path)}", data)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -274,8 +273,16 @@ class Logs:
             except StorageError as error:
                 self._tell(f"warning: set aside: {error.message}")
             else:
-                # Only the descriptor leads to it for sure, whoever can write the parent folder.
-                yield os.path.join(folder.held_path, name)
+                yield used
+
+
+def _n_not_finite(name: str, data: bytes) -> int:
+    """How many of the last losses in a log are NaN or infinite, in a row."""
+    n, reader = 0, LogReader(name)
+    for row in chain(reader.feed(data), reader.end()):
+        if isinstance(row, Row) and row.loss is not None:
+            n = 0 if math.isfinite(row.loss.value) else n + 1
+    return n
 
 
 def cause_by_slurm(failure: str, message: str, nodes: Sequence[str] = ()) -> CauseDocument:
@@ -308,13 +315,13 @@ def _unknown(message: str) -> CauseDocument:
     }
 
 
-def _added_to(file: BinaryIO, start: int) -> bytes:
-    """The end of the added text; a log that became shorter was rewritten.
+def _added_to(file: BinaryIO, start: int, most: int) -> bytes:
+    """The end of the added text, `most` bytes of it; a log that became shorter was rewritten.
 
     What another process adds meanwhile is left out: it may write faster than this copies.
     """
     size = os.fstat(file.fileno()).st_size
-    begin = max(start if size >= start else 0, size - _MOST_BYTES)
+    begin = max(start if size >= start else 0, size - most)
     file.seek(begin)
     return file.read(size - begin)
 
