@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
+from operator import attrgetter
 from statistics import median
 
 from ckptctl.findings import Finding
@@ -30,9 +31,12 @@ _N_LOST = 5  # rows
 _N_LOST_ROW = 10  # rows that agree behind one that is missing
 
 
-def counter_checks(resume: LoggedResume, replay: Replay) -> Iterator[Check]:
+def counter_checks(
+    resume: LoggedResume, replay: Replay, lacking: Sequence[Finding]
+) -> Iterator[Check]:
     """Yield a check for each number that has to continue across the resume.
 
+    `lacking` are the findings of `without_loss`.
     The findings are `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.gap`,
     `loss.tokens`, `loss.batch`, `loss.lr`, `loss.lr-lower`, `loss.data`, `loss.other-samples`.
     """
@@ -51,7 +55,7 @@ def counter_checks(resume: LoggedResume, replay: Replay) -> Iterator[Check]:
         NOT_FINITE,
         finite if n_losses else "",
         "no loss after the resume",
-        doubt="".join(finding.message for finding in without_loss(resume)),
+        doubt="".join(finding.message for finding in lacking),
         findings=tuple(_not_finite(resume)),
     )
     counts = tuple(_tokens(resume))
@@ -299,8 +303,8 @@ def without_loss(resume: LoggedResume) -> Iterator[Finding]:
     if not chosen:
         return
     n_rows, first = sum(map(len, chosen)), chosen[0][0]
-    with_loss = [row.step for row in (*resume.before, *resume.after)
-                 if row.has_loss and row.step < first.step]  # fmt: skip
+    rows = (*resume.before, *resume.after)
+    with_loss = [row.step for row in rows if row.has_loss and row.step < first.step]
     since = f"after step {with_loss[-1]:,} " if with_loss else "after the resume "
     yield Finding(
         "loss.no-value",
@@ -314,11 +318,8 @@ def without_loss(resume: LoggedResume) -> Iterator[Finding]:
 
 def _runs_without(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows without a loss, as runs of neighbours."""
-    return [list(run) for has_loss, run in groupby(rows, _has_loss) if not has_loss]
-
-
-def _has_loss(row: Row) -> bool:
-    return row.has_loss
+    runs = groupby(rows, attrgetter("has_loss"))
+    return [list(run) for has_loss, run in runs if not has_loss]
 
 
 def _lacks_loss(rows: Sequence[Row]) -> bool:

@@ -144,11 +144,12 @@ def assess(
     else:
         replay = compare_replay(resume)
         level = measure_level(resume.before, resume.after)
-    counters = list(counter_checks(resume, replay))
+    lacking = list(without_loss(resume))
+    counters = list(counter_checks(resume, replay, lacking))
     counters += [] if ledger is None else [ledger_check(resume, ledger)]
     findings = [finding for check in counters for finding in check.findings]
     if not resume.restarted:
-        findings += without_loss(resume)
+        findings += lacking
         if other_ranks is not None:
             of_ranks = list(rank_findings(resume, replay, other_ranks))
             findings += of_ranks
