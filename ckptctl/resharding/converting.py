@@ -61,7 +61,7 @@ from ckptctl.resharding.sources import (
     source_in,
     source_of,
 )
-from ckptctl.resharding.state_files import STATE_BESIDE, state_files
+from ckptctl.resharding.state_files import STATE_BESIDE, StateFiles, state_files
 from ckptctl.resharding.steps import (
     inspect_whole,
     target_place,
@@ -163,7 +163,7 @@ def convert(
         save = state_files(inspected.step, found.url, only_model=only_model)
         if not formats & SHARDED and (is_safetensors or save is not None):
             _check_number(asked, found, inspected)
-            return _from_folder(asked, found, inspected, checked, storage)
+            return _from_folder(asked, found, inspected, save, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
             raise _names_no_file(asked, inspected)
         check_format(inspected)
@@ -285,6 +285,7 @@ def _from_folder(
     asked: _Asked,
     found: OpenTarget,
     inspected: Inspection,
+    save: StateFiles | None,
     checked: Requirements,
     storage: StorageOptions,
 ) -> Converted:
@@ -294,7 +295,7 @@ def _from_folder(
         # Only a seal can verify them, and that takes reading every byte.
         inspected = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     with target_place(asked.target, storage, source=found.url) as place:
-        return import_folder(found, inspected, _into(asked, place))
+        return import_folder(found, inspected, save, _into(asked, place))
 
 
 def _check_makes_step(asked: _Asked, what: str) -> None:

@@ -60,6 +60,7 @@ from ckptctl.resharding.sources import (
     SourceDamaged,
     SourcePart,
     SourceTensor,
+    check_is_copied,
     part_of,
     refusal,
     source_in,
@@ -72,7 +73,6 @@ from ckptctl.resharding.state_files import (
     FilePart,
     StateFiles,
     read_state_file,
-    state_files,
 )
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, list_if_there
@@ -170,12 +170,13 @@ def import_file(source: OneFile, into: Into) -> Converted:
     return _import(made, source, {"": read.files}, (), into)
 
 
-def import_folder(found: OpenTarget, inspected: Inspection, into: Into) -> Converted:
-    """Write a step from the files of one save, or from the folders of safetensors in a folder."""
+def import_folder(
+    found: OpenTarget, inspected: Inspection, save: StateFiles | None, into: Into
+) -> Converted:
+    """Write a step from the files of one `save`, or from the folders of safetensors in a folder."""
     report = inspected.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
-    save = state_files(inspected.step, found.url, only_model=into.only_model)
     if save is not None:
         return _import_save(found, inspected, save, into)
     read, notes = _safetensors(found, inspected, into.under)
@@ -223,10 +224,7 @@ def _import_save(
     """Write a step with a part for the model and for each optimizer of one save."""
     parts: list[FilePart] = []
     for other in save.others:
-        if other.file.kind != "file":
-            raise UsageError(
-                f"{found.url}: {other.file.path} is a link or not a regular file, and is not copied"
-            )
+        check_is_copied(found.url, other.file)
     if save.lost:
         path = save.lost[0]
         message = f"{path} is not there, and a file of a later number is"

@@ -322,6 +322,12 @@ def part_of(
     )
 
 
+def check_is_copied(url: str, file: FileInfo) -> None:
+    """Raise `UsageError` for a file of the step at `url` that is a link or not a regular file."""
+    if file.kind != "file":
+        raise UsageError(f"{url}: {file.path} is a link or not a regular file, and is not copied")
+
+
 def _files(inspected: Inspection) -> Iterator[RankFile]:
     """The sidecars: all files but shards, metadata and ckptctl's own."""
     step = inspected.step
@@ -333,9 +339,6 @@ def _files(inspected: Inspection) -> Iterator[RankFile]:
         ours = name in (METADATA, METADATA_TMP) or rank_local_rank(name) is not None
         if folder in dcp and (ours or shard_rank(name) is not None or name.endswith(".distcp")):
             continue
-        if file.kind != "file":
-            raise UsageError(
-                f"{step.url}: {file.path} is a link or not a regular file, and is not copied"
-            )
+        check_is_copied(step.url, file)
         kind = kind_of_file(step.layout, file.path)
         yield RankFile(file, kind.names[0] if kind else None, kind.rank if kind else None)
