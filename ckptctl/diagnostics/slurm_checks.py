@@ -86,18 +86,18 @@ def _form(name: str, script: Script) -> Iterator[Advice]:
             f"{name}:1",
             "the script has Windows line ends: the shell treats CR as part of each line",
         )
-    for each in script.late_options:
+    for option in script.late_options:
         yield fault(
             "sbatch.ignored",
-            f"{name}:{each.line}",
-            f"#SBATCH {each.text}: SLURM ignores directives after the first command",
+            f"{name}:{option.line}",
+            f"#SBATCH {option.text}: SLURM ignores directives after the first command",
         )
-    for each in script.options:
-        if re.search(r"\$\{?\w", each.text):
+    for option in script.options:
+        if re.search(r"\$\{?\w", option.text):
             yield fault(
                 "sbatch.variable",
-                f"{name}:{each.line}",
-                f"#SBATCH {each.text}: variables in #SBATCH lines are not expanded",
+                f"{name}:{option.line}",
+                f"#SBATCH {option.text}: variables in #SBATCH lines are not expanded",
             )
 
 
@@ -129,28 +129,28 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
     to_shell = value.partition(":")[0].count("B") > 0 and ":" in value
     own_handlers = script.search(r"\bPET_SIGNALS_TO_HANDLE=(\S{1,200})")
     trap = None
-    for n_judged, each in enumerate(script.trainings):
+    for n_judged, training in enumerate(script.trainings):
         if to_shell and n_judged < _MOST_TRAPS:
-            trap = trap_of(script, each, signal)
-        received = signal if each.is_exec or not to_shell else trap and trap.sent
+            trap = trap_of(script, training, signal)
+        received = signal if training.is_exec or not to_shell else trap and trap.sent
         if own_handlers is None or not re.search(rf"{received}|\$", own_handlers[1][1]):
-            yield from _to_agent(f"{name}:{each.line}", each, received)
+            yield from _to_agent(f"{name}:{training.line}", training, received)
         if to_shell:
-            yield from _to_shell(name, where, trap, each, signal)
-        elif each.launcher not in ("srun",):
+            yield from _to_shell(name, where, trap, training, signal)
+        elif training.launcher not in ("srun",):
             yield fault(
                 "signal.no-step",
                 where,
-                f"--signal={value} goes to job steps, and line {each.line} starts "
-                f"{each.launcher} without srun: no process receives it",
+                f"--signal={value} goes to job steps, and line {training.line} starts "
+                f"{training.launcher} without srun: no process receives it",
                 f"start it with srun, or use --signal=B:{signal}@{seconds} and exec",
             )
-        elif _SUPERVISED.match(each.text):
+        elif _SUPERVISED.match(training.text):
             yield fault(
                 "signal.not-run",
                 where,
                 f"--signal={value} goes to the job step that `ckptctl run` starts in line "
-                f"{each.line}, and not to `ckptctl run`: it takes the end of the step for a "
+                f"{training.line}, and not to `ckptctl run`: it takes the end of the step for a "
                 "failure, and restarts the job shortly before the time limit",
                 f"#SBATCH --signal=B:{signal}@{seconds}, with exec or a trap that passes it on to "
                 "`ckptctl run`",
@@ -232,7 +232,9 @@ def _to_shell(
 def _search_both(script: Script, first: str, then: str) -> int | None:
     """The line of the first command with `first` and, behind it, `then`."""
     patterns = re.compile(first), re.compile(then)
-    return next((each.line for each in script.commands if in_order(*patterns, each.text)), None)
+    return next(
+        (command.line for command in script.commands if in_order(*patterns, command.text)), None
+    )
 
 
 def in_order(first: re.Pattern[str], then: re.Pattern[str], text: str) -> bool:
@@ -245,14 +247,14 @@ def in_order(first: re.Pattern[str], then: re.Pattern[str], text: str) -> bool:
 
 
 def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
-    for each in script.commands:
-        for match in _NUMBERED.finditer(each.text):
+    for command in script.commands:
+        for match in _NUMBERED.finditer(command.text):
             given_s = clamped(match[2], _MOST_S)
             if given_s > seconds and in_order(*_PATIENCE, match[1]):
                 yield fault(
                     "signal.notice-short",
                     where,
-                    f"the notice is {seconds} s, and line {each.line} gives the save up to "
+                    f"the notice is {seconds} s, and line {command.line} gives the save up to "
                     f"{given_s} s ({match[1][:_SHOWN]}): the job is killed first",
                     f"@{given_s + 60} or more: SLURM may signal up to a minute late",
                 )
@@ -265,12 +267,12 @@ def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
 
 
 def _wrapped(name: str, script: Script) -> Iterator[Advice]:
-    for each in script.trainings:
-        inner = re.search(r"\b(?:bash|sh|zsh)\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*)\1", each.text)
-        if inner and each.launcher == "srun" and "exec " not in inner[2] and _is_list(inner[2]):
+    for training in script.trainings:
+        inner = re.search(r"\b(?:bash|sh|zsh)\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*)\1", training.text)
+        if inner and training.launcher == "srun" and "exec " not in inner[2] and _is_list(inner[2]):
             yield fault(
                 "signal.wrapped",
-                f"{name}:{each.line}",
+                f"{name}:{training.line}",
                 "srun signals the shell of bash -c, which does not pass the signal on to Python",
             )
 
@@ -326,10 +328,10 @@ def _allocation(name: str, script: Script) -> Iterator[Advice]:
             "--no-kill: where the node of the batch shell fails, SLURM keeps the job until its "
             "time limit, with nothing in it",
         )
-    for each in script.trainings:
-        if not (each.launcher == "srun" and _SUPERVISED.match(each.text)):
+    for training in script.trainings:
+        if not (training.launcher == "srun" and _SUPERVISED.match(training.text)):
             continue
-        where = f"{name}:{each.line}"
+        where = f"{name}:{training.line}"
         if several and not kept:
             yield warning(
                 "sbatch.no-kill",
@@ -338,8 +340,12 @@ def _allocation(name: str, script: Script) -> Iterator[Advice]:
                 "run` can restart it on the others",
             )
         asked = script.option("--ntasks", "-n", "--ntasks-per-node")
-        fewer = re.search(r"['\"\s](?:--nodes[= ]|-N\s*)['\"]?\{nodes\}", each.text)
-        if asked and fewer and not re.search(r"['\"\s](?:--ntasks[= ]|-n\s*['\"{\d$])", each.text):
+        fewer = re.search(r"['\"\s](?:--nodes[= ]|-N\s*)['\"]?\{nodes\}", training.text)
+        if (
+            asked
+            and fewer
+            and not re.search(r"['\"\s](?:--ntasks[= ]|-n\s*['\"{\d$])", training.text)
+        ):
             yield fault(
                 "srun.ntasks",
                 where,
@@ -348,16 +354,16 @@ def _allocation(name: str, script: Script) -> Iterator[Advice]:
 
 
 def _resume(name: str, script: Script) -> Iterator[Advice]:
-    for each in script.commands:
-        pipe = each.text.split("|")
-        if _BY_TIME.search(each.text) or any(in_order(*_SORTED_BY_TIME, part) for part in pipe):
+    for command in script.commands:
+        pipe = command.text.split("|")
+        if _BY_TIME.search(command.text) or any(in_order(*_SORTED_BY_TIME, part) for part in pipe):
             yield fault(
                 "resume.by-mtime",
-                f"{name}:{each.line}",
+                f"{name}:{command.line}",
                 "the step is chosen by its mtime, which copies, rsync and touch change; it may "
                 "also be incomplete",
             )
-    resumes = any(has_option(each.text) for each in script.commands if "=" in each.text)
+    resumes = any(has_option(command.text) for command in script.commands if "=" in command.text)
     for training in script.trainings:
         resumption, place = resumption_of(training.text)
         where = f"{name}:{training.line}"
@@ -387,22 +393,22 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
     )
     keeps = re.compile(r"\$\?|\bwait\b|\bexit\b(?!\s+0\b)")
     last_kept = max(
-        (at for at, each in enumerate(script.main) if keeps.search(each.text)), default=-1
+        (at for at, simple in enumerate(script.main) if keeps.search(simple.text)), default=-1
     )
     last = len(script.main) - 1
-    for each in script.trainings:
-        where = f"{name}:{each.line}"
-        if each.in_pipeline and not strict and not saved:
+    for training in script.trainings:
+        where = f"{name}:{training.line}"
+        if training.in_pipeline and not strict and not saved:
             yield fault(
                 "exit-code.pipe",
                 where,
                 "the exit code is that of the last command of the pipe: a crash ends with 0",
             )
-        end = each.at
+        end = training.at
         while script.main[end].operator == "|" and end < last:
             end += 1
         after = script.main[end + 1] if end < last else None
-        begun = script.main[each.at].prefix.split()[:1]
+        begun = script.main[training.at].prefix.split()[:1]
         if after and script.main[end].operator == "||" and _says_only(after):
             yield fault(
                 "exit-code.swallowed",
@@ -411,7 +417,7 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
             )
         elif (
             after
-            and last_kept <= each.at
+            and last_kept <= training.at
             and not exits_on_error
             and script.main[end].operator not in ("&&", "||")
             and begun not in (["if"], ["while"], ["until"], ["elif"])
@@ -424,7 +430,7 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
             )
     if exits_on_error:
         return
-    texts_after = [*(each.text for each in script.commands[1:]), ""]
+    texts_after = [*(later.text for later in script.commands[1:]), ""]
     for command, following in zip(script.commands, texts_after, strict=False):
         picked = re.match(
             r"(?:(?:local|export|declare|readonly)\s+)?\w+=\"?\$\(\s*ckptctl", command.text
@@ -456,13 +462,13 @@ def _masked(name: str, script: Script) -> Iterator[Advice]:
 
 def _hangs(name: str, script: Script) -> Iterator[Advice]:
     in_environment = script.search(r"\bSLURM_KILL_BAD_EXIT=1\b")
-    for each in script.trainings:
-        if each.launcher != "srun" or in_environment:
+    for training in script.trainings:
+        if training.launcher != "srun" or in_environment:
             continue
-        if not re.search(r"--kill-on-bad-exit|\s-K(?:[01])?\b", each.text):
+        if not re.search(r"--kill-on-bad-exit|\s-K(?:[01])?\b", training.text):
             yield fault(
                 "srun.no-kill",
-                f"{name}:{each.line}",
+                f"{name}:{training.line}",
                 "when one rank dies, the others wait until their timeout, or forever",
             )
 
@@ -472,12 +478,14 @@ def _resilience(name: str, script: Script) -> Iterator[Advice]:
 
     Source: NVRx `ft_launcher`, `inprocess.Wrapper`; Megatron-LM `--async-save`.
     """
-    for each in script.commands:
-        ignored = re.search(r"(?:^|\s)(--ft-[\w-]+)", each.text)
-        if ignored and re.search(r"\btorchrun\b|torch\.distributed\.(?:run|launch)\b", each.text):
+    for command in script.commands:
+        ignored = re.search(r"(?:^|\s)(--ft-[\w-]+)", command.text)
+        if ignored and re.search(
+            r"\btorchrun\b|torch\.distributed\.(?:run|launch)\b", command.text
+        ):
             yield fault(
                 "torchrun.ft-options",
-                f"{name}:{each.line}",
+                f"{name}:{command.line}",
                 f"{ignored[1]} is an option of ft_launcher; torchrun detects no hang",
             )
     hard = script.search(r"hard[-_]timeout[=\s]{1,9}(\d{1,9})")

@@ -313,7 +313,7 @@ def _is_training(command: Simple) -> bool:
         if (
             base == "-m"
             and at
-            and any(_PYTHON.fullmatch(each) for each in bases[max(0, at - 4) : at])
+            and any(_PYTHON.fullmatch(base) for base in bases[max(0, at - 4) : at])
         ):
             return bases[at + 1 : at + 2] != [] and bases[at + 1] not in _TOOLS
         is_script = base.endswith(".sh") or word.startswith("./")

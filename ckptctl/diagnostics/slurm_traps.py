@@ -41,7 +41,7 @@ class Trap(NamedTuple):
 def signal_name(signal: str) -> str:
     """The name of a signal that may be a number: `USR1` for 10."""
     number = whole(signal)
-    if number is None or number not in {each.value for each in Signals}:
+    if number is None or number not in {known.value for known in Signals}:
         return signal.removeprefix("SIG")
     return Signals(number).name.removeprefix("SIG")
 
@@ -118,7 +118,8 @@ def _sent(
         asks = re.match(r"kill\s+(?:-s\s*|-)0\b", text)
         if command.program == "kill" and not asks and (match := _KILL.match(text)):
             return signal_name(match[1] or "TERM"), True, ""
-    if any(each.program not in ("", "true", ":", "echo", "printf", "date") for each in actions):
+    silent = ("", "true", ":", "echo", "printf", "date")
+    if any(command.program not in silent for command in actions):
         return None, False, ""
     return (
         None,

@@ -55,7 +55,7 @@ def decide(
 
     `first_failed` is the host and rank that a launcher names as the first to fail.
     """
-    alive = _with_consequences([each for each in evidence if not each.survived])
+    alive = _with_consequences([item for item in evidence if not item.survived])
     decisive = _decisive(alive, first_failed)
     if decisive is None:
         cascades = tuple(each for each in alive if each.role is Role.CASCADE)

@@ -139,7 +139,8 @@ def kinds_of_files(step: Step) -> Mapping[str, str]:
     are kinds of their own. Not among them are a manifest, which is written at the first save of a
     process only, and random states, which one rank names otherwise than several.
     """
-    sparse = {one.key for one in open_families(step) if one.n_present > 1 and not one.is_numbered}
+    families = open_families(step)
+    sparse = {family.key for family in families if family.n_present > 1 and not family.is_numbered}
     kinds: dict[str, str] = {}
     for path in sorted(unlisted_files(step)):
         kind = kind_of_file(step.layout, path)

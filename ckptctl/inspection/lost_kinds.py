@@ -61,11 +61,12 @@ def check_gone(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Find
     if len(same) < N_BEFORE:
         return
     kinds, held = kinds_of_files(opened.step), [kinds_of_files(other.step) for other in same]
-    new = {shape_of_name(kind) for kind in kinds if not all(kind in one for one in held)}
+    in_all = set(held[0]).intersection(*held)
+    new = {shape_of_name(kind) for kind in kinds if kind not in in_all}
     gone = {
         kind: path
         for kind, path in sorted(held[0].items())
-        if kind not in kinds and all(kind in one for one in held) and shape_of_name(kind) not in new
+        if kind not in kinds and kind in in_all and shape_of_name(kind) not in new
     }
     # An evaluation may not have run yet.
     gone = {kind: path for kind, path in gone.items() if not is_of_evaluation(same[0], path)}
@@ -112,7 +113,7 @@ def check_gone(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Find
 
 def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = False) -> TensorNames:
     """The tensors in some files of a step, and those that its metadata describes."""
-    described = (one for part in opened.parts for one in part.metadata if with_metadata)
+    described = (found for part in opened.parts for found in part.metadata if with_metadata)
     leaves = [leaf for metadata in described for _, leaf in entries_of(metadata)]
     for path in paths:
         leaves += leaves_at(opened, path)
@@ -198,7 +199,8 @@ def _lost_of_ranks(
         }
         if len(alike) < 3 or there >= alike.keys():
             continue
-        optimizers = {one.file for one in other.tensors_in_files[0] if one.kind == "optimizer"}
+        tensors, _ = other.tensors_in_files
+        optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
         with_optimizer = {
             word
             for words in then.values()

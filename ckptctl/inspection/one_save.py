@@ -175,7 +175,9 @@ def _furthest(
     least_s = LEAST_WINDOW_S
     if is_known:
         least_s = max(USUAL_S, min(MOST_S, *intervals))
-    late_s = max([min(least_s, LEAST_WINDOW_S), *(TIMES_LONGEST * one.late_s for one in beside)])
+    late_s = max(
+        [min(least_s, LEAST_WINDOW_S), *(TIMES_LONGEST * times.late_s for times in beside)]
+    )
     apart_s = max([least_s, *(TIMES_LONGEST * times.apart_s for times in beside)])
     before_others = [times for times in beside if _is_between(times, own)]
     found = [

@@ -519,7 +519,8 @@ def _no_longer_growing(compared: Compared, families: Sequence[Family]) -> Iterat
             continue
         before: dict[int | None, int] = {}
         for other in compared.before(3):
-            held = [one for one in compared.families(other.step) if one.key == family.key]
+            there = compared.families(other.step)
+            held = [older for older in there if older.key == family.key]
             before[other.step.number] = held[0].n_files if held else 0
             if len(before) == 2 and max(before.values()) == min(before.values()):
                 break

@@ -243,7 +243,7 @@ class RankDeduplicator:
             held.append(row)
         closeness = self._closeness(rank)
         self._closest = max(self._closest, closeness)
-        n_steps = len({each.step for each in held})
+        n_steps = len({waiting.step for waiting in held})
         # A rank that is closer to the kept one may only print later.
         if n_steps < (_SILENT_STEPS if closeness == self._closest else 2 * _SILENT_STEPS):
             return ()

@@ -240,7 +240,7 @@ def check_split(
         raise OptionError("--resume", f"{options.which}: the logs hold {n_resumes} resumes")
     ledger = options.ledger() if options.ledger is not None and chosen else None
     assessments = tuple(
-        assess(each, ledger, None if damage is None else damage.other_ranks) for each in chosen
+        assess(resume, ledger, None if damage is None else damage.other_ranks) for resume in chosen
     )
     if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
         assessments = _alone(parts, options.resume_point)

@@ -253,7 +253,7 @@ def decide(
         return Conclusion(Decision.NEVER, reason, NO_ANSWER)
     if seen.code == EXIT_NONE_USABLE:
         return Conclusion(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
-    if ended.by_itself and code == RERUN and any(each["exit_code"] == RERUN for each in past):
+    if ended.by_itself and code == RERUN and any(attempt["exit_code"] == RERUN for attempt in past):
         return Conclusion(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
     free = ended.hung is None and _is_free(code if ended.by_itself else None, ended.cause)
     before = budget_of(past)
