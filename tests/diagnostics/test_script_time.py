@@ -13,7 +13,7 @@ from ckptctl.deadlines import Deadline
 from ckptctl.diagnostics.slurm_checks import _CHECKS, MAX_ADVICE, check_script
 from ckptctl.diagnostics.slurm_script import read_script
 
-N_BYTES = 8_000
+N_BYTES = 2_000
 
 
 def checked(text: str) -> object:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from pattern_growth import MOST_GROWTH, TOO_SHORT_S, seconds, too_slow
+from pattern_growth import MOST_GROWTH, N_LOOKS, TOO_SHORT_S, seconds, too_slow
 
 from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS
 from ckptctl.logs.markers import _PHRASES
 from ckptctl.logs.reading import LogReader
 from ckptctl.storage.logs import MAX_MATCHED
 
-N_CHARS = MAX_MATCHED // 2
+N_CHARS = MAX_MATCHED // 8
 FILLERS = (" ", "a", "7", "x=", "a: ", "/", ":", "| ", "[", "{", "'", "1,", "a1 ", "━")
 
 
@@ -96,5 +96,9 @@ def test_a_long_line_costs_no_more_than_its_bytes(kind):
 
         return search
 
-    short, long = (seconds(read(n), "", 3) for n in (MAX_MATCHED, 8 * MAX_MATCHED))
-    assert long < max(TOO_SHORT_S, 2 * MOST_GROWTH * short)
+    short, long = (read(n) for n in (MAX_MATCHED, 8 * MAX_MATCHED))
+    # One busy moment is no growth: an excess counts if every look finds it.
+    assert any(
+        seconds(long, "", 3) < max(TOO_SHORT_S, MOST_GROWTH * seconds(short, "", 3))
+        for _ in range(N_LOOKS)
+    )
