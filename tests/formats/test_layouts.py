@@ -78,8 +78,6 @@ COUNTED = {
     "composer-epochs": "epochs",
     "fairseq": "steps",
     "epochs": "epochs",
-    "kohya": "steps",
-    "kohya-epochs": "epochs",
 }
 
 
@@ -161,13 +159,10 @@ def test_a_step_may_say_which_attempt_saved_it():
     [
         ("model_12.pth", 12, "lone"),
         ("model-12.pt", 12, "lone"),
-        ("rwkv-12.pth", 12, "epochs"),
         ("gpt2_iter_1200.pth", 1200, "dcp"),
         ("llama-7b-step-1200-loss=2.25.pt", 1200, "dcp"),
         ("vqgan_epoch_12.pt", 12, "epochs"),
-        ("recovery-3-1200.pth.tar", 3, "timm"),
-        ("lora-step00001200.safetensors", 1200, "kohya"),
-        ("lora-000012.safetensors", 12, "kohya-epochs"),
+        ("lora-step00001200.safetensors", 1200, "dcp"),
         ("step_1200.safetensors", 1200, "dcp"),
     ],
 )

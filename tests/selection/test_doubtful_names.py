@@ -306,18 +306,6 @@ def test_the_folders_of_ranks_are_not_named_as_roots(tmp_path):
     assert error.next_command == "ckptctl explain format.unsupported"
 
 
-def test_a_save_of_speechbrain_is_refused_as_a_whole_and_not_called_damaged(tmp_path):
-    folder = "save/CKPT+2024-01-01+10-00-00+00"
-    files = {"CKPT.yaml": b"WER: 12.3\n", "counter.ckpt": b"3", "model.ckpt": weights(1)}
-    error = refused(made(tmp_path, {f"{folder}/{name}": value for name, value in files.items()}))
-    assert error.next_command == f"ckptctl verify {tmp_path}/{folder}"
-    report = ckptctl.verify(f"{tmp_path}/{folder}")
-    assert (report.exit_code, [one.code for one in report.findings][:1]) == (
-        22,
-        ["format.unsupported"],
-    )
-
-
 def test_steps_of_a_format_that_is_not_inspected_do_not_lead_to_a_check_of_the_storage(tmp_path):
     files = {"_CHECKPOINT_METADATA": b"{}", "default/manifest.ocdbt": b"x"}
     found = ckptctl.pick(made(tmp_path, {f"1000/{path}": value for path, value in files.items()}))

@@ -1,17 +1,13 @@
 """Steps of frameworks that ckptctl does not integrate, under the names that their sources state.
 
 nanotron `serialize/`; fairseq2 `checkpoint/manager.py`; InternEvo `checkpoint/components.py`;
-ColossalAI `booster/booster.py`; sd-scripts `library/train_util.py`; OLMo 1 `checkpoint.py`;
-TinyLlama `pretrain/`; DiT `train.py`; fvcore `checkpoint.py` (Detectron2, DINOv2); metaseq
-`checkpoint_utils.py`; nanochat `checkpoint_manager.py`; guided-diffusion `train_util.py`; VITS
-`train.py`; Composer 0.32 with `save_folder` and `save_filename` of
-several ranks; Ray Train; BasicSR `models/base_model.py`; HiFi-GAN `train.py`; llama-recipes
-`model_checkpointing/`; gsplat `simple_trainer.py`; torchvision `references/`; EDM
-`training_loop.py`; YOLOX `core/trainer.py`; Ultralytics `engine/trainer.py`; MMEngine
-`hooks/checkpoint_hook.py`; timm `utils/checkpoint_saver.py`; ESPnet `train/trainer.py`; ai-toolkit
-`jobs/process/BaseSDTrainProcess.py`; LeRobot
-`utils/train_utils.py`; PaddleNLP `trainer/trainer.py`. The files are written by `torch.save` and
-safetensors.
+ColossalAI `booster/booster.py`; OLMo 1 `checkpoint.py`; TinyLlama `pretrain/`; DiT `train.py`;
+fvcore `checkpoint.py` (Detectron2, DINOv2); metaseq `checkpoint_utils.py`; nanochat
+`checkpoint_manager.py`; VITS `train.py`; Composer 0.32 with `save_folder` and `save_filename` of
+several ranks; Ray Train; llama-recipes `model_checkpointing/`; gsplat `simple_trainer.py`;
+torchvision `references/`; EDM `training_loop.py`; YOLOX `core/trainer.py`; Ultralytics
+`engine/trainer.py`; MMEngine `hooks/checkpoint_hook.py`; ESPnet `train/trainer.py`. The files are
+written by `torch.save` and safetensors.
 """
 
 from __future__ import annotations
@@ -82,16 +78,6 @@ def colossalai(step: int) -> Iterator[tuple[str, object]]:
     yield f"{folder}/optimizer/pytorch_optim_group.bin", optimizer(step)["param_groups"]
 
 
-def kohya(step: int) -> Iterator[tuple[str, object]]:
-    folder = f"lora-step{step:08}-state"
-    yield f"{folder}/model.safetensors", weights(step)
-    yield f"{folder}/optimizer.bin", optimizer(step)
-    yield f"{folder}/scheduler.bin", {"last_epoch": step}
-    yield f"{folder}/random_states_0.pkl", {"torch_manual_seed": torch.get_rng_state()}
-    yield f"{folder}/train_state.json", {"current_epoch": 1, "current_step": step}
-    yield f"lora-step{step:08}.safetensors", weights(step)
-
-
 def of_composers_ranks(step: int) -> Iterator[tuple[str, object]]:
     for rank in (0, 1):
         yield f"ep0-ba{step}/rank{rank}.pt", {"state": whole(step), "rng": [1, 2]}
@@ -114,27 +100,9 @@ def nanochat(step: int) -> Iterator[tuple[str, object]]:
         yield f"optim_{step:06}_rank{rank}.pt", optimizer(step)
 
 
-def guided_diffusion(step: int) -> Iterator[tuple[str, object]]:
-    for name in ("model", "ema_0.9999_", "ema_0.99_"):
-        yield f"{name}{step:06}.pt", weights(step)
-    yield f"opt{step:06}.pt", optimizer(step)
-
-
 def vits(step: int) -> Iterator[tuple[str, object]]:
     for name in "GD":
         yield f"{name}_{step}.pth", whole(step)
-
-
-def basicsr(step: int) -> Iterator[tuple[str, object]]:
-    for net in "gd":
-        yield f"models/net_{net}_{step}.pth", {"params": weights(step)}
-    state = {"epoch": 0, "iter": step, "optimizers": [optimizer(step)], "schedulers": []}
-    yield f"training_states/{step}.state", state
-
-
-def hifigan(step: int) -> Iterator[tuple[str, object]]:
-    yield f"g_{step:08}", {"generator": weights(step)}
-    yield f"do_{step:08}", {"mpd": weights(step), "optim_g": optimizer(step), "steps": step}
 
 
 def llama_recipes(epoch: int) -> Iterator[tuple[str, object]]:
@@ -153,23 +121,8 @@ def by_rank(step: int) -> Iterator[tuple[str, object]]:
         yield f"ckpt_{step}_rank{rank}.pt", whole(step)
 
 
-def lerobot(step: int) -> Iterator[tuple[str, object]]:
-    yield f"{step:06}/pretrained_model/model.safetensors", weights(step)
-    yield f"{step:06}/pretrained_model/train_config.json", {"steps": 100}
-    state = f"{step:06}/training_state"
-    yield f"{state}/optimizer_state.safetensors", {"state/0/exp_avg": torch.ones(8, 8)}
-    yield f"{state}/optimizer_param_groups.json", [{"lr": 0.1}]
-    yield f"{state}/rng_state.safetensors", {"torch_rng_state": torch.get_rng_state()}
-    yield f"{state}/scheduler_state.json", {"last_epoch": step}
-    yield f"{state}/training_step.json", {"step": step}
-
-
 def one_file(name: str) -> Callable[[int], Iterator[tuple[str, object]]]:
     return lambda step: iter([(name.format(step), whole(step))])
-
-
-def weights_alone(name: str) -> Callable[[int], Iterator[tuple[str, object]]]:
-    return lambda step: iter([(f"{name.format(step)}.safetensors", weights(step))])
 
 
 TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] = {
@@ -177,7 +130,6 @@ TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] =
     "fairseq2": (fairseq2, "step_{}"),
     "InternEvo": (internevo, "{}"),
     "ColossalAI": (colossalai, "epoch-0_step-{}"),
-    "sd-scripts": (kohya, "lora-step{:08}-state"),
     "Composer": (of_composers_ranks, "ep0-ba{}"),
     "Ray Train": (one_file("checkpoint_{:06}/checkpoint.pt"), "checkpoint_{:06}"),
     "OLMo 1": (one_file("step{}-unsharded/model.pt"), "step{}-unsharded"),
@@ -187,22 +139,16 @@ TREES: Mapping[str, tuple[Callable[[int], Iterator[tuple[str, object]]], str]] =
     "metaseq": (metaseq, "@{}"),
     "DINOv2": (dinov2, "@{}"),
     "nanochat": (nanochat, "@{}"),
-    "guided-diffusion": (guided_diffusion, "@{}"),
     "VITS": (vits, "@{}"),
-    "BasicSR": (basicsr, "@{}"),
-    "HiFi-GAN": (hifigan, "@{}"),
     "llama-recipes": (llama_recipes, "@{}"),
     "files by kind and epoch": (by_kind_and_epoch, "@{}"),
     "gsplat": (by_rank, "@{}"),
-    "LeRobot": (lerobot, "{:06}"),
     "torchvision": (one_file("model_{}.pth"), "model_{}.pth"),
     "EDM": (one_file("training-state-{:06}.pt"), "training-state-{:06}.pt"),
     "YOLOX": (one_file("epoch_{}_ckpt.pth"), "epoch_{}_ckpt.pth"),
     "Ultralytics": (one_file("epoch{}.pt"), "epoch{}.pt"),
     "MMEngine": (one_file("iter_{}.pth"), "iter_{}.pth"),
     "a loop of one's own": (one_file("gpt2-step-{}-loss=2.25.pt"), "gpt2-step-{}-loss=2.25.pt"),
-    "weights of sd-scripts": (weights_alone("last-step{:08}"), "last-step{:08}.safetensors"),
-    "weights of ai-toolkit": (weights_alone("lora_{:09}"), "lora_{:09}.safetensors"),
 }
 
 
@@ -341,23 +287,13 @@ def test_no_older_step_without_an_optimizer_is_a_substitute_for_a_damaged_one(tm
     assert without.step == 20
 
 
-EXPORTS = {
-    "lora-step00000030.safetensors": "lora-step00000020-state",
-    "model_30.pth": "checkpoint-20.pth.tar",
-    "recovery-30-500.pth.tar": "checkpoint-20.pth.tar",
-}
-
-
-@pytest.mark.parametrize("export", EXPORTS)
-def test_exports_and_recoveries_are_steps_only_where_a_root_has_no_others(tmp_path, export):
+@pytest.mark.parametrize("export", ["lora-step00000030.safetensors", "model_30.pth"])
+def test_exports_are_steps_only_where_a_root_has_no_others(tmp_path, export):
     value = weights(30) if export.endswith(".safetensors") else whole(30)
     write(tmp_path / export, value)
     assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / export)
-    step = EXPORTS[export]
-    if step.endswith("-state"):
-        saved(tmp_path, "sd-scripts", 20)
-    else:
-        write(tmp_path / step, whole(20))
+    step = "checkpoint-20.pth.tar"
+    write(tmp_path / step, whole(20))
     assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / step)
     assert any(export in finding.message for finding in ckptctl.scan(str(tmp_path)).findings)
 
@@ -395,12 +331,6 @@ def test_files_side_by_side_of_one_step_in_several_epochs_are_not_mixed(tmp_path
     }
 
 
-def test_of_timms_recoveries_the_one_after_the_most_batches_is_chosen(tmp_path):
-    for batch in (500, 1000, 1500):
-        write(tmp_path / f"recovery-0-{batch}.pth.tar", whole(batch))
-    assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / "recovery-0-1500.pth.tar")
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -429,22 +359,9 @@ def test_weights_without_the_number_of_a_step_are_neither_a_step_nor_a_fresh_run
         ckptctl.pick(str(tmp_path))
 
 
-def test_a_step_of_paddle_is_refused_by_the_name_of_its_format(tmp_path):
-    step = tmp_path / "checkpoint-20"
-    for name in ("model_state.pdparams", "optimizer.pdopt", "scheduler.pdparams"):
-        step.mkdir(exist_ok=True)
-        (step / name).write_bytes(b"\x80\x04" + bytes(100))
-    report = ckptctl.verify(str(step), grace_s=0)
-    assert (report.exit_code, faults(report)) == (22, {"format.unsupported"})
-    assert "Paddle" in report.findings[0].message
-
-
-@pytest.mark.parametrize("framework", ["BasicSR", "VITS"])
-def test_a_file_of_another_step_among_those_side_by_side_is_found_by_what_it_counts(
-    tmp_path, framework
-):
-    saved(tmp_path, framework, 5, 10)
-    paths = {step: files_of(tmp_path, framework, step)[-1] for step in (5, 10)}
+def test_a_file_of_another_step_among_those_side_by_side_is_found_by_what_it_counts(tmp_path):
+    saved(tmp_path, "VITS", 5, 10)
+    paths = {step: files_of(tmp_path, "VITS", step)[-1] for step in (5, 10)}
     paths[10].write_bytes(paths[5].read_bytes())
     chosen = ckptctl.pick(str(tmp_path), level="structure", grace_s=0)
     assert (chosen.step, chosen.path) == (5, f"{tmp_path}@5")

@@ -217,10 +217,11 @@ def named_by(
     if number is None:
         return None
     version = full_match(TABLES.lightning_version, name) if layout in TABLES.with_versions else None
-    attempt = version[1] if version else match.groupdict().get("attempt")
     run = match.groupdict().get("run") or ""
     run = re.sub(TABLES.same_run, "", run).strip("-_.") if run else ""
-    return StepName(name, number, layout, bare=bare, attempt=clamped(attempt or "0"), run=run)
+    return StepName(
+        name, number, layout, bare=bare, attempt=clamped(version[1] if version else "0"), run=run
+    )
 
 
 def counted_name(name: str) -> StepName | None:
