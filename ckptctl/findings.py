@@ -306,9 +306,9 @@ class Finding:
     message: str
     """What was observed, in one line."""
     expected: str | None = None
-    """What should be there, with its unit."""
+    """What should be there, with its unit, where the message does not state it."""
     found: str | None = None
-    """What is there, with its unit."""
+    """What is there, with its unit, where the message does not state it."""
     next_command: NextCommand = None
 
     @property

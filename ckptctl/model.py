@@ -372,7 +372,6 @@ class PartFormat(StrEnum):
     ZARR = "zarr"
     ORBAX = "orbax"
     TORCHSNAPSHOT = "torchsnapshot"
-    PADDLE = "paddle"
     UNKNOWN = "unknown"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import PathNotFound
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.inspection.seal_and_marks import ROOT_FILE
+from ckptctl.inspection.seals import ROOT_FILE
 from ckptctl.options import StorageOptions
 from ckptctl.starting import find_program
 from ckptctl.storage.contract import Span

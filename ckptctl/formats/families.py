@@ -395,6 +395,13 @@ class _Placed(NamedTuple):
         return " ".join((self.row.what, *apart))
 
     @property
+    def key(self) -> str:
+        """The path with each number as `N`, but for those on axes that have grids of their own."""
+        apart = [self.match.span(axis) for axis in self.axes if axis.startswith(_APART)]
+        path = self.match.string
+        return _NUMBER.sub(lambda number: number[0] if number.span() in apart else "N", path)
+
+    @property
     def grid_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis in self.axes if not axis.startswith((_STATED, _APART)))
 
@@ -425,28 +432,14 @@ def grids_of(
     names form a grid for each family. Cost: one match of each name; a grid that names claim
     to be huge is counted, not listed.
     """
-    together: dict[tuple[str, str, object], list[_Placed]] = defaultdict(list)
-    others: list[str] = []
-    for file in files:
-        if file.kind != "file":
-            continue
-        named = _placed(file.path, layout)
-        if named is None:
-            others.append(file.path)
-        else:
-            together[named.row.grid, named.match["folder"], named.lengths].append(named)
-    of_frameworks = (
-        grid
-        for (framework, _, _), members in sorted(together.items(), key=lambda one: str(one[0]))
-        for grid in _grids(framework, members, stated or {})
-    )
+    named, others = _by_framework(files, layout, stated or {})
     families = families_of(others)
     # A single file is one of several only beside others that are.
     if all(family.n_present == 1 for family in families):
         families = ()
     is_described = MANIFEST in others
     return (
-        *of_frameworks,
+        *(grid for _, grid in named),
         *(
             _family_grid(family, sharded=not is_described and _may_be_sharded(family, layout))
             for family in families
@@ -479,14 +472,42 @@ def _family_grid(family: Family, *, sharded: bool) -> Grid:
 
 
 def files_by_kind(files: Iterable[FileInfo], layout: str) -> Mapping[str, Sequence[str]]:
-    """The paths of the files of each kind that several ranks write."""
+    """The paths of the files of each kind that several ranks write, by `kind_key`."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for file in files:
         if file.kind == "file":
-            named = _placed(file.path, layout)
-            of_framework = named and f"{named.match['folder']} {named.what}"
-            kinds[of_framework or key_of(file.path)].append(file.path)
+            kinds[kind_key(file.path, layout)].append(file.path)
     return kinds
+
+
+def kind_key(path: str, layout: str) -> str:
+    """The key of the family that a file of a step of `layout` belongs to."""
+    named = _placed(path, layout)
+    return key_of(path) if named is None else named.key
+
+
+def named_families(files: Iterable[FileInfo], layout: str) -> Mapping[str, tuple[Family, Grid]]:
+    """The families of the files that a framework names, by key, each with its grid."""
+    return {family.key: (family, grid) for family, grid in _by_framework(files, layout, {})[0]}
+
+
+def _by_framework(
+    files: Iterable[FileInfo], layout: str, stated: Mapping[str, int]
+) -> tuple[list[tuple[Family, Grid]], list[str]]:
+    """The families of the files that a framework names, and the paths of the others."""
+    together: dict[tuple[str, str, object], list[_Placed]] = defaultdict(list)
+    others: list[str] = []
+    for file in files:
+        if file.kind != "file":
+            continue
+        named = _placed(file.path, layout)
+        if named is None:
+            others.append(file.path)
+        else:
+            together[named.row.grid, named.match["folder"], named.lengths].append(named)
+    in_order = sorted(together.items(), key=lambda pair: str(pair[0]))
+    pairs = (_grids(framework, members, stated) for (framework, _, _), members in in_order)
+    return [pair for of_framework in pairs for pair in of_framework], others
 
 
 def _placed(path: str, layout: str) -> _Placed | None:
@@ -494,7 +515,9 @@ def _placed(path: str, layout: str) -> _Placed | None:
     return _Placed(*decided, axes_in(decided[1])) if decided is not None else None
 
 
-def _grids(framework: str, members: Sequence[_Placed], stated: Mapping[str, int]) -> Iterator[Grid]:
+def _grids(
+    framework: str, members: Sequence[_Placed], stated: Mapping[str, int]
+) -> Iterator[tuple[Family, Grid]]:
     lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), stated)
     for member in members:
         for axis, n in member.axes.items():
@@ -508,14 +531,14 @@ def _grids(framework: str, members: Sequence[_Placed], stated: Mapping[str, int]
     yield from (_grid(alike, lengths) for alike in kinds.values())
 
 
-def _grid(alike: Sequence[_Placed], lengths_of: Mapping[str, int]) -> Grid:
+def _grid(alike: Sequence[_Placed], lengths_of: Mapping[str, int]) -> tuple[Family, Grid]:
     first = min(alike, key=lambda member: member.match.string)
     axes, path = first.grid_axes, first.match.string
     lengths = tuple(lengths_of[axis] for axis in axes)
     members = frozenset(member.place for member in alike)
-    family = Family(key_of(path), members, lengths, 0, True, path, first.spans, True)
+    family = Family(first.key, members, lengths, 0, True, path, first.spans, True)
     counts_all = any(axis in _DATA_PARALLEL for axis in axes)
-    return Grid(
+    grid = Grid(
         first.row.grid,
         first.what,
         first.match["folder"],
@@ -527,6 +550,7 @@ def _grid(alike: Sequence[_Placed], lengths_of: Mapping[str, int]) -> Grid:
         first.row.grid in CONVERSIONS,
         frozenset(_number(place, lengths) for place in members) if counts_all else frozenset(),
     )
+    return family, grid
 
 
 def _number(place: Sequence[int], lengths: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 Each member of a record carries a CRC-32, which torch writes and never compares. One pass over the
 bytes of all parts compares them (`records.content_runs` reads), and the seal's digests where there
 is a seal. A subset is chosen by bytes, in the order in which the records lie in the files, and is
-always the same for one step. `sealed_bytes` detects correct bytes that belong to another step.
+always the same for one step. `seals` detects correct bytes that belong to another step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptctl.formats.frameworks.state_keys import is_moment_name, is_square
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.sealed_bytes import check_sealed_bytes, comparable, proven
+from ckptctl.inspection.seals import check_sealed_bytes, comparable, proven
 from ckptctl.inspection.structure import SAYS, readable_ranges
 from ckptctl.model import FileInfo, Part, TensorEntry
 from ckptctl.records.byte_pass import BlockDigests, Limits, RecordRun, Run, read_runs
@@ -255,8 +255,6 @@ def unverifiable(part_path: str, what: str, next_command: str | None = None) -> 
         "record.unverifiable",
         part_path,
         f"{what}; no seal covers them",
-        expected="a checksum for every byte, or a seal",
-        found="neither",
         next_command=next_command or "ckptctl explain record.unverifiable",
     )
 
@@ -434,8 +432,6 @@ def _not_all(proven: Proven, url: str, code: str) -> Finding:
         "",
         f"{until}{proven.n_bytes:,} of {proven.n_asked:,} bytes in records match their "
         "checksums; the others were not compared",
-        expected=f"{proven.n_asked:,} bytes",
-        found=f"{proven.n_bytes:,} bytes",
         next_command=command_line("verify", url, "--level", "content"),
     )
 

@@ -1,19 +1,22 @@
-"""Inspect one step at a level, and report the findings.
+"""Inspect one step at a level, report the findings, and state what is proven.
 
 Everything that `scan`, `verify`, `pick` and `show` know of a step comes from here: the stages
 run over the open step in order, and their findings are added up to a report under the caller's
-requirements. `choosing` chooses between steps.
+requirements. A finding says what is wrong; a claim says what is known. Every claim is unknown until
+something proves it: no claim is proven because no finding contradicts it. `choosing` chooses
+between steps.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import (
     AccessDenied,
     LinkNotFollowed,
@@ -32,18 +35,28 @@ from ckptctl.findings import (
     NOTHING_PROVEN,
     Finding,
     Report,
+    Severity,
     Verdict,
     in_order,
     verdict_of,
 )
 from ckptctl.formats.families import FAMILY
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.formats.frameworks.scattered import is_scattered
-from ckptctl.formatting import command_line, counted, inside
-from ckptctl.inspection.beside import Neighbours
-from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.formats.frameworks.state_keys import file_holds_no_state
+from ckptctl.formatting import command_line, counted, inside, some_of
+from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
 from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
-from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes
+from ckptctl.inspection.rank_files import (
+    check_bound,
+    check_saved_world_size,
+    check_world_size,
+    ranks_in,
+    saved_world_size,
+)
+from ckptctl.inspection.seals import NOTHING_NOTED, Notes
 from ckptctl.inspection.stages import (
     HELPER_STAGES,
     STAGES,
@@ -51,15 +64,7 @@ from ckptctl.inspection.stages import (
     StageContext,
     contradicted,
 )
-from ckptctl.inspection.step_claims import claims_of, nothing_proven
 from ckptctl.inspection.train_state import check_required
-from ckptctl.inspection.world_size import (
-    check_bound,
-    check_saved_world_size,
-    check_world_size,
-    ranks_in,
-    saved_world_size,
-)
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
@@ -155,8 +160,6 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
             "step.no-memory",
             step.name,
             f"{why}: nothing is known about the step",
-            expected="enough memory and threads",
-            found="less than the inspection takes",
             next_command="ckptctl explain step.no-memory",
         )
     code, expected, means = next(row for kind, *row in _FAILED if isinstance(error, kind))
@@ -382,8 +385,6 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
         "step.in-progress",
         unfinished[0].where,
         f"{what}; the last write was {when}: the save may still be running",
-        expected=f"no write for {grace_s:.0f} s",
-        found=f"a write {when}",
         next_command=command_line("verify", step.url),
     )
 
@@ -408,3 +409,175 @@ def _exit_code(
     if any(kind not in state.held for kind in requirements.require):
         return EXIT_STATE_MISSING
     return 0
+
+
+CONTRADICTS: Mapping[str, ClaimName] = {
+    "metadata.missing": ClaimName.WHOLE,
+    "metadata.empty": ClaimName.WHOLE,
+    "metadata.ambiguous": ClaimName.ONE_SAVE,
+    "metadata.unreadable": ClaimName.BYTES,
+    "metadata.unsafe": ClaimName.BYTES,
+    "metadata.path": ClaimName.BYTES,
+    "path.escape": ClaimName.BYTES,
+    "shard.missing": ClaimName.WHOLE,
+    "shard.truncated": ClaimName.WHOLE,
+    "range.missing": ClaimName.WHOLE,
+    "range.overlap": ClaimName.BYTES,
+    "range.outside": ClaimName.BYTES,
+    "range.stray": ClaimName.BYTES,
+    "coverage.gap": ClaimName.WHOLE,
+    "coverage.overlap": ClaimName.WHOLE,
+    "coverage.outside": ClaimName.WHOLE,
+    "record.framing": ClaimName.BYTES,
+    "record.mismatch": ClaimName.BYTES,
+    "record.unsafe": ClaimName.BYTES,
+    "record.crc": ClaimName.BYTES,
+    "store.contradicts": ClaimName.BYTES,
+    "seal.digest": ClaimName.BYTES,
+    "seal.gone": ClaimName.WHOLE,
+    "part.missing": ClaimName.WHOLE,
+    "file.missing": ClaimName.WHOLE,
+    "file.unreadable": ClaimName.BYTES,
+    "state.mixed": ClaimName.ONE_SAVE,
+    "state.not-finite": ClaimName.STATE,
+    "step.two-saves": ClaimName.ONE_SAVE,
+    "step.unfinished": ClaimName.WHOLE,
+    "step.in-progress": ClaimName.WHOLE,
+    "step.changed": ClaimName.ONE_SAVE,
+    "step.foreign": ClaimName.IDENTITY,
+    "step.nested": ClaimName.IDENTITY,
+    "step.wrong-step": ClaimName.IDENTITY,
+    "step.superseded": ClaimName.BRANCH,
+}
+"""The claim that a fault contradicts. A fault that is in neither table makes no claim."""
+
+DOUBTS: Mapping[str, ClaimName] = {
+    "format.unlisted": ClaimName.WHOLE,
+    "format.unsupported": ClaimName.WHOLE,
+    "file.fewer": ClaimName.WHOLE,
+    "file.dropped": ClaimName.WHOLE,
+    "file.gone": ClaimName.WHOLE,
+    "step.times": ClaimName.ONE_SAVE,
+    "shard.stale": ClaimName.ONE_SAVE,
+    "index.size": ClaimName.ONE_SAVE,
+    "seal.outdated": ClaimName.ONE_SAVE,
+    "metadata.foreign": ClaimName.IDENTITY,
+    "step.duplicate": ClaimName.IDENTITY,
+    "record.unverifiable": ClaimName.BYTES,
+    "content.unfinished": ClaimName.BYTES,
+}
+"""The claim that a finding leaves unknown, whatever would prove it otherwise."""
+
+_SEAL = "seal"
+"""Proof by a seal of this save: it names every file, the step and the run, so no doubt remains."""
+
+_NOT_INSPECTED = frozenset(
+    {"step.unknown", "step.linked", "step.denied", "step.archived", "step.no-memory"}
+)
+
+
+def claims_of(
+    opened: OpenStep, context: StageContext, findings: Sequence[Finding]
+) -> tuple[Claim, ...]:
+    """The claims of a step, in the order of `ClaimName`. Cost: none; nothing is read."""
+    failed = next((finding for finding in findings if finding.code in _NOT_INSPECTED), None)
+    if failed is not None:
+        return nothing_proven(failed)
+    contradicted = {CONTRADICTS[finding.code]: finding for finding in _first(findings, CONTRADICTS)}
+    doubts = {DOUBTS[finding.code]: finding for finding in _first(findings, DOUBTS)}
+    proofs = {claim.name: claim for claim in _proofs(opened, context)}
+    claims = []
+    for name in ClaimName:
+        if name in contradicted:
+            fault = contradicted[name]
+            claims.append(Claim(name, ClaimState.CONTRADICTED, fault.message, finding=fault.code))
+        elif name in doubts and proofs[name].by != _SEAL:
+            doubt = doubts[name]
+            unknown = ClaimState.UNKNOWN
+            claims.append(Claim(name, unknown, doubt.message, doubt.next_command, doubt.code))
+        else:
+            claims.append(proofs[name])
+    return tuple(claims)
+
+
+def nothing_proven(failed: Finding) -> tuple[Claim, ...]:
+    """The claims of a step whose inspection failed, for the reason in `failed`."""
+    return tuple(Claim.unknown(name, failed.message, failed.next_command) for name in ClaimName)
+
+
+def _first(findings: Sequence[Finding], table: Mapping[str, ClaimName]) -> Iterable[Finding]:
+    """The findings in a table; of those about one claim the worst comes last, and decides."""
+    listed = [finding for finding in findings if finding.code in table]
+    faults = [finding for finding in listed if finding.severity is Severity.FAULT]
+    return reversed(faults or listed)
+
+
+def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
+    """What proves each claim, as if no finding spoke against it."""
+    yield _whole(opened, context)
+    yield _bytes(opened, context)
+    yield context.one_save or Claim.unknown(
+        ClaimName.ONE_SAVE, "the parts were not compared", command_line("seal", opened.url)
+    )
+    yield _identity(opened, context)
+    yield _state(context)
+    yield context.branch or Claim.unknown(
+        ClaimName.BRANCH, "the other steps of the root were not compared", None
+    )
+
+
+def _whole(opened: OpenStep, context: StageContext) -> Claim:
+    if context.notes.seal is not None:
+        return Claim.proven(ClaimName.WHOLE, _SEAL)
+    if context.wholeness is None:
+        return Claim.unknown(ClaimName.WHOLE, "the files of the step were not compared", None)
+    return context.wholeness.claim(opened, ranks_counted=context.ranks_counted)
+
+
+def _bytes(opened: OpenStep, context: StageContext) -> Claim:
+    deeper = command_line("verify", opened.url, "--level", "content")
+    if context.content is None or not context.content.whole:
+        return Claim.unknown(ClaimName.BYTES, f"checked: {context.level.value}", deeper)
+    proven, seal = context.content.proven, command_line("seal", opened.url)
+    if context.notes.seal is not None:
+        return Claim.proven(ClaimName.BYTES, _SEAL)
+    if not proven.n_asked or proven.n_bytes != proven.n_asked:
+        return Claim.unknown(ClaimName.BYTES, "no checksums", seal)
+    unread = _without_checksum(opened)
+    if unread:
+        return Claim.unknown(
+            ClaimName.BYTES, f"{some_of(unread)} has no checksum that was read", seal
+        )
+    return Claim.proven(ClaimName.BYTES, f"checksums of {proven.n_bytes:,} bytes")
+
+
+def _without_checksum(opened: OpenStep) -> list[str]:
+    """The files that may hold state and lie in no record, metadata or sidecar that was compared."""
+    parts = [*opened.parts, *([opened.archives_beside] if opened.archives_beside else [])]
+    read = {part.in_step(name) for part in parts for name in part.ranges.file_names}
+    read |= {part.metadata_path(one.rank) for part in opened.parts for one in part.metadata}
+    read |= {sidecar.path for sidecar in opened.sidecars if sidecar.content is not None}
+    return [
+        file.path
+        for file in opened.files
+        if file.size
+        and layouts.is_saved(file.path)
+        and may_hold_state(file.path)
+        and not (file.path in read or file.path.endswith(".json"))
+        and not file_holds_no_state(file.path)
+    ]
+
+
+def _identity(opened: OpenStep, context: StageContext) -> Claim:
+    if opened.step.number is None:
+        return Claim.unknown(ClaimName.IDENTITY, "its name states no step")
+    if context.notes.seal is not None:
+        return Claim.proven(ClaimName.IDENTITY, _SEAL)
+    return context.identity or Claim.unknown(ClaimName.IDENTITY, "no count was compared", None)
+
+
+def _state(context: StageContext) -> Claim:
+    held = context.state.held
+    if not held:
+        return Claim.unknown(ClaimName.STATE, "no train state is recognized", "--state KIND=KEY")
+    return Claim.proven(ClaimName.STATE, ", ".join(held))

@@ -23,10 +23,9 @@ from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.frameworks.state_keys import is_named_as_output
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
-from ckptctl.inspection.beside import Neighbours, steps_beside
 from ckptctl.inspection.file_kinds import is_of_evaluation
 from ckptctl.inspection.identity import counts_beside, number_in_metadata
-from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.open_step import Neighbours, OpenStep, steps_beside
 from ckptctl.inspection.seals import is_unwritten, written_again
 from ckptctl.inspection.shape import weights_in
 from ckptctl.model import SHARDED, Step
@@ -363,7 +362,5 @@ def _part_of_another_step(
         inside(path, METADATA),
         f"{inside(path, METADATA)} was written for step {own}, and other parts of "
         f"{opened.step.name} for step {rest}: a part of another step lies in this one",
-        expected=f"parts of step {number}",
-        found=f"a part of step {own}",
         next_command=command_line("show", opened.url),
     )

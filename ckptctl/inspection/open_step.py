@@ -8,16 +8,21 @@ changed calls `list_again`, which reads again and caches nothing.
 Some steps have no folder of their own: NVRx writes the file of each rank into a folder of
 that rank, with those of other steps, and Composer's ranks write theirs side by side. Such a
 step is named `ROOT@1200`.
+
+Many checks compare a step with those beside it under the same root (`Neighbours`). Each is listed
+once, and the last ones stay open, however many checks and inspections of its root need them.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import Finding
@@ -41,6 +46,7 @@ from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds, optimiz
 from ckptctl.formats.own.data_ledger import DATA_FILE, MAX_DATA_BYTES, DataFields, parse_data
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, inside
+from ckptctl.inspection.marks import ReadMarks, read_marks
 from ckptctl.inspection.part_files import (
     MAX_METADATA_BYTES,
     Structure,
@@ -51,9 +57,16 @@ from ckptctl.inspection.part_files import (
     read_structure,
     safetensors_in,
 )
-from ckptctl.inspection.seal_and_marks import ReadMarks, ReadSeal, read_marks, read_seal
+from ckptctl.inspection.seals import ReadSeal, read_seal
 from ckptctl.inspection.shape import check_unchanged, own_number, sidecars_of
-from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars, value_in_archive
+from ckptctl.inspection.sidecars import (
+    HeldTensor,
+    Sidecar,
+    held_tensors,
+    read_numbers,
+    read_sidecars,
+    value_in_archive,
+)
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
@@ -61,7 +74,8 @@ from ckptctl.storage.contract import ShortRead, Store, list_if_there, read_range
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
-    from ckptctl.inspection.stored_tensors import HeldTensor
+    from ckptctl.inspection.sidecars import HeldTensor
+
 
 MAX_KINDS = 64
 """So many kinds of files are opened to see whether they are of `torch.save`."""
@@ -240,8 +254,6 @@ class OpenStep:
 
         Cost: see `held_tensors`.
         """
-        from ckptctl.inspection.stored_tensors import held_tensors  # few inspections need it
-
         return held_tensors(part for part in self.parts if part.part.format not in SHARDED)
 
     @property
@@ -560,3 +572,100 @@ def end_of_file(opened: OpenStep, path: str) -> tuple[int, bytes]:
     size = next((file.size for file in opened.files if file.path == path), 0)
     n_bytes = min(size, MAX_END)
     return size, read_range(opened.store, opened.in_store(path), size - n_bytes, n_bytes)
+
+
+MAX_LISTED = 16
+"""The listings of so many steps are kept: more than are beside one that is inspected."""
+
+MAX_OPEN = 2
+"""So many steps stay open, with their decoded metadata: the inspected one and the one before."""
+
+
+MAX_BEFORE = 4
+"""So many steps before are listed to see whether one of them lacks a file too, or has more."""
+
+
+class RootSteps(msgspec.Struct):
+    """Steps of one root that were listed or opened last, shared by inspections of several."""
+
+    known_files: Mapping[str, Sequence[FileInfo]] = {}
+    """The files of each step, by its name, where a listing of the whole root holds them."""
+    listed: dict[str, Sequence[FileInfo]] = {}
+    """The files of the `MAX_LISTED` steps that were listed last."""
+    opened: dict[str, OpenStep] = {}
+    """The `MAX_OPEN` steps that were opened last."""
+
+    def files(self, name: str) -> Sequence[FileInfo] | None:
+        """The files of a step as they were listed; None where they were not."""
+        return self.known_files.get(name) or self.listed.get(name)
+
+    def open(self, store: Store, named: StepName) -> OpenStep:
+        """A step. Cost: its listing, unless its files are known; raises `StorageError`."""
+        opened = self.opened.get(named.name)
+        if opened is None:
+            opened = OpenStep(store, named, self.files(named.name))
+        self.add(opened)
+        return opened
+
+    def add(self, opened: OpenStep) -> None:
+        """Keep a step that was opened. Cost: its listing, if it was not listed."""
+        files = opened.files
+        self.forget(opened.name)
+        self.opened[opened.name], self.listed[opened.name] = opened, files
+        for kept, at_most in ((self.opened, MAX_OPEN), (self.listed, MAX_LISTED)):
+            for name in [*kept][: len(kept) - at_most]:
+                del kept[name]
+
+    def forget(self, name: str) -> None:
+        """List a step anew at its next use."""
+        self.listed.pop(name, None)
+        self.opened.pop(name, None)
+
+
+class Neighbours(msgspec.Struct, frozen=True):
+    """The finished steps beside one, each side nearest first; listed when asked."""
+
+    older: Callable[[], Sequence[StepName]]
+    """Those with lower numbers."""
+    newer: Callable[[], Sequence[StepName]]
+    """Those with higher numbers."""
+    steps: RootSteps = msgspec.field(default_factory=RootSteps)
+
+    def open(self, store: Store, named: StepName) -> OpenStep:
+        """One of them; see `RootSteps.open`."""
+        return self.steps.open(store, named)
+
+    def numbered(self, number: int) -> StepName | None:
+        """The nearest step of a number; None without one."""
+        beside = (*self.older(), *self.newer())
+        return next((named for named in beside if named.number == number), None)
+
+
+def steps_before(
+    opened: OpenStep, neighbours: Neighbours | None, at_most: int
+) -> Iterator[OpenStep]:
+    """The nearest older steps, nearest first, without those that do not answer.
+
+    Cost: a listing of each, unless it is known, and the first bytes of files of unknown names.
+    """
+    if neighbours is not None:
+        yield from _opened(opened, neighbours, neighbours.older()[:at_most])
+
+
+def steps_beside(
+    opened: OpenStep, neighbours: Neighbours | None, at_most: int
+) -> Iterator[OpenStep]:
+    """The nearest older steps, then as many newer ones; see `steps_before`."""
+    yield from steps_before(opened, neighbours, at_most)
+    if neighbours is not None:
+        yield from _opened(opened, neighbours, neighbours.newer()[:at_most])
+
+
+def _opened(
+    opened: OpenStep, neighbours: Neighbours, names: Sequence[StepName]
+) -> Iterator[OpenStep]:
+    for named in names:
+        with suppress(StorageError):
+            other = neighbours.open(opened.store, named)
+            _ = other.step  # what a step consists of may need reads
+            yield other

@@ -1,12 +1,18 @@
-"""See whether the state of the optimizer is real: zero, impossible, of another shape, or stale.
+"""See whether the state of the optimizer is real, and whether the weights are still finite.
 
-Such a step is whole and every byte of it is as it was saved; a resume from it starts the optimizer
-anew, or with the moments of another time. Tensors of DCP are scanned in the pass that compares the
-bytes, and those in files of `torch.save` in one of their own.
+An optimizer may be zero, impossible, of another shape, or stale. Such a step is whole and every
+byte of it is as it was saved; a resume from it starts the optimizer anew, or with the moments of
+another time. Tensors of DCP are scanned in the pass that compares the bytes, and those in files of
+`torch.save` in one of their own.
+
+transformers keeps its log in each step. A loss or gradient norm that is not finite proves
+nothing alone: a scaler for fp16 skips such a step, and the mean over a batch without labels is
+NaN. NaN in a tensor of the model proves it, and is searched in a few tensors only then.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +34,7 @@ from ckptctl.formats.archive.directory import (
     parse_directory,
     read_member,
 )
+from ckptctl.formats.archive.safetensors import PREFIX, TORCH_NAMES, parse_header
 from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import has_shape_of_parameter, is_moment_name, is_square
@@ -36,8 +43,7 @@ from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.shards import decode_shards
 from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_value
 from ckptctl.formatting import command_line, counted, inside, some_of, verb
-from ckptctl.inspection.beside import Neighbours
-from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
 from ckptctl.inspection.predecessor import Before, compared_before
 from ckptctl.inspection.sidecars import FileReads, value_in_file
 from ckptctl.inspection.structure import NO_CRC
@@ -47,7 +53,7 @@ from ckptctl.records.loading import MemoryTarget, SliceLoads
 from ckptctl.records.not_finite import FORMS, FiniteScan, Form, Values
 from ckptctl.records.opening import Unfit
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.reads import RecordSource
+from ckptctl.records.reads import RecordSource, read_headers
 from ckptctl.records.slices import blocks
 from ckptctl.storage.contract import read_range
 
@@ -121,8 +127,6 @@ def check_optimizer_state(
             negative[0],
             f"{counted(len(negative), 'mean')} of squares {verb(len(negative), 'is', 'are')} below "
             f"zero in {counted(total, 'value')} ({some_of(negative)}): no optimizer writes that",
-            expected="values of 0 or more",
-            found=f"{total:,} below 0",
             next_command=command_line("explain", "optimizer.negative"),
         )
     for part in parts:
@@ -241,8 +245,6 @@ def _zero(
             zero[0],
             f"all {len(zero):,} tensors that the optimizer keeps are zero at train step "
             f"{train_step:,}: a resume starts the optimizer anew",
-            expected="moments of the steps before",
-            found="zero",
             next_command=command_line("pick", opened.store.url, "--before", str(train_step)),
         )
         return
@@ -276,8 +278,6 @@ def _other_shape(part: OpenPart) -> Iterator[Finding]:
             inside(part.path, other[0].partition(" ")[0]),
             f"{counted(len(other), 'moment')} {verb(len(other), 'has', 'have')} another shape than "
             f"the parameter: {some_of(other)}",
-            expected="the shapes of the parameters",
-            found=counted(len(other), "other shape"),
             next_command=command_line("explain", "optimizer.shape"),
         )
 
@@ -350,8 +350,6 @@ def _compared(
             f"all {counted(len(same), 'compared moment')} {verb(len(same), 'is', 'are')} as in "
             f"{before.opened.name} to the last bit, while {len(moved):,} of {len(weights):,} "
             "compared weights have moved: the state of the optimizer is that of an earlier step",
-            expected="moments that moved with the weights",
-            found="unchanged moments",
             next_command=command_line("diff", before.opened.url, opened.url, "--values"),
         )
         return
@@ -454,8 +452,6 @@ def _fallen(
             f"({some_of([*fallen])}) are further below those of {before.opened.name} "
             f"than the steps between allow with a decay of {decay:g}: "
             + ("the optimizer began anew" if is_all else "they are those of other parameters"),
-            expected="what the optimizer keeps of the step before",
-            found="less",
             next_command=command_line("diff", before.opened.url, opened.url, "--values"),
         )
 
@@ -499,3 +495,82 @@ def _numbers(data: memoryview, form: str) -> tuple[float, ...]:
 
 def _spread(numbers: Sequence[_Number]) -> list[_Number]:
     return [*numbers[:: max(1, -(-len(numbers) // N_COMPARED))]]
+
+
+N_TENSORS = 16
+"""How many tensors of a file are read; NaN in one gradient reaches all weights by its norm."""
+N_BYTES = 64 << 10
+"""Bytes that are read of each."""
+
+_LOGGED = ("loss", "grad_norm")
+
+
+def check_weights(opened: OpenStep) -> Iterator[Finding]:
+    """Yield `state.not-finite` for weights that hold NaN, where the log of the step suggests it.
+
+    Cost: nothing where it does not; else one read of each safetensors file, and of
+    `N_TENSORS` tensors of it, until one holds NaN.
+    """
+    row = _last_row(opened)
+    suspect = {} if row is None else {n: v for n in _LOGGED if _is_bad(n, v := row.get(n))}
+    if not suspect:
+        return
+    for part in opened.parts:
+        for held in part.safetensors:
+            found = _holding_nan(held)
+            if found is None:
+                continue
+            path, names = found
+            name, value = next(iter(suspect.items()))
+            yield Finding(
+                "state.not-finite",
+                held.in_step(path),
+                f"{counted(len(names), 'tensor')} of those that were read hold NaN "
+                f"({some_of(names)}), and the last {name} that was logged is {value}: training "
+                "had diverged before the save, and a resume from here would repeat that",
+                next_command=command_line("pick", opened.store.url),
+            )
+            return
+
+
+def _last_row(opened: OpenStep) -> Mapping[object, object] | None:
+    """The last row of the log in the step that has a loss or a gradient norm."""
+    for sidecar in opened.sidecars:
+        log = sidecar.content.get("log_history") if isinstance(sidecar.content, Mapping) else None
+        for row in reversed(log) if isinstance(log, list) else ():
+            if isinstance(row, Mapping) and any(name in row for name in _LOGGED):
+                return row
+    return None
+
+
+def _is_bad(name: str, value: object) -> bool:
+    """Whether a logged value is none of sound weights; a loss of 0 is what a filter makes of NaN.
+
+    Source: transformers 5.23 `trainer.py`, `logging_nan_inf_filter`.
+    """
+    if isinstance(value, str):
+        return value.lower() in ("nan", "inf", "-inf", "infinity", "-infinity")
+    if not isinstance(value, (int, float)):
+        return False
+    return not math.isfinite(value) or (name == "loss" and value == 0)
+
+
+def _holding_nan(part: OpenPart) -> tuple[str, list[str]] | None:
+    """The first file of which a tensor that was read holds NaN, with the names of those."""
+    for file, header in read_headers(part.store, part.folder, part.part.files):
+        try:
+            tensors = parse_header(header[PREFIX:])
+        except RecordUnreadable:
+            continue
+        tensors = tuple(t for t in tensors if t.n_bytes and TORCH_NAMES.get(t.dtype) in FORMS)
+        names = []
+        for tensor in tensors[:: max(1, -(-len(tensors) // N_TENSORS))]:
+            scan = FiniteScan(FORMS[TORCH_NAMES[tensor.dtype]])
+            start = len(header) + tensor.start
+            n_bytes = min(tensor.n_bytes, N_BYTES)
+            scan.take(read_range(part.store, part.in_store(file.path), start, n_bytes))
+            if scan.values.n_nan:
+                names.append(tensor.name)
+        if names:
+            return file.path, names
+    return None

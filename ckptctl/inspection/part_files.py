@@ -79,8 +79,6 @@ def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Findi
             "path.escape",
             where,
             f"{where} is {file.what}, not a file; it was not followed",
-            expected="a regular file",
-            found=file.what,
             next_command="ckptctl explain path.escape",
         )
     if file.size > MAX_METADATA_BYTES:
@@ -102,8 +100,6 @@ def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Findi
             where,
             f"{where} {error.message}; nothing of it was run. Do not load this step with any "
             "other tool, and find out who wrote it",
-            expected="nothing but the types of metadata",
-            found=error.message,
             next_command="ckptctl explain metadata.unsafe",
         )
 
@@ -113,8 +109,6 @@ def _unreadable(at: OpenPart, where: str, why: str) -> Finding:
         "metadata.unreadable",
         where,
         f"{where} cannot be decoded: {why}",
-        expected="metadata as torch's DCP writes it",
-        found=why,
         next_command=command_line("pick", parent_url(at.url)),
     )
 
@@ -137,8 +131,6 @@ def _ambiguous(at: OpenPart, other: str, what: str) -> Finding:
         where,
         f"{where} and {other} ({what}) both exist: a load uses the first if it can be read, "
         "else the other, and they may belong to two saves",
-        expected="one metadata",
-        found=f"{METADATA} and {other}",
         next_command="ckptctl explain metadata.ambiguous",
     )
 
@@ -166,8 +158,6 @@ def _missing_ranks(at: OpenPart, ranks: list[int]) -> Iterator[Finding]:
             "metadata.missing",
             at.in_step(f"__{missing[0]}.metadata"),
             f"{len(missing)} of {ranks[-1] + 1} ranks wrote no metadata of their own ({shown})",
-            expected=f"metadata of {ranks[-1] + 1} ranks",
-            found=f"metadata of {len(ranks)} ranks",
             next_command=command_line("pick", parent_url(at.url)),
         )
 
@@ -180,8 +170,6 @@ def _missing(at: OpenPart, *, tmp: bool) -> Finding:
         "metadata.missing",
         where,
         f"{where} is missing beside {found}: the save was interrupted",
-        expected=where,
-        found=found,
         next_command=command_line("pick", parent_url(at.url)),
     )
 

@@ -331,8 +331,6 @@ class _Reader:
                 f"the record of {fqn} in {where} {reason}: loading it would run code{more}. "
                 "Nothing of it was run. Do not load this step with any other tool, and find out "
                 "who wrote it",
-                expected="values, and classes that frameworks save",
-                found=reason,
                 next_command=command_line("explain", code),
             )
 
@@ -343,8 +341,6 @@ class _Reader:
                 path,
                 f"{path} holds a pickle of more than the {MAX_PICKLE_BYTES:,} bytes that are read: "
                 "what it names after them is not known",
-                expected=f"pickles of at most {MAX_PICKLE_BYTES:,} bytes",
-                found="a longer one",
                 next_command=command_line("explain", "pickle.unknown"),
             )
         for name, places in sorted(self.unknown.items()):
@@ -356,8 +352,6 @@ class _Reader:
                 files[0],
                 f"{shown(name)} in {some_of(files)} is in no list of classes that frameworks "
                 "save; a load that runs pickles imports it",
-                expected="classes that frameworks save",
-                found=name[:200],
                 next_command=command_line("verify", self.opened.url, "--allow-globals", name[:200]),
             )
 

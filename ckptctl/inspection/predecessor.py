@@ -29,11 +29,9 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, leaves_of
 from ckptctl.formatting import command_line, counted, inside, some_of
-from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.identity import path_then
-from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.sidecars import tensors_in_header
-from ckptctl.inspection.stored_tensors import leaves_at
+from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
+from ckptctl.inspection.sidecars import leaves_at, tensors_in_header
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.inspection.train_state import Shape, check_names
 from ckptctl.model import DTYPE_SIZES, NO_FILE, SHARDED, ByteRange, Metadata, TensorEntry

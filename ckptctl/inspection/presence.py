@@ -136,8 +136,6 @@ def check_holds_anything(parts: Sequence[Sequence[Metadata]]) -> Iterator[Findin
         "metadata.empty",
         METADATA,
         "the metadata lists no tensor and no other entry: there is nothing to resume from",
-        expected="tensors",
-        found="no entries",
         next_command="ckptctl explain metadata.empty",
     )
 
@@ -234,8 +232,6 @@ def _check_kind(
         "path.escape",
         where,
         f"it {is_what}, which is not followed; {_lost(ranges, numbers)} not inspected",
-        expected="a regular file",
-        found=file.kind,
     )
 
 

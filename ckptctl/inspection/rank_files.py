@@ -1,8 +1,12 @@
-"""Check rank files: one file of each kind for every rank.
+"""Check which ranks wrote a step, and what a load at another world size needs.
 
-Only names are compared, and what the content of small files states: the grid that the names
-state (`formats.families`), and the files that an index lists. Whether the files are
-whole is checked as for records.
+Rank files: one file of each kind for every rank, by the grid that the names state
+(`formats.families`), the files that an index lists and what the content of small files states.
+Whether the files are whole is checked as for records.
+
+The metadata of DCP does not state the world size that wrote a step. The names of the shard files
+do in a clean folder, where every rank leaves a file even if it had nothing to write; elsewhere they
+give a lower bound.
 """
 
 from __future__ import annotations
@@ -12,22 +16,43 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.findings import Finding
 from ckptctl.formats.families import (
     COMPOSERS_RANKS,
+    CONVERSIONS,
     FAMILY,
     MAX_STATED,
     STATED_INSIDE,
     grids_of,
+    key_of,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layout_tables import TABLES
+from ckptctl.formats.frameworks.layouts import (
+    hugging_face_rank,
+    is_stage,
+    rank_local_rank,
+    shard_rank,
+)
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
+from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import shown
-from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
+from ckptctl.formatting import at_most_few, command_line, counted, listed, some_of, verb
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.safetensors import check_index, check_numbers
-from ckptctl.model import FileInfo, Grid, Part, Step
+from ckptctl.inspection.sidecars import tensor_sizes
+from ckptctl.model import (
+    SHARDED,
+    FileInfo,
+    Grid,
+    Part,
+    PartFormat,
+    Step,
+    TrainState,
+    WorldSize,
+)
 
 
 def check_rank_files(
@@ -63,7 +88,8 @@ def check_rank_files(
         if kind_of_file(step.layout, path) is None and not file_holds_no_state(path)
     ]
     if not unknown:
-        yield _no_weights(step, names)
+        message = "no file of the step holds the model's weights"
+        yield _missing_file(step, "", message)
     elif "model" not in held():
         yield _unlisted(archives)
 
@@ -77,7 +103,6 @@ def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
             step,
             index,
             f"{index} is missing: without it no load finds the files of the model",
-            index,
         )
 
 
@@ -103,7 +128,6 @@ def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Itera
                 path,
                 f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
                 "from it",
-                f"the files of {shown(named)}",
             )
 
 
@@ -119,8 +143,6 @@ def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> 
             missing[0],
             f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
             f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
-            "the files of each parameter",
-            f"none of {some_of(missing)}",
         )
 
 
@@ -159,6 +181,67 @@ def _listed(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list) else ()
+
+
+def manifest_of(opened: OpenStep) -> Manifest | Finding:
+    """The manifest of a step of torch_checkpointing, or what is wrong with it. Cost: one read."""
+    try:
+        return read_manifest(opened.store.read(opened.in_store(MANIFEST), limit=MAX_BYTES))
+    except (MetadataUnreadable, MetadataUnsafe) as error:
+        is_unsafe = isinstance(error, MetadataUnsafe)
+        code = "metadata.unsafe" if is_unsafe else "metadata.unreadable"
+        return Finding(
+            code,
+            MANIFEST,
+            f"{MANIFEST} {'' if is_unsafe else 'cannot be decoded: '}{error.message}",
+            next_command=command_line("explain", code),
+        )
+
+
+def check_manifest(opened: OpenStep, manifest: Manifest, *, is_deep: bool) -> Iterator[Finding]:
+    """Yield `file.missing` and `coverage.gap` for what the manifest names and no file holds."""
+    there = {file.path for file in opened.files if file.size}
+    named = {path: item for item in manifest.items for path in item.files.values()}
+    missing = sorted(named.keys() - there)
+    if missing:
+        yield Finding(
+            "file.missing",
+            missing[0],
+            f"{len(missing):,} of {counted(len(named), 'file')} that {MANIFEST} names "
+            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
+            next_command=command_line("show", opened.url),
+        )
+        return
+    for item in manifest.items:
+        without = sorted({rank for t in item.tensors for rank in t.ranks} - item.files.keys())
+        if without:
+            yield _gap_in(opened, item.name, f"rank {without[0]} has no file")
+        elif is_deep:
+            yield from _parts_missing(opened, item)
+
+
+def _parts_missing(opened: OpenStep, item: ManifestItem) -> Iterator[Finding]:
+    """Yield `coverage.gap` for tensors whose parts in the files are less than the whole."""
+    keys = frozenset(map(key_of, item.files.values()))
+    sizes = tensor_sizes(opened, keys, key_of)
+    by_fqn: dict[str, int] = defaultdict(int)
+    for (fqn, _), size in sizes.items():
+        by_fqn[fqn] += size.n_elements
+    for tensor in item.tensors:
+        held = by_fqn.get(tensor.fqn)
+        if held is not None and tensor.n_copies and held < tensor.n_elements * tensor.n_copies:
+            whole = f"{tensor.n_elements * tensor.n_copies:,} elements"
+            yield _gap_in(opened, f"{item.name} {tensor.fqn}", f"{held:,} of {whole} are there")
+            return
+
+
+def _gap_in(opened: OpenStep, where: str, why: str) -> Finding:
+    return Finding(
+        "coverage.gap",
+        where,
+        f"{where}: {why}, by {MANIFEST} and the files",
+        next_command=command_line("show", opened.url),
+    )
 
 
 def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
@@ -203,16 +286,12 @@ def _missing(step: Step, grid: Grid) -> Finding:
         grid.missing[0],
         f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
         f"{verb(n_missing, 'is', 'are')} missing: {some_of(grid.missing)}",
-        counted(grid.n_files, "file"),
-        counted(grid.n_present, "file"),
     )
 
 
-def _missing_file(
-    step: Step, where: str, message: str, expected: str, found: str = "nothing"
-) -> Finding:
+def _missing_file(step: Step, where: str, message: str) -> Finding:
     show = command_line("show", step.url)
-    return Finding("file.missing", where, message, expected, found, show)
+    return Finding("file.missing", where, message, next_command=show)
 
 
 def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
@@ -234,19 +313,7 @@ def several_worlds(step: Step, where: str, what: str, sizes: Iterable[int]) -> F
         where,
         f"the files {what} are those of several saves, by {listed} ranks: which of them is loaded "
         "depends on the number of ranks that load",
-        expected="files of one world size",
-        found=f"files of {listed} ranks",
         next_command=command_line("show", step.url),
-    )
-
-
-def _no_weights(step: Step, names: Collection[str]) -> Finding:
-    return _missing_file(
-        step,
-        "",
-        "no file of the step holds the model's weights",
-        "a file with the weights",
-        f"files with {some_of(sorted(names))}" if names else "none",
     )
 
 
@@ -256,7 +323,243 @@ def _unlisted(archives: Collection[str]) -> Finding:
         "",
         f"{counted(len(archives), 'file')} of torch.save ({some_of(sorted(archives))}), and "
         "nothing states which files belong to the step: one that was never written is not missed",
-        expected="file names of a known layout, with the weights among them",
-        found=some_of(sorted(archives)),
         next_command="ckptctl explain format.unlisted",
     )
+
+
+_WITH_RANKS = SHARDED | {PartFormat.SAFETENSORS}
+_RANK_READERS = (shard_rank, rank_local_rank, hugging_face_rank)
+
+
+def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]:
+    """The ranks that left a shard file or rank-local metadata in a part, or all their rank files.
+
+    `named` are the shard files that the part's metadata names. A file with bytes
+    that it does not name was left by another save, and does not count for this one.
+    """
+    if part.grids:
+        counted_all = [one for one in part.grids if one.n_ranks is not None]
+        lacking = [one for one in counted_all if one.n_present < one.n_files]
+        return frozenset(
+            rank
+            for one in counted_all
+            for rank in one.ranks
+            if all(rank in other.ranks or rank >= other.n_files for other in lacking)
+        )
+    names = {file.path for file in part.files if not _is_left_over(file, named)}
+    names |= {*(named or ())}  # a file that is missing was written by someone too
+    found = (read(name) for name in names for read in _RANK_READERS)
+    return frozenset(rank for rank in found if rank is not None)
+
+
+def _is_left_over(file: FileInfo, named: Collection[str] | None) -> bool:
+    if named is None or file.path in named or not file.size:
+        return False
+    return shard_rank(file.path) is not None
+
+
+def saved_world_size(
+    parts: Sequence[Part], named: Mapping[str, Collection[str]], state: TrainState
+) -> WorldSize | None:
+    """How many ranks wrote the step, and where that was read from; None where nothing states it.
+
+    `named` are the shard files that the metadata of each part names, by its path,
+    without the parts whose metadata does not state it. Pipeline stages number their
+    ranks from 0 each, so they add up; other parts are written by the same ranks.
+    State that exists once per rank can show more ranks than the shard files do.
+    """
+    sharded = [part for part in parts if part.format in _WITH_RANKS]
+    ranks = {part.path: ranks_in(part, named.get(part.path)) for part in sharded}
+    stages = [found for path, found in ranks.items() if is_stage(path)]
+    others = [found for path, found in ranks.items() if not is_stage(path)]
+    by_files = max(
+        sum(len(found) for found in stages),
+        max((max(found, default=-1) + 1 for found in others), default=0),
+    )
+    # A rank with nothing to write leaves no safetensors file: such a part states the size
+    # only where no other does, and not for sure.
+    telling = [part for part in sharded if part.format is not PartFormat.SAFETENSORS]
+    of_rank_files = {
+        part.path: max(counts)
+        for part in parts
+        if (counts := [grid.n_ranks for grid in part.grids if grid.n_ranks])
+    }
+    telling += [part for part in parts if part.path in of_rank_files]
+    unclear = not telling or any(
+        len(ranks.get(part.path, ())) <= max(ranks.get(part.path, ()), default=-1)
+        or any(_is_left_over(file, named.get(part.path)) for file in part.files)
+        for part in telling
+    )
+    by_files = max(by_files, *of_rank_files.values(), 0)
+    by_state = max(state.rng.n_ranks or 0, state.dataloader.n_ranks or 0)
+    if by_state > by_files:
+        return WorldSize(by_state, "train-state", at_least=True)
+    if by_files == 0:
+        return None
+    return WorldSize(by_files, "shard-files", at_least=unclear)
+
+
+def check_saved_world_size(
+    parts: Sequence[Part], named: Mapping[str, Collection[str]], expected: int, url: str
+) -> Iterator[Finding]:
+    """Compare the shard files and rank files with those of `expected` ranks.
+
+    `named` are the shard files that the metadata of each part names. Yields `shard.missing` for
+    each part that lacks a shard file of one of them, and `state.mixed` for files of further ranks.
+    Pipeline stages share the ranks among them and are counted together. Families of files that no
+    framework names are checked by `inspection.whole`.
+    """
+    for part in parts:
+        counts = [grid.n_ranks or 0 for grid in part.grids if grid.framework != FAMILY]
+        n_ranks = max(counts, default=0)
+        if 0 < n_ranks < expected:
+            yield _too_few("the step", f"files of {n_ranks} ranks", expected, part.path, url)
+        elif n_ranks > expected:
+            yield _too_many(n_ranks, expected, part.path, url)
+    sharded = [part for part in parts if part.format in _WITH_RANKS]
+    stages = [part for part in sharded if is_stage(part.path)]
+    n_in_stages = sum(len(ranks_in(part)) for part in stages)
+    if stages and n_in_stages < expected:
+        yield _too_few("the stages", f"{n_in_stages} ranks", expected, "", url)
+    for part in sharded:
+        if is_stage(part.path):
+            continue
+        there = ranks_in(part)
+        missing = [rank for rank in range(expected) if rank not in there]
+        if missing and (there or part.format is not PartFormat.SAFETENSORS):
+            what = f"no shard file of rank {some_of(missing, 8)}"
+            yield _too_few(part.path or "the step", what, expected, part.path, url)
+        last = max(ranks_in(part, named[part.path]), default=-1) if part.path in named else -1
+        if last >= expected:
+            yield _too_many(last + 1, expected, part.path, url)
+
+
+def _too_many(n_ranks: int, expected: int, where: str, url: str) -> Finding:
+    return Finding(
+        "state.mixed",
+        where,
+        f"{expected} ranks wrote the step, and there are files of {n_ranks}: those of another save "
+        "lie among them, or another number of ranks wrote it",
+        next_command=command_line("verify", url),
+    )
+
+
+def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Finding:
+    return Finding(
+        "shard.missing",
+        where,
+        f"{expected} ranks wrote the step, but in {what} there is {found}",
+        next_command=command_line("verify", url),
+    )
+
+
+def check_world_size(
+    parts: Sequence[Part], state: TrainState, saved: WorldSize | None, wanted: int, url: str
+) -> Iterator[Finding]:
+    """Yield what loading at `wanted` ranks needs, or what it would lose.
+
+    `world-size.fixed` where it cannot be loaded, `state.lost` for state that exists
+    once per rank, `world-size.differs` where DCP reshards while loading. Nothing
+    where the step was written by as many ranks.
+    """
+    if saved is not None and saved.size == wanted and not saved.at_least:
+        return
+    fixed = [part for part in parts if _is_fixed(part, wanted)]
+    if fixed:
+        yield _fixed(fixed[0], saved, wanted, url)
+        return
+    lost = [
+        kind
+        for kind in ("rng", "dataloader")
+        if (n_ranks := state.part(kind).n_ranks) is not None and n_ranks != wanted
+    ]
+    if lost:
+        counts = ", ".join(f"{kind} for {state.part(kind).n_ranks} ranks" for kind in lost)
+        yield Finding(
+            "state.lost",
+            ", ".join(lost),
+            f"{listed(lost)} {verb(len(lost), 'exists', 'exist')} once per rank ({counts}) and "
+            f"cannot be restored on {wanted} ranks: data would be repeated or skipped",
+            next_command=command_line("show", url),
+        )
+    written = _count(saved)
+    yield Finding(
+        "world-size.differs",
+        "",
+        f"written by {written}, to be loaded by {wanted} ranks: {_how_it_loads(parts, saved)}",
+    )
+
+
+def _how_it_loads(parts: Sequence[Part], saved: WorldSize | None) -> str:
+    if any(part.format in SHARDED for part in parts):
+        return "DCP reshards while loading"
+    if saved is not None and saved.source == "manifest":
+        return "metadata.pkl states how its files are resharded"
+    if any(grid.sharded for part in parts for grid in part.grids):
+        return "there are as many files of each rank's own"
+    return "no file holds a shard"
+
+
+def check_bound(parts: Sequence[Part], url: str) -> Iterator[Finding]:
+    """Yield `world-size.bound` where nothing in a step says how other ranks could load its files.
+
+    A note: each rank wrote files of its own, whose names no framework gives, and there is no
+    manifest such as `metadata.pkl` of torch_checkpointing, by which they could be resharded.
+    """
+    for part in parts:
+        grid = next((one for one in part.grids if one.sharded and one.framework == FAMILY), None)
+        if grid is not None:
+            yield Finding(
+                "world-size.bound",
+                part.path,
+                f"{grid.n_present:,} ranks wrote files of their own ({grid.what}), and without a "
+                "manifest (metadata.pkl) nothing says how another number of ranks could load them",
+                next_command=command_line("show", url),
+            )
+
+
+def _is_fixed(part: Part, wanted: int) -> bool:
+    """Whether only as many ranks can load a part as wrote it.
+
+    Names that count model-parallel ranks alone leave the data-parallel size free.
+    """
+    if part.format is PartFormat.RANK_FILES:
+        sharded = (one for one in part.grids if one.sharded)
+        return any(
+            (one.n_ranks or one.n_files) != wanted
+            if one.n_ranks or one.framework == FAMILY
+            else wanted % one.n_files
+            for one in sharded
+        )
+    return part.format not in (PartFormat.DCP, PartFormat.SAFETENSORS)
+
+
+def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Finding:
+    next_command = command_line("show", url)
+    if part.format is PartFormat.DCP_RANK_LOCAL:
+        why = (
+            "every rank wrote its own metadata, and a load at another world size gives "
+            "wrong values without an error"
+        )
+    elif part.format is PartFormat.RANK_FILES:
+        layout = next(one.framework for one in part.grids if one.sharded)
+        why = f"each rank has shards of its own ({layout})"
+        if layout == FAMILY:
+            why = "each rank wrote files of its own, and no manifest (metadata.pkl) describes them"
+        next_command = CONVERSIONS[layout].format(step=url, root=url.rpartition("/")[0])
+    else:
+        why = f"{part.format.value} checkpoints cannot be resharded while loading"
+    return Finding(
+        "world-size.fixed",
+        part.path,
+        f"cannot be loaded on {wanted} ranks: {why}",
+        expected=f"{wanted} ranks",
+        found=_count(saved),
+        next_command=next_command,
+    )
+
+
+def _count(saved: WorldSize | None) -> str:
+    if saved is None:
+        return "an unknown number of ranks"
+    return f"{'at least ' if saved.at_least else ''}{saved.size} ranks"

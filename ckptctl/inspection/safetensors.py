@@ -109,8 +109,6 @@ def _check_length(
             file.path,
             f"{file.size:,} of {needed:,} bytes exist; {counted(len(lost), 'tensor')} cannot "
             "be read",
-            expected=f"{needed:,} bytes",
-            found=f"{file.size:,} bytes",
         )
     elif file.size > needed:
         message = f"{file.size - needed:,} bytes belong to no tensor; no reader accepts that"
@@ -204,8 +202,6 @@ def _check_total_size(
             index.path,
             f"{index.path} states {total_size:,} bytes of tensors, and the files that it names "
             f"hold {in_files:,}: it may belong to another save",
-            expected=f"{total_size:,} bytes",
-            found=f"{in_files:,} bytes",
         )
 
 

@@ -1,25 +1,63 @@
-"""Compare the listing and the metadata of a step with its seal, and turn its marks into findings.
+"""Read the seal of a step, the seals beside it and the sentinel of a root; compare the step.
 
-A listing and the metadata show whose seal it is, the files and their sizes. A seal of another
-step, or of an earlier save of this one, proves nothing: that is reported, and the step is
-inspected without it. `sealed_bytes` compares the bytes.
+A seal is read only where the listing shows one. A damaged one becomes a finding, and the step is
+inspected without it. The listing and the metadata show whose seal it is, the files and their
+sizes: a seal of another step, or of an earlier save of this one, proves nothing.
 
-A rejection or a superseded branch rules the step out; a pin and an acceptance are notes. Marks
-on an earlier save of the step are reported and do not apply.
+The blocks of each sealed file are digested in the pass that reads the records. A store's own
+checksums are compared without reading a byte: equal ones prove that the object was not replaced by
+one with other bytes since it was sealed, not what its disks return today. ETags and versions show
+that an object was written again, and not with which bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.layouts import is_saved
-from ckptctl.formats.own.marks import Mark, MarkKind, in_force
-from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic, seal_digest
-from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
-from ckptctl.model import FileInfo, Step
+from ckptctl.errors import (
+    AccessDenied,
+    OwnFileUnreadable,
+    OwnFileUnsupported,
+    PathEscape,
+    PathNotFound,
+)
+from ckptctl.findings import ByStore, Finding
+from ckptctl.formats.digests import BLOCK_BYTES
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_saved, step_name
+from ckptctl.formats.own.files import read_back
+from ckptctl.formats.own.marks import (
+    Mark,
+    MarkKind,
+    in_force,
+    metadata_digest,
+)
+from ckptctl.formats.own.seals import (
+    MAX_SEAL_BYTES,
+    MAX_SEQUENCE,
+    SEAL,
+    EarlierSeal,
+    Seal,
+    SealedFile,
+    Stored,
+    is_authentic,
+    parse_seal,
+    seal_digest,
+)
+from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
+from ckptctl.inspection.marks import check_marks, read_marks_file, unusable
+from ckptctl.model import Checksum, FileInfo, Kept, Step
+from ckptctl.options import Requirements
+from ckptctl.storage.contract import Store, TooLarge, list_if_there, read_if_there
+from ckptctl.storage.opening import base_name
+
+if TYPE_CHECKING:
+    from ckptctl.formats.own.documents import RootDocument
+    from ckptctl.inspection.open_step import OpenStep
 
 PROVES_NOTHING = frozenset(
     {
@@ -40,6 +78,7 @@ PROVES_NOTHING = frozenset(
     }
 )
 """Findings after which a step is not proven by its seal, even where its digests agree."""
+
 
 _IS_ANOTHER = frozenset({"seal.foreign", "seal.outdated", "seal.bad-signature"})
 
@@ -62,92 +101,61 @@ class Seen:
     named: Collection[str]
 
 
-@dataclass(frozen=True, slots=True)
-class RootSeals:
-    """What the root of a step knows of its seals.
-
-    `run` is the id of the run that seals must be of, None where none is recorded. `beside` are
-    the seals of other steps, `at_least` the place that the newest must have. A root that
-    records no run contradicts no seal; where a seal is `required`, it proves none either.
-    """
-
-    run: str | None
-    beside: Sequence[Seal] = ()
-    at_least: int | None = None
-    required: bool = False
-
-
-def check_binding(seal: Seal, step: Step, root: RootSeals) -> Iterator[Finding]:
+def _check_binding(opened: OpenStep, seal: Seal, requirements: Requirements) -> Iterator[Finding]:
     """Yield the contradictions between a seal of this save and the root that it is in.
 
-    Yields `seal.other-run`, `seal.renamed`, `seal.rolled-back` and `seal.set-back`. A seal
-    that other seals do not name contradicts nothing: they may have been made at the same time, or
-    removed.
+    A root that records no run contradicts no seal; where a seal is required, it proves none either.
+    A seal that other seals do not name contradicts nothing: they may have been made at the same
+    time, or removed. Yields `seal.other-run`, `seal.renamed`, `seal.rolled-back` and
+    `seal.set-back`. Cost: that of `seals_beside` and a read.
     """
-    if seal.run != root.run and (root.run is not None or root.required):
-        yield _other_run(seal, root.run)
+    step, at_least = opened.step, requirements.seal_sequence
+    run = requirements.seal_run or run_of(opened.store)
+    if seal.run != run and (run is not None or requirements.require_seal):
+        sealed_for = f"run {seal.run}" if seal.run else "a run that it does not name"
+        yield _about_seal(
+            "seal.other-run",
+            f"the step was sealed for {sealed_for}, and "
+            + (
+                f"this is a root of run {run}: it was copied here"
+                if run
+                else "the root does not record of which run it is"
+            ),
+        )
     if seal.step.name != step.name and not _is_of_another_step(seal, step):
-        yield Finding(
+        yield _about_seal(
             "seal.renamed",
-            SEAL,
             f"the step was sealed as {seal.step.name}, and is {step.name} now: another save of "
             "its number may have been there",
-            expected=seal.step.name,
-            found=step.name,
-            next_command="ckptctl explain seal.renamed",
         )
     digest = seal_digest(seal)
+    beside = seals_beside(opened, seal.run, requirements.key, every=at_least is not None)
     newer = (
-        _rolled_back(seal, step, other, earlier.sequence)
-        for other in root.beside
+        (other, earlier.sequence)
+        for other in beside
         for earlier in other.earlier
         if earlier.name == step.name and earlier.sequence > seal.sequence and earlier.seal != digest
     )
-    yield from islice(newer, 1)
-    places = [other.sequence for other in root.beside]
-    places += [earlier.sequence for other in root.beside for earlier in other.earlier]
+    for other, place in islice(newer, 1):
+        yield _about_seal(
+            "seal.rolled-back",
+            f"the seal of step {other.step.number} names a newer seal of {step.name} (place "
+            f"{place:,}; this one has {seal.sequence:,}): an older save was put in its place",
+        )
+    places = [other.sequence for other in beside]
+    places += [earlier.sequence for other in beside for earlier in other.earlier]
     newest = max(seal.sequence, *places, 0)
-    if root.at_least is not None and newest < root.at_least:
-        yield Finding(
+    if at_least is not None and newest < at_least:
+        yield _about_seal(
             "seal.set-back",
-            SEAL,
             f"the newest seal of the root has place {newest:,} in the order of its seals, and one "
-            f"with place {root.at_least:,} was made: newer steps were removed, or the root was "
+            f"with place {at_least:,} was made: newer steps were removed, or the root was "
             "replaced by an older copy",
-            expected=f"a seal with place {root.at_least:,} or more",
-            found=f"{newest:,}",
-            next_command="ckptctl explain seal.set-back",
         )
 
 
-def _other_run(seal: Seal, run: str | None) -> Finding:
-    sealed_for = f"run {seal.run}" if seal.run else "a run that it does not name"
-    if run is None:
-        what = f"the step was sealed for {sealed_for}, and the root does not record of which run "
-        what += "it is"
-    else:
-        what = f"the step was sealed for {sealed_for}, and this is a root of run {run}: it was "
-        what += "copied here"
-    return Finding(
-        "seal.other-run",
-        SEAL,
-        what,
-        expected=f"a seal for run {run}" if run else "a root with the id of its run",
-        found=sealed_for,
-        next_command="ckptctl explain seal.other-run",
-    )
-
-
-def _rolled_back(seal: Seal, step: Step, other: Seal, place: int) -> Finding:
-    return Finding(
-        "seal.rolled-back",
-        SEAL,
-        f"the seal of step {other.step.number} names a newer seal of {step.name} (place "
-        f"{place:,}; this one has {seal.sequence:,}): an older save was put in its place",
-        expected=f"a seal with place {place:,} or more",
-        found=f"{seal.sequence:,}",
-        next_command="ckptctl explain seal.rolled-back",
-    )
+def _about_seal(code: str, message: str) -> Finding:
+    return Finding(code, SEAL, message, next_command=f"ckptctl explain {code}")
 
 
 def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[Finding]:
@@ -181,8 +189,6 @@ def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
             SEAL,
             "the seal was made with a key, and none is given: its digests are compared, but "
             "whoever wrote the step could also have written the seal",
-            expected="the key",
-            found="no key",
         )
     elif key is not None and seal.hmac is None:
         yield Finding(
@@ -190,18 +196,12 @@ def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
             SEAL,
             f"a key is given, but the seal has none ({seal.algorithm.value}): it detects "
             "damage, but not deliberate changes",
-            expected="a seal made with the key",
-            found=seal.kind,
         )
     elif key is not None and not is_authentic(seal, key):
-        yield Finding(
+        yield _about_seal(
             "seal.bad-signature",
-            SEAL,
             "the seal does not match the key given: it was made with another key, or by someone "
             "who has none",
-            expected="an HMAC by the key given",
-            found="another HMAC",
-            next_command="ckptctl explain seal.bad-signature",
         )
 
 
@@ -276,8 +276,6 @@ def _foreign_seal(seal: Seal, step: Step) -> Finding:
         "seal.foreign",
         SEAL,
         f"the seal belongs to step {seal.step.number}; it proves nothing about step {step.number}",
-        expected=f"a seal of step {step.number}",
-        found=f"a seal of step {seal.step.number}",
         next_command=command_line("seal", step.url, "--replace"),
     )
 
@@ -288,22 +286,16 @@ def _foreign_step(seal: Seal, step: Step) -> Finding:
         step.name,
         f"the contents of this folder were sealed as step {seal.step.number}: the folder was "
         "renamed, or copied over another step",
-        expected=f"step {step.number}",
-        found=f"step {seal.step.number}",
         next_command="ckptctl explain step.foreign",
     )
 
 
 def _outdated(seal: Seal, path: str) -> Finding:
-    return Finding(
+    return _about_seal(
         "seal.outdated",
-        SEAL,
         f"{path} and the shard files that it names were written after the step was sealed "
         f"({seal.sealed_at}): the step was saved again, and the seal does not apply to this "
         "save",
-        expected="the metadata that was sealed",
-        found="metadata of another save",
-        next_command="ckptctl explain seal.outdated",
     )
 
 
@@ -333,8 +325,6 @@ def _check_files(seal: Seal, seen: Seen) -> Iterator[Finding]:
                 "seal.gone",
                 sealed.path,
                 f"{sealed.path} was sealed with {sealed.size:,} bytes, and is missing",
-                expected=f"{sealed.size:,} bytes",
-                found="no such file",
             )
         elif file.kind != "file":
             yield _not_as_sealed(sealed, f"{file.what}, not a file")
@@ -348,8 +338,6 @@ def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") ->
         code,
         sealed.path,
         f"{sealed.path} was sealed with {sealed.size:,} bytes; now it is {found}",
-        expected=f"{sealed.size:,} bytes",
-        found=found,
     )
 
 
@@ -362,14 +350,10 @@ def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
     ]
     needed = [path for path in unsealed if path in seen.named or path in seen.metadata]
     if needed:
-        yield Finding(
+        yield _about_seal(
             "seal.partial",
-            SEAL,
             f"the seal does not list {counted(len(needed), 'file')} that the step needs: "
             f"{some_of(needed)}",
-            expected="every file of the step",
-            found=counted(len(sealed), "file"),
-            next_command="ckptctl explain seal.partial",
         )
     extra = [path for path in unsealed if path not in needed]
     if extra:
@@ -377,56 +361,509 @@ def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
             "seal.extra",
             some_of(extra),
             f"{counted(len(extra), 'file')} added after the step was sealed: {some_of(extra)}",
-            expected="only sealed files",
-            found=counted(len(extra), "more file"),
             next_command="ckptctl explain seal.extra",
         )
 
 
-_CODES = {
-    MarkKind.REJECTED: "step.rejected",
-    MarkKind.SUPERSEDED: "step.superseded",
-    MarkKind.PINNED: "step.pinned",
-}
-_FINISHED_LATE = "the metadata arrived after the step was superseded as an interrupted save"
+FoundDigests = Mapping[str, Sequence[str | None]]
+"""The digests of the blocks of files, by path; None for a block that was not read whole."""
 
 
-def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iterator[Finding]:
-    """Yield `step.rejected`, `step.superseded`, `step.pinned`, `step.accepted`, `mark.outdated`.
+def comparable(
+    seal: Seal, files: Sequence[FileInfo], passed_over: Collection[str] = ()
+) -> tuple[SealedFile, ...]:
+    """The sealed files whose bytes are to be compared.
 
-    `step.finished-late` too, where the step was superseded before it had any metadata.
-
-    `marks` are all that were found on the step, whichever save of it they apply to;
-    `metadata` is the `metadata_digest` of the save that lies here.
+    Those that the listing `files` does not have with their sealed size, and those
+    `passed_over`, have a finding already.
     """
-    own = [mark for mark in marks if mark.applies_to(step.number, metadata)]
-    applying = in_force(own)
-    for mark in applying:
-        if mark.word in _CODES:
-            yield _mark_finding(_CODES[mark.word], mark, f"{mark.word.value} {_who(mark)}")
-    superseded = [mark for mark in applying if mark.word is MarkKind.SUPERSEDED]
-    if superseded and metadata and all(mark.metadata is None for mark in superseded):
-        yield _mark_finding("step.finished-late", superseded[-1], _FINISHED_LATE)
-    accepted = [mark for mark in applying if mark.word is MarkKind.ACCEPTED]
-    if accepted:
-        newest = accepted[-1]
-        yield _mark_finding(
-            "step.accepted", newest, f"{_before(own, newest)}, and accepted {_who(newest)}"
-        )
-    for mark in in_force(mark for mark in marks if mark not in own):
-        if mark.word in _CODES:
-            what = f"an earlier save of this step was {mark.word.value} {_who(mark)}"
-            yield _mark_finding("mark.outdated", mark, what)
+    sizes = {file.path: file.size for file in files if file.kind == "file"}
+    return tuple(
+        sealed
+        for sealed in seal.files
+        if sizes.get(sealed.path) == sealed.size and sealed.path not in passed_over
+    )
 
 
-def _mark_finding(code: str, mark: Mark, message: str) -> Finding:
-    return Finding(code, "", message + mark.because, found=f"mark {mark.id}")
+def proven(files: Sequence[SealedFile], found: FoundDigests) -> frozenset[str]:
+    """The files that are what was sealed, to the last byte."""
+    return frozenset(
+        sealed.path
+        for sealed in files
+        if tuple(found.get(sealed.path, ())) == tuple(sealed.digests.by_block)
+    )
 
 
-def _who(mark: Mark) -> str:
-    return f"by {mark.by} at {mark.at}"
+def check_sealed_bytes(
+    seal: Seal, files: Sequence[SealedFile], found: FoundDigests
+) -> Iterator[Finding]:
+    """Yield a `seal.digest` for each of `files` with a block that is not what was sealed."""
+    owners = {sealed.digests.by_block: sealed.path for sealed in seal.files}
+    yield from at_most_few(
+        finding
+        for sealed in files
+        if (finding := _differing(sealed, found.get(sealed.path, ()), owners)) is not None
+    )
 
 
-def _before(own: Sequence[Mark], accepted: Mark) -> str:
-    words = sorted({mark.word.value for mark in own if mark.id in accepted.lifts})
-    return " and ".join(words) or "ruled out"
+def _differing(
+    sealed: SealedFile, found: Sequence[str | None], owners: Mapping[tuple[str, ...], str]
+) -> Finding | None:
+    expected = sealed.digests.by_block
+    wrong = [n for n, digest in enumerate(found) if digest not in (None, expected[n])]
+    if not wrong:
+        return None
+    owner = owners.get(tuple(digest or "" for digest in found))
+    if owner is not None:
+        what = f"it holds what was sealed as {owner}: the two files were swapped or copied"
+    else:
+        what = f"{_place(sealed, wrong)} not what was sealed: damaged, or of another save"
+    first = wrong[0]
+    return Finding(
+        "seal.digest",
+        sealed.path,
+        f"{sealed.path}: {what}",
+        expected=f"{_named(sealed, first)} with digest {expected[first]}",
+        found=found[first],
+        next_command="ckptctl explain seal.digest",
+    )
+
+
+def _place(sealed: SealedFile, wrong: Sequence[int]) -> str:
+    if len(sealed.digests.by_block) == 1:
+        return f"its {sealed.size:,} bytes are"
+    if len(wrong) == 1:
+        return f"{_named(sealed, wrong[0])} is"
+    n_blocks = len(sealed.digests.by_block)
+    return f"{len(wrong):,} of {n_blocks:,} blocks, the first being {_named(sealed, wrong[0])}, are"
+
+
+def _named(sealed: SealedFile, block: int) -> str:
+    start = block * BLOCK_BYTES
+    end = min(sealed.size, start + BLOCK_BYTES)
+    n_blocks = len(sealed.digests.by_block)
+    return f"block {block + 1} of {n_blocks} (bytes {start:,} to {end:,})"
+
+
+def best_of(kept: Kept, can_compute: Callable[[str], bool]) -> Checksum | None:
+    """The checksum to be sealed of a file: of the whole, one that can be computed before others."""
+    whole = [checksum for checksum in kept.checksums if checksum.whole]
+    computed = [checksum for checksum in whole if can_compute(checksum.algorithm)]
+    return next(iter((*computed, *whole)), None)
+
+
+def as_kept(
+    path: str, kept: Kept, checksum: Checksum | None, computed: str | None
+) -> tuple[Stored | None, tuple[Finding, ...]]:
+    """The entry of a seal for a file that the store keeps so, None where it keeps nothing.
+
+    `computed` is what the bytes of the file come to by the algorithm of `checksum`, None
+    where nobody computed it. Finds `store.contradicts` where that is another.
+    """
+    if checksum is None:
+        known = kept.etag or kept.version
+        return Stored(etag=kept.etag, version=kept.version) if known else None, ()
+    compared = computed is not None
+    stored = Stored(checksum.algorithm, checksum.value, compared, kept.etag, kept.version)
+    if computed is None or computed == checksum.value:
+        return stored, ()
+    finding = Finding(
+        "store.contradicts",
+        path,
+        f"the bytes of {path} do not match the {checksum.algorithm} that the store reports: "
+        "they were damaged in the store or in transit",
+        expected=f"{checksum.algorithm} {computed}",
+        found=f"{checksum.algorithm} {checksum.value}",
+        next_command="ckptctl explain store.contradicts",
+    )
+    return stored, (finding,)
+
+
+def check_stored(
+    sealed: Sequence[SealedFile], kept: Mapping[str, Kept], url: str
+) -> tuple[ByStore, tuple[Finding, ...]]:
+    """Hold what the store keeps now of sealed files, by path, against what was sealed.
+
+    `url` is the step's address. Finds `seal.digest` where a checksum differs,
+    `store.rewritten` and `store.unverifiable` where there is none to compare.
+    """
+    same: list[SealedFile] = []
+    other: list[Finding] = []
+    rewritten: list[str] = []
+    unproven: dict[str, list[SealedFile]] = {}
+    for file in sealed:
+        was, now = file.stored or Stored(), kept[file.path]
+        value = _comparable(was, now)
+        if value is None and _written_again(was, now):
+            rewritten.append(file.path)
+        elif value is None:
+            unproven.setdefault(_why_not(was, now), []).append(file)
+        elif value == was.checksum:
+            same.append(file)
+        else:
+            other.append(_replaced(file.path, was, value))
+    found = [*at_most_few(other)]
+    if rewritten:
+        found.append(_rewritten(rewritten, url))
+    found += [_unproven(why, files, kept, url) for why, files in unproven.items()]
+    n_not_compared = sum(file.stored is not None and not file.stored.compared for file in same)
+    return ByStore(len(sealed), len(same), sum(file.size for file in same), n_not_compared), tuple(
+        found
+    )
+
+
+def _comparable(was: Stored, now: Kept) -> str | None:
+    """The checksum that the store keeps now, by the algorithm of the sealed one."""
+    values = (c.value for c in now.checksums if c.whole and c.algorithm == was.algorithm)
+    return next(values, None) if was.checksum else None
+
+
+def _written_again(was: Stored, now: Kept) -> bool:
+    pairs = ((was.etag, now.etag), (was.version, now.version))
+    return any(before and after and before != after for before, after in pairs)
+
+
+def _why_not(was: Stored, now: Kept) -> str:
+    if now.why_none:
+        return now.why_none
+    whole = sorted(checksum.algorithm for checksum in now.checksums if checksum.whole)
+    if not whole:
+        return "the store has only checksums of its parts"
+    if not was.checksum:
+        return _NOT_SEALED
+    return f"the seal has its {was.algorithm}, and the store keeps {', '.join(whole)}"
+
+
+_NOT_SEALED = "the seal has no checksum of the store's"
+
+
+def _replaced(path: str, was: Stored, value: str) -> Finding:
+    return Finding(
+        "seal.digest",
+        path,
+        f"the store reports a different {was.algorithm} for {path} than when it was sealed: "
+        "the object was replaced by one with other bytes",
+        expected=f"{was.algorithm} {was.checksum}",
+        found=f"{was.algorithm} {value}",
+        next_command="ckptctl explain seal.digest",
+    )
+
+
+def _rewritten(paths: Sequence[str], url: str) -> Finding:
+    return Finding(
+        "store.rewritten",
+        some_of(paths),
+        f"{counted(len(paths), 'sealed file')} {verb(len(paths), 'was', 'were')} written "
+        "again after the step was sealed, and no checksum of the store shows whether the "
+        f"bytes are the same: {some_of(paths)}",
+        next_command=command_line("verify", url, "--level", "content"),
+    )
+
+
+def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], url: str) -> Finding:
+    paths = [file.path for file in files]
+    unchanged = all(
+        file.stored and file.stored.etag and file.stored.etag == kept[file.path].etag
+        for file in files
+    )
+    witness = "; their ETags are unchanged" if unchanged else ""
+    return Finding(
+        "store.unverifiable",
+        some_of(paths),
+        f"no checksum of the store could be compared for {counted(len(files), 'sealed file')} "
+        f"({some_of(paths)}): {why}{witness}",
+        next_command=command_line("seal", url, "--replace")
+        if why == _NOT_SEALED
+        else command_line("verify", url, "--level", "content"),
+    )
+
+
+def without_seal(url: str, why: str, *, there: bool) -> Finding:
+    """The finding for a step of which no seal covers all; `there` is one, but `why` it does not."""
+    return Finding(
+        "store.unverifiable",
+        SEAL,
+        f"the store's checksums could not be compared with those of a seal: {why}",
+        next_command=command_line("verify", url, "--level", "content")
+        if there
+        else command_line("seal", url),
+    )
+
+
+MAX_NEIGHBOURS = 8
+"""Seals that are read below a step, above it, and at the end of the root. Each names all that
+were there when it was made, so that a few are enough."""
+
+
+MAX_EARLIER = 256
+"""A seal names so many others, the newest: some 50 KB."""
+
+
+MAX_SEALS = 1_000
+"""Seals that are read where the newest of the root is asked for."""
+
+
+def seals_beside(
+    opened: OpenStep,
+    run: str | None,
+    key: bytes | None,
+    *,
+    every: bool = False,
+    root: Store | None = None,
+) -> tuple[Seal, ...]:
+    """The seals of other steps of the root that are of the run, and made with the key.
+
+    Without a key, all that can be read. A seal that is damaged, or of another run, shows
+    nothing and is left out, as one that may not be read: who can damage a seal can remove it.
+    Those nearest to the step and the newest are read, at most
+    `3 * MAX_NEIGHBOURS`; with `every` all, at most `MAX_SEALS`. `root` is where the step will
+    be, if it is not published yet. Storage errors pass through:
+    what did not answer may be what contradicts. Cost: one listing or two, and a read of each.
+    """
+    store = root or opened.store
+    number = None if isinstance(opened.named, str) else opened.named.number
+    paths = _paths_beside(opened, store)
+    chosen = paths[:MAX_SEALS] if every else _nearest(paths, number)
+    from ckptctl.storage.in_flight import in_flight  # few steps have seals beside them
+
+    seals: list[Seal] = []
+    for _, data in in_flight(partial(_read, store), (path for _, path in chosen)):
+        try:
+            seal = parse_seal(data or b"")
+        except OwnFileUnreadable:
+            continue
+        if seal.run == run and (key is None or is_authentic(seal, key)):
+            seals.append(seal)
+    return tuple(seals)
+
+
+def _read(store: Store, path: str) -> bytes | None:
+    try:
+        return read_if_there(store, path, limit=MAX_SEAL_BYTES)
+    except (PathEscape, AccessDenied):
+        return None
+
+
+_LAST_NUMBER = re.compile(r"([0-9]{1,18})[^0-9]*")
+
+
+def _paths_beside(opened: OpenStep, store: Store) -> list[tuple[int, str]]:
+    """Where the seals of the other numbered folders are, with their numbers, newest first."""
+    folder = opened.name.rpartition("/")[0] if opened.has_folder else ""
+    lone = f"{OWN_FOLDER}/steps"
+    names = [(entry.path, inside(entry.path, SEAL)) for entry in _folders(store, folder)]
+    names += [(entry.path, inside(entry.path, base_name(SEAL))) for entry in _folders(store, lone)]
+    own = opened.in_store(SEAL)
+    numbered = (
+        (number, path)
+        for name, path in names
+        if path != own and (number := _number_in(base_name(name))) is not None
+    )
+    return sorted(numbered, reverse=True)
+
+
+def _folders(store: Store, folder: str) -> list[FileInfo]:
+    try:
+        return [entry for entry in list_if_there(store, folder) if entry.kind == "dir"]
+    except PathEscape:
+        return []
+
+
+def _number_in(name: str) -> int | None:
+    named = step_name(name)
+    if named is not None:
+        return named.number
+    numbers = _LAST_NUMBER.findall(name)
+    return int(numbers[-1]) if numbers else None
+
+
+def _nearest(paths: Sequence[tuple[int, str]], number: int | None) -> list[tuple[int, str]]:
+    """The newest, and those that are nearest to a number on both sides."""
+    if number is None:
+        return [*paths[: 3 * MAX_NEIGHBOURS]]
+    above = [one for one in paths if one[0] >= number]
+    below = [one for one in paths if one[0] < number]
+    chosen = (*paths[:MAX_NEIGHBOURS], *above[-MAX_NEIGHBOURS:], *below[:MAX_NEIGHBOURS])
+    return list(dict.fromkeys(chosen))
+
+
+def next_place(beside: Iterable[Seal], own: Seal | None) -> tuple[int, list[EarlierSeal]]:
+    """The place of a new seal in the order of its root, and the seals that it names.
+
+    `own` is the seal that it replaces.
+    """
+    newest: dict[str, EarlierSeal] = {}
+    known = 0 if own is None else own.sequence
+    for seal in beside:
+        name, number = seal.step.name, seal.step.number
+        itself = EarlierSeal(name, number, seal.sequence, seal_digest(seal))
+        for earlier in (itself, *seal.earlier):
+            known = max(known, earlier.sequence)
+            if earlier.name not in newest or newest[earlier.name].sequence < earlier.sequence:
+                newest[earlier.name] = earlier
+    kept = sorted(newest.values(), key=lambda one: -one.sequence)[:MAX_EARLIER]
+    return min(known + 1, MAX_SEQUENCE), sorted(kept, key=lambda one: one.name)
+
+
+ROOT_FILE = f"{OWN_FOLDER}/root.json"
+"""The sentinel of a root; it holds the id of the run, which seals name."""
+
+
+ROOT_SCHEMA = "ckptctl.root/1"
+
+
+_MAX_SENTINEL = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The seal of a step, if it applies to this save, and the findings from seal and marks.
+
+    `marks` are those on this save that no other mark has lifted. `pins` are those of any
+    save in this folder: a pinned step is kept even if its metadata is
+    damaged or gone, so that its save can no longer be identified.
+    """
+
+    seal: Seal | None = None
+    marks: tuple[Mark, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    pins: tuple[Mark, ...] = ()
+
+    @property
+    def unread(self) -> bool:
+        """Whether a mark cannot be read, so that its decision is unknown."""
+        return any(finding.code == "mark.damaged" for finding in self.findings)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a mark accepts this save as it is."""
+        return any(mark.word is MarkKind.ACCEPTED for mark in self.marks)
+
+
+NOTHING_NOTED = Notes()
+
+
+def read_notes(
+    opened: OpenStep,
+    requirements: Requirements,
+    known_faults: Collection[str] = (),
+    *,
+    binds: bool = False,
+) -> Notes:
+    """The seal and the marks of a step, compared with what was read of it.
+
+    `known_faults` are the files that have a finding already. With `binds`, or where a seal is
+    required, it is also compared with the root: which run it is of, and which seals others
+    name. Storage errors pass through. Cost: one read for the seal and one for each mark, where
+    there are any; for the comparison with the root, that of `seals_beside` and a read.
+    """
+    step, digests = opened.step, opened.digests
+    current = metadata_digest(tuple(digests.items()))
+    marks, damaged = opened.marks
+    if requirements.marks is not None:
+        marks += read_marks_file(requirements.marks).on_step(step.url, step.number, current)
+    found = [*damaged, *check_marks(marks, step, current)]
+    own = in_force(mark for mark in marks if mark.applies_to(step.number, current))
+    named = {part.in_step(name) for part in opened.parts for name in part.ranges.file_names}
+    seal, unread = opened.seal
+    about = [*unread]
+    if seal is not None:
+        differences = check_seal(seal, Seen(step, digests, named), key=requirements.key)
+        # A file that the metadata misses, too, is one cause and one finding.
+        about += [finding for finding in differences if finding.where not in known_faults]
+        if (binds or requirements.require_seal) and applies_to_step(about):
+            about += _check_binding(opened, seal, requirements)
+    if requirements.require_seal and (
+        seal is None or any(finding.code in PROVES_NOTHING for finding in about)
+    ):
+        about.append(_required(step, seal, about))
+    usable = seal if applies_to_step(about) else None
+    pins = tuple(mark for mark in in_force(marks) if mark.word is MarkKind.PINNED)
+    return Notes(usable, own, (*found, *about), pins)
+
+
+def read_sentinel(store: Store) -> RootDocument | None:
+    """The fields of the sentinel, None without one. Raises `OwnFileUnreadable`, `StorageError`."""
+    from ckptctl.formats.own.documents import RootDocument  # few commands need it
+
+    try:
+        data = store.read(ROOT_FILE, limit=_MAX_SENTINEL)
+    except PathNotFound:
+        return None
+    except PathEscape as error:
+        raise OwnFileUnreadable(error.message) from error
+    except TooLarge as error:
+        raise OwnFileUnreadable(f"it is larger than {_MAX_SENTINEL:,} bytes") from error
+    return read_back(data, ROOT_SCHEMA, RootDocument, max_objects=4)
+
+
+def run_of(store: Store) -> str | None:
+    """The id of the run whose root this is; None where none is recorded. Cost: one read."""
+    try:
+        fields = read_sentinel(store)
+    except OwnFileUnreadable:
+        return None
+    return None if fields is None else fields.get("run")
+
+
+ReadSeal = tuple[Seal | None, tuple[Finding, ...]]
+"""A seal, None where there is none that can be read; and the finding with the reason."""
+
+
+def read_seal(opened: OpenStep) -> ReadSeal:
+    """The seal in a step. Cost: one read where there is one."""
+    file = next((file for file in opened.files if file.path == SEAL), None)
+    if file is None:
+        return None, ()
+    try:
+        if file.kind != "file":
+            raise OwnFileUnreadable(f"it is {file.what}, not a file; it was not opened")
+        return parse_seal(opened.store.read(opened.in_store(SEAL), limit=MAX_SEAL_BYTES)), ()
+    except OwnFileUnsupported as error:
+        return None, (unusable("seal.unsupported", SEAL, "the seal", error.message),)
+    except (OwnFileUnreadable, TooLarge) as error:
+        return None, (unusable("seal.invalid", SEAL, "the seal", error.message),)
+
+
+def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Finding:
+    reasons = [finding.code for finding in about if finding.code in PROVES_NOTHING]
+    what = f"there is a seal, but {', '.join(reasons)}" if reasons else "there is none"
+    return Finding(
+        "seal.required",
+        SEAL,
+        f"a seal that proves the step is required; {what}",
+        expected="a seal of this save",
+        found=seal.kind if seal else "no seal",
+        next_command=command_line("seal", step.url)
+        if not reasons
+        else command_line("explain", reasons[0]),
+    )
+
+
+def ask_store(
+    opened: OpenStep, seal: Seal | None, findings: Sequence[Finding]
+) -> tuple[ByStore | None, tuple[Finding, ...]]:
+    """Compare the checksums that the store keeps with those in the step's seal.
+
+    A file that differs from the seal by the `findings` so far is left out, and so are
+    metadata files, which every inspection reads and compares. Storage errors pass
+    through. Cost: one HEAD for each sealed file, and no byte.
+    """
+    from ckptctl.inspection.seals import check_stored, comparable, without_seal
+
+    step = opened.step
+    if seal is None:
+        if opened.has_seal:
+            why = "its seal belongs to another save"
+            return None, (without_seal(step.url, why, there=True),)
+        return None, (without_seal(step.url, "the step has no seal", there=False),)
+    differing = {finding.where for finding in findings if finding.code == "seal.digest"}
+    asked = comparable(seal, step.files, {*seal.step.metadata, *differing})
+    prefix = opened.in_store("")
+    answers = opened.store.kept(prefix + file.path for file in asked)
+    kept = {answer.path.removeprefix(prefix): answer for answer in answers}
+    by_store, found = check_stored(asked, kept, step.url)
+    if any(finding.code == "seal.partial" for finding in findings):
+        why = "the seal does not list every file that the step needs"
+        found = (*found, without_seal(step.url, why, there=True))
+    return by_store, found

@@ -36,10 +36,6 @@ _WHAT_IT_IS = {
         "a torchsnapshot checkpoint",
         "its predecessor format is not DCP; load it with torchsnapshot",
     ),
-    PartFormat.PADDLE: (
-        "a Paddle checkpoint",
-        "it is PaddlePaddle's format, not torch's",
-    ),
     PartFormat.UNKNOWN: ("files of an unknown format", "nothing can be said about it"),
 }
 
@@ -105,8 +101,6 @@ def _check_nested(step: Step) -> Iterator[Finding]:
         others[0],
         f"the folder holds {counted(len(held), 'step')} itself ({some_of(others)}): it is the "
         "root of a run, or saves were moved into this one",
-        expected=f"the files of step {step.number}",
-        found=some_of(others),
         next_command=command_line("scan", step.url),
     )
 
@@ -123,8 +117,6 @@ def _unfinished(where: str, why: str) -> Finding:
         "step.unfinished",
         where,
         why,
-        expected="a finished save",
-        found=where,
         next_command="ckptctl explain step.unfinished",
     )
 
@@ -136,8 +128,6 @@ def _check_stages(step: Step) -> Iterator[Finding]:
             "part.missing",
             stage,
             f"pipeline stage {stage} is missing; the step holds {held}",
-            expected=f"a folder {stage} with metadata and shards",
-            found="nothing",
             next_command=command_line("show", step.url),
         )
 
@@ -151,8 +141,6 @@ def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
             "file.missing",
             name,
             f"{name} is missing, which {step.layout} writes last",
-            expected=name,
-            found="nothing",
             next_command="ckptctl explain file.missing",
         )
 
@@ -172,8 +160,6 @@ def empty_file(step: Step, path: str) -> Finding:
         "file.unreadable",
         path,
         f"{path} is empty: the save was interrupted, or the storage was full",
-        expected="more than 0 bytes",
-        found="0 bytes",
         next_command=command_line("show", step.url),
     )
 
@@ -187,8 +173,6 @@ def _no_tensors(step: Step) -> Finding:
         f"the step has no metadata and no shard file, only {found}"
         if n_files
         else "the step's folder is empty",
-        expected=layouts.METADATA,
-        found=found,
         next_command="ckptctl explain metadata.missing",
     )
 
@@ -199,8 +183,6 @@ def _unsupported(step: Step, part: Part) -> Finding:
         "format.unsupported",
         part.path or step.name,
         f"this is {what}, not a sharded DCP checkpoint: {means}",
-        expected="torch Distributed Checkpoint (DCP)",
-        found=what,
         next_command="ckptctl explain format.unsupported",
     )
 
@@ -267,8 +249,6 @@ def check_own_number(step: Step, part: Part, metadata: Metadata) -> Iterator[Fin
         where,
         f"{where} was written for step {number} ({metadata.checkpoint_id}), but is in step "
         f"{step.number}: the folder was renamed, or the metadata belongs to another step",
-        expected=f"step {step.number}",
-        found=f"step {number}",
         next_command=command_line("show", step.url),
     )
 

@@ -24,6 +24,9 @@ from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.coverage import check_part_coverage
+from ckptctl.inspection.file_kinds import check_gone
+from ckptctl.inspection.identity import check_counts, decide_identity, number_in_metadata
+from ckptctl.inspection.one_save import check_one_save
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import (
     MAX_QUICK_READS,
@@ -38,7 +41,13 @@ from ckptctl.inspection.presence import (
     check_presence,
     check_sizes,
 )
-from ckptctl.inspection.seal_and_marks import NOTHING_NOTED, Notes, ask_store, read_notes
+from ckptctl.inspection.rank_files import (
+    check_named,
+    check_rank_files,
+    check_stated_ranks,
+    stated_ranks,
+)
+from ckptctl.inspection.seals import NOTHING_NOTED, Notes, ask_store, read_notes
 from ckptctl.inspection.shape import (
     check_own_number,
     check_shape,
@@ -49,19 +58,21 @@ from ckptctl.inspection.shape import (
 )
 from ckptctl.inspection.sidecars import (
     check_documents,
+    copied_weights,
     steps_counted,
     tensors_in_header,
     value_in_archive,
 )
 from ckptctl.inspection.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
+from ckptctl.inspection.whole import check_uncounted, decide_whole
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
 from ckptctl.records.reads import read_headers, read_indexes
 from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 
 if TYPE_CHECKING:
-    from ckptctl.inspection.beside import Neighbours
     from ckptctl.inspection.content import Asked, ContentInspection
+    from ckptctl.inspection.open_step import Neighbours
     from ckptctl.inspection.whole import Wholeness
 
 
@@ -176,8 +187,6 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part, held.headers)
     if part.part.format is PartFormat.RANK_FILES:
-        from ckptctl.inspection.rank_files import check_named, check_rank_files
-
         held_inside = partial(_held_inside, opened)
         archives = part.ranges.file_names
         yield from check_rank_files(opened.step, part.part, archives, held_inside)
@@ -254,8 +263,6 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
 
 def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the families of files with each other and with those of the steps beside."""
-    from ckptctl.inspection.whole import decide_whole
-
     n_ranks = context.requirements.saved_world_size
     context.wholeness = decide_whole(opened, context.neighbours, n_ranks, is_deep=context.is_deep)
     sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
@@ -268,8 +275,6 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def gone(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the kinds of files with those of the steps before; a seal names those of its step."""
-    from ckptctl.inspection.lost_kinds import check_gone
-
     if context.notes.seal is None and not _has_fault(context.findings):
         yield from check_gone(opened, context.neighbours)
 
@@ -333,9 +338,6 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             yield from _check_stated_ranks(opened, part, contents, context, is_cheap=is_cheap)
     copies: frozenset[str] = frozenset()
     if is_cheap and any(steps_counted(content) is not None for content in contents.values()):
-        from ckptctl.inspection.identity import check_counts
-        from ckptctl.inspection.stored_tensors import copied_weights
-
         copies = copied_weights(opened, contents)
         if context.neighbours is not None:
             of_step = {path: held for path, held in contents.items() if path not in copies}
@@ -371,9 +373,6 @@ def _check_stated_ranks(
 
     Unless it `is_cheap`, no file is read for it but of a step with fewer files than the one before.
     """
-    from ckptctl.inspection.rank_files import check_stated_ranks, stated_ranks
-    from ckptctl.inspection.world_size import check_fewer_ranks
-
     context.ranks_counted = is_cheap
     known = {one.where for one in context.findings}
     for file in part.part.files if is_cheap else ():
@@ -385,7 +384,8 @@ def _check_stated_ranks(
             yield finding
     is_stated = context.requirements.saved_world_size or stated_ranks(opened.step, contents)
     if context.neighbours is not None and not is_stated:
-        yield from check_fewer_ranks(opened, part, context.neighbours, reads_only_step=is_cheap)
+        neighbours = context.neighbours
+        yield from check_uncounted(opened, part.part, neighbours, reads_only_step=is_cheap)
 
 
 def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -400,8 +400,6 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare what the train state and the optimizer count with the number in the name."""
-    from ckptctl.inspection.identity import decide_identity, number_in_metadata
-
     step = context.state.step
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
     found, context.identity = decide_identity(
@@ -429,8 +427,6 @@ def count_of(opened: OpenStep, level: Level = Level.LISTING) -> int | None:
 
 def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the write times of the files, and the steps that the parts were written for."""
-    from ckptctl.inspection.one_save import check_one_save
-
     by_store = context.by_store
     is_proven = not context.places("seal.digest") and (
         (context.content is not None and context.content.whole)
@@ -455,7 +451,7 @@ def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
     sound = all(part.path in context.readable for part in opened.parts)
     if opened.step.layout == "transformers" and is_cheap and sound and not context.notes.accepted:
-        from ckptctl.inspection.lost_weights import check_weights
+        from ckptctl.inspection.optimizer_state import check_weights
 
         yield from check_weights(opened)
 
@@ -476,8 +472,6 @@ def content(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             "seal.missing",
             SEAL,
             "there is no seal: a valid shard of another step would not be detected",
-            expected=SEAL,
-            found="no seal",
             next_command=command_line("seal", opened.url),
         )
 
@@ -527,8 +521,6 @@ def seal_compared(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             SEAL,
             f"a seal that proves the step is required, and {why_not}: bytes that were changed "
             "without changing a size would not be detected",
-            expected="every byte compared with the seal",
-            found=why_not,
             next_command=command_line("verify", opened.url, "--level", "content", "--require-seal"),
         )
 
@@ -574,8 +566,6 @@ def archived(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             held[0].path,
             f"{found}: the step is complete by its listing, and cannot be loaded until they are "
             "restored",
-            expected="files that can be read",
-            found=found,
             next_command=error.next_command,
         )
 
@@ -693,7 +683,7 @@ def stale_sizes(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Findi
         again = next((file for file in opened.list_again() if file.path == where), None)
         if again is not None and again.size <= size:
             what = f"a listing shows {size:,} bytes of {where}, and it has more"
-            yield _unknown(opened.step, where, what, f"{size:,} bytes in a listing")
+            yield _unknown(opened.step, where, what)
             return
 
 
@@ -725,20 +715,17 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
         f"one answer reports {changed.where} as missing or changed, "
         "and a listing shows it unchanged"
     )
-    return _unknown(step, changed.where, what, changed.found)
+    return _unknown(step, changed.where, what)
 
 
 def _not_listed(step: Step, where: str) -> Finding:
-    what = f"{where} exists, and a listing does not show it"
-    return _unknown(step, where, what, "a listing without it")
+    return _unknown(step, where, f"{where} exists, and a listing does not show it")
 
 
-def _unknown(step: Step, where: str, what: str, found: str | None) -> Finding:
+def _unknown(step: Step, where: str, what: str) -> Finding:
     return Finding(
         "step.unknown",
         where,
         f"{what}: the storage contradicts itself, and nothing is known about the step",
-        expected="a listing and reads that agree",
-        found=found,
         next_command=command_line("verify", step.url),
     )

@@ -315,8 +315,6 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
             "state.unrecognized",
             state.unrecognized[0].where,
             message,
-            expected="entries that are known train state",
-            found=some_of(keys),
             next_command=show,
         )
 
@@ -358,8 +356,6 @@ def check_names(
         f"{counted(len(pairs), 'tensor')} of {len(now):,} "
         f"{verb(len(pairs), 'has another name', 'have other names')} than in {before}: {examples}; "
         "a job that does not expect the new names cannot load this step",
-        expected=pairs[0][0],
-        found=pairs[0][1],
         next_command=command_line("show", url, "--tensors"),
     )
 

@@ -4,7 +4,7 @@ Metadata, an index, a seal and counts in the names state what a save consists of
 does, the files of one kind are compared with each other, with those of the other kinds, and with
 the steps beside this one: a family of files (`formats.families`) whose size nothing states and no
 other step confirms is unknown, however sound its files are. Files without a number are compared
-with the steps before (`lost_kinds`).
+with the steps before (`file_kinds`).
 
 A job may go on with another number of ranks. Then every family has another size than before, as
 if the files of the last ranks were missing: the tensors in them decide. Where they are split over
@@ -16,38 +16,39 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import prod
 
 import msgspec
 
 from ckptctl.claims import Claim, ClaimName
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
+from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import Family, key_of
+from ckptctl.formats.families import Family, key_of, kind_key, named_families
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
+from ckptctl.formats.manifest import MANIFEST, Manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
-from ckptctl.inspection.beside import MAX_BEFORE, Neighbours
 from ckptctl.inspection.file_kinds import (
     SIMILAR,
     Compared,
     are_alike,
     is_of_evaluation,
     kinds_of_files,
+    lost_first,
+    lost_index,
+    lost_words,
 )
-from ckptctl.inspection.lost_kinds import lost_first, lost_index, lost_words
-from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.rank_files import several_worlds
+from ckptctl.inspection.open_step import MAX_BEFORE, Neighbours, OpenStep
+from ckptctl.inspection.rank_files import check_manifest, manifest_of, several_worlds
 from ckptctl.inspection.shape import empty_file
-from ckptctl.inspection.stored_tensors import (
+from ckptctl.inspection.sidecars import (
     TensorSizes,
     checksums_in,
     leaves_at,
     split_tensors,
     tensor_sizes,
 )
-from ckptctl.model import SHARDED, Level, PartFormat, Step
+from ckptctl.model import SHARDED, Level, Part, PartFormat, Step
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
@@ -134,11 +135,11 @@ def decide_whole(
     plain = Compared(opened, neighbours)
     manifest: Manifest | None = None
     if any(file.path == MANIFEST for file in opened.files):
-        decoded = _manifest(opened)
+        decoded = manifest_of(opened)
         if isinstance(decoded, Finding):
             return Wholeness((decoded,))
         manifest = decoded
-        findings = [*_not_as_listed(opened, manifest, is_deep=is_deep)]
+        findings = [*check_manifest(opened, manifest, is_deep=is_deep)]
         if findings:
             return Wholeness(tuple(findings))
     checked = _check_unlisted(plain, manifest, saved_world_size, is_deep=is_deep)
@@ -196,7 +197,12 @@ def _check_families(
         return Wholeness((mixed,))
     numbered = [family for family in families if family.is_numbered]
     sparse = [family for family in families if not family.is_numbered]
-    gaps = [*_stated_gaps(numbered), *_left_of_numbered(compared, sparse)]
+    gaps = [
+        Gap(family, family.n_files, "their names state how many there are")
+        for family in numbered
+        if family.stated and family.n_present < family.n_files
+    ]
+    gaps += _left_of_numbered(compared, sparse)
     unstated = [family for family in numbered if _is_open(family)]
     if saved_world_size is not None:
         more = _more_than_ranks(opened, numbered, saved_world_size, stated_by)
@@ -234,7 +240,8 @@ def _check_families(
     same_world = next((other for other in beside if _is_same_world(unstated, other)), None)
     if same_world is not None:
         added = [family for family in unstated if family.key not in same_world.families]
-        gaps += _fewer_than_before(opened, unstated, same_world)
+        lines = [family for family in unstated if family.is_line]
+        gaps += [gap for gap, _ in _lost_since(opened, lines, same_world)]
         gaps += _fewer_than_others(added, unstated, beside)
         return _result(opened.step, gaps, f"{same_world.name}, which as many ranks wrote")
     gaps += _fewer_than_others(unstated, unstated, beside)
@@ -275,71 +282,6 @@ def _has_more_kinds(other: OpenStep, kinds: Collection[str]) -> bool:
     )
 
 
-def _manifest(opened: OpenStep) -> Manifest | Finding:
-    """The manifest of a step of torch_checkpointing, or what is wrong with it. Cost: one read."""
-    try:
-        return read_manifest(opened.store.read(opened.in_store(MANIFEST), limit=MAX_BYTES))
-    except (MetadataUnreadable, MetadataUnsafe) as error:
-        is_unsafe = isinstance(error, MetadataUnsafe)
-        code = "metadata.unsafe" if is_unsafe else "metadata.unreadable"
-        return Finding(
-            code,
-            MANIFEST,
-            f"{MANIFEST} {'' if is_unsafe else 'cannot be decoded: '}{error.message}",
-            expected="metadata as torch_checkpointing writes it",
-            found=error.message,
-            next_command=command_line("explain", code),
-        )
-
-
-def _not_as_listed(opened: OpenStep, manifest: Manifest, *, is_deep: bool) -> Iterator[Finding]:
-    """Yield `file.missing` and `coverage.gap` for what the manifest names and no file holds."""
-    there = {file.path for file in opened.files if file.size}
-    named = {path: item for item in manifest.items for path in item.files.values()}
-    missing = sorted(named.keys() - there)
-    if missing:
-        yield Finding(
-            "file.missing",
-            missing[0],
-            f"{len(missing):,} of {counted(len(named), 'file')} that {MANIFEST} names "
-            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
-            expected=counted(len(named), "file"),
-            found=counted(len(named) - len(missing), "file"),
-            next_command=command_line("show", opened.url),
-        )
-        return
-    for item in manifest.items:
-        without = sorted({rank for t in item.tensors for rank in t.ranks} - item.files.keys())
-        if without:
-            yield _gap_in(opened, item.name, f"rank {without[0]} has no file")
-        elif is_deep:
-            yield from _parts_missing(opened, item)
-
-
-def _parts_missing(opened: OpenStep, item: ManifestItem) -> Iterator[Finding]:
-    """Yield `coverage.gap` for tensors whose parts in the files are less than the whole."""
-    keys = frozenset(map(key_of, item.files.values()))
-    sizes = tensor_sizes(opened, keys, key_of)
-    by_fqn: dict[str, int] = defaultdict(int)
-    for (fqn, _), size in sizes.items():
-        by_fqn[fqn] += size.n_elements
-    for tensor in item.tensors:
-        held = by_fqn.get(tensor.fqn)
-        if held is not None and tensor.n_copies and held < tensor.n_elements * tensor.n_copies:
-            whole = f"{tensor.n_elements * tensor.n_copies:,} elements"
-            yield _gap_in(opened, f"{item.name} {tensor.fqn}", f"{held:,} of {whole} are there")
-            return
-
-
-def _gap_in(opened: OpenStep, where: str, why: str) -> Finding:
-    return Finding(
-        "coverage.gap",
-        where,
-        f"{where}: {why}, by {MANIFEST} and the files",
-        next_command=command_line("show", opened.url),
-    )
-
-
 def _result(step: Step, gaps: Sequence[Gap], by: str) -> Wholeness:
     seen: dict[str, Finding] = {}
     for gap in gaps:
@@ -365,20 +307,14 @@ def _emptied(compared: Compared, families: Sequence[Family]) -> Finding | None:
 
     Cost: none without an empty file in a family; else the listing of the nearest step.
     """
-    opened, neighbours = compared.opened, compared.neighbours
+    opened = compared.opened
     keys = {family.key for family in families}
     files = [file for file in opened.files if file.kind == "file" and not file.size]
     empty = [file.path for file in files if key_of(file.path) in keys]
-    if not empty:
-        return None
-    if neighbours is None:
-        return empty_file(opened.step, empty[0])
-    for named in [*neighbours.older(), *neighbours.newer()][:1]:
-        with suppress(StorageError):
-            held = {file.path for file in neighbours.open(opened.store, named).files if file.size}
-            number = opened.step.number or 0
-            then = {path: layouts.path_in_step(path, number, named.number) for path in empty}
-            empty = [path for path in empty if then[path] in held]
+    for other in islice(compared.beside(1), 1 if empty else 0):
+        held = {file.path for file in other.files if file.size}
+        numbers = (opened.step.number or 0, other.step.number or 0)
+        empty = [path for path in empty if layouts.path_in_step(path, *numbers) in held]
     return empty_file(opened.step, empty[0]) if empty else None
 
 
@@ -390,12 +326,6 @@ def _left_of_numbered(compared: Compared, sparse: Sequence[Family]) -> Iterator[
             if held is not None and held.is_numbered and family.members < held.members:
                 yield Gap(family, held.n_files, f"{other.name} has {held.n_present:,}")
                 break
-
-
-def _stated_gaps(families: Iterable[Family]) -> Iterator[Gap]:
-    for family in families:
-        if family.stated and family.n_present < family.n_files:
-            yield Gap(family, family.n_files, "their names state how many there are")
 
 
 def _holes(families: Iterable[Family], confirmed: _Beside | None) -> Iterator[Gap]:
@@ -531,8 +461,6 @@ def _no_longer_growing(compared: Compared, families: Sequence[Family]) -> Iterat
                 f"{counted(family.n_files, 'file')} {family.key}, as many as the step before has, "
                 "and each of the steps before has more than the one before it: the last file is "
                 "missing, or their number no longer grows; a seal proves which",
-                expected=f"more than {counted(family.n_files, 'file')}",
-                found=counted(family.n_files, "file"),
                 next_command=command_line("show", compared.opened.url),
             )
 
@@ -544,7 +472,7 @@ def _counted_as_beside(
 
     Without one, the last of as many ranks as wrote the step has its number where they count from 1.
     """
-    held = [other.families[family.key] for other in beside if family.key in other.families]
+    held = _in_steps(family, beside)
     if any(other.has_zero for other in held):
         return family.from_base(0)
     is_last = not held and family.is_line and family.values[0][-1] == saved_world_size
@@ -583,31 +511,36 @@ def _fewer_of_equal_parts(opened: OpenStep, families: Sequence[Family]) -> Itera
 def _is_same_world(families: Iterable[Family], other: _Beside) -> bool:
     """Whether some kind of which several ranks have a file has as many as in another step."""
     return any(
-        family.n_present > 1
-        and (held := other.families.get(family.key)) is not None
-        and held.members == family.members
-        # Smaller files are those of more ranks; larger ones, as where the other step is damaged.
-        and family.n_bytes * SIMILAR >= held.n_bytes
+        family.n_present > 1 and any(_is_as(family, held) for held in _in_steps(family, [other]))
         for family in families
     )
 
 
-def _fewer_than_before(
+def _is_as(family: Family, held: Family) -> bool:
+    """Whether as many ranks wrote a family as the same one in another step.
+
+    Smaller files are those of more ranks; larger ones, as where the other step is damaged.
+    """
+    return held.members == family.members and family.n_bytes * SIMILAR >= held.n_bytes
+
+
+def _lost_since(
     opened: OpenStep, families: Iterable[Family], other: _Beside
-) -> Iterator[Gap]:
+) -> Iterator[tuple[Gap, bool]]:
+    """The families with fewer files than in another step, and whether their tensors are smaller.
+
+    Without those whose tensors show that fewer ranks wrote them, or do so of as many files.
+    """
     fewer = [
         family
         for family in families
-        if family.is_line
-        and (held := other.families.get(family.key)) is not None
+        if (held := other.families.get(family.key)) is not None
         and held.n_present > family.n_present
     ]
     if not fewer:
         return
-    now, then = (
-        _sizes(opened, fewer),
-        _sizes_beside(other, [other.families[one.key] for one in fewer]),
-    )
+    now = _sizes(opened, fewer)
+    then = _sizes_beside(other, [other.families[family.key] for family in fewer])
     is_less: dict[str, bool] = {}
     for fqn, key in split_tensors(now, then):
         is_smaller = now[fqn, key].n_elements < then[fqn, key].n_elements
@@ -617,11 +550,54 @@ def _fewer_than_before(
     for family in fewer:
         held = other.families[family.key]
         if is_less.get(family.key, family.n_present not in resized):
-            yield Gap(
-                family,
-                held.n_files,
-                f"{other.name} has {held.n_present:,}, and as many ranks wrote this step",
+            shown_by = (
+                "its tensors are larger" if family.key in is_less else "as many ranks wrote it"
             )
+            why = f"{other.name} has {held.n_present:,}, and {shown_by}"
+            yield Gap(family, held.n_files, why), family.key in is_less
+
+
+def check_uncounted(
+    opened: OpenStep, part: Part, neighbours: Neighbours, *, reads_only_step: bool
+) -> Iterator[Finding]:
+    """Yield a finding for files that a framework names without how many ranks wrote them.
+
+    `file.missing` for fewer files than in a step before where their tensors are smaller, or where
+    another kind has as many files as then; `file.fewer` where nothing decides: the job may have got
+    fewer ranks. With `reads_only_step`, the shards in the only step of a root are `file.missing`
+    where they lack parts of their tensors, and `format.unlisted` where nothing decides. Storage
+    errors of other steps are passed over.
+
+    Cost: the listings of `MAX_BEFORE` steps; where a kind has fewer files, or in an only step, the
+    pickle of each file of the steps.
+    """
+    compared, layout = Compared(opened, neighbours), opened.step.layout
+    named = named_families(part.files, layout)
+    uncounted = [family for family, grid in named.values() if not grid.stated]
+    if not uncounted or any(grid.missing for grid in part.grids):
+        return
+    is_only = reads_only_step and not neighbours.newer()
+    # A dead node takes the same ranks from each later save: the nearest step may lack them, too.
+    for older in compared.before(MAX_BEFORE):
+        is_only = False
+        files = [file for other in older.step.parts for file in other.files]
+        then = {key: family for key, (family, _) in named_families(files, layout).items()}
+        other = _Beside(older, then, is_newer=False)
+        with suppress(StorageError):
+            lost = [*_lost_since(opened, uncounted, other)]
+            is_same = _is_same_world((family for family, _ in named.values()), other)
+            for gap, is_smaller in lost:
+                is_missing = is_smaller or is_same
+                yield _missing(opened.step, gap) if is_missing else _unlisted([gap.family], [other])
+            if lost:
+                return
+    # The folders of the ranks of NVRx state how many there are.
+    for family in uncounted if is_only and layout != "nvrx" else ():
+        if named[family.key][1].sharded and family.n_present > 1:
+            findings = _by_content(compared, [family], []).findings
+            yield from findings
+            if findings:
+                return
 
 
 def _fewer_than_ranks(
@@ -667,8 +643,6 @@ def _more_than_ranks(
         most.example,
         f"{n_files} {most.key} are of more than {n_ranks:,} ranks, which wrote the step by "
         f"{stated_by}: files of another save lie among them, or another number of ranks wrote it",
-        expected=f"files of {n_ranks:,} ranks",
-        found=n_files,
         next_command=command_line("show", opened.url),
     )
 
@@ -688,21 +662,17 @@ def _fewer_than_others(
     for family in families if largest is not None else ():
         if not family.is_line or largest is None or family.n_files == largest.n_files:
             continue
-        if _is_as_before(family, beside) or _is_in_proportion(family, largest, beside):
+        is_as_before = any(_is_as(family, held) for held in _in_steps(family, beside))
+        if is_as_before or _is_in_proportion(family, largest, beside):
             continue
         if family.ranks == {0} and largest.n_files > 2 and not _had_more(family, beside):
             continue  # rank 0 alone writes this kind
         yield Gap(family, largest.n_files, f"there are {largest.n_files:,} files {largest.key}")
 
 
-def _is_as_before(family: Family, beside: Iterable[_Beside]) -> bool:
-    held = (other.families.get(family.key) for other in beside)
-    return any(
-        one is not None
-        and one.members == family.members
-        and family.n_bytes * SIMILAR >= one.n_bytes
-        for one in held
-    )
+def _in_steps(family: Family, beside: Iterable[_Beside]) -> list[Family]:
+    """The same family in the steps beside that have it."""
+    return [other.families[family.key] for other in beside if family.key in other.families]
 
 
 def _is_in_proportion(family: Family, largest: Family, beside: Sequence[_Beside]) -> bool:
@@ -720,8 +690,7 @@ def _is_in_proportion(family: Family, largest: Family, beside: Sequence[_Beside]
 
 
 def _had_more(family: Family, beside: Iterable[_Beside]) -> bool:
-    held = (other.families.get(family.key) for other in beside)
-    return any(one is not None and one.n_present > family.n_present for one in held)
+    return any(held.n_present > family.n_present for held in _in_steps(family, beside))
 
 
 def _by_content(
@@ -828,7 +797,8 @@ def _has_more_copies(now: TensorSizes, other: _Beside, names: Iterable[tuple[str
 
 def _sizes(opened: OpenStep, families: Sequence[Family]) -> TensorSizes:
     """The size of each tensor over the files of each family; of files that cannot be read, none."""
-    return tensor_sizes(opened, {family.key for family in families}, key_of)
+    layout = opened.step.layout
+    return tensor_sizes(opened, {f.key for f in families}, lambda path: kind_key(path, layout))
 
 
 def _sizes_beside(other: _Beside, families: Sequence[Family]) -> TensorSizes:
@@ -886,7 +856,5 @@ def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
         largest.example,
         f"{n_files} {largest.key}: {why}. --saved-world-size N, a seal, or another step with the "
         "same files proves that none is missing",
-        expected="a stated number of files",
-        found=n_files,
         next_command=command_line("explain", code),
     )

@@ -22,7 +22,7 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
 from ckptctl.formatting import command_line, counted, duration, percent, size, some_of
 from ckptctl.goodput.estimating import Cadence, cadence_of, daly_interval
 from ckptctl.goodput.measuring import Measured
-from ckptctl.inspection.world_size import check_world_size
+from ckptctl.inspection.rank_files import check_world_size
 from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, CheckOutcome, Sized
 from ckptctl.resharding.advising import ReadAdvice, advice_for

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, flattened
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.file_names import kind_of_file, lost_before_others
 from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formatting import command_line, some_of
@@ -63,8 +63,10 @@ class StateFiles(NamedTuple):
     @property
     def lost(self) -> tuple[str, ...]:
         """The files that a later number shows to be lost."""
-        models = {number: files[0] for number, files in self.models.items()}
-        return (*_lost(models), *_lost(self.optimizers))
+        models = (file for files in self.models.values() for file in files)
+        return tuple(
+            sorted(lost_before_others(f.path for f in (*models, *self.optimizers.values())))
+        )
 
 
 def state_files(step: Step, url: str, *, only_model: bool = False) -> StateFiles | None:
@@ -146,15 +148,6 @@ def _by_number(files: Sequence[FileInfo]) -> dict[int, FileInfo] | None:
     if len({*numbers}) < len(files):
         return None
     return dict(sorted(zip(numbers, files, strict=True)))
-
-
-def _lost(files: Mapping[int, FileInfo]) -> Iterator[str]:
-    """The names of the files that are not there, though one with a later number is."""
-    last = max(files, default=0)
-    match = _NUMBERED.fullmatch(files[last].path) if last else None
-    for number in range(last if match else 0):
-        if match and number not in files:
-            yield f"{match['stem']}{f'_{number}' if number else ''}{match['end']}"
 
 
 def _paths(files: Sequence[FileInfo]) -> str:

@@ -30,7 +30,7 @@ from ckptctl.errors import (
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.documents import RootDocument
 from ckptctl.formats.own.files import as_stored, time_now
-from ckptctl.inspection.seal_and_marks import ROOT_FILE, ROOT_SCHEMA, read_sentinel, run_of
+from ckptctl.inspection.seals import ROOT_FILE, ROOT_SCHEMA, read_sentinel, run_of
 from ckptctl.model import FileInfo
 from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Store, list_if_there, read_if_there

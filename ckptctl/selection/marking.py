@@ -28,8 +28,8 @@ from ckptctl.formats.own.marks import (
 )
 from ckptctl.formatting import command_line, rfc3339
 from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.marks import add_mark
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.seal_and_marks import add_mark
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.results import Marked

@@ -15,7 +15,7 @@ from ckptctl.findings import Finding, Severity
 from ckptctl.formats.frameworks.layouts import shard_rank
 from ckptctl.formatting import counted, some_of, verb
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.world_size import ranks_in
+from ckptctl.inspection.rank_files import ranks_in
 
 MIN_STEPS = 2
 """So many steps that lack the same ranks are a pattern."""

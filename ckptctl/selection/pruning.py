@@ -19,7 +19,7 @@ from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.seal_and_marks import MarksInFile, read_marks_file
+from ckptctl.inspection.marks import MarksInFile, read_marks_file
 from ckptctl.model import ExitCode, Level, Message, NextCommand, Positive
 from ckptctl.options import (
     PickPolicy,

@@ -23,10 +23,9 @@ from ckptctl.formats.frameworks.layouts import (
     counted_by,
     is_own,
 )
-from ckptctl.inspection.beside import Neighbours, RootSteps
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.one_save import times_of
-from ckptctl.inspection.open_step import OpenStep, list_step
+from ckptctl.inspection.open_step import Neighbours, OpenStep, RootSteps, list_step
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import PickPolicy, Requirements

@@ -34,8 +34,7 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
-from ckptctl.inspection.beside import Neighbours, RootSteps
-from ckptctl.inspection.open_step import OpenStep, list_scattered
+from ckptctl.inspection.open_step import Neighbours, OpenStep, RootSteps, list_scattered
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
 from ckptctl.inspection.stages import count_of
 from ckptctl.model import FileInfo, Level

@@ -34,9 +34,14 @@ from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.seal_and_marks import next_place, seals_beside
-from ckptctl.inspection.sealed_bytes import as_kept, best_of
-from ckptctl.inspection.seals import PROVES_NOTHING, written_ms
+from ckptctl.inspection.seals import (
+    PROVES_NOTHING,
+    as_kept,
+    best_of,
+    next_place,
+    seals_beside,
+    written_ms,
+)
 from ckptctl.inspection.stages import contradicted
 from ckptctl.model import FileInfo, Level, WorldSize
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from

@@ -21,11 +21,10 @@ from ckptctl.formats.frameworks.layouts import (
     train_step_of,
 )
 from ckptctl.formatting import command_line, rfc3339, some_of, verb
-from ckptctl.inspection.beside import RootSteps
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.marks import check_marks_file
 from ckptctl.inspection.one_save import SaveTimes, times_of
-from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.inspection.open_step import OpenStep, RootSteps
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions

@@ -19,10 +19,9 @@ from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
 from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds
 from ckptctl.formatting import command_line, inside
-from ckptctl.inspection.beside import Neighbours
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.inspection.marks import check_marks_file
+from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
@@ -273,7 +272,7 @@ def show(
 
 def _contents(inspected: Inspection, mapped: StateMap) -> Contents:
     # Imported here: no other command lists the tensors of files.
-    from ckptctl.inspection.stored_tensors import held_tensors
+    from ckptctl.inspection.sidecars import held_tensors
 
     report = inspected.report
     tensors = [row for part in inspected.parts for row in _tensors(part, mapped)]

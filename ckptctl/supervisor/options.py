@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.heartbeats import Section
-from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.inspection.marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import (
     Parameter,

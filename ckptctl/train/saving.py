@@ -41,8 +41,7 @@ from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.formatting import command_line
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
-from ckptctl.inspection.sealed_bytes import as_kept, best_of
-from ckptctl.inspection.seals import written_ms
+from ckptctl.inspection.seals import as_kept, best_of, written_ms
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from ckptctl.inspection.rank_files import check_saved_world_size, check_world_size, saved_world_size
 from ckptctl.inspection.train_state import NO_STATE
-from ckptctl.inspection.world_size import check_saved_world_size, check_world_size, saved_world_size
 from ckptctl.model import FileInfo, Part, PartFormat, StatePart, WorldSize
 
 

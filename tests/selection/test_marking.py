@@ -28,7 +28,7 @@ from ckptctl import (
 )
 from ckptctl.errors import PathNotFound
 from ckptctl.formats.own.marks import MARKS_FOLDER, mark_bytes
-from ckptctl.inspection.seal_and_marks import MAX_MARKS
+from ckptctl.inspection.marks import MAX_MARKS
 from ckptctl.storage.files import append_line
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import open_store

@@ -7,7 +7,7 @@ Nothing is read here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from ckptctl.formats.frameworks.layout_tables import TABLES, FileName, full_match
@@ -103,6 +103,27 @@ def axes_in(match: re.Match[str]) -> Mapping[str, int]:
     axes = match.groupdict()
     no_axis = ("folder", AGAIN)
     return {axis: clamped(n) for axis, n in axes.items() if n and not axis.startswith(no_axis)}
+
+
+_FURTHER = re.compile(
+    r"(?P<kind>optimizer|scheduler|sampler|model|pytorch_model)_(?P<n>[1-9][0-9]{0,3})(?P<end>\.[a-z]+)"
+).fullmatch
+_PART_OF_SEVERAL = re.compile(r"-[0-9]+-of-[0-9]+(?=\.)|\.index\.json$")
+
+
+def lost_before_others(paths: Iterable[str]) -> set[str]:
+    """The files of accelerate that a further one of their kind implies, and that are not there.
+
+    Source: accelerate 1.15 `checkpointing.py` (`save_accelerator_state`): of several objects of a
+    kind the first has no number. A model may be in several files, with an index.
+    """
+    there = {_PART_OF_SEVERAL.sub("", path) for path in paths}
+    implied = {
+        f"{match['kind']}{f'_{n}' if n else ''}{match['end']}"
+        for match in filter(None, map(_FURTHER, there))
+        for n in range(clamped(match["n"]))
+    }
+    return implied - there
 
 
 _RANK = re.compile(r"(?:^|[^a-z])rank[-_]?([0-9]{1,6})(?![0-9])")

@@ -3,7 +3,7 @@
 A seal, `.ckptctl/seal.json` in a step, records what the step was when it was proven
 whole: every file with its size and digests, and whose files they are: step
 number, metadata, save ids, world size, train state. It is read strictly;
-`inspection.sealed_bytes` compares the step with it.
+`inspection.seals` compares the step with it.
 
 With a key the digests are SHA-256 and the seal bears an HMAC-SHA-256 over all of
 it, so that nobody without the key can make one.
@@ -195,7 +195,7 @@ class Seal:
 
     `hmac` is there where it was made with a key. `origin` states which attempt saved the
     step, where one of `ckptctl.train` did. `run`, `sequence` and `earlier` bind it to its root,
-    see `inspection.seal_and_marks`; `adopted` is there where a person bound it to another one.
+    see `inspection.seals`; `adopted` is there where a person bound it to another one.
     """
 
     algorithm: Algorithm
