@@ -21,8 +21,8 @@ from measuring import Row, Size, called, folder, in_turns, least
 
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.inspection.coverage import check_coverage
-from ckptctl.inspection.part_files import read_structure
 from ckptctl.inspection.presence import check_presence
+from ckptctl.inspection.structure import read_structure
 from ckptctl.model import Chunks, RangeColumns, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource

@@ -48,7 +48,7 @@ from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
-from ckptctl.inspection.part_files import MAX_QUICK_READS, safetensors_in
+from ckptctl.inspection.part_files import safetensors_in
 from ckptctl.inspection.rank_files import (
     check_bound,
     check_saved_world_size,
@@ -64,6 +64,7 @@ from ckptctl.inspection.stages import (
     StageContext,
     contradicted,
 )
+from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import check_required
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements

@@ -49,12 +49,9 @@ from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.marks import ReadMarks, read_marks
 from ckptctl.inspection.part_files import (
     MAX_METADATA_BYTES,
-    Structure,
     listed_archives,
-    n_structure_reads,
     read_digests,
     read_metadata,
-    read_structure,
     safetensors_in,
 )
 from ckptctl.inspection.seals import ReadSeal, read_seal
@@ -67,6 +64,7 @@ from ckptctl.inspection.sidecars import (
     read_sidecars,
     value_in_archive,
 )
+from ckptctl.inspection.structure import Structure, n_structure_reads, read_structure
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers

@@ -1,4 +1,4 @@
-"""Read the metadata files of a part, and the heads and tails of its records.
+"""Read the metadata files of a part.
 
 The metadata is `.metadata` or the rank-local files of a DCP folder. A part of rank files has no
 metadata: each file of `torch.save` is one archive, as a record of DCP is, so the listing serves as
@@ -10,34 +10,22 @@ metadata are whole.
 from __future__ import annotations
 
 import re
-from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound, RecordUnreadable
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import TAIL, View, read_directory, tail_needed
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.formats.digests import sha256_of
-from ckptctl.formats.families import files_by_kind
-from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layout_tables import TABLES
 from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.formats.frameworks.parts import archives_in, in_parts
-from ckptctl.formats.frameworks.state_keys import optimizer_steps
-from ckptctl.formatting import command_line, counted, inside
-from ckptctl.inspection.presence import holds_safetensors
-from ckptctl.inspection.sidecars import scalar, steps_inside
-from ckptctl.inspection.structure import RecordValue, StructureCheck, readable_ranges
+from ckptctl.formatting import command_line, counted
+from ckptctl.inspection.structure import (
+    archive_digest,
+)
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
-from ckptctl.outside_numbers import MOST
-from ckptctl.records.opening import Need
-from ckptctl.records.ranges import Ranges
-from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
 from ckptctl.storage.contract import ShortRead, Store, read_range
 from ckptctl.storage.opening import parent_url
 
@@ -174,125 +162,6 @@ def _missing(at: OpenPart, *, tmp: bool) -> Finding:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What the records of one part hold and the findings about them, and what that cost.
-
-    `values` are those of the small entries that were wanted, `crcs` the checksums of
-    elements by the number of the range; see `StructureCheck`. `digests` are those of the
-    archives that fill a file, by its name in the part, where they were wanted.
-    """
-
-    findings: tuple[Finding, ...]
-    values: tuple[RecordValue, ...]
-    crcs: array[int]
-    digests: Mapping[str, str]
-    n_records: int
-    n_reads: int
-    n_bytes: int
-
-
-def read_structure(
-    source: RecordSource,
-    files: Sequence[FileInfo],
-    part_path: str = "",
-    *,
-    wanted: Callable[[str], bool] = lambda _: False,
-    archives: bool = False,
-) -> Structure:
-    """Check every record of a part that `files`, the part's listing, has room for.
-
-    `part_path` is where the part is in the step. The values of entries whose FQN is
-    `wanted` are kept, and with `archives` the digest of each record, which fills its file.
-    What is missing or truncated has a finding of `presence`, and is passed over here.
-
-    Storage errors pass through: a file that has changed since the listing is one.
-    Cost: `n_structure_reads` reads, and a second one for the rare record whose
-    directory or pickle is long.
-    """
-    check = StructureCheck(source.ranges, part_path, wanted)
-    reading = Reading()
-    digests: dict[str, str] = {}
-
-    def take(number: int, view: View) -> Need | None:
-        need = check.take(number, view)
-        if archives and need is None and _holds_directory(view):
-            file = source.ranges.file_names[source.ranges.files[number]]
-            digests[file] = _digest(lambda n: view.tail[len(view.tail) - n :], view.length)
-        return need
-
-    for _ in open_records(source, readable_ranges(source.ranges, files), take, reading):
-        pass  # the check keeps what each record holds
-    return Structure(
-        tuple(check.findings()),
-        tuple(check.values),
-        check.crcs,
-        digests,
-        check.n_records,
-        reading.n_reads,
-        reading.n_bytes,
-    )
-
-
-MAX_QUICK_READS = 10_000
-"""Up to so many reads on a file system, `structure` is the default level."""
-
-
-def n_structure_reads(ranges: Ranges) -> int:
-    """How many reads `read_structure` takes if no file is missing; none are made here.
-
-    Counts to `MAX_QUICK_READS` and one more: planning the reads of two million records takes
-    as long as decoding their metadata.
-    """
-    if holds_safetensors(ranges):
-        return 0
-    return n_reads(ranges, ranges.by_file, MAX_QUICK_READS + 1)
-
-
-def steps_by_optimizer(
-    metadatas: Sequence[Metadata], structure: Structure, part_path: str
-) -> Mapping[str, Sequence[tuple[str, float]]]:
-    """For each optimizer, the shard file and the value of each parameter's `step`."""
-    optimizers = {k: v for metadata in metadatas for k, v in optimizer_steps(metadata).items()}
-    steps: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for value in structure.values:
-        stub = value.stub
-        number = None if stub is None else scalar(stub, value.data, value.byte_order)
-        if number is not None:
-            where = inside(part_path, value.byte_range.file)
-            steps[optimizers[value.fqn]].append((where, number))
-    return steps
-
-
-# Rank files
-
-MAX_COMPARED = 512
-"""So many files of a kind are opened for the steps that they count."""
-
-
-def steps_by_rank(part: OpenPart) -> Mapping[str, Sequence[tuple[str, float]]]:
-    """For each kind of rank file, each file and the steps that it counts.
-
-    A file of a known kind that has one count has it twice. Cost: as `steps_inside` for each file
-    that holds an optimizer or a count, of kinds with several.
-    """
-    layout = part.opened.step.layout
-    sizes = {file.path: file.size for file in part.part.files}
-    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for kind, paths in files_by_kind(part.part.files, layout).items():
-        held = kind_of_file(layout, paths[0])
-        is_counted = held is None or not {"optimizer", "step"}.isdisjoint(
-            {*held.names} - {*held.always}
-        )
-        for path in paths[:MAX_COMPARED] if is_counted and len(paths) > 1 else ():
-            steps = steps_inside(part.store, part.in_store(path), sizes[path])
-            # One count is all that a file of a known kind may have; of other files it may be
-            # a count of the rank's own.
-            steps = steps if held is None or len(steps) > 1 else steps * 2
-            found[kind] += [(path, float(n)) for n in steps if abs(n) <= MOST]
-    return found
-
-
 def listed_archives(part: Part, layout: str) -> Metadata:
     """The files of `torch.save` in a part, each as one entry; those without a byte are left out."""
     found = archives_in(part, layout)
@@ -314,31 +183,14 @@ def read_digests(part: OpenPart) -> Mapping[str, str]:
         if file.path not in part.metadata[0].bytes_entries or file.kind != "file":
             continue
         read_tail = partial(_read_tail, part.store, part.in_store(file.path), file.size)
-        digests[part.in_step(file.path)] = known.get(file.path) or _digest(read_tail, file.size)
+        digests[part.in_step(file.path)] = known.get(file.path) or archive_digest(
+            read_tail, file.size
+        )
     return digests
 
 
 def _read_tail(store: Store, path: str, size: int, n_bytes: int) -> bytes:
     return read_range(store, path, size - n_bytes, n_bytes)
-
-
-def _digest(read_tail: Callable[[int], bytes], size: int) -> str:
-    try:
-        directory, tail = read_directory(read_tail, size)
-        held = tail[len(tail) - (size - directory.at) :]
-    except RecordUnreadable:
-        held = read_tail(min(TAIL, size))
-    return sha256_of(held)
-
-
-def _holds_directory(view: View) -> bool:
-    """Whether the tail that was read of a record holds all that its digest is of."""
-    if len(view.tail) < min(TAIL, view.length):
-        return False
-    try:
-        return tail_needed(view.tail, view.length) <= len(view.tail)
-    except RecordUnreadable:
-        return True  # it is no archive, or a damaged one
 
 
 def read_named(part: OpenPart) -> Mapping[str, bytes]:

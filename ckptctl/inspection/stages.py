@@ -28,12 +28,7 @@ from ckptctl.inspection.file_kinds import check_gone
 from ckptctl.inspection.identity import check_counts, decide_identity, number_in_metadata
 from ckptctl.inspection.one_save import check_one_save
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import (
-    MAX_QUICK_READS,
-    read_named,
-    steps_by_optimizer,
-    steps_by_rank,
-)
+from ckptctl.inspection.part_files import read_named
 from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
 from ckptctl.inspection.presence import (
     check_holds_anything,
@@ -63,7 +58,15 @@ from ckptctl.inspection.sidecars import (
     tensors_in_header,
     value_in_archive,
 )
-from ckptctl.inspection.train_state import NO_STATE, Sources, check_optimizer_steps, train_state
+from ckptctl.inspection.structure import MAX_QUICK_READS
+from ckptctl.inspection.train_state import (
+    NO_STATE,
+    Sources,
+    check_optimizer_steps,
+    steps_by_optimizer,
+    steps_by_rank,
+    train_state,
+)
 from ckptctl.inspection.whole import check_uncounted, decide_whole
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements

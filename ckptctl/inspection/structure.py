@@ -11,10 +11,12 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import View, read_member
+from ckptctl.formats.archive.directory import TAIL, View, read_directory, read_member, tail_needed
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import at_most_few, counted, inside
 from ckptctl.inspection.presence import escape_reason, holds_safetensors
@@ -33,10 +35,15 @@ from ckptctl.records.opening import (
     open_before_archives,
 )
 from ckptctl.records.ranges import Owner, Ranges
+from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
 from ckptctl.records.templates import Templates
+
+if TYPE_CHECKING:
+    pass
 
 MAX_ELEMENT_BYTES = 64
 """Elements that are handed out for a wanted tensor: small enough to be a step number."""
+
 
 NO_CRC = -1
 """Instead of a checksum: of a bytes entry, and of a record that has none or was not read."""
@@ -265,3 +272,98 @@ SAYS: Mapping[str, tuple[str, str]] = {
         "have a form that ckptctl does not read",
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the records of one part hold and the findings about them, and what that cost.
+
+    `values` are those of the small entries that were wanted, `crcs` the checksums of
+    elements by the number of the range; see `StructureCheck`. `digests` are those of the
+    archives that fill a file, by its name in the part, where they were wanted.
+    """
+
+    findings: tuple[Finding, ...]
+    values: tuple[RecordValue, ...]
+    crcs: array[int]
+    digests: Mapping[str, str]
+    n_records: int
+    n_reads: int
+    n_bytes: int
+
+
+def read_structure(
+    source: RecordSource,
+    files: Sequence[FileInfo],
+    part_path: str = "",
+    *,
+    wanted: Callable[[str], bool] = lambda _: False,
+    archives: bool = False,
+) -> Structure:
+    """Check every record of a part that `files`, the part's listing, has room for.
+
+    `part_path` is where the part is in the step. The values of entries whose FQN is
+    `wanted` are kept, and with `archives` the digest of each record, which fills its file.
+    What is missing or truncated has a finding of `presence`, and is passed over here.
+
+    Storage errors pass through: a file that has changed since the listing is one.
+    Cost: `n_structure_reads` reads, and a second one for the rare record whose
+    directory or pickle is long.
+    """
+    check = StructureCheck(source.ranges, part_path, wanted)
+    reading = Reading()
+    digests: dict[str, str] = {}
+
+    def take(number: int, view: View) -> Need | None:
+        need = check.take(number, view)
+        if archives and need is None and _holds_directory(view):
+            file = source.ranges.file_names[source.ranges.files[number]]
+            digests[file] = archive_digest(lambda n: view.tail[len(view.tail) - n :], view.length)
+        return need
+
+    for _ in open_records(source, readable_ranges(source.ranges, files), take, reading):
+        pass  # the check keeps what each record holds
+    return Structure(
+        tuple(check.findings()),
+        tuple(check.values),
+        check.crcs,
+        digests,
+        check.n_records,
+        reading.n_reads,
+        reading.n_bytes,
+    )
+
+
+MAX_QUICK_READS = 10_000
+"""Up to so many reads on a file system, `structure` is the default level."""
+
+
+def n_structure_reads(ranges: Ranges) -> int:
+    """How many reads `read_structure` takes if no file is missing; none are made here.
+
+    Counts to `MAX_QUICK_READS` and one more: planning the reads of two million records takes
+    as long as decoding their metadata.
+    """
+    if holds_safetensors(ranges):
+        return 0
+    return n_reads(ranges, ranges.by_file, MAX_QUICK_READS + 1)
+
+
+def archive_digest(read_tail: Callable[[int], bytes], size: int) -> str:
+    """The SHA-256 of the directory of an archive; of a file that is none, of its last bytes."""
+    try:
+        directory, tail = read_directory(read_tail, size)
+        held = tail[len(tail) - (size - directory.at) :]
+    except RecordUnreadable:
+        held = read_tail(min(TAIL, size))
+    return sha256_of(held)
+
+
+def _holds_directory(view: View) -> bool:
+    """Whether the tail that was read of a record holds all that its digest is of."""
+    if len(view.tail) < min(TAIL, view.length):
+        return False
+    try:
+        return tail_needed(view.tail, view.length) <= len(view.tail)
+    except RecordUnreadable:
+        return True  # it is no archive, or a damaged one

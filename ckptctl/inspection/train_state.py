@@ -12,9 +12,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.findings import Finding
+from ckptctl.formats.families import files_by_kind
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
@@ -31,10 +32,15 @@ from ckptctl.formats.frameworks.state_keys import (
     leaves_of,
     mapped_file,
     optimizer_is_hollow,
+    optimizer_steps,
     outermost_key,
     weights_of,
 )
 from ckptctl.formatting import command_line, counted, inside, listed, some_of, verb
+from ckptctl.inspection.sidecars import scalar, steps_inside
+from ckptctl.inspection.structure import (
+    Structure,
+)
 from ckptctl.model import (
     STATE_KINDS,
     FileInfo,
@@ -43,8 +49,13 @@ from ckptctl.model import (
     TrainState,
     UnrecognizedEntry,
 )
+from ckptctl.outside_numbers import MOST
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.open_step import OpenPart
 
 _EXAMPLES = 3
+
 
 _COUNTED = ("step", "tokens")
 
@@ -322,6 +333,7 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
 Shape = tuple[str, tuple[int, ...]]
 """The dtype and the shape of a tensor."""
 
+
 _WRAPPERS_OF_MODULES = frozenset(
     {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
@@ -412,3 +424,45 @@ def check_optimizer_steps(
             found=", ".join(f"{name}: {step:g}" for name, step in list(odd.items())[:_EXAMPLES]),
             next_command=command_line("show", url),
         )
+
+
+def steps_by_optimizer(
+    metadatas: Sequence[Metadata], structure: Structure, part_path: str
+) -> Mapping[str, Sequence[tuple[str, float]]]:
+    """For each optimizer, the shard file and the value of each parameter's `step`."""
+    optimizers = {k: v for metadata in metadatas for k, v in optimizer_steps(metadata).items()}
+    steps: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for value in structure.values:
+        stub = value.stub
+        number = None if stub is None else scalar(stub, value.data, value.byte_order)
+        if number is not None:
+            where = inside(part_path, value.byte_range.file)
+            steps[optimizers[value.fqn]].append((where, number))
+    return steps
+
+
+MAX_COMPARED = 512
+"""So many files of a kind are opened for the steps that they count."""
+
+
+def steps_by_rank(part: OpenPart) -> Mapping[str, Sequence[tuple[str, float]]]:
+    """For each kind of rank file, each file and the steps that it counts.
+
+    A file of a known kind that has one count has it twice. Cost: as `steps_inside` for each file
+    that holds an optimizer or a count, of kinds with several.
+    """
+    layout = part.opened.step.layout
+    sizes = {file.path: file.size for file in part.part.files}
+    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for kind, paths in files_by_kind(part.part.files, layout).items():
+        held = kind_of_file(layout, paths[0])
+        is_counted = held is None or not {"optimizer", "step"}.isdisjoint(
+            {*held.names} - {*held.always}
+        )
+        for path in paths[:MAX_COMPARED] if is_counted and len(paths) > 1 else ():
+            steps = steps_inside(part.store, part.in_store(path), sizes[path])
+            # One count is all that a file of a known kind may have; of other files it may be
+            # a count of the rank's own.
+            steps = steps if held is None or len(steps) > 1 else steps * 2
+            found[kind] += [(path, float(n)) for n in steps if abs(n) <= MOST]
+    return found

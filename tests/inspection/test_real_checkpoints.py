@@ -10,9 +10,9 @@ import pytest
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.inspection.coverage import check_part_coverage
-from ckptctl.inspection.part_files import n_structure_reads, read_structure
 from ckptctl.inspection.presence import check_presence, check_sizes
 from ckptctl.inspection.stages import inspect_safetensors
+from ckptctl.inspection.structure import n_structure_reads, read_structure
 from ckptctl.model import Metadata, Part, PartFormat
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource

@@ -16,7 +16,7 @@ from made_records import Made, archive, members_of
 from ckptctl.findings import Finding, Verdict, verdict_of
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.inspection.part_files import (
+from ckptctl.inspection.structure import (
     MAX_QUICK_READS,
     Structure,
     n_structure_reads,

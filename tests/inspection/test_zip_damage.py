@@ -16,7 +16,7 @@ from made_parts import metadata, tensor
 
 from ckptctl.findings import Severity
 from ckptctl.formats.archive.directory import parse_directory
-from ckptctl.inspection.part_files import read_structure
+from ckptctl.inspection.structure import read_structure
 from ckptctl.model import ByteRange, FileInfo
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource

@@ -10,7 +10,7 @@ import pytest
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import TAIL, View
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.inspection.part_files import Structure, read_structure
+from ckptctl.inspection.structure import Structure, read_structure
 from ckptctl.records.opening import HEAD, Expected, Need, OpenRecord, Unfit, open_record
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
