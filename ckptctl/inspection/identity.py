@@ -20,9 +20,8 @@ from ckptctl.findings import Finding
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.frameworks.layouts import StepName, is_scattered
 from ckptctl.formats.frameworks.parts import is_archive
-from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import Neighbours, OpenStep, end_of_file
 from ckptctl.inspection.sidecars import optimizer_steps_inside, steps_counted

@@ -43,8 +43,7 @@ from ckptctl.findings import (
 from ckptctl.formats.families import FAMILY
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
-from ckptctl.formats.frameworks.layouts import is_own, step_name
-from ckptctl.formats.frameworks.scattered import is_scattered
+from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep

@@ -29,18 +29,20 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import ZIP_MAGIC
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, StepName, step_name
+from ckptctl.formats.frameworks.layouts import (
+    NO_RUN_BELOW,
+    StepName,
+    is_scattered,
+    may_hold_scattered,
+    ranks_beside,
+    scattered_steps,
+    step_name,
+)
 from ckptctl.formats.frameworks.parts import (
     may_be_archive,
     parts_of,
     unnamed_archives,
     with_archives,
-)
-from ckptctl.formats.frameworks.scattered import (
-    is_scattered,
-    may_hold_scattered,
-    ranks_beside,
-    scattered_steps,
 )
 from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds, optimizer_steps
 from ckptctl.formats.own.data_ledger import DATA_FILE, MAX_DATA_BYTES, DataFields, parse_data

@@ -21,8 +21,7 @@ from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, pickled_value
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.digests import sha256_of
-from ckptctl.formats.frameworks.layouts import step_name
-from ckptctl.formats.frameworks.scattered import is_scattered
+from ckptctl.formats.frameworks.layouts import is_scattered, step_name
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.shards import decode_shards
 from ckptctl.formats.pickles.values import ShardStub, TensorStub

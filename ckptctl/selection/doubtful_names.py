@@ -15,10 +15,10 @@ from ckptctl.formats.frameworks.layouts import (
     STEP_SUFFIXES,
     StepName,
     counted_name,
+    is_scattered,
     may_be_shards,
     run_of,
 )
-from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.inspection.sidecars import counts_inside
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store

@@ -26,9 +26,9 @@ from ckptctl.formats.frameworks.layouts import (
     OWN_FOLDER,
     is_beside,
     is_of_a_step,
+    is_scattered,
     step_name,
 )
-from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo

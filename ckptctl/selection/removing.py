@@ -44,10 +44,10 @@ from ckptctl.formats.frameworks.layouts import (
     is_flat_file,
     is_own,
     is_saved,
+    is_scattered,
     own_file_of_lone,
     step_name,
 )
-from ckptctl.formats.frameworks.scattered import is_scattered
 from ckptctl.formats.own.documents import ProofDocument
 from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
 from ckptctl.formats.own.marks import metadata_digest

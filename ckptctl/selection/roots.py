@@ -29,10 +29,10 @@ from ckptctl.formats.frameworks.layouts import (
     is_pointer,
     is_saved_weights,
     pointed_step,
+    scattered_steps,
     step_name,
     unfinished_beside,
 )
-from ckptctl.formats.frameworks.scattered import scattered_steps
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import Neighbours, OpenStep, RootSteps, list_scattered
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
