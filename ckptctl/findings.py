@@ -81,23 +81,37 @@ EXIT_LINKED = 2
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What a finding code always means: its severity, and the verdict it forces (or none)."""
+    """What a finding code always means: its severity, and the verdict it forces (or none).
+
+    `claim` is the claim about a step that it contradicts, or leaves unknown whatever else would
+    prove it; None for a code that makes no claim.
+    """
 
     severity: Severity
     verdict: Verdict | None
     title: str
+    claim: ClaimName | None = None
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the claim is contradicted; a warning, or what cannot be verified, is a doubt."""
+        return self.severity is Severity.FAULT and self.verdict is not Verdict.UNVERIFIABLE
 
 
-def _fault(verdict: Verdict | None, title: str) -> Code:
-    return Code(Severity.FAULT, verdict, title)
+def _fault(verdict: Verdict | None, title: str, claim: ClaimName | None = None) -> Code:
+    return Code(Severity.FAULT, verdict, title, claim)
 
 
 def _note(title: str) -> Code:
     return Code(Severity.NOTE, None, title)
 
 
-def _warning(title: str) -> Code:
-    return Code(Severity.WARNING, None, title)
+def _warning(title: str, claim: ClaimName | None = None) -> Code:
+    return Code(Severity.WARNING, None, title, claim)
+
+
+_WHOLE, _BYTES, _ONE_SAVE = ClaimName.WHOLE, ClaimName.BYTES, ClaimName.ONE_SAVE
+_IDENTITY, _STATE, _BRANCH = ClaimName.IDENTITY, ClaimName.STATE, ClaimName.BRANCH
 
 
 NEVER_FINISHED = frozenset(
@@ -110,41 +124,51 @@ NO_METADATA = frozenset({"metadata.missing", "metadata.unreadable", "metadata.un
 
 # Something missing makes a step `incomplete`; something wrong makes it `corrupt`.
 CODES: Mapping[str, Code] = {
-    "metadata.missing": _fault(Verdict.INCOMPLETE, "the metadata file is missing"),
-    "metadata.empty": _fault(Verdict.INCOMPLETE, "the metadata lists no entries"),
-    "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata cannot be decoded"),
-    "metadata.unsafe": _fault(Verdict.UNSAFE, "loading the metadata could run code"),
-    "metadata.ambiguous": _fault(Verdict.INCOMPLETE, "the step has two sets of metadata"),
-    "metadata.path": _fault(Verdict.CORRUPT, "a key path contradicts the name of its entry"),
-    "metadata.foreign": _warning("the metadata names another step"),
-    "shard.missing": _fault(Verdict.INCOMPLETE, "a shard file is missing"),
+    "metadata.missing": _fault(Verdict.INCOMPLETE, "the metadata file is missing", _WHOLE),
+    "metadata.empty": _fault(Verdict.INCOMPLETE, "the metadata lists no entries", _WHOLE),
+    "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata cannot be decoded", _BYTES),
+    "metadata.unsafe": _fault(Verdict.UNSAFE, "loading the metadata could run code", _BYTES),
+    "metadata.ambiguous": _fault(
+        Verdict.INCOMPLETE, "the step has two sets of metadata", _ONE_SAVE
+    ),
+    "metadata.path": _fault(
+        Verdict.CORRUPT, "a key path contradicts the name of its entry", _BYTES
+    ),
+    "metadata.foreign": _warning("the metadata names another step", _IDENTITY),
+    "shard.missing": _fault(Verdict.INCOMPLETE, "a shard file is missing", _WHOLE),
     "shard.truncated": _fault(
-        Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires"
+        Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires", _WHOLE
     ),
     "shard.empty": _note("an empty shard file that nothing refers to"),
-    "shard.stale": _warning("a shard file is unchanged since the step before, and others changed"),
+    "shard.stale": _warning(
+        "a shard file is unchanged since the step before, and others changed", _ONE_SAVE
+    ),
     "shard.orphan": _note("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file contains bytes that no record uses"),
-    "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range"),
-    "range.overlap": _fault(Verdict.CORRUPT, "two byte ranges in one file overlap"),
-    "range.outside": _fault(Verdict.CORRUPT, "a byte range that no file can contain"),
-    "range.stray": _fault(Verdict.CORRUPT, "a byte range belongs to no entry"),
-    "path.escape": _fault(Verdict.UNSAFE, "a path leads outside the step"),
-    "coverage.gap": _fault(Verdict.INCOMPLETE, "part of a tensor is in no chunk"),
-    "coverage.overlap": _fault(Verdict.CORRUPT, "part of a tensor is in more than one chunk"),
-    "coverage.outside": _fault(Verdict.CORRUPT, "a chunk extends beyond its tensor"),
-    "record.framing": _fault(Verdict.CORRUPT, "a record is not a well-formed archive"),
-    "record.mismatch": _fault(Verdict.CORRUPT, "a record does not match the metadata"),
-    "record.unsafe": _fault(Verdict.UNSAFE, "loading a record could run code"),
-    "record.crc": _fault(Verdict.CORRUPT, "the bytes of a record do not match its checksum"),
+    "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range", _WHOLE),
+    "range.overlap": _fault(Verdict.CORRUPT, "two byte ranges in one file overlap", _BYTES),
+    "range.outside": _fault(Verdict.CORRUPT, "a byte range that no file can contain", _BYTES),
+    "range.stray": _fault(Verdict.CORRUPT, "a byte range belongs to no entry", _BYTES),
+    "path.escape": _fault(Verdict.UNSAFE, "a path leads outside the step", _BYTES),
+    "coverage.gap": _fault(Verdict.INCOMPLETE, "part of a tensor is in no chunk", _WHOLE),
+    "coverage.overlap": _fault(
+        Verdict.CORRUPT, "part of a tensor is in more than one chunk", _WHOLE
+    ),
+    "coverage.outside": _fault(Verdict.CORRUPT, "a chunk extends beyond its tensor", _WHOLE),
+    "record.framing": _fault(Verdict.CORRUPT, "a record is not a well-formed archive", _BYTES),
+    "record.mismatch": _fault(Verdict.CORRUPT, "a record does not match the metadata", _BYTES),
+    "record.unsafe": _fault(Verdict.UNSAFE, "loading a record could run code", _BYTES),
+    "record.crc": _fault(
+        Verdict.CORRUPT, "the bytes of a record do not match its checksum", _BYTES
+    ),
     "record.no-crc": _note("the records have no checksums"),
     "record.transformed": _note("the records are compressed, and their framing was not checked"),
     "record.unverifiable": _fault(
-        Verdict.UNVERIFIABLE, "records have neither checksums nor a seal"
+        Verdict.UNVERIFIABLE, "records have neither checksums nor a seal", _BYTES
     ),
     "content.partial": _note("only part of the bytes was compared"),
     "content.unfinished": _fault(
-        Verdict.UNVERIFIABLE, "the comparison of the bytes was not finished"
+        Verdict.UNVERIFIABLE, "the comparison of the bytes was not finished", _BYTES
     ),
     "values.not-finite": _warning("a tensor contains NaN or infinity"),
     "optimizer.zero": _warning("all that the optimizer keeps is zero"),
@@ -154,21 +178,25 @@ CODES: Mapping[str, Code] = {
     "optimizer.unchanged": _warning("the weights have moved, and the moments have not"),
     "optimizer.discontinuous": _warning("moments fell faster than the optimizer lets them"),
     "optimizer.unseen": _note("no tensor that an optimizer keeps was read"),
-    "format.unsupported": _fault(Verdict.UNVERIFIABLE, "ckptctl does not inspect this format"),
+    "format.unsupported": _fault(
+        Verdict.UNVERIFIABLE, "ckptctl does not inspect this format", _WHOLE
+    ),
     "format.unlisted": _fault(
-        Verdict.UNVERIFIABLE, "nothing states which files belong to the step"
+        Verdict.UNVERIFIABLE, "nothing states which files belong to the step", _WHOLE
     ),
     "format.no-checksums": _note("the format has no checksums"),
-    "index.size": _warning("an index states another size than its files have"),
-    "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
-    "file.missing": _fault(Verdict.INCOMPLETE, "a file that the layout requires is missing"),
-    "file.fewer": _fault(
-        Verdict.UNVERIFIABLE, "fewer files of like kinds than in the steps before"
+    "index.size": _warning("an index states another size than its files have", _ONE_SAVE),
+    "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing", _WHOLE),
+    "file.missing": _fault(
+        Verdict.INCOMPLETE, "a file that the layout requires is missing", _WHOLE
     ),
-    "file.dropped": _warning("a file with state is missing that the steps before hold"),
-    "file.gone": _warning("a file is missing that the steps before hold"),
+    "file.fewer": _fault(
+        Verdict.UNVERIFIABLE, "fewer files of like kinds than in the steps before", _WHOLE
+    ),
+    "file.dropped": _warning("a file with state is missing that the steps before hold", _WHOLE),
+    "file.gone": _warning("a file is missing that the steps before hold", _WHOLE),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
-    "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
+    "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged", _BYTES),
     "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),
     "pickle.unknown": _warning("a pickle names a class that is in no list of known ones"),
     "state.missing": _note("some train state is missing"),
@@ -177,34 +205,40 @@ CODES: Mapping[str, Code] = {
     "state.lost": _note("some train state cannot be restored at this world size"),
     "state.left-out": _note("the target format cannot hold part of the step"),
     "state.not-finite": _fault(
-        Verdict.REJECTED, "the weights hold NaN, and training had diverged before the save"
+        Verdict.REJECTED, "the weights hold NaN, and training had diverged before the save", _STATE
     ),
-    "state.mixed": _fault(Verdict.CORRUPT, "shard files disagree about the optimizer's step count"),
+    "state.mixed": _fault(
+        Verdict.CORRUPT, "shard files disagree about the optimizer's step count", _ONE_SAVE
+    ),
     "world-size.differs": _note("the step was written by a different number of ranks"),
     "world-size.bound": _note("nothing says how another number of ranks could load the step"),
     "world-size.fixed": _note("the step loads only at the world size that wrote it"),
-    "step.unfinished": _fault(Verdict.INCOMPLETE, "the save was interrupted"),
-    "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in progress"),
-    "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection"),
+    "step.unfinished": _fault(Verdict.INCOMPLETE, "the save was interrupted", _WHOLE),
+    "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in progress", _WHOLE),
+    "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection", _ONE_SAVE),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
     "step.linked": _fault(Verdict.UNKNOWN, "a step, or a file of it, is a link, and not followed"),
     "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
-    "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step"),
-    "step.times": _warning("files of the step were written far apart"),
-    "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
-    "step.nested": _fault(Verdict.CORRUPT, "the folder is named as a step and holds several"),
+    "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step", _ONE_SAVE),
+    "step.times": _warning("files of the step were written far apart", _ONE_SAVE),
+    "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step", _IDENTITY),
+    "step.nested": _fault(
+        Verdict.CORRUPT, "the folder is named as a step and holds several", _IDENTITY
+    ),
     "step.wrong-step": _fault(
-        Verdict.CORRUPT, "the folder holds an earlier step than its name states"
+        Verdict.CORRUPT, "the folder holds an earlier step than its name states", _IDENTITY
     ),
     "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
-    "step.superseded": _fault(Verdict.SUPERSEDED, "the step belongs to an abandoned branch"),
+    "step.superseded": _fault(
+        Verdict.SUPERSEDED, "the step belongs to an abandoned branch", _BRANCH
+    ),
     "step.finished-late": _note("the metadata arrived after the step was superseded"),
     "step.accepted": _note("the step was rejected and later accepted"),
     "step.pinned": _note("the step is pinned, and is not removed"),
-    "seal.digest": _fault(Verdict.CORRUPT, "a file does not match the seal"),
-    "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated"),
+    "seal.digest": _fault(Verdict.CORRUPT, "a file does not match the seal", _BYTES),
+    "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated", _WHOLE),
     "seal.bad-signature": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the given key"),
     "seal.required": _fault(Verdict.UNVERIFIABLE, "a seal is required, and none proves the step"),
     "seal.not-compared": _fault(
@@ -213,7 +247,7 @@ CODES: Mapping[str, Code] = {
     "seal.invalid": _warning("the seal is damaged"),
     "seal.unsupported": _warning("the seal requires a newer ckptctl"),
     "seal.foreign": _warning("the seal belongs to another step"),
-    "seal.outdated": _warning("the step was saved again after it was sealed"),
+    "seal.outdated": _warning("the step was saved again after it was sealed", _ONE_SAVE),
     "seal.partial": _warning("the seal does not cover the whole step"),
     "seal.unkeyed": _warning("the seal was made without a key, and one was given"),
     "seal.no-key": _note("the seal was made with a key, and none was given"),
@@ -224,7 +258,9 @@ CODES: Mapping[str, Code] = {
     "seal.extra": _warning("a file was added after the step was sealed"),
     "seal.missing": _note("the step has no seal"),
     "store.contradicts": _fault(
-        Verdict.CORRUPT, "the bytes of an object do not match the checksum that the store reports"
+        Verdict.CORRUPT,
+        "the bytes of an object do not match the checksum that the store reports",
+        _BYTES,
     ),
     "store.rewritten": _fault(
         Verdict.UNVERIFIABLE, "a sealed object was written again, and its bytes were not compared"
@@ -234,7 +270,7 @@ CODES: Mapping[str, Code] = {
     ),
     "mark.damaged": _warning("a mark cannot be read"),
     "mark.outdated": _note("a mark refers to an earlier save of the step"),
-    "step.duplicate": _warning("two folders have the same step number"),
+    "step.duplicate": _warning("two folders have the same step number", _IDENTITY),
     "step.number": _warning("a name has a step number that is too large"),
     "pointer.differs": _note("a pointer file names another step"),
     "root.unavailable": _warning("an optional root is missing or does not answer"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from ckptctl.errors import (
     StorageError,
 )
 from ckptctl.findings import (
+    CODES,
     EXIT_DENIED,
     EXIT_LINKED,
     EXIT_STATE_MISSING,
@@ -35,7 +36,6 @@ from ckptctl.findings import (
     NOTHING_PROVEN,
     Finding,
     Report,
-    Severity,
     Verdict,
     in_order,
     verdict_of,
@@ -411,85 +411,28 @@ def _exit_code(
     return 0
 
 
-CONTRADICTS: Mapping[str, ClaimName] = {
-    "metadata.missing": ClaimName.WHOLE,
-    "metadata.empty": ClaimName.WHOLE,
-    "metadata.ambiguous": ClaimName.ONE_SAVE,
-    "metadata.unreadable": ClaimName.BYTES,
-    "metadata.unsafe": ClaimName.BYTES,
-    "metadata.path": ClaimName.BYTES,
-    "path.escape": ClaimName.BYTES,
-    "shard.missing": ClaimName.WHOLE,
-    "shard.truncated": ClaimName.WHOLE,
-    "range.missing": ClaimName.WHOLE,
-    "range.overlap": ClaimName.BYTES,
-    "range.outside": ClaimName.BYTES,
-    "range.stray": ClaimName.BYTES,
-    "coverage.gap": ClaimName.WHOLE,
-    "coverage.overlap": ClaimName.WHOLE,
-    "coverage.outside": ClaimName.WHOLE,
-    "record.framing": ClaimName.BYTES,
-    "record.mismatch": ClaimName.BYTES,
-    "record.unsafe": ClaimName.BYTES,
-    "record.crc": ClaimName.BYTES,
-    "store.contradicts": ClaimName.BYTES,
-    "seal.digest": ClaimName.BYTES,
-    "seal.gone": ClaimName.WHOLE,
-    "part.missing": ClaimName.WHOLE,
-    "file.missing": ClaimName.WHOLE,
-    "file.unreadable": ClaimName.BYTES,
-    "state.mixed": ClaimName.ONE_SAVE,
-    "state.not-finite": ClaimName.STATE,
-    "step.two-saves": ClaimName.ONE_SAVE,
-    "step.unfinished": ClaimName.WHOLE,
-    "step.in-progress": ClaimName.WHOLE,
-    "step.changed": ClaimName.ONE_SAVE,
-    "step.foreign": ClaimName.IDENTITY,
-    "step.nested": ClaimName.IDENTITY,
-    "step.wrong-step": ClaimName.IDENTITY,
-    "step.superseded": ClaimName.BRANCH,
-}
-"""The claim that a fault contradicts. A fault that is in neither table makes no claim."""
-
-DOUBTS: Mapping[str, ClaimName] = {
-    "format.unlisted": ClaimName.WHOLE,
-    "format.unsupported": ClaimName.WHOLE,
-    "file.fewer": ClaimName.WHOLE,
-    "file.dropped": ClaimName.WHOLE,
-    "file.gone": ClaimName.WHOLE,
-    "step.times": ClaimName.ONE_SAVE,
-    "shard.stale": ClaimName.ONE_SAVE,
-    "index.size": ClaimName.ONE_SAVE,
-    "seal.outdated": ClaimName.ONE_SAVE,
-    "metadata.foreign": ClaimName.IDENTITY,
-    "step.duplicate": ClaimName.IDENTITY,
-    "record.unverifiable": ClaimName.BYTES,
-    "content.unfinished": ClaimName.BYTES,
-}
-"""The claim that a finding leaves unknown, whatever would prove it otherwise."""
-
 _SEAL = "seal"
 """Proof by a seal of this save: it names every file, the step and the run, so no doubt remains."""
-
-_NOT_INSPECTED = frozenset(
-    {"step.unknown", "step.linked", "step.denied", "step.archived", "step.no-memory"}
-)
 
 
 def claims_of(
     opened: OpenStep, context: StageContext, findings: Sequence[Finding]
 ) -> tuple[Claim, ...]:
     """The claims of a step, in the order of `ClaimName`. Cost: none; nothing is read."""
-    failed = next((finding for finding in findings if finding.code in _NOT_INSPECTED), None)
+    failed = next((finding for finding in findings if finding.verdict is Verdict.UNKNOWN), None)
     if failed is not None:
         return nothing_proven(failed)
-    contradicted = {CONTRADICTS[finding.code]: finding for finding in _first(findings, CONTRADICTS)}
-    doubts = {DOUBTS[finding.code]: finding for finding in _first(findings, DOUBTS)}
+    contradictions: dict[ClaimName, Finding] = {}
+    doubts: dict[ClaimName, Finding] = {}
+    for finding in reversed(findings):  # of those about one claim the worst comes last, and decides
+        code = CODES[finding.code]
+        if code.claim is not None:
+            (contradictions if code.contradicts else doubts)[code.claim] = finding
     proofs = {claim.name: claim for claim in _proofs(opened, context)}
     claims = []
     for name in ClaimName:
-        if name in contradicted:
-            fault = contradicted[name]
+        if name in contradictions:
+            fault = contradictions[name]
             claims.append(Claim(name, ClaimState.CONTRADICTED, fault.message, finding=fault.code))
         elif name in doubts and proofs[name].by != _SEAL:
             doubt = doubts[name]
@@ -503,13 +446,6 @@ def claims_of(
 def nothing_proven(failed: Finding) -> tuple[Claim, ...]:
     """The claims of a step whose inspection failed, for the reason in `failed`."""
     return tuple(Claim.unknown(name, failed.message, failed.next_command) for name in ClaimName)
-
-
-def _first(findings: Sequence[Finding], table: Mapping[str, ClaimName]) -> Iterable[Finding]:
-    """The findings in a table; of those about one claim the worst comes last, and decides."""
-    listed = [finding for finding in findings if finding.code in table]
-    faults = [finding for finding in listed if finding.severity is Severity.FAULT]
-    return reversed(faults or listed)
 
 
 def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:

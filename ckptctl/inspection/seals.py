@@ -26,7 +26,7 @@ from ckptctl.errors import (
     PathEscape,
     PathNotFound,
 )
-from ckptctl.findings import ByStore, Finding
+from ckptctl.findings import CODES, ByStore, Finding, Severity
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_saved, step_name
 from ckptctl.formats.own.files import read_back
@@ -59,24 +59,11 @@ if TYPE_CHECKING:
     from ckptctl.formats.own.documents import RootDocument
     from ckptctl.inspection.open_step import OpenStep
 
-PROVES_NOTHING = frozenset(
-    {
-        "seal.missing",
-        "seal.invalid",
-        "seal.unsupported",
-        "seal.bad-signature",
-        "seal.foreign",
-        "seal.outdated",
-        "seal.partial",
-        "seal.unkeyed",
-        "seal.no-key",
-        "seal.other-run",
-        "seal.renamed",
-        "seal.rolled-back",
-        "seal.set-back",
-        "seal.extra",
-    }
-)
+PROVES_NOTHING = {"seal.bad-signature"} | {
+    code
+    for code, meaning in CODES.items()
+    if code.startswith("seal.") and meaning.severity is not Severity.FAULT
+}
 """Findings after which a step is not proven by its seal, even where its digests agree."""
 
 
