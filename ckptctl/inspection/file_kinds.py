@@ -35,7 +35,6 @@ from ckptctl.formats.manifest import MANIFEST
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import (
     MAX_BEFORE,
-    Neighbours,
     OpenStep,
     steps_before,
     steps_beside,
@@ -62,7 +61,6 @@ class Compared(msgspec.Struct, frozen=True):
     """A step with those beside it, and what the comparison showed of its files."""
 
     opened: OpenStep
-    neighbours: Neighbours | None
     windows: frozenset[str] = frozenset()
     """The keys of families whose numbers move on from step to step."""
     outputs: frozenset[str] = frozenset()
@@ -78,11 +76,11 @@ class Compared(msgspec.Struct, frozen=True):
 
     def before(self, at_most: int) -> Iterator[OpenStep]:
         """See `steps_before`."""
-        return steps_before(self.opened, self.neighbours, at_most)
+        return steps_before(self.opened, at_most)
 
     def beside(self, at_most: int) -> Iterator[OpenStep]:
         """See `steps_beside`."""
-        return steps_beside(self.opened, self.neighbours, at_most)
+        return steps_beside(self.opened, at_most)
 
     def closer(self) -> Compared:
         """The same with the windows and the files of evaluations that the steps beside show.
@@ -100,7 +98,7 @@ class Compared(msgspec.Struct, frozen=True):
         outputs = frozenset(
             key for key, (step, path) in examples.items() if is_of_evaluation(step, path)
         )
-        return Compared(self.opened, self.neighbours, frozenset(windows), outputs)
+        return Compared(self.opened, frozenset(windows), outputs)
 
 
 _LEAST_MOVES = 2
@@ -239,7 +237,7 @@ N_BEFORE = 2
 """So many steps before must hold a file: one that a single step has is not of each save."""
 
 
-def check_gone(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Finding]:
+def check_gone(opened: OpenStep) -> Iterator[Finding]:
     """Yield a finding for kinds of files that both steps before hold and this one lacks.
 
     It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
@@ -253,7 +251,7 @@ def check_gone(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Find
     """
     if opened.is_file:
         return
-    older = [*steps_before(opened, neighbours, N_BEFORE)]
+    older = [*steps_before(opened, N_BEFORE)]
     same = [other for other in older if other.step.layout == opened.step.layout]
     if len(same) < N_BEFORE:
         return
@@ -283,7 +281,7 @@ def check_gone(opened: OpenStep, neighbours: Neighbours | None) -> Iterator[Find
     twins = [kind for kind, tensors in before.items() if not are_held(tensors, renamed)]
     twins = [kind for kind in twins if kind not in dropped]
     if twins and not dropped:
-        further = [*steps_before(opened, neighbours, MAX_BEFORE)][N_BEFORE:]
+        further = [*steps_before(opened, MAX_BEFORE)][N_BEFORE:]
         twins = [
             kind for kind in twins if all(kind in kinds_of_files(other.step) for other in further)
         ]
@@ -343,7 +341,7 @@ def lost_index(compared: Compared, families: Collection[Family]) -> Finding | No
     return None
 
 
-def lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | None:
+def lost_words(opened: OpenStep) -> Finding | None:
     """The finding for files of ranks that letters or hosts tell apart, not numbers.
 
     In the nearest step, three files or more of a kind are about as large. They are those of ranks,
@@ -355,7 +353,7 @@ def lost_words(opened: OpenStep, neighbours: Neighbours | None) -> Finding | Non
     Cost: the listing of the nearest step, and where that has more files, the pickles of both.
     """
     here = by_words(opened.step, opened.step)
-    for other in steps_beside(opened, neighbours, 1) if here else ():
+    for other in steps_beside(opened, 1) if here else ():
         with suppress(StorageError):
             lost = {*_lost_of_ranks(other, by_words(other.step, opened.step), here)}
             resized = _resized(opened, other, {shape_of_name(path) for path in lost})

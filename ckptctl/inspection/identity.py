@@ -23,7 +23,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName, is_scattered
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formatting import command_line
-from ckptctl.inspection.open_step import Neighbours, OpenStep, end_of_file
+from ckptctl.inspection.open_step import OpenStep, end_of_file
 from ckptctl.inspection.sidecars import optimizer_steps_inside, steps_counted
 from ckptctl.model import SHARDED, FileInfo, StatePart
 
@@ -41,7 +41,6 @@ CountOf = Callable[[OpenStep], int | None]
 def decide_identity(
     opened: OpenStep,
     state: StatePart,
-    neighbours: Neighbours | None,
     count_of: CountOf,
     *,
     reads_optimizer: bool,
@@ -54,17 +53,15 @@ def decide_identity(
     Yields `step.wrong-step` and `state.mixed`. Cost: see `check_identity`; with `reads_optimizer`,
     three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
-    found, claim = check_identity(opened, state.value, neighbours, count_of)
+    found, claim = check_identity(opened, state.value, count_of)
     optimizers = counting_optimizers(opened) if reads_optimizer and not found else []
     if not optimizers:
         return found, claim
     doubt: Claim | None = None
     if state.value is None or len(state.where) > 1:
         first = optimizers[0]
-        found, of_optimizer = check_identity(
-            opened, first.n_steps, neighbours, first.count_in, first.path
-        )
-        if found and _is_alone(opened, first, neighbours):
+        found, of_optimizer = check_identity(opened, first.n_steps, first.count_in, first.path)
+        if found and _is_alone(opened, first):
             found = [_mixed(opened, first, "the name", opened.step.number or 0)]
         claim = of_optimizer if state.value is None or found else claim
     # Each may be that of another save: a GAN has two, and they may count at another pace.
@@ -76,7 +73,7 @@ def decide_identity(
     if state.value is not None:
         compared = [(optimizer, state.value, count_of) for optimizer in optimizers]
     for optimizer, n_steps, counter in compared if not found else ():
-        found, unknown = check_optimizer_count(opened, n_steps, optimizer, neighbours, counter)
+        found, unknown = check_optimizer_count(opened, n_steps, optimizer, counter)
         doubt = doubt or unknown
         if found:
             break
@@ -92,7 +89,6 @@ def number_in_metadata(opened: OpenStep) -> int | None:
 def check_identity(
     opened: OpenStep,
     counted_steps: int | None,
-    neighbours: Neighbours | None,
     count_of: CountOf,
     counting_file: str | None = None,
 ) -> tuple[list[Finding], Claim]:
@@ -119,14 +115,14 @@ def check_identity(
         return [], _of_name("no file states the step, or its name does not", opened)
     if opened.step.layout in _NUMBERED_BY_RECORD:
         return [], _of_name("a record of the run gives its number", opened)
-    further = _further_than(opened, in_metadata, counted_steps, neighbours)
+    further = _further_than(opened, in_metadata, counted_steps)
     if further is not None:
         return [_wrong_step(opened, count, (further, further))], _of_name("", opened)
     if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
         by = "metadata" if is_named else f"step count {count:,}"
         return [], Claim.proven(ClaimName.IDENTITY, by)
     counter = number_in_metadata if is_named else count_of
-    counts = [*counts_beside(opened, neighbours, counter)]
+    counts = [*counts_beside(opened, counter)]
     if _is_swapped(number, count, counts):
         return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     if _fits(number, count, counts) or (counts_steps and abs(count - number) <= 1):
@@ -137,15 +133,13 @@ def check_identity(
     if agreeing and is_regular and len(agreeing) == len(counts):
         is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
         if counting_file is not None:
-            is_other = _is_file_of_step(opened, counting_file, count, neighbours)
+            is_other = _is_file_of_step(opened, counting_file, count)
         if is_other:
             return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
 
 
-def _further_than(
-    opened: OpenStep, named: int | None, counted: int | None, neighbours: Neighbours | None
-) -> int | None:
+def _further_than(opened: OpenStep, named: int | None, counted: int | None) -> int | None:
     """A step beside that is at least as far as what metadata and train state both call this one.
 
     None where they do not agree, or the folder claims to be an earlier step: as the beginning of
@@ -154,10 +148,10 @@ def _further_than(
     number = opened.step.number
     if named is None or counted is None or number is None or abs(counted - named) > 1:
         return None
-    if neighbours is None or number <= max(counted, named) + 1:
+    if number <= max(counted, named) + 1:
         return None
-    wanted = [one.number for one in neighbours.older() if one.number >= named][:MAX_COMPARED]
-    beside = counts_beside(opened, neighbours, number_in_metadata, wanted)
+    wanted = [one.number for one in opened.neighbours.older() if one.number >= named][:MAX_COMPARED]
+    beside = counts_beside(opened, number_in_metadata, wanted)
     return next((n for n, own in beside if n == own and n in wanted), None)
 
 
@@ -165,7 +159,6 @@ def check_optimizer_count(
     opened: OpenStep,
     of_state: int,
     optimizer: CountingOptimizer,
-    neighbours: Neighbours | None,
     count_of: CountOf,
 ) -> tuple[list[Finding], Claim | None]:
     """Compare the steps that the train state counts with those that the optimizer counts.
@@ -180,8 +173,8 @@ def check_optimizer_count(
     of_optimizer = optimizer.n_steps
     if abs(of_state - of_optimizer) <= 1:
         return [], None
-    states = dict(counts_beside(opened, neighbours, count_of))
-    optimizers = dict(counts_beside(opened, neighbours, optimizer.count_in))
+    states = dict(counts_beside(opened, count_of))
+    optimizers = dict(counts_beside(opened, optimizer.count_in))
     both = states.keys() & optimizers.keys()
     pairs = [(states[n], optimizers[n]) for n in sorted(both)]
     is_equal = all(abs(state - count) <= 1 for state, count in pairs)
@@ -193,7 +186,7 @@ def check_optimizer_count(
         return [], None
     beside = f"in step {max(both)} beside it they agree"
     saved_as = next((n for n in both if optimizers[n] == of_optimizer), of_optimizer)
-    if not _is_file_of_step(opened, optimizer.path, saved_as, neighbours):
+    if not _is_file_of_step(opened, optimizer.path, saved_as):
         what = f"the train state counts {of_state:,} steps, and the optimizer {of_optimizer:,}"
         return [], _of_name(f"{what}; {beside}", opened)
     return [_mixed(opened, optimizer, "the train state", of_state)], None
@@ -210,34 +203,32 @@ def _mixed(opened: OpenStep, optimizer: CountingOptimizer, what: str, number: in
     )
 
 
-def _is_alone(
-    opened: OpenStep, optimizer: CountingOptimizer, neighbours: Neighbours | None
-) -> bool:
+def _is_alone(opened: OpenStep, optimizer: CountingOptimizer) -> bool:
     """Whether the file of the step that an optimizer counts lies among files that are not of it.
 
     Cost: none where that step is gone; else four short reads, of it and of the largest other file.
     """
-    named = None if neighbours is None else neighbours.numbered(optimizer.n_steps)
+    named = opened.neighbours.numbered(optimizer.n_steps)
     key = key_of(optimizer.path)
     others = [file for file in opened.files if file.size and key_of(file.path) != key]
     others = [file for file in others if layouts.is_saved(file.path)]
     largest = max(others, key=lambda file: file.size, default=None)
-    if neighbours is None or named is None or largest is None:
+    if named is None or largest is None:
         return False
     with suppress(StorageError):
         paths = (optimizer.path, largest.path)
-        is_of_step = [_is_file_in(opened, path, neighbours, named) for path in paths]
+        is_of_step = [_is_file_in(opened, path, named) for path in paths]
         return is_of_step == [True, False]
     return False
 
 
-def _is_file_in(opened: OpenStep, path: str, neighbours: Neighbours, named: StepName) -> bool:
+def _is_file_in(opened: OpenStep, path: str, named: StepName) -> bool:
     """Whether a file ends with the same bytes as that of another step.
 
     An archive ends with the checksums of all that it holds. Raises `StorageError`. Cost: two short
     reads.
     """
-    other = neighbours.open(opened.store, named)
+    other = opened.neighbours.open(opened.store, named)
     then = path_then(opened, other, path, named.number)
     return end_of_file(opened, path) == end_of_file(other, then)
 
@@ -255,18 +246,15 @@ def _of_name(why: str, opened: OpenStep) -> Claim:
 
 def counts_beside(
     opened: OpenStep,
-    neighbours: Neighbours | None,
     count_of: CountOf,
     numbers: Collection[int] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """What the steps beside count, by their numbers: of all that are compared, or of `numbers`."""
-    if neighbours is None:
-        return
-    for names in (neighbours.older, neighbours.newer):
+    for names in (opened.neighbours.older, opened.neighbours.newer):
         wanted = (one for one in names() if numbers is None or one.number in numbers)
         for named in islice(wanted, MAX_COMPARED):
             with suppress(StorageError):
-                count = count_of(neighbours.open(opened.store, named))
+                count = count_of(opened.neighbours.open(opened.store, named))
                 if count is not None:
                     yield named.number, count
 
@@ -368,9 +356,7 @@ def _may_be_optimizer(opened: OpenStep, path: str) -> bool:
     return kind is None or "optimizer" in kind.names
 
 
-def check_counts(
-    opened: OpenStep, contents: Mapping[str, object], neighbours: Neighbours
-) -> Iterator[Finding]:
+def check_counts(opened: OpenStep, contents: Mapping[str, object]) -> Iterator[Finding]:
     """Yield `state.mixed` for each file of a rank-file step that is that of an older step.
 
     `contents` are decoded files by path. One that counts as many steps as an older step has in
@@ -385,9 +371,9 @@ def check_counts(
         count = steps_counted(content)
         if count is None or count >= number:
             continue
-        for named in (one for one in neighbours.older() if one.number == count):
+        for named in (one for one in opened.neighbours.older() if one.number == count):
             with suppress(StorageError):
-                if _is_file_in(opened, path, neighbours, named):
+                if _is_file_in(opened, path, named):
                     yield Finding(
                         "state.mixed",
                         path,
@@ -396,23 +382,21 @@ def check_counts(
                     )
 
 
-def _is_file_of_step(
-    opened: OpenStep, path: str, count: int, neighbours: Neighbours | None
-) -> bool:
+def _is_file_of_step(opened: OpenStep, path: str, count: int) -> bool:
     """Whether a file that counts `count` steps was saved as step `count`, and not as this one.
 
     It ends with the same bytes as the file of that step, or that step alone is gone from among
     steps that are equally far apart: its folder was renamed. An optimizer that is younger than the
     run counts fewer steps too. Cost: two short reads where that step exists.
     """
-    if neighbours is None:
-        return False
-    named = neighbours.numbered(count)
+    named = opened.neighbours.numbered(count)
     if named is not None:
         with suppress(StorageError):
-            return _is_file_in(opened, path, neighbours, named)
+            return _is_file_in(opened, path, named)
         return False
-    numbers = sorted({one.number for one in (*neighbours.older(), *neighbours.newer())} - {0})
+    numbers = sorted(
+        {one.number for one in (*opened.neighbours.older(), *opened.neighbours.newer())} - {0}
+    )
     number = opened.step.number or 0
     apart = {later - number for number, later in pairwise(sorted({*numbers, count}))}
     last = max([*numbers, number])

@@ -46,7 +46,7 @@ from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, counted, inside, some_of
-from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
+from ckptctl.inspection.open_step import NO_NEIGHBOURS, Neighbours, OpenPart, OpenStep
 from ckptctl.inspection.part_files import safetensors_in
 from ckptctl.inspection.rank_files import (
     check_bound,
@@ -115,13 +115,13 @@ def inspect_step(
     Where the requirements ask for the store's own checksums, one HEAD for each sealed
     file. What `opened` holds already is not read again.
     """
+    opened.neighbours = neighbours or NO_NEIGHBOURS
     is_helper = content is not None and content.is_helper
     asked = level or Level.LISTING
     context = StageContext(
         requirements,
         asked,
         content,
-        neighbours,
         confirm,
         chooses_level=level is None,
         seal_bytes=seal_bytes or (SealBytes.COMPARED if level is None else SealBytes.AT_LEVEL),

@@ -25,7 +25,7 @@ from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import command_line, counted, duration, inside, some_of, verb
 from ckptctl.inspection.file_kinds import is_of_evaluation
 from ckptctl.inspection.identity import counts_beside, number_in_metadata
-from ckptctl.inspection.open_step import Neighbours, OpenStep, steps_beside
+from ckptctl.inspection.open_step import OpenStep, steps_beside
 from ckptctl.inspection.seals import is_unwritten, written_again
 from ckptctl.inspection.shape import weights_in
 from ckptctl.model import SHARDED, Step
@@ -80,7 +80,6 @@ class SaveTimes(msgspec.Struct, frozen=True):
 def check_one_save(
     opened: OpenStep,
     counted_steps: int | None,
-    neighbours: Neighbours | None,
     seal: Seal | None,
     *,
     is_proven: bool,
@@ -96,7 +95,7 @@ def check_one_save(
     Cost: the listing of the nearest older step; where files were written further apart than in
     that, of `MAX_COMPARED` steps on each side.
     """
-    foreign = _part_of_another_step(opened, counted_steps, neighbours)
+    foreign = _part_of_another_step(opened, counted_steps)
     if foreign is not None:
         return [foreign], _unknown("the parts differ", opened)
     if seal is not None and (is_proven or is_unwritten(seal, opened.step)):
@@ -114,7 +113,7 @@ def check_one_save(
         return [finding], _unknown(finding.message, opened)
     own = _times(opened.step, files)
     others: list[tuple[SaveTimes, frozenset[str]]] = []
-    for times, keys in _times_beside(opened, neighbours):
+    for times, keys in _times_beside(opened):
         if _is_usual(own, [times for times, _ in others]):
             break
         others.append((times, keys))
@@ -124,7 +123,7 @@ def check_one_save(
         files, own = alike, _times(opened.step, alike)
     beside = [times for times, _ in others]
     if _is_usual(own, beside):
-        return [], _by_order(opened, own, beside, neighbours)
+        return [], _by_order(opened, own, beside)
     is_trained = bool(beside) and is_of_training([*beside, own])
     is_known = is_trained and len(beside) > 1
     apart_s, window_s, is_between = _furthest(own, beside, is_known=is_known)
@@ -255,11 +254,9 @@ def _times(step: Step, files: Mapping[str, float]) -> SaveTimes:
     return SaveTimes(step.name, number, first_s, last_s, late_s, largest, weights_s, apart_s)
 
 
-def _times_beside(
-    opened: OpenStep, neighbours: Neighbours | None
-) -> Iterator[tuple[SaveTimes, frozenset[str]]]:
+def _times_beside(opened: OpenStep) -> Iterator[tuple[SaveTimes, frozenset[str]]]:
     """The times of the steps beside this one, each with the kinds of its files."""
-    for other in steps_beside(opened, neighbours, MAX_COMPARED):
+    for other in steps_beside(opened, MAX_COMPARED):
         files = _timed_state(other)
         if files:
             yield _times(other.step, files), frozenset(map(key_of, files))
@@ -269,7 +266,6 @@ def _by_order(
     opened: OpenStep,
     own: SaveTimes,
     beside: Sequence[SaveTimes],
-    neighbours: Neighbours | None,
 ) -> Claim:
     """Whether times within the usual window are those of a save, and not of a copy of it."""
     taken = f"files written within {duration(max(_span_s(own), 1.0))}"
@@ -277,7 +273,7 @@ def _by_order(
         return _unknown(f"{taken}, shards after the metadata: it may be a copy", opened)
     older = [one for one in beside if one.number < own.number]
     if not older:
-        older = [times for times, _ in islice(_times_beside(opened, neighbours), 1)]
+        older = [times for times, _ in islice(_times_beside(opened), 1)]
     if not older or older[0].number > own.number:
         return _unknown(f"{taken}, and no older step shows that it was no copy", opened)
     if are_apart(older[0], own):
@@ -334,9 +330,7 @@ def _doubt(finding: Finding) -> Finding:
     )
 
 
-def _part_of_another_step(
-    opened: OpenStep, counted_steps: int | None, neighbours: Neighbours | None
-) -> Finding | None:
+def _part_of_another_step(opened: OpenStep, counted_steps: int | None) -> Finding | None:
     """The finding for a part whose metadata names another step than the rest of the step does.
 
     Where all parts name one other step, the train state and that step itself decide.
@@ -353,7 +347,7 @@ def _part_of_another_step(
     path, own = min(others.items())
     if len(set(named.values())) < 2:
         is_counted = counted_steps is not None and abs(counted_steps - number) <= 1
-        there = dict(counts_beside(opened, neighbours, number_in_metadata, {own}))
+        there = dict(counts_beside(opened, number_in_metadata, {own}))
         if not is_counted or there.get(own) != own:
             return None
     rest = min(set(named.values()) - {own}, default=number)

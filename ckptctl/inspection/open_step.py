@@ -102,6 +102,8 @@ class OpenStep:
         self.named = named
         self._given = files
         self._given_metadata = metadata
+        self.neighbours = NO_NEIGHBOURS
+        """The steps beside it, where an inspection compares them."""
 
     @property
     def name(self) -> str:
@@ -630,6 +632,8 @@ class Neighbours(msgspec.Struct, frozen=True):
     newer: Callable[[], Sequence[StepName]]
     """Those with higher numbers."""
     steps: RootSteps = msgspec.field(default_factory=RootSteps)
+    are_known: bool = True
+    """The root was listed: where there are none, the step is alone."""
 
     def open(self, store: Store, named: StepName) -> OpenStep:
         """One of them; see `RootSteps.open`."""
@@ -641,31 +645,27 @@ class Neighbours(msgspec.Struct, frozen=True):
         return next((named for named in beside if named.number == number), None)
 
 
-def steps_before(
-    opened: OpenStep, neighbours: Neighbours | None, at_most: int
-) -> Iterator[OpenStep]:
+NO_NEIGHBOURS = Neighbours(older=tuple, newer=tuple, are_known=False)
+"""Those of a step that is inspected without its root."""
+
+
+def steps_before(opened: OpenStep, at_most: int) -> Iterator[OpenStep]:
     """The nearest older steps, nearest first, without those that do not answer.
 
     Cost: a listing of each, unless it is known, and the first bytes of files of unknown names.
     """
-    if neighbours is not None:
-        yield from _opened(opened, neighbours, neighbours.older()[:at_most])
+    yield from _opened(opened, opened.neighbours.older()[:at_most])
 
 
-def steps_beside(
-    opened: OpenStep, neighbours: Neighbours | None, at_most: int
-) -> Iterator[OpenStep]:
+def steps_beside(opened: OpenStep, at_most: int) -> Iterator[OpenStep]:
     """The nearest older steps, then as many newer ones; see `steps_before`."""
-    yield from steps_before(opened, neighbours, at_most)
-    if neighbours is not None:
-        yield from _opened(opened, neighbours, neighbours.newer()[:at_most])
+    yield from steps_before(opened, at_most)
+    yield from _opened(opened, opened.neighbours.newer()[:at_most])
 
 
-def _opened(
-    opened: OpenStep, neighbours: Neighbours, names: Sequence[StepName]
-) -> Iterator[OpenStep]:
+def _opened(opened: OpenStep, names: Sequence[StepName]) -> Iterator[OpenStep]:
     for named in names:
         with suppress(StorageError):
-            other = neighbours.open(opened.store, named)
+            other = opened.neighbours.open(opened.store, named)
             _ = other.step  # what a step consists of may need reads
             yield other

@@ -43,7 +43,7 @@ from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.shards import decode_shards
 from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_value
 from ckptctl.formatting import command_line, counted, inside, some_of, verb
-from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
+from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.predecessor import Before, compared_before
 from ckptctl.inspection.sidecars import FileReads, value_in_file
 from ckptctl.inspection.structure import NO_CRC
@@ -92,7 +92,6 @@ def check_optimizer_state(
     opened: OpenStep,
     values: Mapping[str, Values],
     train_step: int | None,
-    neighbours: Neighbours | None,
     limits: Limits | None = None,
 ) -> Iterator[Finding]:
     """Yield what is wrong with the tensors that an optimizer keeps.
@@ -131,8 +130,7 @@ def check_optimizer_state(
         )
     for part in parts:
         yield from _other_shape(part)
-        if neighbours is not None:
-            yield from _compared(opened, part, neighbours, scanned)
+        yield from _compared(opened, part, scanned)
 
 
 def _unseen(opened: OpenStep) -> Finding:
@@ -317,9 +315,7 @@ def _parameter_of(fqn: str) -> str:
     return name if state else owner.partition(".")[2]
 
 
-def _compared(
-    opened: OpenStep, part: OpenPart, neighbours: Neighbours, scanned: Mapping[str, Values]
-) -> Iterator[Finding]:
+def _compared(opened: OpenStep, part: OpenPart, scanned: Mapping[str, Values]) -> Iterator[Finding]:
     """Compare moments with those of the step before.
 
     Yields `optimizer.unchanged` where weights have moved, and no moment has, and what `_fallen`
@@ -338,7 +334,7 @@ def _compared(
         elif not trained.isdisjoint((entry.fqn, entry.fqn.partition(".")[2])):
             weights.append(number)
     moments, weights = _spread(moments), _spread(weights)
-    before = compared_before(neighbours, part, [*moments, *weights])
+    before = compared_before(part, [*moments, *weights])
     if before is None:
         return
     same = [n for n in moments if before.crcs.get(n) == part.crcs[n]]

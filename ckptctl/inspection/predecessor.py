@@ -30,7 +30,7 @@ from ckptctl.formats.frameworks.layouts import (
 from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, leaves_of
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.identity import path_then
-from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
+from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.sidecars import leaves_at, tensors_in_header
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.inspection.train_state import Shape, check_names
@@ -244,16 +244,16 @@ MAX_TRIED = 2
 """So many older steps are tried until one can be read."""
 
 
-def check_renamed(opened: OpenStep, part: OpenPart, neighbours: Neighbours) -> Iterator[Finding]:
+def check_renamed(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     """Yield a `state.renamed` where tensors have other names than in the step before.
 
     Storage errors of the older step are passed over. Cost: one metadata; of rank files and
     safetensors three short reads of one file, or its header.
     """
-    for named in islice(neighbours.older(), 1):
+    for named in islice(opened.neighbours.older(), 1):
         now, then = {}, {}
         with suppress(StorageError, MemoryError):
-            before = neighbours.open(opened.store, named)
+            before = opened.neighbours.open(opened.store, named)
             if part.part.format in SHARDED:
                 held = _metadata(before, part) if len(part.metadata) == 1 else None
                 now = _shapes(leaf for one in part.metadata[:1] for _, leaf in entries_of(one))
@@ -290,9 +290,7 @@ def _shapes_in_files(
     return {}, {}
 
 
-def check_step_before(
-    opened: OpenStep, part: OpenPart, neighbours: Neighbours
-) -> Iterator[Finding]:
+def check_step_before(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     """Yield a `shard.stale` for each shard file that equals that of the step before.
 
     `part` has no faults. Nothing is reported for a part without tensors that are split over
@@ -308,8 +306,8 @@ def check_step_before(
     first = check.first()
     if not first:
         return
-    steps = iter(neighbours.older())
-    before = _compared(neighbours, steps, part, first)
+    steps = iter(part.opened.neighbours.older())
+    before = _compared(steps, part, first)
     if before is None:
         return
     suspects = check.suspects(before.crcs)
@@ -324,7 +322,7 @@ def check_step_before(
     still_before = None
     if unproven:
         numbers = [number for one in unproven for number in one.numbers]
-        still_before = _compared(neighbours, steps, part, numbers)
+        still_before = _compared(steps, part, numbers)
     moved = {part.ranges.files[n] for n, crc in before.crcs.items() if crc != part.crcs[n]}
     for one in found:
         proven = one.has_moments or (
@@ -351,23 +349,19 @@ class Before:
         return Before(self.opened, self.metadata, {**self.crcs, **more})
 
 
-def compared_before(
-    neighbours: Neighbours, part: OpenPart, numbers: Sequence[int]
-) -> Before | None:
+def compared_before(part: OpenPart, numbers: Sequence[int]) -> Before | None:
     """The checksums of records of a part in the nearest older step that can be read.
 
     Cost: one metadata, and a short read of each record.
     """
-    return _compared(neighbours, iter(neighbours.older()), part, numbers)
+    return _compared(iter(part.opened.neighbours.older()), part, numbers)
 
 
-def _compared(
-    neighbours: Neighbours, steps: Iterator[StepName], part: OpenPart, numbers: Sequence[int]
-) -> Before | None:
+def _compared(steps: Iterator[StepName], part: OpenPart, numbers: Sequence[int]) -> Before | None:
     """The checksums of records in the next of `steps` that can be read, None where none can."""
     for named in islice(steps, MAX_TRIED):
         with suppress(StorageError, MemoryError):
-            before = neighbours.open(part.store, named)
+            before = part.opened.neighbours.open(part.store, named)
             metadata = _metadata(before, part)
             if metadata is not None:
                 crcs = _crcs(_folder(before, part), metadata, part, numbers)

@@ -54,7 +54,6 @@ from ckptctl.inspection.shape import (
 from ckptctl.inspection.sidecars import (
     check_documents,
     copied_weights,
-    steps_counted,
     tensors_in_header,
     value_in_archive,
 )
@@ -75,7 +74,6 @@ from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
-    from ckptctl.inspection.open_step import Neighbours
     from ckptctl.inspection.whole import Wholeness
 
 
@@ -94,12 +92,12 @@ class StageContext:
     `readable` are the paths of parts without a fault in listing and metadata, `sound`
     those without one in their records too. `content` is there once the bytes were read. With
     `chooses_level` nobody asked for a level, and the stage `metadata` chooses it by its cost.
+    `contents` are decoded files, without copies of weights; `reads_files` says that they were read.
     """
 
     requirements: Requirements
     level: Level
     asked: Asked | None = None
-    neighbours: Neighbours | None = None
     confirm: bool = True
     chooses_level: bool = False
     seal_bytes: SealBytes = SealBytes.AT_LEVEL
@@ -115,6 +113,8 @@ class StageContext:
     wholeness: Wholeness | None = None
     one_save: Claim | None = None
     branch: Claim | None = None
+    reads_files: bool = False
+    contents: Mapping[str, object] = field(default_factory=dict)
     ranks_counted: bool = True
 
     @property
@@ -267,7 +267,7 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
 def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the families of files with each other and with those of the steps beside."""
     n_ranks = context.requirements.saved_world_size
-    context.wholeness = decide_whole(opened, context.neighbours, n_ranks, is_deep=context.is_deep)
+    context.wholeness = decide_whole(opened, n_ranks, is_deep=context.is_deep)
     sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
     faults = {one.where for one in context.findings if one.severity is Severity.FAULT}
     for finding in context.wholeness.findings:
@@ -279,12 +279,12 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 def gone(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the kinds of files with those of the steps before; a seal names those of its step."""
     if context.notes.seal is None and not _has_fault(context.findings):
-        yield from check_gone(opened, context.neighbours)
+        yield from check_gone(opened)
 
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare names, and a few records of each shard file, with those of the step before."""
-    if context.neighbours is None or not context.is_deep:
+    if not context.is_deep:
         return
     from ckptctl.inspection.predecessor import (
         check_renamed,
@@ -293,12 +293,12 @@ def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
-            yield from check_renamed(opened, part, context.neighbours)
+            yield from check_renamed(opened, part)
             continue
         if part.path in context.readable:
-            yield from check_renamed(opened, part, context.neighbours)
+            yield from check_renamed(opened, part)
         if part.path in context.sound:
-            yield from check_step_before(opened, part, context.neighbours)
+            yield from check_step_before(opened, part)
 
 
 def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -336,15 +336,9 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         needed = layouts.documents_parsed(step.layout, step.parts, step.files)
         others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
         yield from check_documents(opened.store, opened.folder, needed, others)
-    for part in opened.parts:
-        if part.part.format is PartFormat.RANK_FILES:
-            yield from _check_stated_ranks(opened, part, contents, context, is_cheap=is_cheap)
-    copies: frozenset[str] = frozenset()
-    if is_cheap and any(steps_counted(content) is not None for content in contents.values()):
-        copies = copied_weights(opened, contents)
-        if context.neighbours is not None:
-            of_step = {path: held for path, held in contents.items() if path not in copies}
-            yield from check_counts(opened, of_step, context.neighbours)
+    copies = copied_weights(opened, contents) if is_cheap else frozenset()
+    context.reads_files = is_cheap
+    context.contents = {path: held for path, held in contents.items() if path not in copies}
     context.state = train_state(
         Sources(
             step.layout,
@@ -364,31 +358,29 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     )
 
 
-def _check_stated_ranks(
-    opened: OpenStep,
-    part: OpenPart,
-    contents: Mapping[str, object],
-    context: StageContext,
-    *,
-    is_cheap: bool,
-) -> Iterator[Finding]:
-    """Compare the ranks that have files with those that a file states, or that wrote before.
+def counts(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
+    """Compare the steps that files count with the steps before, and the ranks that have files.
 
-    Unless it `is_cheap`, no file is read for it but of a step with fewer files than the one before.
+    Those are compared with what a file states, or with the ranks that wrote before. Unless the
+    files are read anyway, none is read for it but of a step with fewer files than the one before.
     """
-    context.ranks_counted = is_cheap
-    known = {one.where for one in context.findings}
-    for file in part.part.files if is_cheap else ():
-        if full_match(TABLES.states_ranks, file.path) and file.kind == "file":
-            value = value_in_archive(opened.store, part.in_store(file.path), file.size)
-            contents = {**contents, file.path: value}
-    for finding in check_stated_ranks(opened.step, part.part, contents):
-        if finding.where not in known:
-            yield finding
-    is_stated = context.requirements.saved_world_size or stated_ranks(opened.step, contents)
-    if context.neighbours is not None and not is_stated:
-        neighbours = context.neighbours
-        yield from check_uncounted(opened, part.part, neighbours, reads_only_step=is_cheap)
+    known = {finding.where for finding in context.findings}
+    for part in opened.parts:
+        if part.part.format is not PartFormat.RANK_FILES:
+            continue
+        context.ranks_counted = context.reads_files
+        contents = dict(context.contents)
+        for file in part.part.files if context.reads_files else ():
+            if full_match(TABLES.states_ranks, file.path) and file.kind == "file":
+                path = part.in_store(file.path)
+                contents[file.path] = value_in_archive(opened.store, path, file.size)
+        for finding in check_stated_ranks(opened.step, part.part, contents):
+            if finding.where not in known:
+                yield finding
+        if not (context.requirements.saved_world_size or stated_ranks(opened.step, contents)):
+            yield from check_uncounted(opened, part.part, reads_only_step=context.reads_files)
+    if context.reads_files:
+        yield from check_counts(opened, context.contents)
 
 
 def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -405,9 +397,7 @@ def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare what the train state and the optimizer count with the number in the name."""
     step = context.state.step
     is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
-    found, context.identity = decide_identity(
-        opened, step, context.neighbours, count_of, reads_optimizer=is_cheap
-    )
+    found, context.identity = decide_identity(opened, step, count_of, reads_optimizer=is_cheap)
     # A file that another step left here explains the count, but for one of that whole step.
     named = number_in_metadata(opened)
     is_whole = named is not None and step.value is not None and abs(named - step.value) <= 1
@@ -441,7 +431,6 @@ def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     found, context.one_save = check_one_save(
         opened,
         context.state.step.value,
-        context.neighbours,
         # A checksum that differs already shows what was written again.
         None if is_explained else context.notes.seal,
         is_proven=is_proven,
@@ -490,9 +479,7 @@ def optimizer_state(opened: OpenStep, context: StageContext) -> Iterator[Finding
     train_step = opened.step.number if step is None else step
     # A part of the bytes was asked for: then files that hold other state are not read, either.
     limits = asked.limits if asked.choose is None else None
-    for finding in check_optimizer_state(
-        opened, read.values, train_step, context.neighbours, limits
-    ):
+    for finding in check_optimizer_state(opened, read.values, train_step, limits):
         if finding.code != "optimizer.unseen" or context.state.optimizer.found:
             yield finding
 
@@ -603,6 +590,7 @@ STAGES: tuple[Stage, ...] = (
     stale_shards,
     pickles,
     state,
+    counts,
     notes,
     gone,
     identity,

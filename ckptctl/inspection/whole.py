@@ -38,7 +38,7 @@ from ckptctl.inspection.file_kinds import (
     lost_index,
     lost_words,
 )
-from ckptctl.inspection.open_step import MAX_BEFORE, Neighbours, OpenStep
+from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, several_worlds
 from ckptctl.inspection.shape import empty_file
 from ckptctl.inspection.sidecars import (
@@ -111,7 +111,6 @@ class _Beside(msgspec.Struct, frozen=True):
 
 def decide_whole(
     opened: OpenStep,
-    neighbours: Neighbours | None,
     saved_world_size: int | None,
     *,
     is_deep: bool = False,
@@ -132,7 +131,7 @@ def decide_whole(
     """
     if opened.is_file:
         return Wholeness(by="one file")
-    plain = Compared(opened, neighbours)
+    plain = Compared(opened)
     manifest: Manifest | None = None
     if any(file.path == MANIFEST for file in opened.files):
         decoded = manifest_of(opened)
@@ -186,7 +185,7 @@ def _check_families(
         _emptied(compared, families)
         or lost_first(opened)
         or lost_index(compared, families)
-        or lost_words(opened, compared.neighbours)
+        or lost_words(opened)
     )
     if lost is not None:
         return Wholeness((lost,))
@@ -557,9 +556,7 @@ def _lost_since(
             yield Gap(family, held.n_files, why), family.key in is_less
 
 
-def check_uncounted(
-    opened: OpenStep, part: Part, neighbours: Neighbours, *, reads_only_step: bool
-) -> Iterator[Finding]:
+def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> Iterator[Finding]:
     """Yield a finding for files that a framework names without how many ranks wrote them.
 
     `file.missing` for fewer files than in a step before where their tensors are smaller, or where
@@ -571,12 +568,13 @@ def check_uncounted(
     Cost: the listings of `MAX_BEFORE` steps; where a kind has fewer files, or in an only step, the
     pickle of each file of the steps.
     """
-    compared, layout = Compared(opened, neighbours), opened.step.layout
+    compared, layout = Compared(opened), opened.step.layout
     named = named_families(part.files, layout)
     uncounted = [family for family, grid in named.values() if not grid.stated]
     if not uncounted or any(grid.missing for grid in part.grids):
         return
-    is_only = reads_only_step and not neighbours.newer()
+    neighbours = opened.neighbours
+    is_only = reads_only_step and neighbours.are_known and not neighbours.newer()
     # A dead node takes the same ranks from each later save: the nearest step may lack them, too.
     for older in compared.before(MAX_BEFORE):
         is_only = False
