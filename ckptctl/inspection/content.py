@@ -9,7 +9,6 @@ always the same for one step. `seals` detects correct bytes that belong to anoth
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -35,20 +34,36 @@ Choose = Callable[[Sequence[int]], Collection[int]]
 """Which of the things whose lengths in bytes are given, in order, are to be read; by place."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecordResults:
-    """The results of the records of a part in one process, which another adds to its own.
+    """The results of the records of a part, in one process or in several that divide them.
 
-    Records are numbers in the ranges of the part, which are the same in both as long as
-    both read the same metadata.
+    Records are numbers in the ranges of the part, which are the same in all as long as all read
+    the same metadata.
     """
 
     n_chosen: int
-    sound: tuple[int, ...]
-    wrong: tuple[tuple[int, str, Checked], ...]
-    unverifiable: tuple[tuple[str, tuple[int, ...]], ...]
-    folds: tuple[tuple[int, tuple[int, int]], ...]
-    values: tuple[tuple[str, Values], ...] = ()
+    sound: list[int] = field(default_factory=list)
+    wrong: dict[tuple[int, str], dict[int, Checked]] = field(default_factory=dict)
+    unverifiable: dict[str, list[int]] = field(default_factory=dict)
+    folds: dict[int, tuple[int, int]] = field(default_factory=dict)
+    values: dict[str, Values] = field(default_factory=dict)
+
+    def add(self, other: RecordResults) -> None:
+        """Add the results of other records of the part, from another process."""
+        self.n_chosen += other.n_chosen
+        self.sound += other.sound
+        self.folds |= other.folds
+        for place, alike in other.wrong.items():
+            self.wrong.setdefault(place, {}).update(alike)
+        for why, numbers in other.unverifiable.items():
+            self.unverifiable.setdefault(why, []).extend(numbers)
+        for fqn, values in other.values.items():
+            self.add_values(fqn, values)
+
+    def add_values(self, fqn: str, values: Values) -> None:
+        """Add what was scanned of a tensor."""
+        self.values[fqn] = self.values.get(fqn, Values()) + values
 
 
 class ContentCheck:
@@ -69,11 +84,6 @@ class ContentCheck:
     ) -> None:
         self.ranges = ranges
         self.part_path = part_path
-        self._sound: list[int] = []
-        self._wrong: dict[tuple[int, str], dict[int, Checked]] = defaultdict(dict)
-        self._unverifiable: dict[str, list[int]] = defaultdict(list)
-        self._folds: dict[int, tuple[int, int]] = {}
-        self._values: dict[str, Values] = {}
         # For those that went through something else, `structure` has a finding.
         by_file = [
             sorted(
@@ -84,51 +94,21 @@ class ContentCheck:
         ]
         self.n_asked = sum(ranges.lengths[number] for numbers in by_file for number in numbers)
         self.by_file = by_file if choose is None else _chosen(ranges, by_file, choose)
-        self._n_chosen = sum(map(len, self.by_file))
+        self.outcome = RecordResults(sum(map(len, self.by_file)))
 
     @property
     def whole(self) -> bool:
         """Every record that was chosen has been read."""
-        n_wrong = sum(map(len, self._wrong.values()))
-        n_unproven = sum(map(len, self._unverifiable.values()))
-        return len(self._sound) + n_wrong + n_unproven == self._n_chosen
+        n_wrong = sum(map(len, self.outcome.wrong.values()))
+        n_unproven = sum(map(len, self.outcome.unverifiable.values()))
+        return len(self.outcome.sound) + n_wrong + n_unproven == self.outcome.n_chosen
 
     @property
     def proven(self) -> Proven:
         """How much has been proven so far."""
-        n_bytes = sum(self.ranges.lengths[number] for number in self._sound)
-        n_values = sum(values.n_values for values in self._values.values())
-        return Proven(self.n_asked, n_bytes, len(self._sound), n_values)
-
-    @property
-    def values(self) -> Iterable[tuple[str, Values]]:
-        """What was scanned of each tensor, by FQN."""
-        return self._values.items()
-
-    @property
-    def outcome(self) -> RecordResults:
-        """The results of the records so far."""
-        wrong = tuple(
-            (number, code, checked)
-            for (_, code), alike in self._wrong.items()
-            for number, checked in alike.items()
-        )
-        unverifiable = tuple((why, tuple(numbers)) for why, numbers in self._unverifiable.items())
-        sound, folds = tuple(self._sound), tuple(self._folds.items())
-        values = tuple(self._values.items())
-        return RecordResults(self._n_chosen, sound, wrong, unverifiable, folds, values)
-
-    def add(self, other: RecordResults) -> None:
-        """Add the results of other records of the part, from another process."""
-        self._n_chosen += other.n_chosen
-        self._sound += other.sound
-        self._folds |= dict(other.folds)
-        for number, code, checked in other.wrong:
-            self._note(number, code, checked)
-        for why, numbers in other.unverifiable:
-            self._unverifiable[why] += numbers
-        for fqn, values in other.values:
-            self._add_values(fqn, values)
+        n_bytes = sum(self.ranges.lengths[number] for number in self.outcome.sound)
+        n_values = sum(values.n_values for values in self.outcome.values.values())
+        return Proven(self.n_asked, n_bytes, len(self.outcome.sound), n_values)
 
     def findings(self, sealed: Collection[str] = ()) -> Iterator[Finding]:
         """The findings about the bytes of the part that were read.
@@ -141,35 +121,34 @@ class ContentCheck:
         """
         self._compare_folds()
         yield from at_most_few(
-            self._finding(file, code, self._wrong[file, code]) for file, code in sorted(self._wrong)
+            self._finding(file, code, self.outcome.wrong[file, code])
+            for file, code in sorted(self.outcome.wrong)
         )
         yield from self._without_proof(sealed)
         yield from at_most_few(
             self._not_finite(fqn, values)
-            for fqn, values in sorted(self._values.items())
+            for fqn, values in sorted(self.outcome.values.items())
             if not values.finite
         )
 
     def report(self, number: int, checked: Checked) -> None:
         """Take the result of a record; see `records.content_runs.Report`."""
         if checked.values is not None:
-            self._add_values(self.ranges.owner(number).entry.fqn, checked.values)
+            self.outcome.add_values(self.ranges.owner(number).entry.fqn, checked.values)
         if checked.wrong is not None:
             self._note(number, "record.crc", checked)
         elif checked.unreadable is not None:
             self._note(number, checked.unfit or "record.framing", checked)
         elif checked.unproven is not None:
-            self._unverifiable[checked.unproven].append(number)
+            self.outcome.unverifiable.setdefault(checked.unproven, []).append(number)
         else:
-            self._sound.append(number)
+            self.outcome.sound.append(number)
             if checked.folds is not None:
-                self._folds[number] = checked.folds
+                self.outcome.folds[number] = checked.folds
 
     def _note(self, number: int, code: str, checked: Checked) -> None:
-        self._wrong[self.ranges.files[number], code][number] = checked
-
-    def _add_values(self, fqn: str, values: Values) -> None:
-        self._values[fqn] = self._values.get(fqn, Values()) + values
+        place = self.ranges.files[number], code
+        self.outcome.wrong.setdefault(place, {})[number] = checked
 
     def _compare_folds(self) -> None:
         """Checksums against `serialization_id`, which torch makes of them.
@@ -177,12 +156,12 @@ class ContentCheck:
         How it does so is no promise: where no record of the part bears it out, a torch
         that does it in another way wrote them, and there is no finding.
         """
-        folds, self._folds = self._folds, {}
+        folds, self.outcome.folds = self.outcome.folds, {}
         differing = [number for number, (saved, found) in folds.items() if saved != found]
         if len(differing) == len(folds):
             return
         for number in differing:
-            self._sound.remove(number)
+            self.outcome.sound.remove(number)
             reason = "its checksums are not those that its serialization_id was made from"
             self._note(number, "record.crc", Checked(unreadable=reason))
 
@@ -219,7 +198,7 @@ class ContentCheck:
     def _without_proof(self, sealed: Collection[str]) -> Iterator[Finding]:
         counts = []
         files: set[str] = set()
-        for why, numbers in self._unverifiable.items():
+        for why, numbers in self.outcome.unverifiable.items():
             names = (self.ranges.file_names[self.ranges.files[number]] for number in numbers)
             paths = (inside(self.part_path, name) for name in names)
             unproven = [path for path in paths if path not in sealed]
@@ -228,7 +207,7 @@ class ContentCheck:
                 counts.append(f"{counted(len(unproven), 'record')} {why}")
         if counts:
             what = f"{'; '.join(counts)} ({some_of(sorted(files))})"
-            needs_zstd = NO_ZSTD in self._unverifiable
+            needs_zstd = NO_ZSTD in self.outcome.unverifiable
             hint = "pip install 'ckptctl[zstd]'" if needs_zstd else None
             yield unverifiable(self.part_path, what, hint)
 
@@ -383,7 +362,7 @@ def inspect_content(
             )
         if rank != group.rank:
             for check, outcome in zip(checks, outcomes, strict=True):
-                check.add(outcome)
+                check.outcome.add(outcome)
     n_read = sum(n_bytes for _, n_bytes, _ in shares)
     as_sealed = sealed.proven if sealed else frozenset()
     found = [*sealed.findings()] if sealed else []
@@ -398,7 +377,11 @@ def inspect_content(
         found.append(_not_all(proven, opened.url, "content.unfinished"))
     elif not whole:
         found.append(_not_all(proven, opened.url, "content.partial"))
-    values = {inside(check.part_path, fqn): one for check in checks for fqn, one in check.values}
+    values = {
+        inside(check.part_path, fqn): one
+        for check in checks
+        for fqn, one in check.outcome.values.items()
+    }
     return ContentInspection(tuple(found), proven, n_read, whole, values)
 
 
