@@ -16,31 +16,34 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, overload
 
+from msgspec import Meta
+
 # Types of fields of JSON documents. What is beside the type is part of the JSON Schema; a field
 # has a description of its own where it means anything else. Integers are never negative unless
 # they come from a log.
-Positive = Annotated[int, ("minimum", 1)]
-Pid = Annotated[int, ("minimum", 1), ("maximum", (1 << 31) - 1)]
-ExitCode = Annotated[
-    int, ("minimum", 0), ("maximum", 255), ("description", "The exit code of the command.")
-]
-NonNegative = Annotated[float, ("minimum", 0)]
-Fraction = Annotated[float, ("minimum", 0), ("maximum", 1)]
-Time = Annotated[str, ("format", "date-time")]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Pid = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+ExitCode = Annotated[int, Meta(ge=0, le=255, description="The exit code of the command.")]
+NonNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 """RFC 3339 in UTC."""
 
-Hex = Annotated[str, ("pattern", "^[0-9a-f]*$")]
-Id = Annotated[str, ("pattern", "^[0-9a-f]{32}$")]
-Sha256 = Annotated[str, ("pattern", "^[0-9a-f]{64}$")]
-FindingCode = Annotated[str, ("pattern", r"^[a-z-]+\.[a-z-]+$")]
-Message = Annotated[str, ("description", "The answer in one line.")]
+Hex = Annotated[str, Meta(pattern="^[0-9a-f]*$")]
+Id = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+FindingCode = Annotated[str, Meta(pattern=r"^[a-z-]+\.[a-z-]+$")]
+Message = Annotated[str, Meta(description="The answer in one line.")]
 NextCommand = Annotated[
-    str | None, ("description", "The command to run next; null where there is nothing to do.")
+    str | None,
+    Meta(description="The command to run next; null where there is nothing to do."),
 ]
 StepNumber = Annotated[
-    int | None, ("description", "The training step; null where the folder's name gives none.")
+    Count | None,
+    Meta(description="The training step; null where the folder's name gives none."),
 ]
-StepUrl = Annotated[str, ("description", "The address of the step.")]
+StepUrl = Annotated[str, Meta(description="The address of the step.")]
 
 NO_FILE = -1
 """In `Chunks.files`: the metadata names no byte range for this chunk."""

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypedDict, cast
 
 import msgspec
+from msgspec import Meta
 
 import ckptctl
 from ckptctl.errors import CkptctlError
@@ -48,7 +49,7 @@ class Envelope(TypedDict):
     """Name and major version of the document."""
     tool: Tool
     """The program that wrote the document."""
-    generated_at: Annotated[Time, ("pattern", "Z$")]
+    generated_at: Annotated[Time, Meta(pattern="Z$")]
     """When the document was made, in UTC."""
     ok: bool
     """The exit code is 0, or 3 where that was asked for."""
@@ -175,8 +176,8 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "doctor": DocumentKind("ckptctl doctor --json", ("diagnostics.advice:Diagnosis",)),
     "explain": DocumentKind("ckptctl explain --json", ("cli.documents:Explained",)),
     "error": DocumentKind("An error, with --json", ("cli.documents:Failed",)),
-    "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument", "seals"),
-    "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "MarkDocument"),
+    "seal": _own_file("A seal: .ckptctl/seal.json of a step", "Seal", "seals"),
+    "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "Mark", "marks"),
     "proof": _own_file("A proof: .ckptctl/proof.json of a step", "ProofDocument"),
     "data-ledger": _own_file(
         "The data ledger of a step: .ckptctl/data.json", "DataFields", "data_ledger"

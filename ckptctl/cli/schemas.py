@@ -20,6 +20,8 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from msgspec import Meta
+
 from ckptctl.cli.documents import DOCUMENTS, OBJECTS, DocumentKind, field_names
 from ckptctl.errors import UsageError
 
@@ -111,13 +113,14 @@ def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool 
 
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        more = {key: list(extra) if isinstance(extra, tuple) else extra for key, extra in of[1:]}
-        return {**inner(of[0]), **more}
+        return inner(of[0]) | {key: value for meta in of[1:] for key, value in _limits(meta)}
+    if origin is typing.NotRequired:
+        return inner(of[0])
     if origin in (typing.Union, types.UnionType):
         return _either([inner(choice) for choice in of])
     if origin is typing.Literal:
         return {"enum": list(of)}
-    if pairs:
+    if pairs and of:
         return {"type": "object", "additionalProperties": inner(typing.get_args(of[0])[1])}
     if origin is tuple and of[-1] is not Ellipsis:
         return _array(map(inner, of))
@@ -138,6 +141,23 @@ def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool 
         text = _text(hint.__doc__)
         definitions[hint.__name__] = {"description": text, **_object(hint, definitions)}
     return {"$ref": f"#/$defs/{hint.__name__}"}
+
+
+def _limits(meta: Meta) -> Iterator[tuple[str, object]]:
+    """What is stated beside a type, as JSON Schema names it."""
+    for name, key in _LIMITS.items():
+        if (value := getattr(meta, name)) is not None:
+            yield key, value
+    yield from (meta.extra_json_schema or {}).items()
+
+
+_LIMITS = {
+    "ge": "minimum",
+    "le": "maximum",
+    "max_length": "maxLength",
+    "pattern": "pattern",
+    "description": "description",
+}
 
 
 def _array(items: Iterator[Schema]) -> Schema:

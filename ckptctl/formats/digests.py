@@ -14,33 +14,24 @@ Nothing is read here.
 
 from __future__ import annotations
 
-import sys
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
+
+import xxhash
+from zlib_ng.zlib_ng import crc32
+
+from ckptctl.model import Hex
 
 BLOCK_BYTES = 64 << 20
 """A file has a digest for each block of so many bytes, and one of the whole."""
 
 
-try:
-    # Python has it in case it is built without OpenSSL, which takes 4 % of a `pick` to load.
-    _sha256_of_few = import_module("_sha2" if sys.version_info >= (3, 12) else "_sha256").sha256
-except ImportError:
-    from hashlib import sha256 as _sha256_of_few
-
-_FEW = 256 << 10
-
-
 def sha256_of(data: bytes) -> str:
     """The SHA-256 of bytes, in hexadecimal digits."""
-    if len(data) <= _FEW:
-        return str(_sha256_of_few(data).hexdigest())
-    import hashlib
-
     return hashlib.sha256(data).hexdigest()
 
 
@@ -53,24 +44,29 @@ class Algorithm(StrEnum):
     @property
     def n_digits(self) -> int:
         """Hexadecimal digits of one digest."""
-        return _DIGITS[self]
+        return 32 if self is Algorithm.XXH3 else 64
 
 
-_DIGITS: Mapping[Algorithm, int] = {Algorithm.XXH3: 32, Algorithm.SHA256: 64}
+class Checksumming(Protocol):
+    """Bytes that come in pieces, in order, and what they come to."""
 
+    def update(self, data: memoryview, /) -> object:
+        """Take the next bytes."""
+        ...
 
-class _Hash(Protocol):
-    def update(self, data: bytes | memoryview, /) -> object: ...
-
-    def hexdigest(self) -> str: ...
+    def hexdigest(self) -> str:
+        """What all bytes taken so far come to, in hex."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
     """The digest of a run of bytes, and of its blocks where it has more than one."""
 
-    whole: str
-    blocks: tuple[str, ...] = ()
+    whole: Hex
+    """The digest of all bytes."""
+    blocks: tuple[Hex, ...] = ()
+    """The digest of each block, where there are several."""
 
     @property
     def by_block(self) -> tuple[str, ...]:
@@ -92,7 +88,7 @@ class Digester:
     __slots__ = ("_block", "_blocks", "_left", "_new", "_whole")
 
     def __init__(self, algorithm: Algorithm) -> None:
-        self._new = _new_hash(algorithm)
+        self._new = _HASHES[algorithm]
         self._whole = self._block = self._new()  # as far as the first block goes, one is both
         self._blocks: list[str] = []
         self._left = BLOCK_BYTES
@@ -119,30 +115,13 @@ class Digester:
         return Digests(self._whole.hexdigest(), (*self._blocks, *last))
 
 
-def _new_hash(algorithm: Algorithm) -> Callable[[], _Hash]:
-    if algorithm is Algorithm.SHA256:
-        import hashlib
-
-        return hashlib.sha256
-    import xxhash
-
-    return xxhash.xxh3_128
-
+_HASHES: Mapping[Algorithm, Callable[[], Checksumming]] = {
+    Algorithm.XXH3: xxhash.xxh3_128,
+    Algorithm.SHA256: hashlib.sha256,
+}
 
 _CRC_BYTES = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _SHA = frozenset({"sha1", "sha256"})
-
-
-class Checksumming(Protocol):
-    """Bytes that come in pieces, in order, and what they come to."""
-
-    def update(self, data: memoryview, /) -> object:
-        """Take the next bytes."""
-        ...
-
-    def hexdigest(self) -> str:
-        """What all bytes taken so far come to, in hex."""
-        ...
 
 
 def can_compute(algorithm: str) -> bool:
@@ -153,12 +132,8 @@ def can_compute(algorithm: str) -> bool:
 def checksumming(algorithm: str) -> Checksumming | None:
     """A new computation of a checksum; None where it cannot be computed here."""
     if algorithm in _SHA:
-        import hashlib
-
         return hashlib.new(algorithm, usedforsecurity=False)
     if algorithm == "crc32":
-        from zlib_ng.zlib_ng import crc32
-
         return _Crc(crc32, _CRC_BYTES[algorithm])
     if algorithm in _CRC_BYTES and find_spec("awscrt"):
         from awscrt import checksums

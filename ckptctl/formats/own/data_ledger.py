@@ -18,12 +18,13 @@ from itertools import chain
 from operator import index
 from typing import Annotated, NamedTuple, TypedDict
 
+from msgspec import Meta
 from xxhash import xxh3_128_intdigest
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.files import as_stored, parsed, read_back
-from ckptctl.model import Positive, Sha256
+from ckptctl.model import Count, Positive, Sha256
 
 DATA_FILE = f"{OWN_FOLDER}/data.json"
 SCHEMA = "ckptctl.data-ledger/1"
@@ -35,8 +36,8 @@ MOST_EPOCHS = 65_536
 MODULUS = 1 << 128
 
 SampleId = int | str
-_StoredId = Annotated[int, ("minimum", -(2**63))] | str
-Sum = Annotated[str, ("pattern", "^[0-9a-f]{32}$")]
+_StoredId = Annotated[int, Meta(ge=-(2**63))] | str
+Sum = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 _AT_ONCE = 1_024
 
@@ -48,9 +49,9 @@ class RowFields(TypedDict):
     """The first of the steps."""
     last: Positive
     """The last of them."""
-    epoch: int
+    epoch: Count
     """The epoch of the samples."""
-    count: int
+    count: Count
     """How many samples, each as often as it was trained."""
     sum: Sum
     """The sum of the hashes of their ids, in hexadecimal."""
@@ -59,20 +60,20 @@ class RowFields(TypedDict):
 class SpanFields(TypedDict):
     """Positions in the order of an epoch that were trained in a row."""
 
-    start: int
+    start: Count
     """The first position, from 0 on."""
-    count: int
+    count: Count
     """How many positions."""
-    after: int
+    after: Count
     """They were trained after this step."""
 
 
 class EpochFields(TypedDict):
     """All samples of one epoch since the ledger began, over all ranks and attempts."""
 
-    epoch: int
+    epoch: Count
     """Its number, as the loader or the script counts."""
-    count: int
+    count: Count
     """How many samples, each as often as it was trained."""
     sum: Sum
     """The sum of the hashes of their ids, in hexadecimal."""
@@ -87,7 +88,7 @@ class EpochFields(TypedDict):
 class OrderFields(TypedDict):
     """The order of a `GlobalLoader`."""
 
-    seed: Annotated[int, ("minimum", -(2**63))]
+    seed: Annotated[int, Meta(ge=-(2**63))]
     """The seed of the order."""
     shuffle: bool
     """Each epoch has another order; otherwise samples come by their index."""
@@ -96,7 +97,7 @@ class OrderFields(TypedDict):
 class ExpectedFields(TypedDict):
     """What each epoch has to contain."""
 
-    count: int
+    count: Count
     """Samples of the data set."""
     sum: Sum | None
     """The sum of the hashes of their ids; null where these are the indices from 0 on."""
@@ -122,9 +123,9 @@ class DataFields(TypedDict):
     """The SHA-256 of the metadata of the save that it belongs to."""
     step: Positive
     """The step."""
-    since: int
+    since: Count
     """The ledger contains the steps after this one; 0 if it began with the run."""
-    after: int
+    after: Count
     """The save before, on this branch: the rows are those of the steps after it."""
     expected: ExpectedFields | None
     """What each epoch has to contain; null where that is not known."""

@@ -1,7 +1,7 @@
 """The JSON documents that ckptctl keeps in roots and steps, as typed dictionaries.
 
-That of a seal is in `seals`, which few commands load; those of the lines of a ledger
-and of the events of a runbook are data classes, in `ledger` and `run_events`.
+Those of seals and marks, of the lines of a ledger and of the events of a runbook are data
+classes in `seals`, `marks`, `ledger` and `run_events`.
 
 They are read strictly: `files.read_back` accepts these fields and no others, with these
 types. `ckptctl explain ckptctl.seal/1` prints the JSON Schema of one. Each has a field `schema`
@@ -9,43 +9,12 @@ more, and all but the resume report a `digest`: the SHA-256 of the document with
 """
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from ckptctl.model import Id, Positive, Sha256, StepNumber, Time
+from ckptctl.model import Count, Id, Positive, Sha256, StepNumber, Time
 
 if TYPE_CHECKING:
     from ckptctl.distributed.launcher import Cluster
-
-
-class MarkedStep(TypedDict):
-    """The step that a mark is on."""
-
-    url: str
-    """The address of the step at that time."""
-    number: StepNumber
-    metadata: Sha256 | None
-    """A SHA-256 over the metadata of the save that is meant; null where it could not be read."""
-
-
-class MarkDocument(TypedDict):
-    """A mark: a file, or a line of a file of marks."""
-
-    id: str
-    """Its identifier, unique among marks."""
-    word: str
-    """The kind of mark: `rejected`, `superseded`, `accepted`, `pinned` or `unpinned`."""
-    by: str
-    """Who made it."""
-    at: Time
-    """When it was made."""
-    reason: str
-    """Why; may be empty."""
-    evidence: list[str]
-    """Where the reasons can be read."""
-    lifts: list[str]
-    """The ids of the marks that it lifts."""
-    step: MarkedStep
-    """The step that it is on."""
 
 
 class ProofDocument(TypedDict):
@@ -84,19 +53,16 @@ class WatchDocument(TypedDict):
     """The steps, newest first."""
 
 
-class _RootOptions(TypedDict, total=False):
-    run: Id
-    """The id of the run, which its seals name; roots of one run have the same. Absent where a
-    seal has not needed it."""
-    began_empty: bool
-    """The root held no step when ckptctl first wrote to it."""
-    usable_step: int | None
-    """The first step that ckptctl found usable there; absent before that."""
-
-
-class RootDocument(_RootOptions):
+class RootDocument(TypedDict):
     """The sentinel of a root."""
 
+    run: NotRequired[Id]
+    """The id of the run, which its seals name; roots of one run have the same. Absent where a
+    seal has not needed it."""
+    began_empty: NotRequired[bool]
+    """The root held no step when ckptctl first wrote to it."""
+    usable_step: NotRequired[Count | None]
+    """The first step that ckptctl found usable there; absent before that."""
     tool: str
     """The program that made it, with its version."""
     created_at: Time
@@ -123,7 +89,7 @@ class LeftBehind(TypedDict):
 
     url: str
     """Its address."""
-    number: int
+    number: Count
     """Its step number."""
     metadata: str | None
     """A digest of its metadata; null for a save that had none yet."""
@@ -134,7 +100,7 @@ class BranchDocument(TypedDict):
 
     attempt: str
     """The name of the attempt that resumed."""
-    step: int | None
+    step: Count | None
     """The step that it resumed from; null for a run that began."""
     at: Time
     """When that was decided."""
@@ -161,9 +127,9 @@ class LoadAdvice(TypedDict):
 
     world_size: Positive
     """Ranks that load, sharded as FSDP2 does."""
-    needed_bytes: int
+    needed_bytes: Count
     """Bytes of tensors that they need, over all ranks."""
-    stock_bytes: int
+    stock_bytes: Count
     """Bytes that stock `dcp.load` reads for that: whole records."""
     pays_from: Positive | None
     """The number of the load from which resharding first is cheaper; null where it never is."""
@@ -182,38 +148,35 @@ class RestoredState(TypedDict):
     """The kinds that were not restored."""
 
 
-class _ResumeOptions(TypedDict, total=False):
-    warnings: list[str]
-    """Roots in which the steps that the resume abandons could not be marked, and why."""
-    resharding: LoadAdvice | None
-    """What a load reads where the world size differs from that of the save; null where it does
-    not, or is unknown."""
-
-
-class ResumeDocument(_ResumeOptions):
+class ResumeDocument(TypedDict):
     """How a job resumed."""
 
+    warnings: NotRequired[list[str]]
+    """Roots in which the steps that the resume abandons could not be marked, and why."""
+    resharding: NotRequired[LoadAdvice | None]
+    """What a load reads where the world size differs from that of the save; null where it does
+    not, or is unknown."""
     attempt: str
     """The name of the attempt that resumed."""
     at: Time
     """When it resumed."""
     root: str
     """The root, as the script named it."""
-    step: int | None
+    step: Count | None
     """The step that was loaded; null for a fresh run."""
     path: str | None
     """Its address."""
-    tokens: int | None
+    tokens: Count | None
     """Tokens that the run had consumed there, where the step states them."""
     fell_back: bool
     """A newer step exists and was not loaded."""
     rejected: list[NotTaken]
     """The newer steps that were not loaded."""
-    superseded: list[int]
+    superseded: list[Count]
     """Newer steps that belong to an abandoned branch from now on."""
     world_size: Positive
     """Ranks of this job."""
-    saved_world_size: int | None
+    saved_world_size: Count | None
     """Ranks that saved the step, where it states them."""
     previous_attempt: str | None
     """The attempt before, however it ended."""

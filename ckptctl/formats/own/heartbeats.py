@@ -13,13 +13,15 @@ import hmac
 import json
 import re
 import secrets
-from typing import Annotated, Literal, TypedDict, get_args
+from typing import Annotated, Literal, NotRequired, TypedDict, get_args
+
+from msgspec import Meta
 
 from ckptctl.distributed.launcher import NO_LAUNCHER, Cluster
 from ckptctl.distributed.process_table import Process
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import parsed, typed
-from ckptctl.model import Pid
+from ckptctl.model import Count, Pid
 
 FOLDER_VARIABLE = "CKPTCTL_HEARTBEATS"
 """The variable in which `ckptctl run` gives its job the folder of the heartbeats."""
@@ -48,34 +50,31 @@ SECTIONS: tuple[Section, ...] = get_args(Section)
 MAX_RANK = 1 << 20
 _NAME = re.compile(r"rank-([0-9]{1,7})\.json")
 
-_Node = Annotated[str, ("pattern", "^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$")]
-_Signal = Annotated[int, ("minimum", 1), ("maximum", 64)]
+_Node = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$")]
+_Signal = Annotated[int, Meta(ge=1, le=64)]
 
 
-class _HeartbeatOptions(TypedDict, total=False):
-    steps: int
-    """How many steps `work_ms` is of; absent without one."""
-    work_ms: int
-    """What these steps took this rank, in milliseconds."""
-
-
-class Heartbeat(_HeartbeatOptions):
+class Heartbeat(TypedDict):
     """The state of one rank when it wrote last."""
 
-    rank: Annotated[int, ("maximum", MAX_RANK - 1)]
-    local_world_size: Annotated[int, ("maximum", MAX_RANK)] | None
+    steps: NotRequired[Count]
+    """How many steps `work_ms` is of; absent without one."""
+    work_ms: NotRequired[Count]
+    """What these steps took this rank, in milliseconds."""
+    rank: Annotated[int, Meta(ge=0, le=MAX_RANK - 1)]
+    local_world_size: Annotated[int, Meta(ge=0, le=MAX_RANK)] | None
     """How many ranks the launcher started on this node; null where it does not state it."""
-    world_size: Annotated[int, ("maximum", MAX_RANK)] | None
+    world_size: Annotated[int, Meta(ge=0, le=MAX_RANK)] | None
     """How many ranks the job has; null where nothing states it."""
     node: _Node
     pid: Pid
-    started: int
+    started: Count
     """When the process was started, in clock ticks after the boot, as `/proc/PID/stat` has it."""
-    count: int
+    count: Count
     """How often the rank has reported."""
     section: Reported
-    step: int | None
-    saving: int | None
+    step: Count | None
+    saving: Count | None
     """The step of the asynchronous save in flight."""
     stack_signal: _Signal | None
     """The signal that makes the process write its stacks; null where it has no handler."""

@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from msgspec import Meta
+
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import classes_by_event, made_of, parsed
-from ckptctl.model import Time
+from ckptctl.model import Count, Time
 
 if TYPE_CHECKING:
     from ckptctl.storage.contract import Store
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 1 << 20
 """Of a line, and of the report of a resume."""
 
-Seconds = Annotated[float, ("minimum", 0), ("maximum", 1e10)]
+Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class LedgerLine:
     """The name of the attempt."""
     process_s: Seconds | None = None
     """The age of the process, by a clock that nobody sets."""
-    rank: int = 0
+    rank: Count = 0
     """The rank that wrote it."""
     stalled_s: Seconds | None = None
     """How long saves had kept this rank from training so far; null before the resume."""
@@ -51,11 +53,11 @@ class StartedLine(LedgerLine):
     """The attempt holds the root."""
 
     event: Literal["started"] = "started"
-    token: int | None
+    token: Count | None
     """The number of its fencing token."""
     resume_from: str | None
     """What the job was asked to resume from."""
-    world_size: int | None
+    world_size: Count | None
     """Its ranks."""
     cluster: Cluster | None
     """The job, the machine and the rank."""
@@ -68,15 +70,15 @@ class ResumedLine(LedgerLine):
     """The job has resumed."""
 
     event: Literal["resumed"] = "resumed"
-    step: int | None
+    step: Count | None
     """The step that was loaded; null for a fresh run."""
     path: str | None
     """Its address."""
     metadata: Mapping[str, str] | None
     """The SHA-256 of its metadata files, by path."""
-    tokens: int | None
+    tokens: Count | None
     """Tokens that the run had consumed there."""
-    rejected: Sequence[int | None] | None
+    rejected: Sequence[Count | None] | None
     """The newer steps that were not loaded."""
     previous: str | None
     """The attempt before."""
@@ -89,7 +91,7 @@ class ProgressLine(LedgerLine):
     """How far training has come; written every 30 seconds at most."""
 
     event: Literal["progress"] = "progress"
-    step: int | None
+    step: Count | None
     """The training step."""
     loss: float | None
     """Its loss."""
@@ -100,7 +102,7 @@ class SavingLine(LedgerLine):
     """A save begins."""
 
     event: Literal["saving"] = "saving"
-    step: int | None
+    step: Count | None
     """The training step."""
 
 
@@ -109,11 +111,11 @@ class SavedLine(LedgerLine):
     """A save is complete."""
 
     event: Literal["saved"] = "saved"
-    step: int | None
+    step: Count | None
     """The training step."""
     path: str | None
     """Its address."""
-    tokens: int | None
+    tokens: Count | None
     """Tokens that the run had consumed there."""
     loss: float | None
     """The loss there."""
@@ -128,7 +130,7 @@ class RemovingLine(LedgerLine):
     """An older step is about to be removed."""
 
     event: Literal["removing"] = "removing"
-    step: int | None
+    step: Count | None
     """The training step."""
     path: str | None
     """Its address."""
@@ -139,7 +141,7 @@ class FailedLine(LedgerLine):
     """A failure that may be evidence against a step."""
 
     event: Literal["failed"] = "failed"
-    step: int | None
+    step: Count | None
     """The step that could not be loaded, or at which training failed."""
     evidence: str | None = None
     """The error of training, in words that are equal for equal failures."""
@@ -154,7 +156,7 @@ class EndedLine(LedgerLine):
     """The attempt ends."""
 
     event: Literal["ended"] = "ended"
-    step: int | None
+    step: Count | None
     """The training step."""
     how: str | None
     """How it ended; `exception` where an error ended it."""
@@ -182,7 +184,7 @@ def read_line(data: bytes) -> LedgerLine:
 
     Raises `OwnFileUnreadable` for what is no JSON object.
     """
-    fields = parsed(data, MAX_LINE_BYTES, numbers="any", unique_keys=False)
+    fields = parsed(data, MAX_LINE_BYTES, numbers="finite", unique_keys=False)
     kind = _KINDS.get(str(fields.get("event")), LedgerLine)
     line: LedgerLine = made_of(kind, fields, lenient=True)
     return line
@@ -200,11 +202,11 @@ class ResumeReport:
     at: str | None
     root: str | None
     path: str | None
-    step: int | None
-    tokens: int | None
-    samples: int | None
-    world_size: int | None
-    saved_world_size: int | None
+    step: Count | None
+    tokens: Count | None
+    samples: Count | None
+    world_size: Count | None
+    saved_world_size: Count | None
     cluster: Mapping[str, object] | None
 
 
@@ -216,4 +218,4 @@ def read_report(store: "Store", path: str) -> ResumeReport:
         data = store.read(path, limit=MAX_LINE_BYTES)
     except TooLarge as error:
         raise OwnFileUnreadable(error.message) from error
-    return made_of(ResumeReport, parsed(data, MAX_LINE_BYTES, numbers="any", unique_keys=False))
+    return made_of(ResumeReport, parsed(data, MAX_LINE_BYTES, numbers="finite"))

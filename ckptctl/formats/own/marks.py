@@ -13,12 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
-from ckptctl.formats.own.documents import MarkDocument, MarkedStep
-from ckptctl.formats.own.files import as_fields, as_stored, canonical, read_back
-from ckptctl.model import StepNumber, Time
+from ckptctl.formats.own.files import as_stored, canonical, read_back
+from ckptctl.model import Sha256, StepNumber, Time
 
 MARKS_FOLDER = f"{OWN_FOLDER}/marks"
 """Where the marks of a step lie in it."""
@@ -64,7 +62,7 @@ class Mark:
     url: str
     """The address of the step at that time."""
     number: StepNumber
-    metadata: str | None
+    metadata: Sha256 | None
     """A SHA-256 over the metadata of the save that is meant; null where it could not be read."""
     evidence: tuple[str, ...] = ()
     """Where the reasons can be read."""
@@ -110,31 +108,12 @@ def metadata_digest(digests: Sequence[tuple[str, str]]) -> str | None:
 
 def mark_bytes(mark: Mark) -> bytes:
     """The mark as it is stored, one line."""
-    fields = as_fields(mark)
-    fields["step"] = {name: fields.pop(name) for name in MarkedStep.__annotations__}
-    return as_stored(SCHEMA, fields)
+    return as_stored(SCHEMA, mark)
 
 
 def parse_mark(data: bytes) -> Mark:
     """The mark that a file or a line holds; raises `OwnFileUnreadable`."""
-    fields = read_back(data, SCHEMA, MarkDocument, max_objects=_MAX_OBJECTS)
-    return Mark(
-        id=fields["id"],
-        word=_word(fields["word"]),
-        by=fields["by"],
-        at=fields["at"],
-        reason=fields["reason"],
-        evidence=tuple(fields["evidence"]),
-        lifts=tuple(fields["lifts"]),
-        **fields["step"],
-    )
-
-
-def _word(word: str) -> MarkKind:
-    try:
-        return MarkKind(word)
-    except ValueError:
-        raise OwnFileUnreadable(f"{word[:64]!r} is no word of a mark") from None
+    return read_back(data, SCHEMA, Mark, max_objects=_MAX_OBJECTS)
 
 
 def in_force(marks: Iterable[Mark]) -> tuple[Mark, ...]:

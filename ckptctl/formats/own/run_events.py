@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
+from msgspec import Meta
+
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import as_fields, classes_by_event, made_of, parsed
 from ckptctl.formatting import seconds_of
@@ -25,11 +27,11 @@ MAX_TEXT = 32 << 10
 
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
-Text = Annotated[str, ("maxLength", MAX_TEXT), ("pattern", "^[^\x00]*$")]
-Output = Annotated[str, ("maxLength", MAX_EVENT_BYTES)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern="^[^\x00]*$")]
+Output = Annotated[str, Meta(max_length=MAX_EVENT_BYTES)]
 Values = Mapping[str, Text | Sequence[Text]]
 """Values by name: one text, or the items of a list."""
-Duration = Annotated[float, ("minimum", 0), ("maximum", 1e9)]
+Duration = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,28 @@ With a key the digests are SHA-256 and the seal bears an HMAC-SHA-256 over all o
 it, so that nobody without the key can make one.
 """
 
-# Annotations stay objects, so that reading a document evaluates no string as code.
+from __future__ import annotations
+
+import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, TypedDict
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.files import Fields, as_fields, canonical, digest_of, opened, typed
-from ckptctl.model import Hex, Positive, Sha256, StepNumber, Time
+from ckptctl.formats.own.files import (
+    Fields,
+    canonical,
+    check_digest,
+    digest_of,
+    document_of,
+    typed,
+)
+from ckptctl.model import Count, Hex, Positive, Sha256, StepNumber, Time
 
 SEAL = f"{OWN_FOLDER}/seal.json"
 """Where the seal lies in its step."""
@@ -49,11 +61,11 @@ class Identity:
     """The metadata files by path, each with its SHA-256."""
     save_ids: tuple[str, ...] = ()
     """The ids that torch gave the save."""
-    world_size: int | None = None
+    world_size: Count | None = None
     """How many ranks wrote the step, where that was known."""
     state: tuple[str, ...] = ()
     """The kinds of train state that it held."""
-    tokens: int | None = None
+    tokens: Count | None = None
     """The tokens seen, where they were read."""
 
 
@@ -81,7 +93,7 @@ class Origin:
 
     attempt: str
     """The name of the attempt."""
-    resumed_from: int | None = None
+    resumed_from: Count | None = None
     """The step that it had resumed from; null where it began the run."""
     job: str = ""
     """The scheduler's job; empty where that is unknown."""
@@ -119,96 +131,52 @@ class Adoption:
     """Why, in that person's words."""
 
 
-class _SealedObject(TypedDict, total=False):
-    stored: Stored
-    """What an object store kept of the file, where it keeps anything."""
-
-
-class SealedFileEntry(_SealedObject):
+@dataclass(frozen=True, slots=True)
+class SealedFile:
     """A sealed file."""
 
     path: str
     """The path relative to the step."""
-    size: int
+    size: Count
     """Its size in bytes."""
-    written_ms: int | None
+    written_ms: Count | None
     """When it was written by the storage's clock, in milliseconds since 1970; null where the
-    storage keeps no times."""
-    digest: Hex
-    """The digest of the whole file."""
-    blocks: list[Hex]
-    """The digest of each block, where there are several."""
-
-
-class _SealOptions(TypedDict, total=False):
-    hmac: Sha256
-    """HMAC-SHA-256 of the same bytes as the digest, where there is a key."""
-    origin: Origin
-    """The attempt that saved the step, where `ckptctl.train` did."""
-    adopted: Adoption
-    """The decision that the step is of this root, where it was sealed for another one."""
-
-
-class SealDocument(_SealOptions):
-    """A seal."""
-
-    tool: str
-    """The program that made it, with its version."""
-    sealed_at: Time
-    """When the seal was made."""
-    algorithm: Annotated[str, ("enum", tuple(each.value for each in Algorithm))]
-    """The algorithm of the digests."""
-    block_bytes: Annotated[int, ("const", BLOCK_BYTES)]
-    """The size of a block in bytes."""
-    run: Hex
-    """The id of the run, as the root's `.ckptctl/root.json` records it; empty where it is
-    unknown."""
-    sequence: Positive
-    """The place of the seal in the order of the root's seals; two may share one."""
-    earlier: list[EarlierSeal]
-    """The seals that were in the root when this one was made, sorted by name."""
-    step: Identity
-    """The step that was sealed."""
-    files: list[SealedFileEntry]
-    """Every file of the step, sorted by path."""
-
-
-@dataclass(frozen=True, slots=True)
-class SealedFile:
-    """One file as it was sealed: its path in the step, its size in bytes, its digests.
-
-    `written_ms` is when it was written by the storage's clock, in milliseconds since
-    1970, None where the storage keeps no times. A copy may bear another time. `stored` is
-    there where the storage keeps anything of its own.
-    """
-
-    path: str
-    size: int
-    written_ms: int | None
+    storage keeps no times. A copy may bear another time."""
     digests: Digests
+    """The digests of its bytes."""
     stored: Stored | None = None
+    """What an object store kept of the file; null where it keeps nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A seal; `sealed_at` is RFC 3339, `files` are sorted by path.
-
-    `hmac` is there where it was made with a key. `origin` states which attempt saved the
-    step, where one of `ckptctl.train` did. `run`, `sequence` and `earlier` bind it to its root,
-    see `inspection.seals`; `adopted` is there where a person bound it to another one.
-    """
+    """A seal; `run`, `sequence`, `earlier` bind it to a root, see `inspection.seals`."""
 
     algorithm: Algorithm
+    """The algorithm of the digests."""
     step: Identity
+    """The step that was sealed."""
     files: tuple[SealedFile, ...]
-    sealed_at: str
+    """Every file of the step, sorted by path."""
+    sealed_at: Time
+    """When the seal was made."""
     tool: str
-    hmac: str | None = None
+    """The program that made it, with its version."""
+    hmac: Sha256 | None = None
+    """HMAC-SHA-256 of the same bytes as the digest; null without a key."""
     origin: Origin | None = None
-    run: str = ""
-    sequence: int = 1
+    """The attempt that saved the step; null where `ckptctl.train` did not."""
+    run: Hex = ""
+    """The id of the run, as the root's `.ckptctl/root.json` records it; empty where it is
+    unknown."""
+    sequence: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE)] = 1
+    """The place of the seal in the order of the root's seals; two may share one."""
     earlier: tuple[EarlierSeal, ...] = ()
+    """The seals that were in the root when this one was made, sorted by name."""
     adopted: Adoption | None = None
+    """The decision that the step is of this root; null where it was sealed for this one."""
+    block_bytes: Annotated[int, Meta(ge=BLOCK_BYTES, le=BLOCK_BYTES)] = BLOCK_BYTES
+    """The size of a block in bytes."""
 
     @property
     def n_bytes(self) -> int:
@@ -223,23 +191,19 @@ class Seal:
 
 def seal_bytes(seal: Seal, key: bytes | None) -> bytes:
     """The seal as it is stored; with a key, it has an HMAC of its own instead of `seal.hmac`."""
-    fields = _fields_of(seal)
-    document: Fields = {**fields, "digest": digest_of(fields)}
-    if key is not None:
-        document["hmac"] = _hmac(fields, key)
-    return canonical(document) + b"\n"
+    fields = _signed_fields(seal)
+    mac = None if key is None else _mac(fields, key)
+    return canonical({**fields, "digest": digest_of(fields), "hmac": mac}) + b"\n"
 
 
 def seal_digest(seal: Seal) -> str:
     """The SHA-256 by which other seals name this one."""
-    return digest_of(_fields_of(seal))
+    return digest_of(_signed_fields(seal))
 
 
 def is_authentic(seal: Seal, key: bytes) -> bool:
     """Whether the seal was made with this key."""
-    from hmac import compare_digest
-
-    return seal.hmac is not None and compare_digest(seal.hmac, _hmac(_fields_of(seal), key))
+    return seal.hmac is not None and hmac.compare_digest(seal.hmac, _mac(_signed_fields(seal), key))
 
 
 def parse_seal(data: bytes) -> Seal:
@@ -248,95 +212,54 @@ def parse_seal(data: bytes) -> Seal:
     Raises `OwnFileUnreadable` for one that is damaged or makes no sense, and
     `OwnFileUnsupported` for one that a newer ckptctl made.
     """
-    unchecked, beside = opened(data, SCHEMA, beside=("hmac",), max_objects=_MAX_OBJECTS)
-    _check_supported(unchecked)
-    fields = typed(SealDocument, {**unchecked, **beside})
-    algorithm = Algorithm(fields["algorithm"])
-    files = tuple(_file(each, algorithm) for each in fields["files"])
-    if [file.path for file in files] != sorted({file.path for file in files}):
+    fields = document_of(data, SCHEMA, max_objects=_MAX_OBJECTS)
+    _check_supported(fields)
+    seal = typed(Seal, fields)
+    check_digest(fields, _signed_fields(seal))
+    paths = [file.path for file in seal.files]
+    if paths != sorted({*paths}):
         raise OwnFileUnreadable("its files are not in order, or one is there twice")
-    if fields["sequence"] > MAX_SEQUENCE:
-        raise OwnFileUnreadable(f"its place among the seals is above {MAX_SEQUENCE:,}")
-    signature = fields.get("hmac")
-    if (signature is not None) != (algorithm is Algorithm.SHA256):
+    if (seal.hmac is not None) != (seal.algorithm is Algorithm.SHA256):
         raise OwnFileUnreadable(
-            f"digests by {algorithm.value} go {'with' if signature is None else 'without'} an HMAC"
+            f"digests by {seal.algorithm.value} go "
+            f"{'with' if seal.hmac is None else 'without'} an HMAC"
         )
-    return Seal(
-        algorithm,
-        fields["step"],
-        files,
-        fields["sealed_at"],
-        fields["tool"],
-        signature,
-        fields.get("origin"),
-        fields["run"],
-        fields["sequence"],
-        tuple(fields["earlier"]),
-        fields.get("adopted"),
-    )
+    for file in seal.files:
+        _check_digests(file, seal.algorithm)
+    return seal
 
 
 def _check_supported(fields: Fields) -> None:
     """Raise `OwnFileUnsupported` for digests that this ckptctl cannot compare."""
-    algorithm = fields.get("algorithm", Algorithm.XXH3)
+    algorithm = fields.get("algorithm")
     if algorithm not in [known.value for known in Algorithm]:
         raise OwnFileUnsupported(
             f"its digests are by {str(algorithm)[:64]!r}; this ckptctl knows "
             f"{' and '.join(known.value for known in Algorithm)}"
         )
-    if fields.get("block_bytes", BLOCK_BYTES) != BLOCK_BYTES:
+    if fields.get("block_bytes") != BLOCK_BYTES:
         raise OwnFileUnsupported(f"its blocks are not of {BLOCK_BYTES:,} bytes")
 
 
-def _fields_of(seal: Seal) -> Fields:
-    origin: Fields = {} if seal.origin is None else {"origin": as_fields(seal.origin)}
-    adopted: Fields = {} if seal.adopted is None else {"adopted": as_fields(seal.adopted)}
-    return {
-        **origin,
-        **adopted,
-        "run": seal.run,
-        "sequence": seal.sequence,
-        "earlier": [as_fields(one) for one in seal.earlier],
-        "schema": SCHEMA,
-        "tool": seal.tool,
-        "sealed_at": seal.sealed_at,
-        "algorithm": seal.algorithm.value,
-        "block_bytes": BLOCK_BYTES,
-        "step": as_fields(seal.step),
-        "files": [_fields_of_file(file) for file in seal.files],
-    }
+def _signed_fields(seal: Seal) -> Fields:
+    """What digest and HMAC are computed of."""
+    fields: Fields = {**msgspec.to_builtins(seal), "schema": SCHEMA}
+    del fields["hmac"]
+    return fields
 
 
-def _fields_of_file(file: SealedFile) -> Fields:
-    stored: Fields = {} if file.stored is None else {"stored": as_fields(file.stored)}
-    return {
-        **stored,
-        "path": file.path,
-        "size": file.size,
-        "written_ms": file.written_ms,
-        "digest": file.digests.whole,
-        "blocks": list(file.digests.blocks),
-    }
-
-
-def _hmac(fields: Mapping[str, object], key: bytes) -> str:
-    import hmac
-
+def _mac(fields: Fields, key: bytes) -> str:
     return hmac.new(key, canonical(fields), "sha256").hexdigest()
 
 
-def _file(file: SealedFileEntry, algorithm: Algorithm) -> SealedFile:
-    path, size, blocks = file["path"], file["size"], tuple(file["blocks"])
-    for digest in (file["digest"], *blocks):
-        if len(digest) != algorithm.n_digits:
-            raise OwnFileUnreadable(
-                f"a digest of {path} is not {algorithm.n_digits} hexadecimal digits"
-            )
-    expected = n_blocks(size) if size > BLOCK_BYTES else 0
+def _check_digests(file: SealedFile, algorithm: Algorithm) -> None:
+    blocks = file.digests.blocks
+    if any(len(digest) != algorithm.n_digits for digest in (file.digests.whole, *blocks)):
+        raise OwnFileUnreadable(
+            f"a digest of {file.path} is not {algorithm.n_digits} hexadecimal digits"
+        )
+    expected = n_blocks(file.size) if file.size > BLOCK_BYTES else 0
     if len(blocks) != expected:
         raise OwnFileUnreadable(
-            f"{path} has {size:,} bytes and {len(blocks):,} blocks, not {expected:,}"
+            f"{file.path} has {file.size:,} bytes and {len(blocks):,} blocks, not {expected:,}"
         )
-    digests = Digests(file["digest"], blocks)
-    return SealedFile(path, size, file["written_ms"], digests, file.get("stored"))

@@ -6,11 +6,11 @@ that is signalled, and a limit below a built-in one has no effect.
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
 from itertools import pairwise
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import read_back
-from ckptctl.model import Id, Message, Positive, Time
+from ckptctl.model import Count, Id, Message, Positive, Time
 
 STATE_SCHEMA = "ckptctl.supervisor/1"
 LEASE_SCHEMA = "ckptctl.lease/1"
@@ -33,7 +33,7 @@ class OwnerDocument(TypedDict):
     """The boot and the pid namespace of its machine; empty where they are unknown."""
     pid: Positive
     """Its process."""
-    started: int
+    started: Count
     """When that process began, in clock ticks since the machine booted."""
     root: str
     """The root, as that machine names it."""
@@ -42,35 +42,32 @@ class OwnerDocument(TypedDict):
 class SlowRankDocument(TypedDict):
     """A rank that was slow when the attempt ended."""
 
-    rank: int
+    rank: Count
     """The rank."""
     node: str
     """Its node."""
-    relative_percent: int | None
+    relative_percent: Count | None
     """The fastest rank's step time as a share of its own; null where it was the only one."""
-    individual_percent: int | None
+    individual_percent: Count | None
     """Its own best step time as a share of the last."""
 
 
-class _AttemptOptions(TypedDict, total=False):
-    slow: list[SlowRankDocument]
-    """The ranks of the supervisor's node that were slow when it ended; absent in older states."""
-
-
-class AttemptDocument(_AttemptOptions):
+class AttemptDocument(TypedDict):
     """One attempt of the job."""
 
+    slow: NotRequired[list[SlowRankDocument]]
+    """The ranks of the supervisor's node that were slow when it ended; absent without any."""
     number: Positive
     """Counted from 1, over all invocations."""
     started_at: Time
     """When it was started."""
     host: str
     """The machine that supervised it."""
-    milliseconds: int
+    milliseconds: Count
     """How long it ran; 0 while it runs, or where its supervisor was killed."""
-    exit_code: int | None
+    exit_code: Count | None
     """The exit code of the job; null while it runs, or where its supervisor was killed."""
-    step: int | None
+    step: Count | None
     """The newest usable step after it."""
     inspected: bool
     """The root could be inspected after it."""
@@ -86,13 +83,13 @@ class AttemptDocument(_AttemptOptions):
     """The class of failure; null where unknown."""
     section: str | None
     """The section in which it hung."""
-    ranks: list[int]
+    ranks: list[Count]
     """The ranks at fault."""
     nodes: list[str]
     """The nodes at fault."""
     allocation: str
     """The nodes that the job had, in the scheduler's short form."""
-    world_size: int | None
+    world_size: Count | None
     """The ranks that it had; null where `run` does not choose them."""
 
 
@@ -118,33 +115,30 @@ class ResetDocument(TypedDict):
     """Who gave it."""
     reason: str
     """Why."""
-    after: int
+    after: Count
     """The number of the last attempt before it."""
 
 
 class SectionDocument(TypedDict):
     """What earlier attempts needed in one section of the job."""
 
-    n: int
+    n: Count
     """Reports of sound ranks from it."""
-    longest_milliseconds: int
+    longest_milliseconds: Count
     """The longest time between two."""
 
 
-class _SupervisorOptions(TypedDict, total=False):
-    not_finite: list[int]
-    """The steps that are no progress: they were saved when the losses were NaN or infinite; absent
-    in older states."""
-
-
-class SupervisorDocument(_SupervisorOptions):
+class SupervisorDocument(TypedDict):
     """The state of a supervised run, in one revision."""
 
+    not_finite: NotRequired[list[Count]]
+    """The steps that are no progress: they were saved when the losses were NaN or infinite; absent
+    without any."""
     run: Id
     """The name of the run; the marker of its processes begins with it."""
     root: str
     """The root, as the machine that wrote this names it."""
-    best: int | None
+    best: Count | None
     """The newest step that was ever usable."""
     owner: OwnerDocument | None
     """Who supervises the job; null when nobody does."""
@@ -172,7 +166,7 @@ class CauseDocument(TypedDict):
     rule: str
     """The rule that decided; empty where none did."""
     message: Message
-    rank: int | None
+    rank: Count | None
     """The rank that failed first."""
     nodes: list[str]
     """The nodes that are suspected."""
@@ -183,7 +177,7 @@ class LeaseDocument(TypedDict):
 
     owner: Id
     """Its name."""
-    beat: int
+    beat: Count
     """Counts the renewals."""
 
 
