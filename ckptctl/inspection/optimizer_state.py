@@ -40,8 +40,7 @@ from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import has_shape_of_parameter, is_moment_name, is_square
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formats.pickles.policy import Opaque
-from ckptctl.formats.pickles.shards import decode_shards
-from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_value
+from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards, decode_value
 from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.predecessor import Before, compared_before

@@ -52,8 +52,6 @@ from ckptctl.records.opening import (
     MAX_ENTRY_BYTES,
     Need,
     Unfit,
-    is_before_archives,
-    open_before_archives,
     unpack,
 )
 from ckptctl.records.ranges import Ranges
@@ -239,11 +237,6 @@ class _Reader:
                 return Need(view.length, view.length)
             data = unpack(view.head, transforms, MAX_ENTRY_BYTES)
             view = View(len(data), data, data)
-        if is_before_archives(view.head):
-            legacy = open_before_archives(view)
-            if isinstance(legacy, Need):
-                return legacy
-            return Decoded(legacy.value, legacy.unknown)
         if view.head[:4] == ZIP_MAGIC:
             return _in_archive(view)
         if is_tar(view.head):

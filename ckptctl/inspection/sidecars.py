@@ -44,13 +44,11 @@ from ckptctl.formats.frameworks.state_keys import (
     kinds_of,
     leaves_of,
 )
-from ckptctl.formats.pickles.shards import decode_shards
-from ckptctl.formats.pickles.values import TensorStub, decode_value
+from ckptctl.formats.pickles.values import TensorStub, decode_shards, decode_value
 from ckptctl.formatting import command_line, inside
 from ckptctl.model import DTYPE_SIZES, ByteRange, FileInfo, Metadata, PartFormat, Step
 from ckptctl.outside_numbers import whole_of
-from ckptctl.records.opening import Need, is_before_archives, open_before_archives
-from ckptctl.records.reads import open_one_record, read_headers
+from ckptctl.records.reads import read_headers
 from ckptctl.storage.contract import Span, Store, read_range
 
 if TYPE_CHECKING:
@@ -222,16 +220,10 @@ def value_in_file(
 
     Raises `RecordUnreadable`, and what `decode` raises.
     """
-    directory = _directory(reads, size)
-    if directory is None:
-        return open_one_record(reads.span, size, open_before_archives).value
-    return decode(directory, reads)
+    return decode(_directory(reads, size), reads)
 
 
-def _directory(reads: FileReads, size: int) -> RecordDirectory | None:
-    """The directory of a file of `torch.save`; None for one from before it wrote archives."""
-    if is_before_archives(reads.get(0, min(16, size)) or b""):
-        return None
+def _directory(reads: FileReads, size: int) -> RecordDirectory:
     directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
     return directory
 
@@ -276,8 +268,8 @@ def _numbers_inside(
     reads = FileReads(store, path)
     try:
         directory = _directory(reads, size)
-        pickle = None if directory is None else read_member(directory, "data.pkl", reads)
-        if directory is None or pickle is None:
+        pickle = read_member(directory, "data.pkl", reads)
+        if pickle is None:
             return {}
         found = {
             keys: _number_of(one, directory, reads) if isinstance(one, TensorStub) else one
@@ -348,9 +340,6 @@ def content_of(data: bytes, path: str) -> object | None:
             return decode_json(data, max_bytes=MAX_SIDECAR_BYTES)
         except NotJson as error:
             raise MetadataUnreadable(f"it is not JSON: {error}") from error
-    if is_before_archives(data[:16]):
-        found = open_before_archives(View(len(data), data, data))
-        return None if isinstance(found, Need) else found.value
     if not data.startswith(b"PK"):
         return None
     directory = parse_directory(data, len(data))
@@ -378,7 +367,7 @@ def tensors_in_header(header: bytes) -> Mapping[str, TensorStub] | None:
 
 
 def _value_in(directory: RecordDirectory, view: Readable) -> object | None:
-    from ckptctl.formats.pickles.shards import decode_shards  # most steps have no such file
+    from ckptctl.formats.pickles.values import decode_shards  # most steps have no such file
 
     pickle = read_member(directory, "data.pkl", view)
     if pickle is None:

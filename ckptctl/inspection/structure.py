@@ -11,7 +11,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckptctl.errors import MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
@@ -28,18 +27,13 @@ from ckptctl.records.opening import (
     Expected,
     Need,
     OpenRecord,
+    Templates,
     Unfit,
     check_transforms,
-    is_before_archives,
     is_plain_pickle,
-    open_before_archives,
 )
 from ckptctl.records.ranges import Owner, Ranges
 from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
-from ckptctl.records.templates import Templates
-
-if TYPE_CHECKING:
-    pass
 
 MAX_ELEMENT_BYTES = 64
 """Elements that are handed out for a wanted tensor: small enough to be a step number."""
@@ -171,12 +165,6 @@ class StructureCheck:
             self._inspect_transformed(owner, view)
             return None
         tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
-        if tensor is None and is_before_archives(view.head):
-            framed = open_before_archives(view)
-            if isinstance(framed, Need):
-                return framed
-            self._n_without_crcs += 1
-            return None
         if tensor is None and is_plain_pickle(view.head, view.tail):
             self._n_plain += 1
             return None

@@ -23,10 +23,9 @@ from typing import Protocol
 
 from zlib_ng.zlib_ng import crc32
 
-from ckptctl.errors import OutOfMemory
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
 from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, spread
-from ckptctl.storage.waiting import start_daemon
+from ckptctl.storage.in_flight import in_flight
 
 PIECE_BYTES = 1 << 20
 """Bytes a read on a file system: larger ones fall out of the processor's cache."""
@@ -42,8 +41,6 @@ OBJECT_PIECE_BYTES = 4 << 20
 
 MAX_JOBS = 8
 """More threads than this rarely read a file system faster."""
-
-_PROGRESS_EVERY_S = 0.1
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes read and their total, a few times a second, in the caller's thread."""
@@ -157,7 +154,6 @@ class _Board:
 
     limits: Limits
     waiting: SimpleQueue[Run] = field(default_factory=SimpleQueue)
-    ended: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
     n_read: list[int] = field(default_factory=list)
     given_up: bool = False
 
@@ -180,59 +176,50 @@ class _Board:
                 yield self.waiting.get_nowait()
 
 
-def read_runs(
-    store: Store, runs: Sequence[Run], limits: Limits, *, to_the_last: bool = False
-) -> int:
+def read_runs(store: Store, runs: Sequence[Run], limits: Limits) -> int:
     """Read all runs and pass them their bytes; returns how many bytes were read.
 
     Ends early at `limits.until_s` or after `limits.stop.ask()`, without completing runs in
-    progress. Storage errors and exceptions of a run are raised: at once, or with
-    `to_the_last` when no thread reads into shared memory any more.
+    progress. Storage errors and exceptions of a run are raised when all threads have ended, and
+    none reads into shared memory any more.
 
     Cost: every byte once; a buffer of 1 MiB per thread on a file system, and 64 MiB in all
     on an object store.
     """
-    board = _Board(limits)
+    n_threads = _n_threads(store, limits.jobs, len(runs))
+    board = _Board(limits, n_read=[0] * n_threads)
     for run in sorted(runs, key=lambda run: -run.n_bytes):
         board.waiting.put(run)
     total = sum(run.n_bytes for run in runs)
-    n_threads = _start(store, board, _n_threads(store, limits.jobs, len(runs)))
+    read = _read_objects if store.kind is StoreKind.OBJECT else _read_files
+
+    def work(number: int) -> BaseException | None:
+        try:
+            read(store, board, number)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            board.given_up = True
+            return error
+        return None
+
+    def show_progress() -> None:
+        if limits.on_progress is not None:
+            limits.on_progress(sum(board.n_read), total)
+
     limits.stop.listening = True
-    failed: BaseException | None = None
     try:
-        while n_threads:
-            try:
-                error = board.ended.get(timeout=_PROGRESS_EVERY_S)
-            except Empty:
-                if limits.on_progress is not None:
-                    limits.on_progress(sum(board.n_read), total)
-                continue
-            n_threads -= 1
-            if error is not None:
-                failed = failed or error
-                board.given_up = True
-                if not to_the_last:
-                    break
+        errors = [
+            error
+            for _, error in in_flight(
+                work, range(n_threads), width=max(1, n_threads), while_waiting=show_progress
+            )
+            if error is not None
+        ]
     finally:
         limits.stop.listening = False
         board.given_up = True
-    if failed is not None:
-        raise failed
+    if errors:
+        raise errors[0]
     return sum(board.n_read)
-
-
-def _start(store: Store, board: _Board, n_wanted: int) -> int:
-    """Start the threads; returns how many. Fewer threads than intended still read everything."""
-    board.n_read = [0] * n_wanted
-    read = _read_objects if store.kind is StoreKind.OBJECT else _read_files
-    for number in range(n_wanted):
-        try:
-            start_daemon("ckptctl-bytes", _work, read, store, board, number)
-        except OutOfMemory:
-            if number == 0:
-                raise
-            return number
-    return n_wanted
 
 
 def _n_threads(store: Store, jobs: int | None, n_runs: int) -> int:
@@ -241,16 +228,6 @@ def _n_threads(store: Store, jobs: int | None, n_runs: int) -> int:
     # A thread that waits for a server leaves the processor to the others.
     usual = MAX_JOBS if store.kind is StoreKind.NETWORK else min(MAX_JOBS, os.cpu_count() or 1)
     return min(jobs or usual, n_runs)
-
-
-def _work(
-    read: Callable[[Store, _Board, int], None], store: Store, board: _Board, number: int
-) -> None:
-    try:
-        read(store, board, number)
-        board.ended.put(None)
-    except BaseException as error:  # noqa: BLE001 - raised again where the pass is waited for
-        board.ended.put(error)
 
 
 def _read_files(store: Store, board: _Board, number: int) -> None:
@@ -305,6 +282,12 @@ class Stretch:
     length: int
 
 
+def _in_order(start: int, n_bytes: int, limit: int) -> Iterator[Piece]:
+    end = start + n_bytes
+    for at in range(start, end, limit):
+        yield Piece(at, min(limit, end - at))
+
+
 class DigestRun:
     """Digests a stretch; see `byte_pass.Run`. `around` is the run that already reads it.
 
@@ -342,9 +325,7 @@ class DigestRun:
         if self._around is not None:
             yield from self._around.pieces(limit)
             return
-        start, end = self.stretch.start, self.stretch.start + self.stretch.length
-        for at in range(start, end, limit):
-            yield Piece(at, min(limit, end - at))
+        yield from _in_order(self.stretch.start, self.stretch.length, limit)
 
     def take(self, piece: Piece, data: memoryview) -> None:
         if self._around is not None:
@@ -418,9 +399,7 @@ class CrcRun:
         self._start = start
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        end = self._start + self.n_bytes
-        for at in range(self._start, end, limit):
-            yield Piece(at, min(limit, end - at))
+        return _in_order(self._start, self.n_bytes, limit)
 
     def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - in order
         self.crc = crc32(data, self.crc)

@@ -29,6 +29,8 @@ from ckptctl.records.opening import (
     Expected,
     Need,
     OpenRecord,
+    Template,
+    Templates,
     Unfit,
     unpacked_limit,
 )
@@ -41,7 +43,6 @@ from ckptctl.records.slices import (
     dense_order,
     row_major,
 )
-from ckptctl.records.templates import Template, Templates
 from ckptctl.records.verification import ElementChecksum
 from ckptctl.storage.contract import MAX_BUFFERS, StoreKind
 
@@ -418,7 +419,7 @@ class SliceLoads:
         self._caller.before_reading()
         # The caller may give up, and use the memory otherwise: no thread may still write to it.
         limits = Limits(jobs=self._jobs)
-        self.counts.n_read += read_runs(self._source.store, self._runs, limits, to_the_last=True)
+        self.counts.n_read += read_runs(self._source.store, self._runs, limits)
         for target in self._waiting:
             target.finish()
         for number in set(self._unlike):

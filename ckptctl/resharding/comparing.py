@@ -23,8 +23,7 @@ from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import is_scattered, step_name
 from ckptctl.formats.pickles.policy import Opaque
-from ckptctl.formats.pickles.shards import decode_shards
-from ckptctl.formats.pickles.values import ShardStub, TensorStub
+from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart

@@ -30,6 +30,7 @@ from ckptctl.records.opening import (
     Expected,
     Need,
     OpenRecord,
+    Templates,
     Unfit,
     WrongChecksum,
     open_whole,
@@ -47,7 +48,6 @@ from ckptctl.records.slices import (
     position,
     row_major,
 )
-from ckptctl.records.templates import Templates
 from ckptctl.resharding.sources import (
     SourceBytes,
     SourceDamaged,

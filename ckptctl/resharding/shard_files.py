@@ -26,8 +26,7 @@ from ckptctl.formats.archive.state_file import NotPlain
 from ckptctl.formats.families import CONVERSIONS
 from ckptctl.formats.frameworks.file_names import axes_in, kind_of_file, rank_file
 from ckptctl.formats.pickles.policy import Opaque
-from ckptctl.formats.pickles.shards import SUBCLASS, decode_shards
-from ckptctl.formats.pickles.values import ShardStub, TensorStub
+from ckptctl.formats.pickles.values import SUBCLASS, ShardStub, TensorStub, decode_shards
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import DTYPE_SIZES, ByteRange, TensorEntry
 from ckptctl.records.slices import TensorSlice, row_major

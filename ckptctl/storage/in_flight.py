@@ -34,6 +34,9 @@ MAX_BYTES = 64 << 20
 """Bytes in flight: long reads are limited by it, to 16 of 4 MiB."""
 
 
+_NOTICE_EVERY_S = 0.1
+
+
 class _Request(Generic[Item, T]):
     __slots__ = ("answers", "done", "error", "item", "n_bytes")
 
@@ -75,8 +78,12 @@ def in_flight(
     width: int = WIDTH,
     max_bytes: int = MAX_BYTES,
     n_bytes: Callable[[Item], int] = lambda _: 0,
+    while_waiting: Callable[[], object] | None = None,
 ) -> Iterator[tuple[Item, T]]:
-    """Each item with its result; see `read_in_flight`. `n_bytes` returns the size of a result."""
+    """Each item with its result; see `read_in_flight`. `n_bytes` returns the size of a result.
+
+    `while_waiting` is called a few times a second, in the caller's thread.
+    """
     from queue import SimpleQueue
 
     waiting: deque[_Request[Item, T]] = deque()
@@ -87,7 +94,7 @@ def in_flight(
             new: _Request[Item, T] = _Request(item, n_bytes(item))
             while waiting and (len(waiting) >= width or n_waiting + new.n_bytes > max_bytes):
                 n_waiting -= waiting[0].n_bytes
-                yield _answer(waiting.popleft())
+                yield _answer(waiting.popleft(), while_waiting)
             if n_threads < width:
                 try:
                     start_daemon("ckptctl-read", _work, work, ask)
@@ -100,7 +107,7 @@ def in_flight(
             n_waiting += new.n_bytes
             work.put(new)
         while waiting:
-            yield _answer(waiting.popleft())
+            yield _answer(waiting.popleft(), while_waiting)
     finally:
         _drop(work)
         for _ in range(n_threads):
@@ -139,8 +146,12 @@ def run_aside(request: Callable[[], T]) -> T:
     return results[0]
 
 
-def _answer(request: _Request[Item, T]) -> tuple[Item, T]:
-    request.done.wait()
+def _answer(
+    request: _Request[Item, T], while_waiting: Callable[[], object] | None
+) -> tuple[Item, T]:
+    while not request.done.wait(None if while_waiting is None else _NOTICE_EVERY_S):
+        if while_waiting is not None:
+            while_waiting()
     if request.error is not None:
         raise request.error
     # The requesting thread may keep its task for a while; this releases the bytes.

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch_metadata import Layout, Shard, dumped
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.dcp.grammar import GRAMMAR
-from ckptctl.formats.dcp.metadata import SMALL, decode_metadata, fast_path_shapes, shapes_that_pay
+from ckptctl.formats.dcp.fast_path import fast_path_shapes
+from ckptctl.formats.dcp.metadata import GRAMMAR, SMALL, decode_metadata, shapes_that_pay
 from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
 from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.model import Metadata

@@ -37,7 +37,8 @@ from made_pickles import (
 )
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.dcp.metadata import decode_metadata, fast_path_shapes, shapes_that_pay
+from ckptctl.formats.dcp.fast_path import fast_path_shapes
+from ckptctl.formats.dcp.metadata import decode_metadata, shapes_that_pay
 from ckptctl.formats.pickles.machine import Shapes
 from ckptctl.model import ByteRange, Metadata
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
 
-import ckptctl.formats.pickles.shards  # noqa: F401 - likewise
+import ckptctl.formats.pickles.values  # noqa: F401 - likewise
 from ckptctl.errors import (
     MetadataUnreadable,
     MetadataUnsafe,

@@ -76,9 +76,9 @@ def test_after_an_error_nothing_is_written_any_more(store):
     slow = Pieces("b", pause_s=0.05)
     failing = Pieces("a", fails=True, others_began=slow.others_began)
     with pytest.raises(Wrong):
-        read_runs(store, [failing, slow], Limits(jobs=2), to_the_last=True)
+        read_runs(store, [failing, slow], Limits(jobs=2))
     left = bytes(slow.memory)
     for thread in threading.enumerate():
-        if thread.name == "ckptctl-bytes":
+        if thread.name == "ckptctl-read":
             thread.join()
     assert bytes(slow.memory) == left < b"abcdefghij"

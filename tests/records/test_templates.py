@@ -11,10 +11,9 @@ from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import TAIL, View
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.inspection.structure import Structure, read_structure
-from ckptctl.records.opening import HEAD, Expected, Need, OpenRecord, Unfit, open_record
+from ckptctl.records.opening import HEAD, Expected, Need, OpenRecord, Templates, Unfit, open_record
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
-from ckptctl.records.templates import Templates
 from ckptctl.storage.local import LocalStore
 
 VERSIONS = ["torch-2.2.2", "torch-2.4.1", "torch-2.6.0", "torch-2.9.1"]

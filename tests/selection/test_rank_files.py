@@ -400,22 +400,6 @@ def test_a_file_whose_name_states_nothing_is_a_step_by_its_content(tmp_path, ran
     assert (report.exit_code, faults(report)) == (0, set())
 
 
-@pytest.mark.torch
-def test_a_tuple_in_a_file_from_before_archives_counts_no_steps(tmp_path):
-    import torch
-
-    step = tmp_path / "step-100"
-    step.mkdir()
-    torch.save({"model": {"weight": torch.ones(2)}, "step": 100}, step / "model.pt")
-    for rank in range(2):
-        for name, state in ("optimizer", ("adam", rank)), ("scheduler", (rank, rank)):
-            path = step / f"{name}_rank_{rank}.pt"
-            torch.save(state, path, _use_new_zipfile_serialization=False)
-    report = ckptctl.verify(str(step), level="structure", saved_world_size=2)
-    assert (report.exit_code, faults(report)) == (0, set()), report.findings
-    assert ckptctl.pick(str(tmp_path), saved_world_size=2).path == str(step)
-
-
 @pytest.mark.parametrize("framework", ["lightning", "transformers", "verl", "zero3"])
 def test_a_root_that_is_given_as_a_step_is_a_usage_error(rank_files, framework):
     with pytest.raises(UsageError, match="is a root that holds steps"):

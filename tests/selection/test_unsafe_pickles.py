@@ -211,14 +211,13 @@ def test_a_rank_file_that_would_run_code_is_unsafe(tmp_path, how):
         str(tmp_path / "run" / "global_step20"), level=Level.STRUCTURE, grace_s=0
     )
     assert report.verdict is Verdict.UNSAFE, report.findings
-    assert chosen(str(tmp_path / "run")) == 10
+    assert chosen(str(tmp_path / "run")) == (10 if how == "zip" else None)
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("how", ["zip", "legacy"])
-def test_a_rank_file_with_what_frameworks_store_is_sound(tmp_path, how):
+def test_a_rank_file_with_what_frameworks_store_is_sound(tmp_path):
     value = {"d": collections.defaultdict(list, a=[1]), "q": collections.deque([1], 5)}
-    deepspeed(tmp_path / "run", value, how)
+    deepspeed(tmp_path / "run", value, "zip")
     report = ckptctl.verify(str(tmp_path / "run" / "global_step20"), level=Level.STRUCTURE)
     assert report.verdict is Verdict.COMPLETE, report.findings
     assert not report.with_severity(Severity.WARNING)

@@ -11,7 +11,7 @@ each time; only numbers and names differ. So:
   stand for is looked up in the memo. If it is what the shape needs, the
   pattern is compiled again with those very bytes in place of the holes.
 - *Take.* That pattern is matched as often as it fits, one object right behind
-  the other, within a window of 64 KiB. Between its literal bytes are the parts
+  the other, within a window of 64 KiB. Between its _literal bytes are the parts
   that differ, and each distinct part is decoded once. The objects become a
   `Run`: columns, and the place in the bytes where they are.
 - *Never differ.* A shape takes an object only when each of its bytes is
@@ -21,10 +21,23 @@ each time; only numbers and names differ. So:
   the memo for all its slots; when the pickle refers to one of them, the bytes
   of the run are interpreted after all.
 
-Here is what all shapes share, and `Parts`, which decodes names, sizes and numbers: in
-half a million objects most of them come again and again, so each is decoded when it is
-first met and looked up from then on. The shapes themselves are in `fast_path_tensors`
-and `fast_path_storage`.
+`Parts` decodes names, sizes and numbers: in half a million objects most of them come again
+and again, so each is decoded when it is first met and looked up from then on.
+
+There are four shapes. A *chunk* is a `ChunkStorageMetadata` with its two sizes. A *tensor entry*
+is a name, its `TensorStorageMetadata` and all of its chunks; taking it whole matters where
+tensors are many and ranks are few. On the stack stands what the machine would have made, but
+for the chunks, which are one `ChunkRun`. A tensor whose chunks do not fit into a window is
+left to the machine, and its chunks to the shape of chunks.
+
+A *byte range* is a `MetadataIndex`, the key, and the `_StorageInfo` that it leads to. Each rank
+sent its own results to the coordinator, so names and files are written anew for each rank, and
+referred to by what follows them: a run records in which slots of the memo they are.
+
+Megatron-Core keeps the save plans of all ranks beside the metadata: a `WriteItem`, an *item of a
+plan*, for every chunk, larger than all the rest. Nothing in it is needed to state what a
+checkpoint holds, so a `Run` of them has no columns. That each reference leads to something that
+is there is checked, as it is for any other.
 
 Source: CPython 3.14 `Modules/_pickle.c`, `save_reduce` and `store_tuple_elements`.
 """
@@ -33,15 +46,39 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import accumulate, islice
+from functools import cache, lru_cache, partial
+from itertools import accumulate, compress, islice, takewhile
+from operator import itemgetter, lt
 from typing import Generic, TypeVar
 
-from ckptctl.formats.dcp.chunk_table import NO_HINT, Span, packed
+from ckptctl.formats.dcp.metadata import (
+    CHUNK,
+    INDEX,
+    NO_HINT,
+    PROPERTIES,
+    STORAGE_INFO,
+    TENSOR,
+    WRITE_DATA,
+    WRITE_ITEM,
+    Dims,
+    Span,
+    packed,
+    unpacked,
+)
 from ckptctl.formats.pickles.machine import Machine
-from ckptctl.formats.pickles.stubs import MAX_DIMS, SIZE, Function, Malformed, Rows, checked_dims
+from ckptctl.formats.pickles.stubs import (
+    MAX_DIMS,
+    SIZE,
+    Function,
+    Malformed,
+    Rows,
+    Run,
+    Stub,
+    checked_dims,
+)
 
 MIN_WINDOW, MAX_WINDOW = 1_024, 65_536
 """How many bytes are matched at once. A window that fits only to some point is followed
@@ -60,40 +97,40 @@ Row = tuple[bytes, ...]
 Hole = Callable[[str], str]
 """The pattern for the reference that a hole is named after."""
 
+Holes = Mapping[str, bytes]
+"""The reference that each hole stands for, by its name."""
+
 Test = Callable[[object], bool]
 
 
-def is_class(kind: str) -> Test:
-    """Whether a global is the class of that kind."""
+def _is_class(kind: str) -> Test:
     return lambda value: isinstance(value, Function) and value.name == kind
 
 
-def is_text(text: str) -> Test:
-    """Whether a value is this string."""
+def _is_text(text: str) -> Test:
     return lambda value: value == text
 
 
-def is_size(value: object) -> bool:
-    """Whether a global is `torch.Size`."""
+def _is_size(value: object) -> bool:
     return value is SIZE
 
 
-def size_pattern(hole: Hole) -> str:
+def _size_pattern(hole: Hole) -> str:
     """The pattern of a `torch.Size`: made here, or referred to."""
     return rf"(?:{hole('Size')}{DIMS}\x85\x94R\x94|{REFERENCE})"
 
 
-def slice_pattern(hole: Hole, group: str = "?:") -> str:
+def _slice_pattern(hole: Hole, group: str = "?:") -> str:
     """The pattern of where a chunk begins and its size; with "" for `group`, each is a group."""
-    return f"({group}{size_pattern(hole)}){hole('sizes')}({group}{size_pattern(hole)})"
+    return f"({group}{_size_pattern(hole)}){hole('sizes')}({group}{_size_pattern(hole)})"
 
 
-def key_pattern(hole: Hole, group: str = "?:") -> str:
+def _key_pattern(hole: Hole, group: str = "?:") -> str:
     """The pattern of the hint and the offset in a key; an entry of bytes has no offset."""
-    return f"({group}{INT}|N)(?:{hole('offset')}({group}{size_pattern(hole)}))?"
+    return f"({group}{INT}|N)(?:{hole('offset')}({group}{_size_pattern(hole)}))?"
 
 
-def span_pattern(hole: Hole, group: str = "?:") -> str:
+def _span_pattern(hole: Hole, group: str = "?:") -> str:
     """The pattern of where a record begins, and of its length."""
     return f"({group}{INT}){hole('length')}({group}{INT})"
 
@@ -140,7 +177,7 @@ class Window:
         return Rows(array("q", starts), array("q", ends), first_slots)
 
 
-def literal(references: Mapping[str, bytes]) -> Hole:
+def _literal(references: Holes) -> Hole:
     """Holes that match what was learned; one that is not known yet matches nothing."""
 
     def hole(name: str) -> str:
@@ -162,7 +199,7 @@ class FastPathShape:
         self,
         template: Callable[[Hole], str],
         expects: Mapping[str, Test],
-        push: Callable[[Machine, Window, Mapping[str, bytes]], int],
+        push: Callable[[Machine, Window, Holes], int],
         begins: tuple[bytes, ...] = (b"h", b"j"),
     ) -> None:
         self._begins = begins
@@ -223,7 +260,7 @@ class FastPathShape:
         if references not in self._learned:
             if len(self._learned) == MAX_LEARNED or not self._is_meant(references, machine):
                 return False
-            holes = literal(dict(zip(self._expects, references, strict=True)))
+            holes = _literal(dict(zip(self._expects, references, strict=True)))
             self._learned[references] = _compiled(self._template(holes))
         self._references = references
         return True
@@ -232,7 +269,7 @@ class FastPathShape:
         n_slots = machine.memo.n_slots
         return all(
             not reference
-            or (slot_of(reference) < n_slots and test(machine.recall(slot_of(reference))))
+            or (_slot_of(reference) < n_slots and test(machine.recall(_slot_of(reference))))
             for reference, test in zip(references, self._expects.values(), strict=True)
         )
 
@@ -282,7 +319,6 @@ NEW_TEXT = 0x8C
 
 _INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
-Dims = tuple[int, ...]
 ChunkSlice = tuple[bytes, bytes, int]
 """Where a chunk begins, its size, both `packed`, and the memo slots that they fill."""
 
@@ -332,16 +368,16 @@ class Parts:
     def __init__(self, machine: Machine) -> None:
         sizes = Known(partial(_size, machine))
         self.sizes = sizes
-        self.slices = Known(partial(_slice, _groups(slice_pattern), sizes))
-        self.keys = Known(partial(_key, _groups(key_pattern), sizes))
-        self.spans = Known(partial(_span, _groups(span_pattern)))
+        self.slices = Known(partial(_slice, _groups(_slice_pattern), sizes))
+        self.keys = Known(partial(_key, _groups(_key_pattern), sizes))
+        self.spans = Known(partial(_span, _groups(_span_pattern)))
         self.texts = Known(partial(_text, machine))
         self.slots = Known(_slot_read)
         self.referred = partial(_referred, machine)
 
 
 def _text(machine: Machine, part: bytes) -> str:
-    if is_new_text(part):
+    if _is_new_text(part):
         return _new_text(part)
     text = _referred(machine, part)
     if not isinstance(text, str):
@@ -350,9 +386,9 @@ def _text(machine: Machine, part: bytes) -> str:
 
 
 def _size(machine: Machine, part: bytes) -> bytes:
-    if not is_new_size(part):
+    if not _is_new_size(part):
         return packed(_checked(_referred(machine, part)))
-    return packed(dims_of(part, _reference_bytes(part)))
+    return packed(_dims_of(part, _reference_bytes(part)))
 
 
 Groups = Callable[[bytes], Row]
@@ -374,7 +410,7 @@ def _groups(pattern: Callable[[Hole, str], str]) -> Groups:
 
 def _slice(split: Groups, sizes: Known[bytes], part: bytes) -> ChunkSlice:
     offset, size = split(part)
-    return sizes[offset], sizes[size], n_size_slots(offset) + n_size_slots(size)
+    return sizes[offset], sizes[size], _n_size_slots(offset) + _n_size_slots(size)
 
 
 def _key(split: Groups, sizes: Known[bytes], part: bytes) -> Key:
@@ -382,7 +418,7 @@ def _key(split: Groups, sizes: Known[bytes], part: bytes) -> Key:
     return (
         NO_HINT if hint == b"N" else _int(hint),
         sizes[offset] if offset else None,
-        n_size_slots(offset),
+        _n_size_slots(offset),
     )
 
 
@@ -393,40 +429,38 @@ def _span(split: Groups, part: bytes) -> Span:
 
 def _referred(machine: Machine, reference: bytes) -> object:
     """What the memo holds for the argument of BINGET or LONG_BINGET."""
-    slot = slot_of(reference)
+    slot = _slot_of(reference)
     if slot >= machine.memo.n_slots:
         raise Unfit
     return machine.recall(slot)
 
 
-def slot_of(reference: bytes) -> int:
-    """The memo slot that BINGET or LONG_BINGET reads."""
+def _slot_of(reference: bytes) -> int:
     return int.from_bytes(reference[1:], "little")
 
 
-def is_new_text(part: bytes) -> bool:
-    """Whether a text is written here, and put into the memo."""
+def _is_new_text(part: bytes) -> bool:
     return part[0] == NEW_TEXT
 
 
-def is_new_size(part: bytes) -> bool:
+def _is_new_size(part: bytes) -> bool:
     """Whether a size is made here, and not referred to or missing."""
     return len(part) > REFERENCE_BYTES
 
 
-def n_size_slots(part: bytes) -> int:
+def _n_size_slots(part: bytes) -> int:
     """How many slots of the memo a size fills: three, or two without a dimension.
 
     One that is referred to, or missing, fills none.
     """
-    if not is_new_size(part):
+    if not _is_new_size(part):
         return 0
     return 2 if part[_reference_bytes(part)] == _EMPTY_TUPLE else 3
 
 
-def n_key_slots(part: bytes) -> int:
+def _n_key_slots(part: bytes) -> int:
     """How many slots of the memo the offset in a key fills."""
-    return n_size_slots(_groups(key_pattern)(part)[1])
+    return _n_size_slots(_groups(_key_pattern)(part)[1])
 
 
 def _reference_bytes(part: bytes) -> int:
@@ -435,10 +469,10 @@ def _reference_bytes(part: bytes) -> int:
 
 def _slot_read(part: bytes) -> int:
     """The memo slot that a part reads: -1 for a text or a size that is made here, or missing."""
-    if part and is_new_text(part):
+    if part and _is_new_text(part):
         _new_text(part)
         return -1
-    return slot_of(part) if part and not is_new_size(part) else -1
+    return _slot_of(part) if part and not _is_new_size(part) else -1
 
 
 def _new_text(part: bytes) -> str:
@@ -464,7 +498,7 @@ def _int(part: bytes) -> int:
     return int.from_bytes(part[2 if part[0] == _LONG1 else 1 :], "little")
 
 
-def dims_of(part: bytes, position: int = 0) -> Dims:
+def _dims_of(part: bytes, position: int = 0) -> Dims:
     """The integers of a tuple that is written from `position` on."""
     dims: list[int] = []
     if part[position] == _MARK:
@@ -475,3 +509,470 @@ def dims_of(part: bytes, position: int = 0) -> Dims:
         position = begin + (part[position + 1] if is_long else _INT_BYTES[part[position]])
         dims.append(int.from_bytes(part[begin:position], "little"))
     return tuple(dims)
+
+
+# Chunks, and entries of tensors
+
+CHUNK_EXPECTS = {
+    CHUNK: _is_class(CHUNK),
+    "offsets": _is_text("offsets"),
+    "Size": _is_size,
+    "sizes": _is_text("sizes"),
+}
+
+_CHUNK_SLOTS = 2
+"""The object and its state."""
+
+
+class ChunkRun(Run):
+    """Chunks: where each begins, its size, and the memo slots of both."""
+
+    __slots__ = ("slices",)
+
+    slices: list[ChunkSlice]
+
+    def known_at(self, slot: int) -> Dims | None:
+        """One of the sizes, where both of its row were made there."""
+        first_slots = list(accumulate(_n_chunk_slots(self.slices), initial=self.first_slot))
+        row = bisect_right(first_slots, slot) - 1
+        offset, size, n_slots = self.slices[row]
+        n_each = 3 if offset else 2
+        if n_slots != 2 * n_each:
+            return None
+        end_slot = first_slots[row + 1]
+        if slot == end_slot - 1:
+            return unpacked(size)
+        return unpacked(offset) if slot == end_slot - 1 - n_each else None
+
+
+def _chunk_pattern(hole: Hole, sizes: str) -> str:
+    """The pattern of a chunk; `sizes` is that of both."""
+    return f"{hole(CHUNK)}{NEW}{hole('offsets')}{sizes}{SET}"
+
+
+def _chunk_template(hole: Hole) -> str:
+    return _chunk_pattern(hole, f"({_slice_pattern(hole)})")
+
+
+def _push_chunks(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+    slices = parts.slices.column([row[0] for row in window.rows])
+    if not slices:
+        return 0
+    window = window.first(len(slices))
+    place = window.without_rows()
+    run = _run_of(slices, window.first_slot, lambda _: place)
+    return len(slices) if machine.push_run(run, window.end, run.n_slots) else 0
+
+
+def _run_of(slices: list[ChunkSlice], first_slot: int, find: Callable[[int], Window]) -> ChunkRun:
+    n_slots = _CHUNK_SLOTS * len(slices) + sum(map(_SLOTS_OF_SIZES, slices))
+    run = ChunkRun(
+        CHUNK, first_slot, n_slots, lambda: find(first_slot).find_rows(_n_chunk_slots(slices))
+    )
+    run.slices = slices
+    return run
+
+
+_SLOTS_OF_SIZES = itemgetter(2)
+
+
+def _n_chunk_slots(slices: Iterable[ChunkSlice]) -> Iterator[int]:
+    """How many slots of the memo each chunk fills."""
+    return (_CHUNK_SLOTS + one[2] for one in slices)
+
+
+_TENSOR_EXPECTS = {
+    TENSOR: _is_class(TENSOR),
+    "properties": _is_text("properties"),
+    PROPERTIES: _is_class(PROPERTIES),
+    "size": _is_text("size"),
+    "chunks": _is_text("chunks"),
+    **CHUNK_EXPECTS,
+}
+
+
+def _tensor_template(hole: Hole) -> str:
+    # EMPTY_TUPLE NEWOBJ MEMOIZE MARK, five or six properties, TUPLE MEMOIZE BUILD.
+    made_here = (
+        rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})([\x88\x89])({REFERENCE})"
+        rf"([\x88\x89])((?:N|{REFERENCE}|{DIMS})?)t\x94b"
+    )
+    head = (
+        f"({TEXT}){hole(TENSOR)}{NEW}{hole('properties')}(?:{made_here}|({REFERENCE}))"
+        f"{hole('size')}({_size_pattern(hole)}){hole('chunks')}"
+    )
+    # EMPTY_LIST MEMOIZE, then batches of chunks with APPENDS, or one chunk with APPEND.
+    # A hole that comes again refers to its first place.
+    chunk, each, one = (_chunk_pattern(hole, _slice_pattern(hole)) for _ in range(3))
+    several = rf"\((?:{each})+e|{one}a"
+    return rf"{head}\]\x94((?:(?=\(?{chunk})(?:{several})+)?){SET}"
+
+
+class TensorRun(Run):
+    """Entries of tensors. They are on the stack themselves; the memo reads its slots from here."""
+
+    __slots__ = ("entries", "first_slots")
+
+    entries: list[_Entry]
+    first_slots: array[int]
+
+    def known_at(self, slot: int) -> object:
+        """What is on the stack or in it, the name, or the run of chunks that fills the slot."""
+        row = bisect_right(self.first_slots, slot) - 1
+        entry, position = self.entries[row], slot - self.first_slots[row]
+        return entry.head[position] if position < len(entry.head) else entry.chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One entry: what its first slots in the memo hold, None where only a replay decides."""
+
+    name: str
+    tensor: Stub
+    head: list[object]
+    chunks: ChunkRun | None
+
+    @property
+    def n_slots(self) -> int:
+        """How many slots of the memo it fills."""
+        return len(self.head) + (self.chunks.n_slots if self.chunks else 0)
+
+
+class _TensorReader:
+    """Makes entries of rows; what recurs in them is made once."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._properties: dict[Row, Stub] = {}
+
+    def push(self, machine: Machine, window: Window, holes: Holes) -> int:
+        """Push the entries of a window, up to one that is unfit."""
+        place = window.without_rows()
+        # What is between the chunks of a list (MARK, APPENDS, APPEND) is no part of any.
+        pattern = _compiled_chunks(*(holes[name] for name in CHUNK_EXPECTS))
+        entries: list[_Entry] = []
+        first_slots = array("q", [window.first_slot])
+        for number, row in enumerate(window.rows):
+            chunks_at = partial(_chunks_at, place, number, pattern)
+            try:
+                entries.append(self._entry(row, first_slots[-1], pattern, chunks_at))
+            except Unfit:
+                break
+            first_slots.append(first_slots[-1] + entries[-1].n_slots)
+        if not entries:
+            return 0
+        end = window.first(len(entries)).end
+        place = replace(place, end=end)
+        n_slots = first_slots[-1] - window.first_slot
+        n_each = [entry.n_slots for entry in entries]
+        run = TensorRun(TENSOR, window.first_slot, n_slots, partial(place.find_rows, n_each))
+        run.entries, run.first_slots = entries, first_slots
+        n_texts = sum(_is_new_text(row[0]) for row in window.rows[: len(entries)])
+        values = [value for entry in entries for value in (entry.name, entry.tensor)]
+        if not machine.push_run(run, end, n_slots - n_texts, values):
+            return 0
+        machine.taken.update(id(entry.tensor.state) for entry in entries)
+        return len(entries)
+
+    def _entry(
+        self,
+        row: Row,
+        first_slot: int,
+        pattern: re.Pattern[bytes],
+        chunks_at: Callable[[int], Window],
+    ) -> _Entry:
+        fqn, *made_here, properties, size, chunks, _ = row
+        name, shape = self._parts.texts[fqn], unpacked(self._parts.sizes[size])
+        tensor, chunk_list = Stub(TENSOR), list[object]()
+        its_properties = (
+            self._parts.referred(properties)
+            if properties
+            else self._properties_made_of(tuple(made_here))
+        )
+        state = {"properties": its_properties, "size": shape, "chunks": chunk_list}
+        tensor.build(state)
+        head: list[object] = [name, tensor, state] if _is_new_text(fqn) else [tensor, state]
+        if not properties:
+            head += [its_properties, *_strides_made_of(made_here[-1]), None]
+        if n_slots := _n_size_slots(size):
+            head += [*[None] * (n_slots - 1), shape]
+        head.append(chunk_list)
+        if not chunks:
+            return _Entry(name, tensor, head, None)
+        parts: list[bytes] = pattern.findall(chunks)
+        slices = self._parts.slices.column(parts)
+        if len(slices) < len(parts):
+            raise Unfit
+        run = _run_of(slices, first_slot + len(head), chunks_at)
+        chunk_list.append(run)
+        return _Entry(name, tensor, head, run)
+
+    def _properties_made_of(self, parts: Row) -> Stub:
+        if parts not in self._properties:
+            dtype, layout, requires_grad, memory_format, pin_memory, strides = parts
+            state: list[object] = [
+                self._parts.referred(dtype),
+                self._parts.referred(layout),
+                requires_grad == _TRUE,
+                self._parts.referred(memory_format),
+                pin_memory == _TRUE,
+            ]
+            if strides[:1] in (b"h", b"j"):
+                state.append(self._parts.referred(strides))
+            elif strides:
+                state.append(None if strides == b"N" else _dims_of(strides))
+            self._properties[parts] = Stub(PROPERTIES)
+            self._properties[parts].build(tuple(state))
+        return self._properties[parts]
+
+
+_TRUE = b"\x88"
+_CHUNKS = 10
+"""The group of `_tensor_template` that has the chunks."""
+
+
+def _strides_made_of(part: bytes) -> tuple[Dims, ...]:
+    """The strides, if they are a tuple that is put into the memo."""
+    return () if part[:1] in (b"", b"N", b"h", b"j", b")") else (_dims_of(part),)
+
+
+@lru_cache(maxsize=16)
+def _compiled_chunks(*references: bytes) -> re.Pattern[bytes]:
+    template = _chunk_template(_literal(dict(zip(CHUNK_EXPECTS, references, strict=True))))
+    return re.compile(template.encode("latin-1"), re.DOTALL)
+
+
+def _chunks_at(place: Window, number: int, pattern: re.Pattern[bytes], first_slot: int) -> Window:
+    """The chunks of entry `number`."""
+    start, end = next(islice(place.matches(), number, None)).span(_CHUNKS)
+    return Window(place.data, pattern, [], start, end, first_slot)
+
+
+# Byte ranges, and items of plans
+
+_RANGE_EXPECTS = {
+    INDEX: _is_class(INDEX),
+    "fqn": _is_text("fqn"),
+    "index": _is_text("index"),
+    "offset": _is_text("offset"),
+    "Size": _is_size,
+    STORAGE_INFO: _is_class(STORAGE_INFO),
+    "relative_path": _is_text("relative_path"),
+    "start": _is_text("offset"),
+    "length": _is_text("length"),
+}
+_RANGE_SLOTS = 4
+"""Each of the two objects, and the state of each."""
+
+_FQN = 2
+"""The slot of a row that its name fills: those before are of the key and its state."""
+
+
+class StorageRun(Run):
+    """Keys and byte ranges in columns, one row for each.
+
+    `texts` are the names and files that later rows refer to, by their slots in the memo.
+    """
+
+    __slots__ = ("files", "fqns", "keys", "spans", "texts")
+
+    fqns: list[str]
+    keys: list[Key]
+    files: list[str]
+    spans: list[Span]
+    texts: dict[int, str]
+
+    def known_at(self, slot: int) -> str | None:
+        """A name or a file that was written in one of the rows."""
+        return self.texts.get(slot)
+
+
+def _range_template(hole: Hole) -> str:
+    return (
+        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({_key_pattern(hole)}){SET}"
+        f"{hole(STORAGE_INFO)}{NEW}{hole('relative_path')}({TEXT})"
+        f"{hole('start')}({_span_pattern(hole)}){SET}"
+    )
+
+
+def _push_ranges(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+    read = _RangeRows(parts, window)
+    fqns, files = read.texts(read.fqn_parts), read.texts(read.file_parts)
+    n_rows = min(len(fqns), len(files))
+    if not n_rows:
+        return 0
+    window = window.first(n_rows)
+    run = StorageRun(
+        INDEX,
+        window.first_slot,
+        read.first_slots[n_rows] - window.first_slot,
+        partial(_find_range_rows, window.without_rows()),
+        in_pairs=True,
+    )
+    run.fqns, run.keys, run.files = fqns[:n_rows], read.keys[:n_rows], files[:n_rows]
+    run.spans = parts.spans.column(read.span_parts[:n_rows])
+    run.texts = read.texts_to_keep(fqns, files)
+    n_texts = sum(read.new_fqns[:n_rows]) + sum(read.new_files[:n_rows])
+    return n_rows if machine.push_run(run, window.end, run.n_slots - n_texts) else 0
+
+
+class _RangeRows:
+    """The parts of the rows of a window, and their slots in the memo, up to a row that is unfit.
+
+    Row n fills the slots from `first_slots[n]` up to `first_slots[n + 1]`; the third of them
+    holds its name and the last its file, where these are written in it.
+    """
+
+    def __init__(self, parts: Parts, window: Window) -> None:
+        self._known = parts.texts
+        self.fqn_parts, key_parts, self.file_parts, self.span_parts, _ = zip(
+            *window.rows, strict=True
+        )
+        self.keys = parts.keys.column(key_parts)
+        self.new_fqns = [part[0] == NEW_TEXT for part in self.fqn_parts]
+        self.new_files = [part[0] == NEW_TEXT for part in self.file_parts]
+        rows = zip(self.keys, self.new_fqns, self.new_files, strict=False)
+        n_slots = [_RANGE_SLOTS + key[2] + new_fqn + new_file for key, new_fqn, new_file in rows]
+        self.first_slots = list(accumulate(n_slots, initial=window.first_slot))
+
+    def texts(self, parts: Sequence[bytes]) -> list[str]:
+        """What the names or files mean, some of which refer to earlier rows."""
+        parts = parts[: len(self.first_slots) - 1]
+        texts = self._known.column(parts)
+        while len(texts) < len(parts) and self._find(parts[len(texts)], len(texts)):
+            self._known.extend(texts, parts)
+        return texts
+
+    def _find(self, part: bytes, row: int) -> bool:
+        """Find out what a reference means to a text in a row before `row`."""
+        slot = _slot_of(part)
+        at = bisect_right(self.first_slots, slot) - 1
+        if _is_new_text(part) or not 0 <= at < row:
+            return False
+        if self.new_fqns[at] and slot == self.first_slots[at] + _FQN:
+            written = self.fqn_parts[at]
+        elif self.new_files[at] and slot == self.first_slots[at + 1] - 1:
+            written = self.file_parts[at]
+        else:
+            return False
+        self._known[part] = self._known[written]
+        return True
+
+    def texts_to_keep(self, fqns: Sequence[str], files: Sequence[str]) -> dict[int, str]:
+        """Texts that later rows may refer to, by slot; none that most rows write anew."""
+        kept = {}
+        n_rows = min(len(fqns), len(files))
+        if 2 * sum(self.new_fqns) < n_rows:
+            for row in compress(range(n_rows), self.new_fqns):
+                kept[self.first_slots[row] + _FQN] = fqns[row]
+        if 2 * sum(self.new_files) < n_rows:
+            for row in compress(range(n_rows), self.new_files):
+                kept[self.first_slots[row + 1] - 1] = files[row]
+        return kept
+
+
+def _find_range_rows(window: Window) -> Rows:
+    return window.find_rows(map(_n_range_slots, window.parts()))
+
+
+def _n_range_slots(row: Row) -> int:
+    fqn, key, file, *_ = row
+    return _RANGE_SLOTS + _is_new_text(fqn) + _n_key_slots(key) + _is_new_text(file)
+
+
+_PLAN_EXPECTS = {
+    WRITE_ITEM: _is_class(WRITE_ITEM),
+    "index": _is_text("index"),
+    INDEX: _is_class(INDEX),
+    "fqn": _is_text("fqn"),
+    "hint": _is_text("index"),
+    "offset": _is_text("offset"),
+    "type": _is_text("type"),
+    "bytes_io_data": _is_text("bytes_io_data"),
+    "tensor_data": _is_text("tensor_data"),
+    WRITE_DATA: _is_class(WRITE_DATA),
+    "chunk": _is_text("chunk"),
+    **CHUNK_EXPECTS,
+    "properties": _is_text("properties"),
+    PROPERTIES: _is_class(PROPERTIES),
+    "size": _is_text("size"),
+}
+
+
+_OBJECT_SLOTS = 2
+"""An object and its state: the data of a tensor, a chunk, its properties."""
+
+_KEY_SLOTS = 2 * _OBJECT_SLOTS
+"""The item and its key."""
+
+
+def _plan_template(hole: Hole) -> str:
+    key = (
+        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('hint')}(?:{INT}|N)"
+        f"(?:{hole('offset')}({_size_pattern(hole)}))?{SET}"
+    )
+    # EMPTY_TUPLE NEWOBJ MEMOIZE MARK, the five or six properties, TUPLE MEMOIZE BUILD.
+    made_here = (
+        rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})[\x88\x89]"
+        rf"({REFERENCE})[\x88\x89]N?t\x94b"
+    )
+    chunk = _chunk_pattern(hole, _slice_pattern(hole, ""))
+    data = (
+        f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk}|({REFERENCE}))"
+        f"{hole('properties')}(?:{made_here}|({REFERENCE}))"
+        f"{hole('size')}({_size_pattern(hole)}){SET}"
+    )
+    return (
+        f"{hole(WRITE_ITEM)}{NEW}{hole('index')}{key}{hole('type')}({REFERENCE})"
+        f"{hole('bytes_io_data')}N{hole('tensor_data')}(?:N|{data}){SET}"
+    )
+
+
+def _push_plans(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+    n_slots = list(map(_n_plan_slots, window.rows))
+    first_slots = accumulate(n_slots, initial=window.first_slot)
+    n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
+    if not n_rows:
+        return 0
+    fqns = [row[0] for row in window.rows[:n_rows]]
+    window = window.first(n_rows).without_rows()
+    run = Run(
+        WRITE_ITEM,
+        window.first_slot,
+        sum(n_slots[:n_rows]),
+        partial(window.find_rows, n_slots[:n_rows]),
+    )
+    n_containers = run.n_slots - sum(map(_is_new_text, fqns))
+    return n_rows if machine.push_run(run, window.end, n_containers) else 0
+
+
+def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
+    """The highest memo slot that each row reads, up to a row that is unfit."""
+    columns: list[list[int]] = []
+    for read_parts in list(zip(*window.rows, strict=True))[:-1]:
+        column: list[int] = []
+        parts.slots.extend(column, read_parts)
+        columns.append(column)
+    return map(max, *columns)
+
+
+def _n_plan_slots(row: Row) -> int:
+    fqn, offset, _, slice_offsets, slice_sizes, _, dtype, _, _, _, size, _ = row
+    n_slots = _KEY_SLOTS + _is_new_text(fqn)
+    for part in (offset, slice_offsets, slice_sizes, size):
+        n_slots += _n_size_slots(part)
+    for has_object in (size, slice_sizes, dtype):
+        n_slots += _OBJECT_SLOTS if has_object else 0
+    return n_slots
+
+
+def fast_path_shapes(machine: Machine) -> Mapping[str, FastPathShape]:
+    """The shapes of metadata in one reading, by the object after which each is tried."""
+    parts = Parts(machine)
+    tensors = _TensorReader(parts).push
+    return {
+        TENSOR: FastPathShape(_tensor_template, _TENSOR_EXPECTS, tensors, (b"h", b"j", b"\x8c")),
+        CHUNK: FastPathShape(_chunk_template, CHUNK_EXPECTS, partial(_push_chunks, parts)),
+        STORAGE_INFO: FastPathShape(_range_template, _RANGE_EXPECTS, partial(_push_ranges, parts)),
+        WRITE_ITEM: FastPathShape(_plan_template, _PLAN_EXPECTS, partial(_push_plans, parts)),
+    }

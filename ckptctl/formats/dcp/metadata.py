@@ -1,72 +1,287 @@
 """Decode a `.metadata` file.
 
-From the bytes of `.metadata`, or of a rank-local `__{rank}.metadata`, to
-`model.Metadata`, as written by torch 2.1 to 2.15 and by the planners that build
-on it. The pickle is read by `pickles` under `grammar`; here its inert
-objects become columns, and each chunk gets its byte range.
+From the bytes of `.metadata`, or of a rank-local `__{rank}.metadata`, to `model.Metadata`, as
+written by torch 2.1 to 2.15 and by the planners that build on it. `GRAMMAR` is the closed list of
+classes and functions that metadata may name: those of torch's DCP where each version of torch kept
+them, those of planners and writers that pickle their own, and the values they are made of. A name
+that is not there does not exist for the decoder. `pickles` reads the pickle; here its inert objects
+become columns, and each chunk gets its byte range.
 
-Whether the metadata is complete, or fits the files, is for `checks`.
+torch's loader looks a byte range up by (FQN, offset); the index in the key is a hint that it may
+ignore. A `ChunkTable` has the chunks while that is being answered: their slices, and the range that
+each was given so far.
+
+Whether the metadata is complete, or fits the files, is for `inspection`.
+
+Source: torch 2.1 to 2.15 `torch/distributed/checkpoint/metadata.py`, `planner.py`,
+`planner_helpers.py` (`create_read_items_for_chunk_list`), `filesystem.py`; Megatron-Core 0.10 to
+0.16 `dist_checkpointing/strategies/torch.py`; OLMo-core 2 and DLRover 0.5, which bring a
+`_StorageInfo` of their own. torch's Hugging Face writer pickles nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, cast
 
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.dcp.chunk_table import (
-    NO_HINT,
-    ChunkColumns,
-    ChunkTable,
-    Dims,
-    Span,
-    packed,
-    unpacked,
-)
-from ckptctl.formats.dcp.grammar import (
-    BYTES,
-    CHUNK,
-    GRAMMAR,
-    INDEX,
-    METADATA,
-    PROPERTIES,
-    STORAGE_INFO,
-    STORAGE_META,
-    TENSOR,
-    WRITE_ITEM,
-    Encoded,
-    Layout,
-)
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
 from ckptctl.formats.pickles.reading import collector_paused, read_pickle
-from ckptctl.formats.pickles.stubs import Dtype, Malformed, Run, Stub, checked_dims, shown
-from ckptctl.model import ByteRange, BytesEntry, Chunks, Metadata, TensorEntry
+from ckptctl.formats.pickles.stubs import (
+    COMMON,
+    Dtype,
+    Function,
+    Grammar,
+    Malformed,
+    Run,
+    Stub,
+    checked_dims,
+    shown,
+)
+from ckptctl.model import (
+    NO_FILE,
+    ByteRange,
+    BytesEntry,
+    Chunks,
+    Metadata,
+    RangeColumns,
+    TensorEntry,
+)
 
 if TYPE_CHECKING:
-    from ckptctl.formats.dcp.fast_path_storage import StorageRun
-    from ckptctl.formats.dcp.fast_path_tensors import ChunkRun
+    from ckptctl.formats.dcp.fast_path import ChunkRun, StorageRun
 
 Path = tuple[str | int, ...]
+Dims = tuple[int, ...]
 Fields = Mapping[object, object]
 
+METADATA = "Metadata"
+TENSOR = "TensorStorageMetadata"
+BYTES = "BytesStorageMetadata"
+CHUNK = "ChunkStorageMetadata"
+PROPERTIES = "TensorProperties"
+INDEX = "MetadataIndex"
+STORAGE_META = "StorageMeta"
+STORAGE_INFO = "_StorageInfo"
+WRITE_ITEM = "WriteItem"
+WRITE_DATA = "TensorWriteData"
 
-def fast_path_shapes(machine: Machine) -> Mapping[str, Shape]:
-    """The shapes of metadata, by the object after which each is tried."""
-    from ckptctl.formats.dcp.fast_path import Parts
-    from ckptctl.formats.dcp.fast_path_storage import plan_shape, storage_shape
-    from ckptctl.formats.dcp.fast_path_tensors import chunk_shape, tensor_shape
+_LAYOUTS = (
+    "strided",
+    "sparse_coo",
+    "sparse_csr",
+    "sparse_csc",
+    "sparse_bsr",
+    "sparse_bsc",
+    "_mkldnn",
+    "jagged",
+)
+_MEMORY_FORMATS = (0, 1, 2)
+_WRITE_ITEM_TYPES = (1, 2, 3)
 
-    parts = Parts(machine)
-    return {
-        TENSOR: tensor_shape(parts),
-        CHUNK: chunk_shape(parts),
-        STORAGE_INFO: storage_shape(parts),
-        WRITE_ITEM: plan_shape(parts),
-    }
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A torch layout, by its name without `torch.`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A member of one of torch's enumerations, by its number."""
+
+    code: int
+
+
+def _class(kind: str) -> Function:
+    def new(args: tuple[object, ...]) -> Stub:
+        if args:
+            raise Malformed(f"a {kind} is made of arguments")
+        return Stub(kind)
+
+    return Function(kind, new)
+
+
+def _layout(args: tuple[object, ...]) -> Layout:
+    match args:
+        case (str(name),) if name.removeprefix("torch.") in _LAYOUTS:
+            return Layout(name.removeprefix("torch."))
+    raise Malformed("a layout that torch does not have")
+
+
+def _enumeration(codes: tuple[int, ...]) -> Callable[[tuple[object, ...]], Encoded]:
+    def member(args: tuple[object, ...]) -> Encoded:
+        match args:
+            case (int(code),) if code in codes:
+                return Encoded(code)
+        raise Malformed("a member that its enumeration does not have")
+
+    return member
+
+
+_DCP = "torch.distributed.checkpoint"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_memory_format = Function("memory format", _enumeration(_MEMORY_FORMATS))
+
+GRAMMAR = Grammar(
+    {
+        **COMMON,
+        ("torch.serialization", "_get_layout"): Function("_get_layout", _layout),
+        **{
+            (f"{_DCP}.metadata", kind): _class(kind)
+            for kind in (METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX, STORAGE_META)
+        },
+        (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _memory_format,
+        # torch 2.1 and 2.2.
+        (_SHARDED_TENSOR, PROPERTIES): _class(PROPERTIES),
+        (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _memory_format,
+        **{
+            (module, STORAGE_INFO): _class(STORAGE_INFO)
+            for module in (
+                f"{_DCP}.filesystem",
+                f"{_DCP}._fsspec_filesystem",
+                "olmo_core.distributed.checkpoint.filesystem",
+                "dlrover.trainer.torch.flash_checkpoint.fsdp_engine",
+            )
+        },
+        # Megatron-Core keeps the plans of all ranks beside the metadata.
+        (_MEGATRON, "MCoreMetadata"): _class(METADATA),
+        (_MEGATRON, "MCoreSavePlan"): _class("SavePlan"),
+        **{
+            (f"{_DCP}.planner", kind): _class(kind)
+            for kind in ("SavePlan", WRITE_ITEM, WRITE_DATA, "BytesIOWriteData")
+        },
+        (f"{_DCP}.planner", "WriteItemType"): Function(
+            "WriteItemType", _enumeration(_WRITE_ITEM_TYPES)
+        ),
+        (f"{_DCP}.filesystem", "_StoragePrefix"): _class("_StoragePrefix"),
+    },
+    hashable=Stub,
+)
+
+Span = tuple[int, int, tuple[str, ...]]
+"""Where a record begins, its length, both in bytes, and its transforms."""
+
+NO_HINT = -1
+"""The index of a key that has none."""
+
+
+def packed(dims: Dims) -> bytes:
+    """Integers as an array of 64-bit ones has them: those of many chunks are joined in one go."""
+    return array("q", dims).tobytes()
+
+
+def unpacked(dims: bytes) -> Dims:
+    """The integers that were packed."""
+    return tuple(array("q", dims))
+
+
+class ChunkColumns:
+    """The chunks of one tensor in columns, while byte ranges are given to them.
+
+    Offsets and sizes are in elements and `packed`, `files` as in `RangeColumns`. A span of many
+    chunks is one object.
+    """
+
+    __slots__ = ("by_offset", "files", "offsets", "sizes", "spans")
+
+    def __init__(self, offsets: list[bytes], sizes: list[bytes]) -> None:
+        n_chunks = len(offsets)
+        self.offsets = offsets
+        # One, where all chunks have the same.
+        self.sizes = sizes[:1] if sizes[:1] * n_chunks == sizes else sizes
+        self.files = [NO_FILE] * n_chunks
+        self.spans: list[Span] = [(0, 0, ())] * n_chunks
+        # Made when a hint is of no help, or where several chunks begin at one offset.
+        self.by_offset: dict[bytes, int] = {}
+        if len(set(offsets)) != n_chunks:
+            self._index()
+
+    def _index(self) -> None:
+        """The first chunk at each offset."""
+        for position, offset in enumerate(self.offsets):
+            self.by_offset.setdefault(offset, position)
+
+    def place(self, hint: int, offset: bytes, file: int, span: Span) -> bool:
+        """Give the chunk that begins at `offset` its byte range: the first, where several do.
+
+        False where no chunk begins there. Raises `Malformed` where the chunk has a
+        range already.
+        """
+        position = NO_HINT if self.by_offset else hint
+        if not 0 <= position < len(self.offsets) or self.offsets[position] != offset:
+            if not self.by_offset:
+                self._index()
+            if offset not in self.by_offset:
+                return False
+            position = self.by_offset[offset]
+        if self.files[position] != NO_FILE:
+            raise Malformed("two byte ranges for one chunk")
+        self.files[position], self.spans[position] = file, span
+        return True
+
+    def chunks(self, n_dims: int, file_names: Sequence[str]) -> Chunks:
+        """The chunks, once every byte range is placed."""
+        self._share_ranges()
+        n_chunks = len(self.offsets)
+        starts, lengths, transforms = zip(*self.spans, strict=True) if n_chunks else ((), (), ())
+        return Chunks(
+            n_dims,
+            array("q", b"".join(self.offsets)),
+            array("q", b"".join(self.sizes)) * (n_chunks // max(1, len(self.sizes))),
+            RangeColumns(
+                array("i", self.files),
+                array("q", starts),
+                array("q", lengths),
+                file_names,
+                {position: names for position, names in enumerate(transforms) if names},
+            ),
+        )
+
+    def _share_ranges(self) -> None:
+        """Chunks at one offset have one key, and so one range: each load reads it for all."""
+        if len(self.by_offset) in (0, len(self.offsets)):
+            return
+        for position, offset in enumerate(self.offsets):
+            first = self.by_offset[offset]
+            self.files[position], self.spans[position] = self.files[first], self.spans[first]
+
+
+class ChunkTable:
+    """The chunks of all tensors by FQN.
+
+    `numbers` are those of the files, in the order in which they are first named.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, ChunkColumns] = {}
+        self.numbers: defaultdict[str, int] = defaultdict()
+        self.numbers.default_factory = self.numbers.__len__
+
+    def place_run(self, run: StorageRun) -> list[int]:
+        """Give the chunks of a run their byte ranges; the rows whose hint does not lead to one."""
+        tensors, others = self.tensors, []
+        numbers = map(self.numbers.__getitem__, run.files)
+        rows = zip(run.fqns, run.keys, numbers, run.spans, strict=True)
+        for row, (fqn, (hint, offset, _), number, span) in enumerate(rows):
+            try:
+                columns = tensors[fqn]
+                fits = columns.offsets[hint] == offset
+            except (KeyError, IndexError):
+                fits = False
+            if not fits or columns.by_offset or columns.files[hint] != NO_FILE:
+                others.append(row)
+                continue
+            columns.files[hint], columns.spans[hint] = number, span
+        return others
 
 
 SMALL = 1 << 17
@@ -75,7 +290,11 @@ SMALL = 1 << 17
 
 def shapes_that_pay(machine: Machine) -> Mapping[str, Shape]:
     """The shapes of metadata, none for small metadata."""
-    return fast_path_shapes(machine) if machine.end >= SMALL else {}
+    if machine.end < SMALL:
+        return {}
+    from ckptctl.formats.dcp.fast_path import fast_path_shapes
+
+    return fast_path_shapes(machine)
 
 
 def decode_metadata(

@@ -5,7 +5,9 @@ them, and tensors as `TensorStub`. Whatever else is in it becomes an `Opaque`
 that only keeps its name; nothing of it runs. What the values mean for a
 resume is `train_state`'s question, whether a stub fits the metadata `records`'.
 
-Source: torch 2.13 `torch/_utils.py` and `torch/serialization.py`.
+Source: torch 2.13 `torch/_utils.py` (`_rebuild_wrapper_subclass`), `torch/_tensor.py`
+(`_rebuild_from_type_v2`), `torch/serialization.py`, `torch/distributed/device_mesh.py`,
+`torch/distributed/tensor/_dtensor_spec.py`, `placement_types.py`.
 """
 
 from __future__ import annotations
@@ -254,19 +256,6 @@ def _storage(persistent_id: object) -> object:
     match persistent_id:
         case ("storage", _StorageType(dtype), str(key), str(), int(size)) if 0 <= size < 1 << 63:
             return Storage(dtype, key, size)
-    raise Malformed("a persistent id that names no storage of a tensor")
-
-
-def legacy_storage(persistent_id: object) -> Storage:
-    """The storage that a persistent id names in a file from before torch 1.6.
-
-    A view of another storage is not supported: torch has written none since 0.4.
-    """
-    match persistent_id:
-        case ("storage", _StorageType(), str(), str(), int(), None):
-            found = _storage(persistent_id[:5])
-            if isinstance(found, Storage):
-                return found
     raise Malformed("a persistent id that names no storage of a tensor")
 
 
@@ -555,6 +544,77 @@ FAITHFUL = replace(
         ),
         ("torch._utils", "_rebuild_tensor_v3"): Function(
             "_rebuild_tensor_v3", _as_stored(_rebuild_v3, 7)
+        ),
+    },
+)
+
+
+# Tensors of which a rank saved its part: the DTensors of torch
+
+SUBCLASS = "a tensor of a class that is not read"
+
+
+class _Wrapper(NamedTuple):
+    shape: tuple[int, ...]
+
+
+def decode_shards(data: bytes) -> object:
+    """As `decode_state`, but a DTensor becomes a `ShardStub`.
+
+    A tensor with attributes of its own, as DeepSpeed gives its partitions, becomes a `TensorStub`
+    without them.
+    """
+    return decode(data, _SHARDS).value
+
+
+def _wrapper(args: tuple[object, ...]) -> object:
+    match args:
+        case (Opaque(), Dtype(), shape, *_):
+            return _Wrapper(checked_dims(shape, "the shape of a tensor"))
+    raise Malformed("a tensor subclass is not rebuilt from a class, a dtype and a shape")
+
+
+def _from_type(args: tuple[object, ...]) -> object:
+    match args:
+        case (Callee() as rebuild, _, tuple(made), state):
+            value = rebuild.call(made)
+            return _shard(value, state) if isinstance(value, _Wrapper) else value
+    raise Malformed("a tensor is not rebuilt by a function of a tuple")
+
+
+def _shard(whole: _Wrapper, state: object) -> object:
+    # A DTensor has slots, whose values are the second part of its state.
+    match state[-1] if isinstance(state, tuple) and state else state:
+        case {"_local_tensor": TensorStub() as local, "_spec": Opaque(state=dict(spec))}:
+            pass
+        case _:
+            return Opaque(SUBCLASS)
+    match spec:
+        case {"mesh": Opaque(state={"_coordinate_on_dim": place}), "placements": tuple(held)}:
+            coordinate = checked_dims(tuple(place or ()), "a place in the mesh")
+        case _:
+            return Opaque(SUBCLASS)
+    names = [one.name.rpartition(".")[2] if isinstance(one, Opaque) else "" for one in held]
+    dims = tuple(_dim(one, name) for one, name in zip(held, names, strict=True))
+    is_plain = {*names} <= {"Shard", "Replicate"} and len(coordinate) == len(dims)
+    is_plain = is_plain and all(dim is None or dim < len(whole.shape) for dim in dims)
+    return ShardStub(local, whole.shape, dims, coordinate, is_plain)
+
+
+def _dim(placement: object, name: str) -> int | None:
+    match placement:
+        case Opaque(state={"dim": int(dim)}) if name == "Shard" and dim >= 0:
+            return dim
+    return None
+
+
+_SHARDS = replace(
+    FAITHFUL,
+    names={
+        **FAITHFUL.names,
+        ("torch._tensor", "_rebuild_from_type_v2"): Function("_rebuild_from_type_v2", _from_type),
+        ("torch._utils", "_rebuild_wrapper_subclass"): Function(
+            "_rebuild_wrapper_subclass", _wrapper
         ),
     },
 )
