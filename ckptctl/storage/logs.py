@@ -11,7 +11,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -188,7 +188,7 @@ def _file_in(store: Store, name: str) -> FileInfo | None:
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _MAX_WINDOW = 128 << 20
 # 4 bytes of zstd can decompress to 128 KiB, so only this much is fed at once.
-_ZSTD_SLICE = 1 << 10
+_SLICE = 1 << 10
 
 
 def _unpacked(name: str, pieces: Iterator[bytes], damaged: type[CkptctlError]) -> Iterator[bytes]:
@@ -210,10 +210,9 @@ def _unpacked(name: str, pieces: Iterator[bytes], damaged: type[CkptctlError]) -
                 stream = _stream_for(data)
                 if stream is None:
                     raise damaged(f"{name}: bytes follow the end of the compressed data")
-            yield from stream.decompress(data)
-            data = b""
+            data = yield from _decompressed(stream, data)
             if stream.eof:
-                data, stream = stream.unused_data.lstrip(b"\0"), None
+                data, stream = data.lstrip(b"\0"), None
             data = _with_next(data, pieces, padded=stream is None)
     except (zlib.error, lzma.LZMAError, OSError) as error:
         raise damaged(
@@ -231,6 +230,22 @@ def _with_next(data: bytes, pieces: Iterator[bytes], *, padded: bool = False) ->
     return data
 
 
+def _decompressed(stream: _Stream, data: bytes) -> Generator[bytes, None, bytes]:
+    """Yield what the next bytes of a stream decompress to; returns those behind its end."""
+    n_each = _SLICE if isinstance(stream, _Zstd) else max(1, len(data))
+    for at in range(0, len(data), n_each):
+        piece = data[at : at + n_each]
+        while out := stream.decompress(piece, _PIECE):
+            yield out
+            if stream.eof:
+                break
+            # zlib gives back the input that it has not decompressed; the others keep it.
+            piece = getattr(stream, "unconsumed_tail", b"")
+        if stream.eof:
+            return stream.unused_data + data[at + n_each :]
+    return b""
+
+
 class _Stream(Protocol):
     """One compressed stream; `eof` once it has ended."""
 
@@ -240,35 +255,12 @@ class _Stream(Protocol):
     @property
     def unused_data(self) -> bytes: ...
 
-    def decompress(self, data: bytes) -> Iterator[bytes]: ...
-
-
-class _Limited:
-    """gzip, bz2 and xz: the standard library decompresses at most `_PIECE` bytes at once."""
-
-    def __init__(
-        self, stream: zlib._Decompress | bz2.BZ2Decompressor | lzma.LZMADecompressor
-    ) -> None:
-        self._stream = stream
-
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._stream.unused_data
-
-    def decompress(self, data: bytes) -> Iterator[bytes]:
-        while out := self._stream.decompress(data, _PIECE):
-            yield out
-            if self._stream.eof:
-                return
-            # zlib gives back the input that it has not decompressed; the others keep it.
-            data = getattr(self._stream, "unconsumed_tail", b"")
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
 class _Zstd:
+    """As the standard library's streams, but a slice of input bounds what comes of it."""
+
     def __init__(self) -> None:
         try:
             import zstandard
@@ -279,36 +271,30 @@ class _Zstd:
             ) from error
         self._error = zstandard.ZstdError
         self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
-        self.unused_data = b""
 
     @property
     def eof(self) -> bool:
         return bool(self._stream.eof)
 
-    def decompress(self, data: bytes) -> Iterator[bytes]:
-        for at in range(0, len(data), _ZSTD_SLICE):
-            piece = data[at : at + _ZSTD_SLICE]
-            try:
-                out = self._stream.decompress(piece)
-            except self._error as error:
-                raise zlib.error(str(error)) from error
-            if out:
-                yield out
-            if self._stream.eof:
-                self.unused_data = self._stream.unused_data + data[at + len(piece) :]
-                return
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._stream.unused_data)
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:  # noqa: ARG002
+        try:
+            return bytes(self._stream.decompress(data)) if data else b""
+        except self._error as error:
+            raise zlib.error(str(error)) from error
 
 
 def _stream_for(head: bytes) -> _Stream | None:
     if head.startswith(_GZIP):
-        return _Limited(zlib.decompressobj(wbits=31))
+        return zlib.decompressobj(wbits=31)
     if head.startswith(_BZIP2):
-        return _Limited(bz2.BZ2Decompressor())
+        return bz2.BZ2Decompressor()
     if head.startswith(_XZ):
-        return _Limited(lzma.LZMADecompressor(memlimit=_MAX_WINDOW))
-    if head.startswith(_ZSTD):
-        return _Zstd()
-    return None
+        return lzma.LZMADecompressor(memlimit=_MAX_WINDOW)
+    return _Zstd() if head.startswith(_ZSTD) else None
 
 
 # Zero bytes alone prove nothing: a log that was rotated while written begins with them.

@@ -197,17 +197,10 @@ class ObjectStore(Closing):
         self._tried(path, partial(self._client.delete, key))
 
     def list_uploads(self, path: str = "") -> Sequence[Upload]:
-        prefix = self._prefix(path)
-        found: list[Upload] = []
-        token: object = None
-        while True:
-            page, token = self._tried(path, partial(self._client.list_uploads, prefix, token=token))
-            found += page
-            if token is None:
-                break
+        uploads = self._pages(path, partial(self._client.list_uploads, self._prefix(path)))
         root = self._n_root
         return sorted(
-            (with_fields(upload, path=upload.path[root:]) for upload in found),
+            (with_fields(upload, path=upload.path[root:]) for upload in uploads),
             key=attrgetter("path", "id"),
         )
 
@@ -223,24 +216,25 @@ class ObjectStore(Closing):
 
     def _listing(self, path: str, *, deep: bool) -> list[FileInfo]:
         prefix = self._prefix(path)
-        found: list[FileInfo] = []
-        token: str | None = None
+        infos = self._pages(path, partial(self._client.list_page, prefix, deep=deep))
+        return sorted(
+            (info.at(info.path[self._n_root :]) for info in infos if not _is_marker(info, prefix)),
+            key=attrgetter("path"),
+        )
+
+    def _pages(self, path: str, ask: Callable[..., tuple[Iterable[T], object]]) -> Iterator[T]:
+        """What all pages hold; `ask` returns a page, given its token, and the next token."""
+        token: object = None
         while True:
-            page, following = self._tried(
-                path, partial(self._client.list_page, prefix, deep=deep, token=token)
-            )
-            found += page
+            page, following = self._tried(path, partial(ask, token=token))
+            yield from page
             if following is None:
-                break
+                return
             if following == token:
                 raise StorageUnavailable(
                     f"{self._named(path)}: the listing repeats a page and does not end"
                 )
             token = following
-        return sorted(
-            (info.at(info.path[self._n_root :]) for info in found if not _is_marker(info, prefix)),
-            key=attrgetter("path"),
-        )
 
     def _span(self, span: Span, etags: dict[str, str]) -> Data:
         """The bytes of a span; `etags` maps paths to the ETags of earlier reads."""

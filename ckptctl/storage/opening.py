@@ -116,7 +116,7 @@ def _s3_client(
         from ckptctl.storage.obstore_client import ObstoreClient
 
         return ObstoreClient(bucket, prefix, options, timeout_s=timeout_s)
-    from ckptctl.storage.s3fs_client import S3fsClient
+    from ckptctl.storage.fsspec_client import S3fsClient
 
     return S3fsClient(bucket, prefix, options, timeout_s=timeout_s)
 

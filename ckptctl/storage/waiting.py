@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,23 +58,13 @@ class Operation:
         _in_flight.pop(threading.get_ident(), None)
 
 
-class _Unwatched(Operation):
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-
 _open: set[Watchdog] = set()
 _in_flight: dict[int, Operation] = {}
 _exempt: set[int] = set()
-_UNWATCHED = _Unwatched("")
+_UNWATCHED = nullcontext()
 
 
-def busy(what: str, *, bounded: bool = True) -> Operation:
+def busy(what: str, *, bounded: bool = True) -> Operation | nullcontext[None]:
     """A context manager around one wait for the storage; `what` begins the error message.
 
     A wait for a person or for the writer of a pipe is not `bounded`.
