@@ -122,7 +122,7 @@ HARMLESS_OPTIONS = frozenset(
         *("print-suspect", "print-throughput", "print-verdict", "print-word", "probe-storage"),
         *("quiet", "remote-checksums", "replace", "require", "require-seal", "resume"),
         *("resume-samples", "resume-step", "resume-tokens", "room-for", "saved-world-size"),
-        *("scheduler", "seed", "skip", "step", "steps", "strict", "subset", "take-over", "tensors"),
+        *("scheduler", "seed", "skip", "step", "steps", "strict", "subset", "tensors"),
         *("timeout", "unsealed", "values", "verbose", "world-size", "world-sizes", "yes"),
         *("help", "version"),
         # Times and sizes.

@@ -152,7 +152,7 @@ def _ran(
     if words[0] in ENDLESS:
         return None
     if words[0] == "runbook":
-        again = {"--yes", "--new", "--continue", "--take-over", "--dry-run"}
+        again = {"--yes", "--new", "--continue", "--dry-run"}
         leads = [word for word in words if word not in again]
         return _run([*leads, *(["--dry-run"] if leads[1:2] == ["run"] else [])], cwd, env)
     if not _changes(words):

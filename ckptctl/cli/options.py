@@ -37,7 +37,6 @@ COMMAND_LINE_ONLY = frozenset(
         "--off",
         "--replace",
         "--reset-budget",
-        "--take-over",
         "--unsealed",
         "--yes",
     }

@@ -47,7 +47,7 @@ from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.position import is_argument
 from ckptctl.runbook.reading import find_runbook, led_to, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
-from ckptctl.runbook.transcript import write_transcript
+from ckptctl.runbook.transcript import TRANSCRIPT, write_transcript
 from ckptctl.storage.opening import local_path
 from ckptctl.symbols import Style
 
@@ -104,14 +104,11 @@ def runbook(
     go_on: Annotated[
         bool, Parameter("--continue", "Continue the last run where it stopped, whoever started it.")
     ] = False,
-    take_over: Annotated[
-        bool, Parameter("--take-over", "Continue a run that another person is working on.")
-    ] = False,
     transcript: Annotated[
         str | None,
         Parameter(
             "--transcript DIR",
-            "Also write the transcript to this folder: Markdown, JSON Lines and HTML.",
+            "Also write the transcript to this folder, as Markdown.",
             common=False,
         ),
     ] = None,
@@ -178,7 +175,6 @@ def runbook(
                 _inputs(inputs),
                 TerminalPrompts(out, yes=yes, dry_run=dry_run, verbose=verbose, repeated=repeated),
                 how=_how(dry_run=dry_run, new=new, go_on=go_on),
-                take_over=take_over,
                 storage=storage,
             )
         except Stopped as stopped:
@@ -189,7 +185,7 @@ def runbook(
                 stopped.next_command = command_line(*words, *repeated, "--continue")
             raise
         if transcript is not None:
-            write_transcript(Path(transcript), ran.events, ran.step)
+            write_transcript(Path(transcript), ran.events)
         if ran.exit_code or not ran.finished:
             notifier.send(document_of("runbook", ran))
         _answer(ran, transcript, out)
@@ -318,7 +314,7 @@ def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
     if folder is not None:
         yield line(
             "  transcript: ",
-            StyledText(f"{folder.rstrip('/')}/transcript.html", "name"),
+            StyledText(f"{folder.rstrip('/')}/{TRANSCRIPT}", "name"),
             solid=True,
         )
     yield from next_line(ran.next_command)

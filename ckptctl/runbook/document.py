@@ -248,7 +248,7 @@ def shown(value: str | Sequence[str]) -> str:
 SECTIONS = ("Trigger", "Severity", "Inputs", "Flow", "Procedure", "Rollback", "References")
 """The required sections, in this order; others may stand between them."""
 
-_OF_THE_ENGINE = frozenset({"BECAUSE", "PICTURE", "RECORD"})
+_OF_THE_ENGINE = frozenset({"BECAUSE", "RECORD"})
 _END = "[*]"
 _OF_THE_SHELL = re.compile(
     r"(BASH|CKPTCTL|DYLD|GIT|LC|LD|PYTHON|SHELL)_?[A-Z0-9_]*|ENV|HOME|IFS|LANG|PATH|PS[0-9]|SHELLOPTS"

@@ -11,8 +11,11 @@ command uses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from ckptctl.errors import CkptctlError, UsageError
@@ -37,10 +40,11 @@ from ckptctl.runbook.document import (
 )
 from ckptctl.runbook.executing import Ended, as_typed, execute
 from ckptctl.runbook.position import Position, position_of
-from ckptctl.runbook.record import RunRecord, myself
-from ckptctl.runbook.suggesting import suggestion
+from ckptctl.runbook.record import RunRecord
+from ckptctl.selection.marking import user_name
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.same_root import SeenRoots
+from ckptctl.storage.opening import local_path
 
 _ASSUMED = "dry run"
 _LEFT = "left"
@@ -423,8 +427,7 @@ class _Engine:
 
 def who() -> str:
     """The user and host of this process."""
-    me = myself()
-    return f"{me.by}@{me.host}"
+    return f"{user_name()}@{socket.gethostname()}"
 
 
 def _assumed(block: Block, reason: str) -> Outcome | None:
@@ -453,7 +456,6 @@ def _end_of(
         lines=ended.lines,
         duration_s=round(ended.duration_s, 3),
         report=ended.report,
-        picture=ended.picture,
     )
 
 
@@ -471,3 +473,37 @@ def _exit_code(outcome: Outcome, ended: Ended | None) -> int:
     if outcome.code is not None:
         return outcome.code
     return ended.exit_code if ended is not None else EXIT_DO_NOT_RESTART
+
+
+_LOG_SUFFIXES = frozenset({".log", ".out", ".err", ".jsonl"})
+_OF_SLURM = {
+    "WORLD_SIZE": ("SLURM_NTASKS", "{}"),
+    "LAUNCHER": ("SLURM_JOB_ID", "srun --jobid {} --overlap --ntasks-per-node=1"),
+}
+
+
+def suggestion(wanted: Input, variables: Mapping[str, Value]) -> str | None:
+    """A value for an input, which a person confirms; None if nothing was found."""
+    if wanted.name in _OF_SLURM:
+        variable, form = _OF_SLURM[wanted.name]
+        value = os.environ.get(variable, "")
+        return form.format(value) if value.isascii() and value.isdigit() else None
+    if wanted.type not in ("log", "new-log"):
+        return None
+    logs = variables.get("LOG", ())
+    known = {os.path.abspath(log) for log in ((logs,) if isinstance(logs, str) else logs)}
+    root = variables.get("ROOT")
+    beside = local_path(root) if isinstance(root, str) else None
+    found = [log for log in _logs_beside(beside) if os.path.abspath(log) not in known]
+    return str(max(found, key=lambda log: log.stat().st_mtime)) if found else None
+
+
+def _logs_beside(root: str | None) -> Iterator[Path]:
+    """The logs in the root, beside it, and in the current folder."""
+    folders = [Path.cwd()] if root is None else [Path(root), Path(root).parent, Path.cwd()]
+    for folder in folders:
+        try:
+            files = [file for file in folder.iterdir() if file.suffix in _LOG_SUFFIXES]
+            yield from (file for file in files if file.is_file() and file.stat().st_size)
+        except OSError:
+            continue

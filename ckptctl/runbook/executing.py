@@ -21,7 +21,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import IO
 
 from ckptctl.errors import StorageError, UsageError
@@ -44,6 +43,7 @@ _KEPT_BYTES = 1 << 20
 _MAX_READ = 1 << 20
 """The most that a pipe holds. Source: `/proc/sys/fs/pipe-max-size`."""
 _MAX_FILE_BYTES = 2 << 20
+_REPORT = "report.json"
 _POLL_S = 0.1
 _SILENT_S = 30.0
 _EVALUATES = re.compile(r'eval "\$[A-Z][A-Z0-9_]*"')
@@ -68,8 +68,8 @@ block checks is defined by its page, not by the operator's shell.
 _OF_THE_RUNBOOK = frozenset(
     f"CKPTCTL_{name}"
     for name in (
-        *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TAKE_OVER"),
-        *("TRANSCRIPT", "FOLDER", "VERBOSE", "CONFIG"),
+        *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TRANSCRIPT"),
+        *("FOLDER", "VERBOSE", "CONFIG"),
     )
 )
 """The variables for the runbook command itself."""
@@ -80,8 +80,7 @@ class Ended:
     """The result of a command; `printed` are the non-empty lines of standard output.
 
     `lines` are the last lines of both streams, in order of arrival. `report` is the
-    document of a ckptctl command in the block, if any, and `picture` the SVG that it wrote
-    to `$PICTURE`.
+    document of a ckptctl command in the block, if any.
     """
 
     exit_code: int
@@ -89,7 +88,6 @@ class Ended:
     lines: tuple[str, ...]
     duration_s: float
     report: dict[str, object] | None
-    picture: str | None
 
 
 _SIMPLE = re.compile(r'ckptctl (?:[^;|&<>`\n"]|"[^;|&<>`\n"]*")*(?: 2>/dev/null)?')
@@ -109,7 +107,7 @@ def as_typed(code: str, variables: Mapping[str, Value]) -> str | None:
     items = dict(_items(lists))
     texts = {name: value for name, value in variables.items() if isinstance(value, str)}
     script = f"ckptctl() {{ printf '%s\\0' \"$@\"; }}\n{_arrays(lists, items)}{code}"
-    environment = _environment({**texts, "PICTURE": "picture.svg", **items}, without=lists)
+    environment = _environment({**texts, **items}, without=lists)
     try:
         done = subprocess.run(
             ("bash", "-c", script),
@@ -154,13 +152,12 @@ def execute(
             next_command="df -h /tmp",
         ) from error
     with made as folder, open_folder(folder) as held:
-        report, picture = Path(folder) / "report.json", Path(folder) / "picture.svg"
         lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
         texts = {name: value for name, value in variables.items() if isinstance(value, str)}
-        environment = _environment({**texts, **handed_on, "PICTURE": str(picture)}, without=lists)
+        environment = _environment({**texts, **handed_on}, without=lists)
         # A job that the block starts must not write its reports there.
         if "ckptctl " in code:
-            environment["CKPTCTL_REPORT"] = str(report)
+            environment["CKPTCTL_REPORT"] = os.path.join(folder, _REPORT)
             # What a block checks is defined by its page, not by a file in the current folder.
             environment["CKPTCTL_CONFIG"] = "none"
         items = dict(_items(lists))
@@ -173,8 +170,7 @@ def execute(
             _newest(heard.printed),
             _newest(heard.kept),
             time.monotonic() - started,
-            _document(held, report.name),
-            _text(held, picture.name),
+            _document(held, _REPORT),
         )
 
 
@@ -336,19 +332,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _document(folder: HeldFolder, name: str) -> dict[str, object] | None:
-    try:
-        text = _text(folder, name) or "null"
-        document = decode_json(text, max_bytes=_MAX_FILE_BYTES, numbers="finite")
-    except NotJson:
-        return None
-    return document if isinstance(document, dict) else None
-
-
-def _text(folder: HeldFolder, name: str) -> str | None:
-    """The content of a file that a command wrote; None if it is missing or too large."""
+    """The document that a command wrote; None if it is missing, damaged or too large."""
     try:
         with os.fdopen(folder.open(name), "rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1).decode("utf-8", "replace")
-    except (OSError, StorageError):
+        document = decode_json(text, max_bytes=_MAX_FILE_BYTES, numbers="finite")
+    except (OSError, StorageError, NotJson):
         return None
-    return text if len(json.dumps(text)) <= _MAX_FILE_BYTES else None
+    return document if isinstance(document, dict) else None

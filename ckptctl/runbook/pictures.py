@@ -1,16 +1,10 @@
-"""Draw the steps and the time of a run.
-
-The SVG images are made from the documents that the commands of a run recorded. A record may
-be another person's: a malformed document gives no image. Colour never carries a state
-alone: each has a glyph and a word.
-"""
+"""Draw the steps of a scan as SVG: each verdict has a colour, a glyph and a word."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ckptctl.formats.own.run_events import EndedEvent, Event
-from ckptctl.formatting import counted, duration
+from ckptctl.formatting import counted
 from ckptctl.markup import as_text
 from ckptctl.symbols import STEP_MARKS
 
@@ -59,24 +53,6 @@ def _step(report: Document, middle: int, y: int, chosen: str | None) -> str:
     return "".join(parts)
 
 
-def bars_of_time(rows: Sequence[tuple[str, float]]) -> str:
-    """A bar chart of durations; `rows` are names and seconds."""
-    longest = max((seconds for _, seconds in rows), default=0.0)
-    if not longest:
-        return ""
-    bars = [_bar(n, name, seconds, longest) for n, (name, seconds) in enumerate(rows)]
-    return _svg(720, 16 + 24 * len(rows), "Where the time went", bars)
-
-
-def _bar(n: int, name: str, seconds: float, longest: float) -> str:
-    y, width = 10 + 24 * n, max(2, round(400 * seconds / longest))
-    return (
-        f"{_words(150, y + 13, name, anchor='end')}"
-        f'<rect x="160" y="{y}" width="{width}" height="16" rx="2" fill="#3b6ea5"/>'
-        f"{_words(168 + width, y + 13, duration(seconds, digits=3), anchor='start')}"
-    )
-
-
 def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" '
@@ -103,11 +79,3 @@ def _words(
 
 def _list(value: object) -> list[Document]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def documents_of(events: Sequence[Event], schema: str) -> Iterator[Document]:
-    """The documents of one kind that the commands of a run recorded, in order."""
-    for event in events:
-        report = event.report if isinstance(event, EndedEvent) else None
-        if report is not None and str(report.get("schema")).startswith(f"{schema}/"):
-            yield report

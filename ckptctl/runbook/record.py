@@ -3,8 +3,7 @@
 A run is a folder of small files, one per event, numbered from 1 and never changed:
 `.ckptctl/runbooks/NAME/RUN/000001.json` under the checkpoint root. Each file is created
 only if it does not exist: of two processes that continue the same run, one fails at its
-next event and stops. Whoever works on a run also keeps a small file beside its events up to
-date (`held`), which names the person to contact; it prevents nothing from being done twice.
+next event and stops.
 
 Whoever can write to the root can write such a file. An existing record is therefore
 untrusted: it is bounded, and `formats.own.run_events` checks each event. `engine` decides what
@@ -15,11 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import NoReturn, TypeVar
 
@@ -28,11 +25,10 @@ from ckptctl.errors import (
     CkptctlError,
     OwnFileUnreadable,
     PathNotFound,
-    StorageError,
     UsageError,
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.files import line_bytes, parsed, time_now, typed
+from ckptctl.formats.own.files import line_bytes, time_now
 from ckptctl.formats.own.run_events import (
     MAX_EVENT_BYTES,
     EndedEvent,
@@ -42,10 +38,8 @@ from ckptctl.formats.own.run_events import (
     read_event,
     without_secrets,
 )
-from ckptctl.formatting import seconds_of
-from ckptctl.model import Pid
-from ckptctl.selection.marking import user_name
-from ckptctl.storage.contract import Store, TooLarge, storage_time_s
+from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.numbered_files import NumberedFiles
 from ckptctl.storage.opening import join_url
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
@@ -60,7 +54,8 @@ _KEPT_EVENTS = 1_000
 _RUN_NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
 _STAMP = "%Y%m%dT%H%M%SZ"
 _LAST_YEAR = 9999
-_EVENT_NAME = re.compile(r"[0-9]{6}\.json")
+_DIGITS = 6
+"""Of the number of an event."""
 
 
 class TakenOver(CkptctlError, code="runbook.taken-over", exit_code=26):
@@ -115,7 +110,7 @@ class RunRecord:
                 f"{self._n_bytes >> 20} MiB; --new starts a new run"
             )
         try:
-            self.store.put(f"{self.folder}/{number:06d}.json", data)
+            NumberedFiles(self.store, self.folder, _DIGITS).add(number, data)
         except AlreadyExists as error:
             raise TakenOver(
                 f"{self.store.url}: another process continued the run {self.name}; this one stops "
@@ -197,21 +192,18 @@ def _began_at(name: str) -> datetime:
 
 
 def _loaded(store: Store, folder: str) -> RunRecord:
-    names = sorted(
-        name
-        for entry in store.list_dir(folder)
-        if _EVENT_NAME.fullmatch(name := entry.path.rpartition("/")[2])
-    )
-    if len(names) > MAX_EVENTS:
-        _refuse(store, folder, f"it holds {len(names):,} events, more than {MAX_EVENTS:,}")
+    files = NumberedFiles(store, folder, _DIGITS)
+    numbers = files.numbers()
+    if len(numbers) > MAX_EVENTS:
+        _refuse(store, folder, f"it holds {len(numbers):,} events, more than {MAX_EVENTS:,}")
     events: list[Event] = []
     n_bytes = 0
-    for number, name in enumerate(names, start=1):
-        path = f"{folder}/{name}"
-        if name != f"{number:06d}.json":
-            _refuse(store, folder, f"event {number} is missing")
+    for expected, number in enumerate(numbers, start=1):
+        if number != expected:
+            _refuse(store, folder, f"event {expected} is missing")
+        path = files.path(number)
         try:
-            data = store.read(path, limit=MAX_EVENT_BYTES)
+            data = files.read(number, MAX_EVENT_BYTES)
         except TooLarge as error:
             _refuse(store, path, f"it has more than {MAX_EVENT_BYTES:,} bytes", error)
         n_bytes += len(data)
@@ -228,111 +220,3 @@ def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -
     raise RunUnreadable(
         f"{join_url(store.url, path)} is not the record of a runbook: {why}; --new starts a new run"
     ) from cause
-
-
-BEAT_S = 10.0
-SILENT_S = 60.0
-"""Without a heartbeat for this long, the other process is gone."""
-
-_MAX_BYTES = 4096
-
-
-class RunHeld(CkptctlError, code="runbook.held", exit_code=26):
-    """Another person is working on the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who works on a run: `at` is the last heartbeat; `gone` means that they left."""
-
-    by: str
-    host: str
-    pid: Pid
-    at: str
-    gone: bool = False
-
-
-def myself(*, gone: bool = False) -> Holder:
-    """The user and process that run this."""
-    return Holder(user_name(), socket.gethostname(), os.getpid(), time_now(), gone)
-
-
-@contextmanager
-def held(record: RunRecord, *, take_over: bool) -> Iterator[None]:
-    """Hold a run while working on it; raises `RunHeld` if somebody else does."""
-    other = holder_of(record)
-    if other is not None and not take_over and _is_here(record, other):
-        raise RunHeld(
-            f"{other.by} on {other.host} (process {other.pid}) is working on the run "
-            f"{record.name} of "
-            f"this runbook, last seen {other.at}; talk to them, or add --take-over"
-        )
-    _put(record, myself())
-    over = threading.Event()
-    beating = threading.Thread(target=_beat, args=(record, over), daemon=True)
-    beating.start()
-    try:
-        yield
-    finally:
-        over.set()
-        beating.join(timeout=1.0)
-        with suppress(StorageError):
-            if _is_mine(holder_of(record)):
-                _put(record, myself(gone=True))
-
-
-def holder_of(record: RunRecord) -> Holder | None:
-    """The last holder of a run; None if there was none or it cannot be determined."""
-    try:
-        data = record.store.read(_path(record), limit=_MAX_BYTES)
-        found = typed(Holder, parsed(data, _MAX_BYTES))
-    except (PathNotFound, TooLarge, OwnFileUnreadable):
-        return None
-    return None if seconds_of(found.at) is None else found
-
-
-def _is_here(record: RunRecord, holder: Holder) -> bool:
-    """Whether a holder is probably still working on the run."""
-    if holder.gone:
-        return False
-    if holder.host == socket.gethostname() and not _is_alive(holder.pid):
-        return False
-    # By the clock of the storage: that of another host may be wrong by hours.
-    now_s = storage_time_s(record.store, f"{record.folder}/clock")
-    listed = record.store.list_dir(record.folder)
-    beat_s = next((info.mtime_s for info in listed if info.path == _path(record)), None)
-    seen_s = seconds_of(holder.at) if beat_s is None else beat_s
-    # A time far in the future is no heartbeat either.
-    return abs(now_s - (seen_s or 0.0)) < SILENT_S
-
-
-def _beat(record: RunRecord, over: threading.Event) -> None:
-    while not over.wait(BEAT_S):
-        # If the storage is gone, the next event reports it.
-        with suppress(StorageError):
-            if not _is_mine(holder_of(record)):
-                return  # another process has taken the run over
-            _put(record, myself())
-
-
-def _is_mine(holder: Holder | None) -> bool:
-    me = myself()
-    return holder is None or (holder.host, holder.pid) == (me.host, me.pid)
-
-
-def _put(record: RunRecord, holder: Holder) -> None:
-    record.store.put(_path(record), line_bytes(holder), replace=True)
-
-
-def _path(record: RunRecord) -> str:
-    return f"{record.folder}/holder.json"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -1,7 +1,6 @@
 """Start or continue a runbook, and report how it ended.
 
-Opens the record of the run under the checkpoint root, keeps others from working on it at
-the same time, and calls the engine.
+Opens the record of the run under the checkpoint root, and calls the engine.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from ckptctl.runbook.engine import (
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.position import is_argument, position_of
 from ckptctl.runbook.reading import led_to
-from ckptctl.runbook.record import RunFull, RunRecord, Unwritten, begun, held, newest
-from ckptctl.runbook.transcript import transcript
+from ckptctl.runbook.record import RunFull, RunRecord, Unwritten, begun, newest
+from ckptctl.runbook.transcript import TRANSCRIPT, transcript
 from ckptctl.selection.empty_roots import check_empty, is_step_itself
 from ckptctl.selection.history import has_sentinel
 from ckptctl.selection.roots import list_root
@@ -80,15 +79,13 @@ def run_runbook(
     talk: Talk,
     *,
     how: How = "auto",
-    take_over: bool = False,
     storage: StorageOptions = StorageOptions(),
 ) -> Ran:
     """Run a runbook on the checkpoint root `root`, from where its last run stopped.
 
     `inputs` are values by name. Raises `UsageError` for inputs that the page does not
     declare, `PathNotFound` if the root does not exist, `AccessDenied` if no record can be
-    written, `RunHeld` if another person works on the run, `RunFull`, `RunUnreadable`,
-    `TakenOver`, `NoTerminal`, and storage errors.
+    written, `RunFull`, `RunUnreadable`, `TakenOver`, `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
     # A block would take the last line of a path for all of it.
@@ -113,10 +110,10 @@ def run_runbook(
             return _ran(book, found, left, again, n_found=len(found.events))
         n_found = len(record.events)
         try:
-            with held(record, take_over=take_over):
-                _open(book, record, root, given)
-                left = proceed(book, record, talk, handed_on, n_found=n_found)
-                _write_transcript(record, left)
+            _open(book, record, root, given)
+            left = proceed(book, record, talk, handed_on, n_found=n_found)
+            text = transcript(record.events).encode("utf-8", "backslashreplace")
+            store.put(f"{record.folder}/{TRANSCRIPT}", text, replace=True)
         except AccessDenied as error:
             again = _called(book, root, given, talk)
             raise AccessDenied(
@@ -129,13 +126,6 @@ def run_runbook(
             raise
         again = _next(book, root, given, talk, how, left)
         return _ran(book, record, left, again, n_found=n_found)
-
-
-def _write_transcript(record: RunRecord, left: Left) -> None:
-    step = left.step
-    for name, text in transcript(record.events, step).items():
-        data = text.encode("utf-8", "backslashreplace")
-        record.store.put(f"{record.folder}/{name}", data, replace=True)
 
 
 def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) -> dict[str, Value]:

@@ -1,20 +1,16 @@
-"""Write what happened in a run, for an incident report.
+"""Write what happened in a run as Markdown, for an incident report.
 
-Three forms: Markdown, JSON Lines, and one self-contained HTML page. All are made from the
-recorded events alone, so that they can be made again later.
+It is made from the recorded events alone, so that it can be made again later.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import markup
 from ckptctl.errors import PathUntrusted, StorageError, UsageError
-from ckptctl.formats.own.files import as_fields
 from ckptctl.formats.own.run_events import (
     BeganEvent,
     DecidedEvent,
@@ -26,41 +22,33 @@ from ckptctl.formats.own.run_events import (
     without_secrets,
 )
 from ckptctl.formatting import duration, seconds_of
-from ckptctl.markup import as_text, page
 from ckptctl.runbook.document import shown
-from ckptctl.runbook.pictures import bars_of_time, documents_of, timeline_of_steps
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.shared_places import open_folder
 
+TRANSCRIPT = "transcript.md"
+"""Its name, beside the record and in the folder that a person names."""
 SHOWN_LINES = 60
 
 
-def transcript(events: Sequence[Event], step: str | None) -> dict[str, str]:
-    """The three forms, by file name."""
-    events = [without_secrets(event) for event in events]
-    return {
-        "transcript.md": as_markdown(events),
-        "transcript.jsonl": as_json_lines(events),
-        "transcript.html": as_html(events, step),
-    }
+def transcript(events: Sequence[Event]) -> str:
+    """The run as Markdown, without secrets."""
+    return "\n".join(_markdown([without_secrets(event) for event in events])) + "\n"
 
 
-def write_transcript(folder: Path, events: Sequence[Event], step: str | None) -> None:
-    """Write the three forms into a folder, which is created if missing.
+def write_transcript(folder: Path, events: Sequence[Event]) -> None:
+    """Write the transcript into a folder, which is created if missing.
 
-    Their owner alone can read them. Raises `UsageError` if nothing can be written there.
+    Its owner alone can read it. Raises `UsageError` if nothing can be written there.
     """
     try:
         open_folder(str(folder), make=True).close()
+        with LocalStore(str(folder), private=True) as store:
+            text = transcript(events).encode("utf-8", "backslashreplace")
+            store.put(TRANSCRIPT, text, replace=True)
     except OSError as error:
         raise UsageError(f"the transcript {folder}: {error.strerror}") from error
-    except PathUntrusted as error:
-        raise UsageError(f"the transcript {error.message}") from error
-    try:
-        with LocalStore(str(folder), private=True) as store:
-            for name, text in transcript(events, step).items():
-                store.put(name, text.encode("utf-8", "backslashreplace"), replace=True)
-    except StorageError as error:
+    except (PathUntrusted, StorageError) as error:
         raise UsageError(f"the transcript {error.message}") from error
 
 
@@ -108,20 +96,10 @@ def steps_of(events: Sequence[Event]) -> Iterator[Done]:
         yield Done(began, None, decided)
 
 
-def as_json_lines(events: Sequence[Event]) -> str:
-    """One event per line."""
-    return "".join(f"{json.dumps(as_fields(event), ensure_ascii=False)}\n" for event in events)
-
-
-def as_markdown(events: Sequence[Event]) -> str:
-    """The run as Markdown."""
-    return "\n".join(_markdown(events)) + "\n"
-
-
 def _markdown(events: Sequence[Event]) -> Iterator[str]:
     yield f"# {_title(events)}"
     yield ""
-    yield from (f"- {text}" for text in _facts(events, markup.code))
+    yield from (f"- {text}" for text in _facts(events))
     yield ""
     yield markup.row("given", "value")
     yield markup.row("---", "---")
@@ -133,7 +111,7 @@ def _markdown(events: Sequence[Event]) -> Iterator[str]:
         yield ""
         if done.command:
             yield from (*markup.block("sh", done.command), "")
-        yield _result(done, markup.code)
+        yield _result(done)
         if lines := _lines(done):
             yield ""
             yield from markup.block("text", lines)
@@ -148,14 +126,10 @@ def _title(events: Sequence[Event]) -> str:
     return f"{opened.runbook.upper()}: {opened.title}"
 
 
-_Quote = Callable[[str], str]
-"""Makes text of somebody else part of a line."""
-
-
-def _facts(events: Sequence[Event], quote: _Quote) -> Iterator[str]:
+def _facts(events: Sequence[Event]) -> Iterator[str]:
     first, last = events[0], events[-1]
     by = dict.fromkeys(event.by for event in events if isinstance(event, _Personal))
-    people = [*map(quote, by)]
+    people = [*map(markup.code, by)]
     yield f"started {first.at} by {people[0]}" + (
         f"; continued by {', '.join(people[1:])}" if people[1:] else ""
     )
@@ -175,9 +149,9 @@ def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
         yield name, shown(value)
 
 
-def _result(done: Done, quote: _Quote) -> str:
+def _result(done: Done) -> str:
     decided = done.decided
-    by = "" if decided is None else f"Decided by {quote(decided.by)} at {decided.at}. "
+    by = "" if decided is None else f"Decided by {markup.code(decided.by)} at {decided.at}. "
     return by + _ended(done)
 
 
@@ -193,97 +167,11 @@ def _ended(done: Done) -> str:
     return f"{began}, exit code {ended.exit_code} after {took}: {follows}"
 
 
-def _lines(done: Done, *, with_chart: bool = True) -> list[str]:
-    lines = list((done.ended and done.ended.lines) or ())
-    if not with_chart and done.ended is not None and done.ended.picture:
-        lines = [*_without_chart(lines)]
+def _lines(done: Done) -> Sequence[str]:
+    lines = (done.ended and done.ended.lines) or ()
     if len(lines) <= SHOWN_LINES:
         return lines
     return [f"({len(lines) - SHOWN_LINES} lines before these)", *lines[-SHOWN_LINES:]]
-
-
-def _without_chart(lines: Sequence[str]) -> Iterator[str]:
-    """The lines without the chart that `loss` draws in characters: the page has it as a picture."""
-    is_chart = False
-    for text in lines:
-        is_chart = text == "loss" or (is_chart and text != "")
-        if not is_chart:
-            yield text
-
-
-def as_html(events: Sequence[Event], step: str | None) -> str:
-    """The run as one page with its images; `step` is the chosen step."""
-    title = _title(events)
-    parts = [
-        f"<h1>{as_text(title)}</h1>",
-        "<ul>",
-        *(f"<li>{as_text(fact)}</li>" for fact in _facts(events, str)),
-        "</ul>",
-        *_pictures(events, step),
-        "<h2>Given</h2><table>",
-        *(
-            f"<tr><th>{as_text(name)}</th><td><code>{as_text(value) or '–'}</code></td></tr>"
-            for name, value in _inputs(events)
-        ),
-        "</table>",
-        *(_section(done) for done in steps_of(events)),
-    ]
-    return page(title, parts)
-
-
-def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
-    *_, scan = (None, *documents_of(events, "ckptctl.scan"))
-    drawn = (
-        (
-            "Steps under the root, newest first",
-            "" if scan is None else timeline_of_steps(scan, step),
-        ),
-        ("Where the time went", bars_of_time(tuple(_times(events)))),
-    )
-    for heading, svg in drawn:
-        if svg:
-            yield f"<h2>{heading}</h2><figure tabindex=0>{svg}</figure>"
-    for (block, _), plot in _plots(events).items():
-        data = base64.b64encode(plot.encode("utf-8", "replace")).decode()
-        yield (
-            f"<h2>Picture of {as_text(block)}</h2><figure tabindex=0>"
-            f'<img alt="plot of the loss" src="data:image/svg+xml;base64,{data}"></figure>'
-        )
-
-
-def _plots(events: Sequence[Event]) -> dict[tuple[str, str], str]:
-    """The newest plot of the loss after each resume, by its block and the step."""
-    found: dict[tuple[str, str], str] = {}
-    step = ""
-    for event in events:
-        if isinstance(event, BeganEvent):
-            step = str(event.values.get("STEP", step))
-        elif isinstance(event, EndedEvent) and event.picture:
-            found[event.block, step] = event.picture
-    return found
-
-
-def _times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
-    """Seconds by block, and the time between the blocks."""
-    ran = 0.0
-    for done in steps_of(events):
-        if done.ended is not None and done.ended.duration_s is not None:
-            ran += done.ended.duration_s
-            yield done.ended.block, done.ended.duration_s
-    whole = _between(events[0].at, events[-1].at)
-    yield "between the blocks", max(whole - ran, 0.0)
-
-
-def _section(done: Done) -> str:
-    command = f"<pre class=command tabindex=0>{_text(done.command)}</pre>" if done.command else ""
-    lines = _lines(done, with_chart=False)
-    printed = f"<pre tabindex=0>{_text(lines)}</pre>" if lines else ""
-    result = as_text(_result(done, str))
-    return f"<h2>{as_text(done.name)}</h2>{command}<p>{result}</p>{printed}"
-
-
-def _text(lines: Sequence[str]) -> str:
-    return "\n".join(map(as_text, lines))
 
 
 def _between(first: str, last: str) -> float:

@@ -12,7 +12,6 @@ that is suspended exactly there publishes one last file, into a folder of its ow
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from ckptctl.formats.own.documents import FenceDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.formatting import command_line
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
-from ckptctl.storage.contract import Store, TooLarge, list_if_there
+from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.numbered_files import NumberedFiles
 from ckptctl.storage.opening import absolute_url, join_url
 
-_TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
 _MAX_NUMBER = 9_999_999_999  # the digits of a token, and of `step_N.attempt-M`
 _SCHEMA = "ckptctl.fence/1"
 _MAX_BYTES = 64 << 10
@@ -61,7 +60,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
     Cost: a listing, two reads and a write; again for each attempt that came first.
     """
     put_sentinel(store)
-    number = _highest(store)
+    number = _tokens(store).newest()
     while True:
         attempt = name_attempt(_attempt_of(store, number) if number else None)
         number += 1
@@ -80,7 +79,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
             "pid": os.getpid(),
         }
         try:
-            store.put(f"{FENCE_FOLDER}/{number:010}.json", as_stored(_SCHEMA, fields))
+            _tokens(store).add(number, as_stored(_SCHEMA, fields))
         except AlreadyExists:
             continue
         token = Token(number, attempt)
@@ -97,7 +96,7 @@ def check_token(store: Store, token: Token) -> None:
 
     Cost: one listing of a small folder, and one small read.
     """
-    highest = _highest(store)
+    highest = _tokens(store).newest()
     if highest > token.number:
         other: str | None = _attempt_of(store, highest)
     else:
@@ -125,14 +124,12 @@ def _other_under(store: Store, token: Token) -> str | None:
 
 def holder(store: Store) -> Token | None:
     """The token that holds the root; None if no attempt has ever held it."""
-    highest = _highest(store)
+    highest = _tokens(store).newest()
     return Token(highest, _attempt_of(store, highest)) if highest else None
 
 
-def _highest(store: Store) -> int:
-    entries = list_if_there(store, FENCE_FOLDER)
-    names = (_TOKEN.fullmatch(entry.path.rpartition("/")[2]) for entry in entries)
-    return max((int(match["number"]) for match in names if match), default=0)
+def _tokens(store: Store) -> NumberedFiles:
+    return NumberedFiles(store, FENCE_FOLDER)
 
 
 def _attempt_of(store: Store, number: int) -> str:
@@ -140,9 +137,8 @@ def _attempt_of(store: Store, number: int) -> str:
 
 
 def _read_attempt(store: Store, number: int) -> str | None:
-    path = f"{FENCE_FOLDER}/{number:010}.json"
     try:
-        data = store.read(path, limit=_MAX_BYTES)
+        data = _tokens(store).read(number, _MAX_BYTES)
         return read_back(data, _SCHEMA, FenceDocument, max_objects=8)["attempt"]
     except (OwnFileUnreadable, PathNotFound, TooLarge):
         return None

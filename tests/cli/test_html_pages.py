@@ -17,7 +17,7 @@ from command_line import run_ckptctl, validated
 from ckptctl.drill.results import Drilled, Trial, as_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-NAMES = ("scan", "loss", "history", "transcript", "drill")
+NAMES = ("scan", "loss", "history", "drill")
 VOID = {"meta", "img", "rect", "line", "circle", "path", "polyline", "br"}
 
 
@@ -63,8 +63,6 @@ def pages(framework_roots, tmp_path_factory) -> dict[str, Path]:
     for name, path in made.items():
         done = run_ckptctl(name, log if name == "loss" else root, "--html", path, "--timeout", 99)
         assert path.exists(), done.stderr
-    run_ckptctl("runbook", "run", "rb-7", root, "--dry-run", "--transcript", folder)
-    made["transcript"] = folder / "transcript.html"
     made["drill"] = folder / "drill.html"
     made["drill"].write_text(as_html(drilled(str(root))))
     return made

@@ -261,15 +261,6 @@ def runbook_record(root: Path, data: bytes) -> None:
     assert raised.value.exit_code == 21
 
 
-def runbook_holder(root: Path, data: bytes) -> None:
-    from ckptctl.runbook.record import RunRecord, holder_of
-
-    folder = ".ckptctl/runbooks/rb-7/20260101T000000Z-000000"
-    put(root / folder / "holder.json", data[:4000])
-    with open_store(str(root)) as store:
-        assert holder_of(RunRecord(store, folder)) is None
-
-
 def runbook_report(root: Path, data: bytes) -> None:
     from ckptctl.runbook.executing import _document
     from ckptctl.storage.shared_places import open_folder
@@ -305,7 +296,6 @@ READERS: dict[str, tuple[Probe, ...]] = {
         fence,
         branch,
         heartbeat,
-        runbook_holder,
         runbook_record,
         history,
         ledger,

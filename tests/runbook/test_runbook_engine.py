@@ -12,7 +12,6 @@ import time
 import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,13 +27,8 @@ from ckptctl.runbook.executing import Ended, as_typed, execute
 from ckptctl.runbook.reading import parse
 from ckptctl.runbook.record import (
     RunFull,
-    RunHeld,
     RunRecord,
     TakenOver,
-    begun,
-    held,
-    holder_of,
-    myself,
     newest,
 )
 from ckptctl.runbook.running import Ran, run_runbook
@@ -417,25 +411,14 @@ def test_a_page_that_changed_is_not_gone_on_with(tmp_path):
         go(tmp_path, Person(), parse(PAGE.replace("What is there?", "What?"), "rb-1.md"))
 
 
-def test_two_people_at_once_are_told_of_each_other(tmp_path):
+def test_of_two_people_on_one_run_the_first_stops_at_its_next_entry(tmp_path):
     go(tmp_path, Person(None), WORD="a fire")
     with open_store(str(tmp_path)) as store:
         record = newest(store, "rb-1")
-        with held(record, take_over=False):
-            with pytest.raises(RunHeld, match=f"{myself().by} on {myself().host}"):
-                go(tmp_path, Person())
-            taken = run_runbook(BOOK, str(tmp_path), {}, Person(None), take_over=True)
-            assert taken.continued
-            with pytest.raises(TakenOver):
-                record.add(record.opened)
-
-
-def test_a_call_that_was_killed_before_its_first_event_hides_no_run(tmp_path):
-    left = go(tmp_path, Person(None), WORD="a fire")
-    with open_store(str(tmp_path)) as store, held(begun(store, "rb-1"), take_over=False):
-        pass
-    again = go(tmp_path, Person(None), how="continue")
-    assert (again.run, again.continued) == (left.run, True)
+        taken = run_runbook(BOOK, str(tmp_path), {}, Person(None))
+        assert taken.continued
+        with pytest.raises(TakenOver):
+            record.add(record.opened)
 
 
 def test_of_two_calls_that_write_the_same_event_at_once_one_stops(monkeypatch):
@@ -450,33 +433,6 @@ def test_of_two_calls_that_write_the_same_event_at_once_one_stops(monkeypatch):
     )
     with pytest.raises(TakenOver):
         RunRecord(store, "run").add(event)
-
-
-def test_whoever_lost_a_run_leaves_the_note_of_the_other(tmp_path):
-    with open_store(str(tmp_path)) as store:
-        record = begun(store, "rb-1")
-        with held(record, take_over=False):
-            other = replace(myself(), host="elsewhere", pid=1)
-            record_module._put(record, other)
-        assert holder_of(record) == other
-
-
-@pytest.mark.parametrize("ahead_s", [-3600, 3600])
-def test_somebody_whose_clock_differs_by_an_hour_still_works_on_the_run(
-    tmp_path, monkeypatch, ahead_s
-):
-    with open_store(str(tmp_path)) as store:
-        record = begun(store, "rb-1")
-        record_module._put(record, replace(myself(), host="elsewhere", pid=1))
-        there = time.time
-        monkeypatch.setattr(time, "time", lambda: there() + ahead_s)
-        with pytest.raises(RunHeld), held(record, take_over=False):
-            pass
-        two_minutes_ago = there() - 120
-        os.utime(tmp_path / record_module._path(record), (two_minutes_ago, two_minutes_ago))
-        with held(record, take_over=False):
-            pass
-    assert not [*tmp_path.rglob("clock")]
 
 
 def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):

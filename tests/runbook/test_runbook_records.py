@@ -358,22 +358,7 @@ def test_an_event_that_is_missing_is_noticed(root):
     assert "event 1 is missing" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "holder",
-    [
-        b"[" * 2000,
-        b"{}",
-        b'{"by":1,"host":2,"pid":-1,"at":3}',
-        b'{"by":"a","host":"b","pid":9,"at":"x"}',
-    ],
-)
-def test_a_damaged_note_of_who_works_on_a_run_is_none(root, holder):
-    folder = plant(root)
-    (folder / "holder.json").write_bytes(holder)
-    assert run(root, "--continue", "--yes").returncode == 31
-
-
-def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
+def test_what_a_stranger_wrote_cannot_break_the_run(root, tmp_path):
     report = {
         "schema": "ckptctl.verify/1",
         "report": {
@@ -396,14 +381,6 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
     )
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode == 31, done.stderr
-
-
-def test_a_picture_in_a_record_that_is_no_text_breaks_no_transcript(root, tmp_path):
-    odd = ended("Locate", "suspect-steps", "next", picture="<svg>\ud800")
-    plant(root, *before_resume("x")[:3], odd)
-    done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
-    assert done.returncode == 31, done.stderr
-    assert 'src="data:image/svg+xml' in (tmp_path / "t" / "transcript.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -434,9 +411,7 @@ def test_what_a_log_holds_remains_text_in_the_transcript(root, tmp_path):
     assert "````text\n```\n# done\n<img src=x>\\x1b[8m\\u202egnp|`x`\n````\n" in made
     assert "by `` `x|y` <img src=x> @everyone ``" in made
     assert "| `LOG` | `` ('a`b\\|c\\u202e.log') `` |" in made
-    for name in ("transcript.md", "transcript.html"):
-        page = (tmp_path / "t" / name).read_text()
-        assert all(c.isprintable() or c == "\n" for c in page), name
+    assert all(c.isprintable() or c == "\n" for c in made)
 
 
 GIVEN = ["an NBSP\u00a0 and \u3000", "a\u200cb", "\U0001f468\u200d\U0001f4bb did it"]

@@ -138,8 +138,6 @@ class EndedEvent(RunEvent):
     """How long the command ran."""
     report: Mapping[str, object] | None = None
     """The document of a ckptctl command in the block."""
-    picture: Output | None = None
-    """The SVG that the command wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +159,7 @@ Event = (
 AnEvent = TypeVar("AnEvent", bound=RunEvent)
 
 _WRITTEN_BY_OTHERS = frozenset(
-    {"inputs", "values", "command", "printed", "lines", "report", "picture", "because"}
+    {"inputs", "values", "command", "printed", "lines", "report", "because"}
 )
 """The fields whose texts come from the operator, the page or the commands of blocks."""
 
