@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ckptctl
-from ckptctl.failures.deciding import decide
+from ckptctl.failures.classifying import decide
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.results import CLASSES
 

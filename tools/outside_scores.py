@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ckptctl.failures.deciding import decide
+from ckptctl.failures.classifying import decide
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.results import CLASSES
 

@@ -38,14 +38,6 @@ def history(
             "The DIR of run --state, if it was given; by default the root holds the state.",
         ),
     ] = None,
-    log: Annotated[
-        list[str] | None,
-        Parameter(
-            "--log FILE",
-            "A log of the job, or a folder of logs, in which NVRx or Megatron report slow "
-            "ranks; may be given several times.",
-        ),
-    ] = None,
     metrics: MetricsOpt = None,
     html: HtmlOpt = None,
     *,
@@ -58,7 +50,7 @@ def history(
     ckptctl run. The rest of the time is divided into what was trained again, restarts, loads,
     first steps and saves. With --quiet only the goodput is printed, as a share.
     """
-    found = ckptctl.run_history(*roots, state=state, logs=log or (), storage=storage)
+    found = ckptctl.run_history(*roots, state=state, storage=storage)
     if metrics is not None:
         from ckptctl.cli.metrics import history_samples, write_metrics
 

@@ -33,7 +33,7 @@ from ckptctl.starting import OwnCommand, own_command
 from ckptctl.storage.opening import absolute_url, is_local, open_store
 from ckptctl.storage.shared_places import open_folder, open_place
 from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
-from ckptctl.supervisor.holding import marker_of
+from ckptctl.supervisor.holding import STATE_FOLDER, Revisions, marker_of
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.processes import (
     GRACE_S,
@@ -45,7 +45,6 @@ from ckptctl.supervisor.processes import (
     receiving,
     signal_all,
 )
-from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 
 ROOT_WORD, STEP_WORD = "{root}", "{step}"
 _POLL_S = 0.2
@@ -98,15 +97,9 @@ class LoggedSteps:
     def __init__(self, log: Path) -> None:
         self.n = 0
         """How many rows have a loss."""
-        self.counts: str | None = None
-        """What the log counts if not training steps, such as epochs."""
-        self._last: int | None = None
+        self.last: int | None = None
+        """The largest step; None where the log has none."""
         self._tail = FileTail(str(log), str(log))
-
-    @property
-    def last(self) -> int | None:
-        """The largest training step; None where the log has none."""
-        return None if self.counts else self._last
 
     def read(self, *, to_end: bool = False) -> LoggedSteps:
         """Read what was added; `to_end` also what waits for more bytes."""
@@ -120,8 +113,7 @@ class LoggedSteps:
         for row in items:
             if isinstance(row, Row) and row.has_loss:
                 self.n += 1
-                self.counts = self.counts or row.counts
-                self._last = row.step if self._last is None else max(self._last, row.step)
+                self.last = row.step if self.last is None else max(self.last, row.step)
 
 
 class TrialFailed(Exception):

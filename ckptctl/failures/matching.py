@@ -2,7 +2,7 @@
 
 Keeps the few facts that a line itself lacks: whether its rank is inside a traceback,
 whether the launcher is naming the first failed rank, the last clock. Quotes, advice, source
-code and retries resemble errors and are dropped here. `deciding` weighs the evidence.
+code and retries resemble errors and are dropped here. `classifying` weighs the evidence.
 
 The time per line is bounded: a rule is matched against at most `MAX_MATCHED` characters
 around its literal, and every pattern takes linear time

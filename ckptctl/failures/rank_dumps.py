@@ -22,6 +22,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.results import Evidence, Role
@@ -301,12 +302,14 @@ def _frame(frames: object) -> str | None:
     return None
 
 
+MAIN_THREAD = "MainThread"
 _MAX_FRAMES = 200
 _MAX_STACKS = 100_000
 _THREAD = re.compile(
     r"^\s*(?:Thread (?:0x)?[0-9A-Fa-f]+ \((?:active|idle)[^)]{0,40}\)"
     r"(?:: \"(?P<name>[^\"]{0,80})\")?"
-    r"|(?:Current thread|Thread) 0x[0-9A-Fa-f]+ (?:\[[^\]]{0,80}\] )?\(most recent call first\):)"
+    r"|(?:(?P<current>Current thread)|Thread) 0x[0-9A-Fa-f]+ (?:\[[^\]]{0,80}\] )?"
+    r"\(most recent call first\):)"
 )
 _FRAME = re.compile(
     r"^\s{1,20}(?:(?P<name>\S{1,200}) \((?P<file>[^():]{1,400}):(?P<line>\d{1,9})\)"
@@ -333,13 +336,28 @@ _LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages|dist-packages|lib/python3\
 _TOP = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One function on a stack."""
+class Frame(NamedTuple):
+    """One call on a stack."""
 
     name: str
     file: str
     line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.name}"
+
+
+def waits_for_others(frames: Sequence[Frame]) -> bool:
+    """Whether a thread waits for other ranks, as far as its frames show, the innermost first."""
+    return _WAITS_INSIDE.search(frames[0].file) is not None or any(
+        _COLLECTIVE.search(frame.file) or (_WAITING.match(frame.name) and _TORCH.search(frame.file))
+        for frame in frames[:_TOP]
+    )
+
+
+def innermost_of_program(frames: Sequence[Frame]) -> int:
+    """The number of the innermost frame outside of libraries; 0 where none is."""
+    return next((n for n, frame in enumerate(frames) if not in_library(frame.file)), 0)
 
 
 @dataclass(slots=True)
@@ -355,32 +373,23 @@ class Stack:
     @property
     def is_main(self) -> bool:
         """Whether it is that of the main thread."""
-        named = self.thread in ("MainThread", "")
+        named = self.thread in (MAIN_THREAD, "")
         return named and bool(self.frames) and self.frames[-1].name == "<module>"
 
     @property
     def waits(self) -> bool:
         """Whether the thread waits for other ranks, as far as its frames show."""
-        return _WAITS_INSIDE.search(self.frames[0].file) is not None or any(
-            _COLLECTIVE.search(each.file)
-            or (_WAITING.match(each.name) and _TORCH.search(each.file))
-            for each in self.frames[:_TOP]
-        )
-
-    @property
-    def _own(self) -> int:
-        """The number of the innermost frame of the program; 0 where none is."""
-        return next((i for i, each in enumerate(self.frames) if not in_library(each.file)), 0)
+        return waits_for_others(self.frames)
 
     @property
     def place(self) -> str:
         """The innermost function of the program, as `name (file:line)`."""
-        frame = self.frames[self._own]
+        frame = self.frames[innermost_of_program(self.frames)]
         return f"{frame.name} ({frame.file}:{frame.line})"
 
     def described(self, *, innermost: bool) -> str:
         """The place, and the function of a library that it called, or the innermost one."""
-        inner = self.frames[: self._own]
+        inner = self.frames[: innermost_of_program(self.frames)]
         frames = inner if innermost else inner[::-1]
         called = next((each.name for each in frames if not _DECORATOR.search(each.name)), None)
         return self.place if called is None else f"{self.place}, in {called}"
@@ -425,7 +434,9 @@ class StackReader:
                 None if rank is not None else _RANK_OF_LOG.search(os.path.basename(self._name))
             )
             rank = clamped(in_name[1] or in_name[2]) if in_name else rank
-            self._open = Stack(rank, self._name, number, match["name"] or "")
+            # The kernel gives a signal to the main thread of a process if that does not block it.
+            thread = match["name"] or (MAIN_THREAD if match["current"] else "")
+            self._open = Stack(rank, self._name, number, thread)
             self.stacks.append(self._open)
 
 

@@ -1,7 +1,7 @@
 """The results of `classify`: classes of failure, the evidence, and what it adds up to.
 
 Each class states the domain of the failure, what to do, and whether a restart can help.
-`rules` maps evidence to classes; `deciding` chooses among several.
+`rules` maps evidence to classes; `classifying` chooses among several.
 """
 
 from __future__ import annotations

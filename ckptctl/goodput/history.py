@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptctlError, OptionError, UsageError
-from ckptctl.failures.slow_ranks import slow_in_logs, slow_ranks_finding
+from ckptctl.failures.slow_ranks import slow_ranks_finding
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, duration, percent
 from ckptctl.goodput.records import read_records
@@ -47,7 +47,7 @@ class RunHistory:
     roots: tuple[RootHistory, ...]
     """The roots, in the order in which they were given."""
     findings: tuple[Finding, ...]
-    """Ranks that are slow: in the last attempt of each root, and in the logs that were given."""
+    """Ranks that are slow in the last attempt of each root."""
     message: Message
     exit_code: ExitCode
     next_command: NextCommand
@@ -56,15 +56,13 @@ class RunHistory:
 def run_history(
     *roots: str,
     state: str | None = None,
-    logs: Sequence[str] = (),
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> RunHistory:
     """The attempts of one run or several, and how their time was spent.
 
     Reads the ledgers that `ckptctl.train` keeps in a root, and the state of `ckptctl run`; either
-    is enough. `state` is the folder or URL where `run --state` kept it. `logs` are logs of the
-    job, or folders of them, in which NVRx or Megatron report slow ranks. Of several roots, one
+    is enough. `state` is the folder or URL where `run --state` kept it. Of several roots, one
     that cannot be read does not keep the others from being reported: the exit code is its.
 
     Raises `UsageError` without a root, and the error of a single root that cannot be read.
@@ -95,8 +93,6 @@ def run_history(
         for root, each in last.items()
         if each.slow
     ]
-    if slow := slow_in_logs(logs, storage):
-        findings.append(slow_ranks_finding(slow, ", ".join(logs)))
     return RunHistory(
         attempts=tuple(attempts),
         goodput=goodput,

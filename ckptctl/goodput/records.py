@@ -32,7 +32,7 @@ from ckptctl.formatting import seconds_of
 from ckptctl.goodput.timeline import AttemptRecord
 from ckptctl.selection.history import read_attempts
 from ckptctl.storage.contract import Store
-from ckptctl.supervisor.state import STATE_FOLDER, Revisions
+from ckptctl.supervisor.holding import STATE_FOLDER, Revisions
 
 MAX_ATTEMPTS = 5_000
 """Ledgers of a root that are read; the newest."""
@@ -231,7 +231,6 @@ def _slow(document: SlowRankDocument) -> SlowRank:
         document["node"][:200],
         None if relative is None else min(1.0, relative / 100),
         None if individual is None else min(1.0, individual / 100),
-        "heartbeats",
     )
 
 

@@ -219,11 +219,12 @@ class Logs:
         """
         found = guarded("reading the logs of the attempt", partial(self._classified, exit_code))
         if isinstance(found, Unknown):
-            return _unknown(found.message)
+            return _cause_of_class(UNKNOWN, found.message)
         if found is None:
             return None
         if found.failure == UNKNOWN:
-            return _unknown("; ".join(found.unread[:3])) if found.unread else None
+            unread = "; ".join(found.unread[:3])
+            return _cause_of_class(UNKNOWN, unread) if unread else None
         return {
             "failure": found.failure,
             "domain": found.domain.value,
@@ -287,22 +288,13 @@ def _n_not_finite(name: str, data: bytes) -> int:
 
 def cause_by_slurm(failure: str, message: str, nodes: Sequence[str] = ()) -> CauseDocument:
     """The cause of an end that the controller of Slurm states."""
+    cause = _cause_of_class(failure, message)
+    return {**cause, "confidence": "high", "rule": BY_SLURM, "nodes": [*nodes[:MOST_NAMES]]}
+
+
+def _cause_of_class(failure: str, message: str) -> CauseDocument:
+    """The cause of a class of failure with low confidence, which no rule has found."""
     about = CLASSES[failure]
-    return {
-        "failure": about.name,
-        "domain": about.domain.value,
-        "restart": about.restart.value,
-        "confidence": "high",
-        "rule": BY_SLURM,
-        "message": message[:MAX_STRING],
-        "rank": None,
-        "nodes": [*nodes[:MOST_NAMES]],
-    }
-
-
-def _unknown(message: str) -> CauseDocument:
-    """The cause of an attempt whose logs could not be read; it decides nothing."""
-    about = CLASSES[UNKNOWN]
     return {
         "failure": about.name,
         "domain": about.domain.value,

@@ -3,7 +3,7 @@
 For each rank: the state of its process, and the stacks of its threads, twice, by py-spy where
 it is installed and may read the process, else by the signal that `ckptctl.train` has set a
 handler for. Of the processes that a rank has started (workers of a data loader): state, what they
-wait in, and stacks. Besides, the dumps of torch's flight recorder. `naming` decides what they mean.
+wait in, and stacks. Besides, the dumps of torch's flight recorder. `hangs` decides what they mean.
 
 Dumps lie where others may write: those of a user who does not run the job are set aside.
 """
@@ -11,7 +11,6 @@ Dumps lie where others may write: those of a user who does not run the job are s
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections import defaultdict
@@ -25,8 +24,16 @@ from typing import BinaryIO, NamedTuple
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
 from ckptctl.errors import StorageError
+from ckptctl.failures.rank_dumps import (
+    MAIN_THREAD,
+    PREFIX_VARIABLES,
+    Dump,
+    Frame,
+    NotADump,
+    StackReader,
+    read_dump,
+)
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
-from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
 from ckptctl.outside_numbers import clamped
 from ckptctl.redaction import redacted
@@ -77,17 +84,6 @@ MAX_DUMPS_BYTES = 1 << 30
 _DUMP_PREFIX = "/tmp/nccl_trace_rank_"  # noqa: S108  # only read
 """Where torch writes the dumps without these variables. Source: torch 2.13,
 `torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`."""
-
-
-class Frame(NamedTuple):
-    """One call on a stack."""
-
-    function: str
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
 
 
 Stack = tuple[Frame, ...]
@@ -421,39 +417,23 @@ def _answer(number: int, process: Process, file: BinaryIO) -> str:
     return file.read(_MAX_STACKS_BYTES).decode("utf-8", "replace")
 
 
-# A thread, and a call, as py-spy 0.4 and as faulthandler of Python 3.9 to 3.15 print them.
-_THREADS = (
-    re.compile(r'Thread \S{1,40} \([^)]{0,40}\)(?:: "(?P<main>MainThread)?.{0,200}")?'),
-    re.compile(r"(?:(?P<main>Current thread)|Thread) 0x.{1,120}\(most recent call first\):"),
-)
-_FRAMES = (
-    re.compile(r"\s+(?P<function>.{1,500}) \((?P<file>.{1,500}):(?P<line>\d{1,9})\)"),
-    re.compile(r'  File "(?P<file>.{1,600})", line (?P<line>\d{1,9}) in (?P<function>.{1,600})'),
-)
 _OF_SAVE = "ckptctl/train/saving.py"
 
 
 def stack_in(text: str, *, of_save: bool = False) -> Stack | None:
     """The stack of the main thread, or of the asynchronous save; None where it is not there.
 
-    `text` is what py-spy or faulthandler wrote. The kernel gives a signal to the main thread of
-    a process if that does not block it: the current thread of faulthandler is the main one.
+    `text` is what py-spy or faulthandler wrote.
     """
-    threads: list[tuple[bool, list[Frame]]] = []
-    for line in text.splitlines():
-        if thread := _match(_THREADS, line):
-            threads.append((thread["main"] is not None, []))
-        elif threads and (frame := _match(_FRAMES, line)):
-            threads[-1][1].append(Frame(frame["function"], frame["file"], clamped(frame["line"])))
-    for is_main, frames in threads:
-        saves = any(frame.file.endswith(_OF_SAVE) for frame in frames)
-        if frames and (saves and not is_main if of_save else is_main):
-            return tuple(frames)
+    reader = StackReader("")
+    for number, line in enumerate(text.splitlines()):
+        reader.take(number, line, None)
+    for thread in reader.stacks:
+        saves = any(frame.file.endswith(_OF_SAVE) for frame in thread.frames)
+        is_main = thread.thread == MAIN_THREAD
+        if thread.frames and (saves and not is_main if of_save else is_main):
+            return tuple(thread.frames)
     return None
-
-
-def _match(patterns: Iterable[re.Pattern[str]], line: str) -> re.Match[str] | None:
-    return next(filter(None, (each.fullmatch(line) for each in patterns)), None)
 
 
 # Dumps of the flight recorder

@@ -250,13 +250,13 @@ class StepTimes:
 
     def slow(self) -> tuple[SlowRank, ...]:
         """The ranks that were slow when the last windows were closed."""
-        return slow_among(self._present, self._best, self._nodes, "heartbeats")
+        return tuple(slow_among(self._present, self._best, self._nodes))
 
     def documents(self) -> list[SlowRankDocument]:
         """The slow ranks as the state keeps them."""
         return [
             {
-                "rank": each.rank or 0,
+                "rank": each.rank,
                 "node": each.node,
                 "relative_percent": _percent(each.relative),
                 "individual_percent": _percent(each.individual),

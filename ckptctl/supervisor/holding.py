@@ -7,17 +7,22 @@ lease is renewed is measured by the clock of the process that waits: clocks of m
 
 A thread writes the state and the lease. A store that hangs or is full delays a write and
 never the job; the write is made later.
+
+Each revision of the state is a numbered file. The last few remain, so that a damaged one does not
+lose the budget. A root that disappears takes its state along. The local copy shows that; it is
+the newer one, too, where the store could not be written to before the supervisor was killed.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.distributed.process_table import Process, is_alive, machine, own_process
 from ckptctl.errors import (
@@ -27,22 +32,205 @@ from ckptctl.errors import (
     Fenced,
     OwnFileUnreadable,
     OwnFileUnsupported,
+    PathNotFound,
+    PathUntrusted,
     StorageError,
+    UsageError,
 )
-from ckptctl.formats.own.files import MAX_STRING, time_now
+from ckptctl.formats.digests import sha256_of
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own.files import MAX_STRING, as_stored, time_now
 from ckptctl.formats.own.supervision import (
+    LEASE_SCHEMA,
+    MAX_ATTEMPTS,
+    MAX_LEASE_BYTES,
+    MAX_STATE_BYTES,
+    STATE_SCHEMA,
+    LeaseDocument,
     OwnerDocument,
     ResetDocument,
     SupervisorDocument,
+    read_state,
 )
 from ckptctl.formatting import command_line
+from ckptctl.redaction import redacted_values
+from ckptctl.selection.history import check_sentinel
 from ckptctl.selection.marking import user_name
-from ckptctl.storage.opening import absolute_url, local_path
+from ckptctl.storage.contract import Store, TooLarge, read_if_there
+from ckptctl.storage.files import PRIVATE, replace_file
+from ckptctl.storage.numbered_files import NumberedFiles
+from ckptctl.storage.opening import absolute_url, join_url, local_path, open_store
+from ckptctl.storage.shared_places import open_folder
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.child import Hang, Running, Signals, Watcher
 from ckptctl.supervisor.processes import GRACE_S, end_processes, marked
 from ckptctl.supervisor.results import Decision
-from ckptctl.supervisor.state import LocalCopy, Revisions, bounded, new_state, newer
+
+if TYPE_CHECKING:
+    from ckptctl.supervisor.options import RunOptions
+
+
+STATE_FOLDER = f"{OWN_FOLDER}/supervisor"
+"""The path of the state in a root."""
+
+_KEPT = 4
+_LEASE = "lease.json"
+
+
+class Revisions:
+    """The revisions of one state in a store, below `folder`; and the lease beside them.
+
+    With `of_root` nothing is written where the sentinel of the root is missing: what is there
+    then is not the root, but for example the folder on which it is not mounted.
+    """
+
+    def __init__(self, store: Store, folder: str = "", *, of_root: bool) -> None:
+        self.url = join_url(store.url, folder)
+        self.files = NumberedFiles(store, folder)
+        self._store = store
+        self._lease = f"{folder}/{_LEASE}" if folder else _LEASE
+        self._of_root = of_root
+
+    def newest(self) -> SupervisorDocument | None:
+        """The newest revision that can be read; None where there is none.
+
+        Raises `OwnFileUnsupported` where the newest is of another major version, and
+        `OwnFileUnreadable` where all are damaged.
+        """
+        first: OwnFileUnreadable | None = None
+        for number in self.files.numbers()[: -_KEPT - 1 : -1]:
+            try:
+                return self.read(number)
+            except OwnFileUnsupported:
+                raise
+            except OwnFileUnreadable as error:
+                first = first or error
+        if first is not None:
+            raise first
+        return None
+
+    def read(self, number: int) -> SupervisorDocument:
+        """One revision; raises `OwnFileUnreadable` where it is damaged or gone."""
+        name = join_url(self._store.url, self.files.path(number))
+        try:
+            return read_state(self.files.read(number, MAX_STATE_BYTES))
+        except OwnFileUnreadable as error:
+            raise type(error)(f"{name}: {error.message}") from error
+        except (TooLarge, PathNotFound) as error:
+            raise OwnFileUnreadable(f"{name} cannot be read") from error
+
+    def write(self, number: int, state: SupervisorDocument) -> None:
+        """Write a revision; raises `AlreadyExists` where another has the number.
+
+        Raises `StorageError` where the store does not take it.
+        """
+        self._check_root()
+        self.files.add(number, as_stored(STATE_SCHEMA, redacted_values(state)))
+        with suppress(StorageError):  # an old one that stays is harmless
+            self._store.remove(self.files.path(number - _KEPT))
+
+    def renew(self, lease: LeaseDocument) -> None:
+        """Show that the holder of the state is alive."""
+        self._check_root()
+        self._store.put(self._lease, as_stored(LEASE_SCHEMA, lease), replace=True)
+
+    def sign_of_life(self) -> object:
+        """What changes as long as the holder of the state is alive."""
+        lease = read_if_there(self._store, self._lease, limit=MAX_LEASE_BYTES)
+        return self.files.newest(), lease
+
+    def _check_root(self) -> None:
+        if self._of_root:
+            check_sentinel(self._store)
+
+
+@contextmanager
+def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
+    """The state of a run whose first root is `root`.
+
+    A folder that was given for it is created where its parent exists; the root never is.
+    """
+    with open_store(options.state or root, options.storage) as store:
+        if options.state and store.folders is not None:
+            store.folders.create_root()
+        folder = "" if options.state else STATE_FOLDER
+        yield Revisions(store, folder, of_root=options.state is None)
+
+
+class LocalCopy:
+    """The state as this user last wrote it on this machine; nothing where that is impossible.
+
+    `set_aside` is why a file with its name was not read; empty where it was.
+    """
+
+    set_aside = ""
+
+    def __init__(self, root: str) -> None:
+        given = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        name = sha256_of(os.fsencode(absolute_url(root).rstrip("/")))[:32]
+        self.path = os.path.join(given, "ckptctl", "supervisor", f"{name}.json")
+
+    def read(self) -> SupervisorDocument | None:
+        """The copy; None where there is none that can be read."""
+        try:
+            with open_folder(os.path.dirname(self.path)) as folder:
+                return read_state(folder.read(os.path.basename(self.path), MAX_STATE_BYTES))
+        except PathUntrusted as error:
+            self.set_aside = error.message
+        except (OSError, StorageError, OwnFileUnreadable):
+            pass
+        return None
+
+    def write(self, state: SupervisorDocument) -> None:
+        """Replace the copy, as far as the file system allows it."""
+        with suppress(OSError, StorageError, UsageError):
+            open_folder(os.path.dirname(self.path), make=True).close()
+            data = as_stored(STATE_SCHEMA, redacted_values(state))
+            replace_file(self.path, data, "the copy of the state", mode=PRIVATE)
+
+
+def new_state(root: str) -> SupervisorDocument:
+    """The state of a run that has had no attempt."""
+    return {
+        "run": secrets.token_hex(16),
+        "root": absolute_url(root),
+        "best": None,
+        "owner": None,
+        "attempts": [],
+        "excluded": [],
+        "resets": [],
+        "sections": {},
+    }
+
+
+def newer(stored: SupervisorDocument | None, copy: SupervisorDocument | None) -> bool:
+    """Whether the local copy holds more of this run than the store."""
+    if copy is None or not copy["attempts"]:
+        return False
+    if stored is None:
+        return True
+    return stored["run"] == copy["run"] and _extent(copy) > _extent(stored)
+
+
+def _extent(state: SupervisorDocument) -> tuple[int, int, int]:
+    attempts = state["attempts"]
+    last = attempts[-1] if attempts else None
+    ended = last is not None and last["decision"] is not None
+    return (last["number"] if last else 0, int(ended), len(state["resets"]))
+
+
+def bounded(state: SupervisorDocument) -> SupervisorDocument:
+    """The state with no more attempts and resets than a reader accepts, the newest."""
+    rejected = state.get("not_finite")
+    if rejected is not None:
+        state = {**state, "not_finite": rejected[-MAX_ATTEMPTS:]}
+    return {
+        **state,
+        "attempts": state["attempts"][-MAX_ATTEMPTS:],
+        "excluded": state["excluded"][-MAX_ATTEMPTS:],
+        "resets": state["resets"][-MAX_ATTEMPTS:],
+    }
+
 
 RENEW_S = 15.0
 LEASE_S = 60.0
@@ -178,7 +366,7 @@ class HeldState(Watcher):
         if state is not self._written:
             self._copy.write(state)
         try:
-            newest = max(self._revisions.numbers(), default=0)
+            newest = self._revisions.files.newest()
             if newest > self._number:
                 self._overtaken = not self._is_own(newest)
                 self._number = newest
@@ -260,7 +448,7 @@ def _owned(
 def _read(place: StatePlace, reset: str | None) -> tuple[int, SupervisorDocument]:
     """The number of the newest revision, 0 without one, and the state to go on with."""
     revisions, copy, root, tell = place
-    number = max(revisions.numbers(), default=0)
+    number = revisions.files.newest()
     try:
         stored = revisions.newest()
     except OwnFileUnsupported:

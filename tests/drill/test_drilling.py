@@ -107,13 +107,6 @@ def test_a_growing_log_is_read_on_from_where_it_was(tmp_path: Path):
     assert (logged.read(to_end=True).n, logged.last) == (12, 12)
 
 
-def test_a_log_that_counts_epochs_has_no_training_step(tmp_path: Path):
-    log = tmp_path / "output.log"
-    log.write_text("".join(f"Epoch {n}, train loss: {4 / n:.4f}\n" for n in range(1, 9)))
-    logged = LoggedSteps(log).read(to_end=True)
-    assert (logged.n, logged.counts, logged.last) == (8, "epochs", None)
-
-
 def test_a_poll_that_takes_long_is_repeated_less_often(tmp_path: Path, monkeypatch):
     job = DrillJob(JobOptions(command=("true",)), tmp_path, tmp_path, lambda: None)
     pauses: list[float] = []

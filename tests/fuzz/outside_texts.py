@@ -28,7 +28,6 @@ from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.classifying import classify, host_names
 from ckptctl.failures.rank_dumps import NotADump, read_dump
-from ckptctl.failures.slow_ranks import slow_in_logs
 from ckptctl.failures.stalled_collectives import compare_dumps, evidence_of
 from ckptctl.formats.own.files import as_stored
 from ckptctl.formats.own.heartbeats import heartbeat_bytes, read_heartbeat
@@ -87,9 +86,9 @@ def _put(path: Path, data: bytes) -> str:
 
 
 def log(folder: Path, data: bytes) -> None:
-    """A log, as `classify`, `loss` and `history` read one; the border itself never fails."""
+    """A log, as `classify` and `loss` read one; the border itself never fails."""
     path = _put(folder / "train-rank_0.log", data)
-    for read in (lambda: classify(path), lambda: slow_in_logs([path]), lambda: check_loss(path)):
+    for read in (lambda: classify(path), lambda: check_loss(path)):
         with suppress(CkptctlError):
             answer = read()
             assert not getattr(answer, "unread", ()), answer.unread

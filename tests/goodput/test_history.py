@@ -15,7 +15,7 @@ import ckptctl
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.own.files import as_stored
 from ckptctl.formats.own.supervision import STATE_SCHEMA
-from ckptctl.supervisor.state import new_state
+from ckptctl.supervisor.holding import new_state
 
 BEGAN_S = 1_760_000_000.0
 

@@ -57,7 +57,7 @@ def main() -> None:
         holding.RENEW_S = holding.LEASE_S / 12
 
     from ckptctl.cli.main import main as run
-    from ckptctl.supervisor.state import LocalCopy, Revisions
+    from ckptctl.supervisor.holding import LocalCopy, Revisions
 
     wanted = os.environ.pop(KILL_AT, "")
     n_writes = 0

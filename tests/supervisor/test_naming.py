@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.supervisor.evidence import Frame, RankEvidence
-from ckptctl.supervisor.naming import name_ranks
+from ckptctl.failures.rank_dumps import Frame
+from ckptctl.supervisor.evidence import RankEvidence
+from ckptctl.supervisor.hangs import name_ranks
 
 WAITS = (Frame("all_reduce", "/x/torch/distributed/distributed_c10d.py", 3), Frame("f", "t.py", 9))
 LOADS = (Frame("next", "loader.py", 7), Frame("f", "t.py", 8))

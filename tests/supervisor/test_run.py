@@ -27,7 +27,7 @@ from ckptctl.errors import UsageError
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection import overdue
 from ckptctl.selection.watching import Watched
-from ckptctl.supervisor import alarm
+from ckptctl.supervisor import restarting
 from ckptctl.supervisor.options import RunKeywords, RunOptions
 from ckptctl.supervisor.results import Decision
 
@@ -642,8 +642,8 @@ done
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alarms after seconds."""
     monkeypatch.setattr(overdue, "LEAST_S", 1.0)
-    monkeypatch.setattr(alarm, "_SETUP_S", 1.0)
-    monkeypatch.setattr(alarm, "_POLL_S", (0.2, 0.5))
+    monkeypatch.setattr(restarting, "_SETUP_S", 1.0)
+    monkeypatch.setattr(restarting, "_POLL_S", (0.2, 0.5))
 
 
 @pytest.mark.usefixtures("soon")

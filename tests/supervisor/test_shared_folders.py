@@ -33,8 +33,8 @@ from ckptctl.supervisor.child import Hang, JobLog
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.heartbeats import Folder
+from ckptctl.supervisor.holding import LocalCopy, new_state
 from ckptctl.supervisor.limits import SectionLimits
-from ckptctl.supervisor.state import LocalCopy, new_state
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
 
