@@ -321,11 +321,8 @@ CODES: Mapping[str, Code] = {
     "loss.not-logged": _note("the logs lack the steps before the first one after the resume"),
     "loss.one-rank": _note("the losses of one rank were compared, and others logged other losses"),
     "loss.several": _note("the logs hold several resumes"),
-    "loss.counter": _note("the logs count no training steps"),
     "loss.throughput": _note("the throughput has changed"),
-    "loss.clock": _note("the clock of the log goes back"),
     "loss.damaged": _note("a log is damaged in the middle, and later ones continue"),
-    "loss.cadence": _note("many steps were trained again after failures"),
     "rank.slow": _warning("a rank is slower than the others, or than it was"),
 }
 """Every code that a finding can have. `ckptctl explain CODE` has a page for each."""

@@ -18,8 +18,7 @@ from ckptctl.formatting import command_line, counted, duration, verb
 from ckptctl.logs.reading import LogFormat
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.plots import check_plot, write_plot
-from ckptctl.loss.resume_points import NamedCheckpoint
-from ckptctl.loss.resumes import LedgerAnswer
+from ckptctl.loss.resumes import LedgerAnswer, NamedCheckpoint
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import Parameter, StorageOptions
@@ -146,8 +145,8 @@ def loss(
         str | None,
         Parameter(
             "--plot FILE",
-            "Also write the plot to a file: .svg or .png; .html is the page of --html. A file that "
-            "is not a plot of ckptctl is not overwritten.",
+            "Also write the plot to a file: .svg; .html is the page of --html. A file that is not "
+            "a plot of ckptctl is not overwritten.",
         ),
     ] = None,
     html: HtmlOpt = None,
@@ -311,7 +310,7 @@ def loss(
     return report.exit_code
 
 
-_WITHOUT_STEPS = ("loss.none", "loss.interleaved", "loss.counter")
+_WITHOUT_STEPS = ("loss.none", "loss.interleaved")
 """Findings about logs that have nothing to compare with the step of a checkpoint."""
 
 

@@ -248,22 +248,12 @@ _OF_DOCUMENT = re.compile(
     r'"(?:textPayload|jsonPayload|insertId|ingestionTime|eventId|@message|__CURSOR|logEvents'
     r'|_source|tsNs|_raw|streams|labels|attributes)"\s*:'
 )
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8"),
-    *((codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be")),
-    *((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")),
-)
-_UNMARKED = (
-    (re.compile(rb"(?:[\t\n\r -~]\0){8}"), "utf-16-le"),
-    (re.compile(rb"(?:\0[\t\n\r -~]){8}"), "utf-16-be"),
-)
 
 
 class Unwrapper:
     """Turns the bytes of one log, fed in pieces of any length, into those of its lines."""
 
     def __init__(self) -> None:
-        self._decoder: codecs.IncrementalDecoder | None = None
         self._head: bytes | None = b""
         self._rest = b""
         self._is_tried = False
@@ -278,7 +268,7 @@ class Unwrapper:
         if self._head is not None:
             self._head += data
             return b"" if len(self._head) < _HEAD_BYTES else self._begin()
-        return self._take(data if self._decoder is None else _utf8(self._decoder.decode(data)))
+        return self._take(data)
 
     def end(self) -> bytes:
         """The lines that waited for more bytes."""
@@ -293,13 +283,7 @@ class Unwrapper:
 
     def _begin(self) -> bytes:
         data, self._head = self._head or b"", None
-        mark, encoding = next((each for each in _MARKS if data.startswith(each[0])), (b"", ""))
-        data = data[len(mark) :]
-        encoding = encoding or next((name for form, name in _UNMARKED if form.match(data)), "")
-        if encoding and encoding != "utf-8":
-            self._decoder = codecs.getincrementaldecoder(encoding)("replace")
-            data = _utf8(self._decoder.decode(data))
-        return self._take(data)
+        return self._take(data.removeprefix(codecs.BOM_UTF8))
 
     def _take(self, data: bytes, *, is_last: bool = False) -> bytes:
         if self._is_plain:

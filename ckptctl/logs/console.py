@@ -3,6 +3,10 @@
 `formats` describes the lines. A line that a terminal or a log collector wrapped is joined
 again. `BLOCK_FORMATS` are a heading that names the step, then one metric per line. The Hugging
 Face trainer prints a dictionary without a step, followed by a progress bar that shows it.
+
+A trainer prints the same line at every step, with other numbers. Once a line is parsed by its
+format, a template of it finds the same values in the next ones: all text between the values is
+equal, up to its numbers and the width of its blanks.
 """
 
 from __future__ import annotations
@@ -11,13 +15,134 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.errors import OptionError
-from ckptctl.logs.clocks import clock_in
+from ckptctl.logs.clocks import clock_in, clock_place, minute_in
 from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
 from ckptctl.logs.formats import PATTERNS, BlockFormat, LineFormat
 from ckptctl.logs.log_lines import stamp_end
 from ckptctl.logs.rows import LogPosition, Number, RankReader, Row
-from ckptctl.logs.templates import Templates
 from ckptctl.outside_numbers import clamped, whole
+
+_MAX_TEMPLATES = 12
+"""With how many a line is compared."""
+_MAX_COMPILED = 100
+"""Of a log whose lines have more forms, the others are parsed by their format: to compile a
+template takes as long as to parse twenty lines."""
+_NUMBER = r"\d{1,20}(?:\.\d{0,20})?(?:[eE][-+]?\d{1,4})?"
+_GROUPED = r"\d[\d,]{0,20}"
+_PRINTED = re.compile(rf"([-+]?)({_NUMBER}|{_GROUPED})([a-zA-Z%]{{0,3}})")
+_BLANK = r"[ #\u2500-\u259f]+"
+"""Blanks, and what a bar is drawn with."""
+_BETWEEN = re.compile(rf"(?<![A-Za-z_])\d[\d.,:]*|{_BLANK}")
+_RUNS_ON = re.compile(r"\d[.,:]*$")
+_CLOCK = ("minute", "second", "fraction")
+_SECONDS = {f"{second:02}": second for second in range(61)}
+
+
+class Template:
+    """A form of line: the fields of its values, and the pattern that finds them.
+
+    A field is a group of the pattern; `minute`, `second` and `fraction` are those of its time.
+    """
+
+    __slots__ = ("_clock", "_fields", "_groups", "fullmatch")
+
+    def __init__(self, fields: Sequence[str], pattern: str) -> None:
+        places = {field: number for number, field in enumerate(fields, 1)}
+        self._clock = tuple(places.pop(part) for part in _CLOCK if part in places)
+        self._fields, self._groups = tuple(places), tuple(places.values())
+        self.fullmatch = re.compile(pattern).fullmatch
+
+    def found(self, match: re.Match[str]) -> tuple[dict[str, str], float | None] | None:
+        """The text of each field of a line that matches, and its time; None without a valid one."""
+        texts = dict(zip(self._fields, match.group(*self._groups), strict=True))
+        if not self._clock:
+            return texts, None
+        minute, second, *fraction = match.group(*self._clock)
+        minute_s, second_s = minute_in(minute), _SECONDS.get(second)
+        if minute_s is None or second_s is None:
+            return None
+        at_s = minute_s + second_s
+        return texts, at_s + float(f"0.{fraction[0]}") if fraction else at_s
+
+
+class Templates:
+    """The templates of one log, the one that matched last first."""
+
+    def __init__(self) -> None:
+        self._templates: list[Template] = []
+        self._n_compiled = 0
+
+    def read(self, text: str) -> tuple[dict[str, str], float | None] | None:
+        """The text of each field of a line, and its time; None for a line of a new form."""
+        for n, template in enumerate(self._templates):
+            match = template.fullmatch(text)
+            if match is not None:
+                if n:
+                    self._templates.insert(0, self._templates.pop(n))
+                return template.found(match)
+        return None
+
+    def learn(self, text: str, spans: Mapping[str, tuple[int, int]], clock_from: int) -> None:
+        """Keep the form of a line whose fields are at `spans`.
+
+        Its time is the first one behind `clock_from`.
+        """
+        if self._n_compiled >= _MAX_COMPILED:
+            return
+        template = _template(text, dict(spans), clock_from)
+        if template is not None:
+            self._n_compiled += 1
+            self._templates.insert(0, template)
+            del self._templates[_MAX_TEMPLATES:]
+
+    def clear(self) -> None:
+        """Forget all: the fields of the lines are now others."""
+        self._templates.clear()
+
+
+def _template(text: str, spans: dict[str, tuple[int, int]], clock_from: int) -> Template | None:
+    patterns: dict[str, str] = {}
+    for field, (begin, end) in spans.items():
+        value = _PRINTED.fullmatch(text, begin, end)
+        if value is None or text[end : end + 1].isdigit() or _RUNS_ON.search(text, 0, begin):
+            return None
+        number = _GROUPED if "," in value[2] else _NUMBER
+        patterns[field] = f"({re.escape(value[1])}{number}{re.escape(value[3])})"
+    place = clock_place(text[clock_from:])
+    if place is not None:
+        if not place.is_utc:
+            return None
+        begin, second, end = (clock_from + at for at in place[:3])
+        minute = re.sub(r"\d", "0", text[begin:second])
+        spans["minute"] = begin, second
+        patterns["minute"] = f"({re.escape(minute)})".replace("0", r"\d")
+        spans["second"], patterns["second"] = (second, second + 2), r"(\d\d)"
+        if end > second + 2:
+            spans["fraction"], patterns["fraction"] = (second + 3, end), r"(\d{1,9})"
+    pattern, at = "", 0
+    fields = sorted(spans, key=spans.__getitem__)
+    for field in fields:
+        begin, end = spans[field]
+        if begin < at:
+            return None  # the format reads one text as two fields
+        pattern += _between(text, at, begin) + patterns[field]
+        at = end
+    return Template(fields, pattern + _between(text, at, len(text)))
+
+
+def _between(text: str, begin: int, end: int) -> str:
+    """The pattern of a text between two values."""
+    parts, at = [], begin
+    for match in _BETWEEN.finditer(text, begin, end):
+        run = match[0]
+        if run[0].isdecimal():
+            run = r"\d[\d.,:]*"
+        elif run != " ":
+            run = _BLANK if run.strip(" ") else " +"
+        parts += [re.escape(text[at : match.start()]), run]
+        at = match.end()
+    return "".join([*parts, re.escape(text[at:end])])
+
 
 _MAX_WRAPS = 8
 
@@ -140,8 +265,7 @@ class LineReader(RankReader):
         rows = self._finished()
         drawn, self._drawn = self._drawn, None
         # A bar is drawn first with the loss of the step before, where a process may have ended.
-        is_first = self._n_drawn == 1 and not self.format.epochs_above
-        if drawn is None or (is_first and drawn.loss == self._last_loss):
+        if drawn is None or (self._n_drawn == 1 and drawn.loss == self._last_loss):
             return rows
         return [*rows, drawn]
 
@@ -157,10 +281,6 @@ class LineReader(RankReader):
         """Take note that the log announced a resume after `step`."""
         self._rounds.resume(None if step is None else step * self._batches)
         self._order = LineOrder()
-
-    def stop(self, step: int | None) -> None:
-        """Take note that the log announced the end of the training at `step`."""
-        self._rounds.stop(None if step is None else step * self._batches)
 
     def follow(self, earlier: LineReader) -> None:
         """Take note that the log continues the one that `earlier` read."""
@@ -240,7 +360,7 @@ class LineReader(RankReader):
         step = self._step(texts)
         if step is None:
             return ()
-        row = self._maker.row_of(step, position, texts, at=at, counts=self.format.counts)
+        row = self._maker.row_of(step, position, texts, at=at)
         if not self.format.redrawn:
             return (row,)
         drawn, self._drawn = self._drawn, row
@@ -343,7 +463,6 @@ class Rounds:
         self._per: int | None = None
         self._longest = 0
         self._resumed: int | None = None
-        self._stopped: int | None = None
 
     def follow(self, earlier: Rounds) -> None:
         """Take note that `earlier` counted the rounds of the log before this one."""
@@ -351,14 +470,7 @@ class Rounds:
 
     def resume(self, step: int | None) -> None:
         """Take note that the next step follows `step` of the run."""
-        self._resumed, self._stopped = step, None
-
-    def stop(self, step: int | None) -> None:
-        """Take note that the run ended at `step`: a bar that is drawn once more is at it.
-
-        Off a terminal, rich draws each bar of a process only then.
-        """
-        self._stopped = step
+        self._resumed = step
 
     def step(self, step: int, per: int | None, epoch: int | None) -> int:
         """The step of the run; `per` is the number of steps in a round, where it is known.
@@ -374,9 +486,6 @@ class Rounds:
             self._per, self._longest = earlier._per, earlier._longest
             self._spacing = earlier._spacing
         resumed, self._resumed = self._resumed, None
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None and per is not None and per <= step <= stopped:
-            return stopped
         # The last round of a run can be cut short.
         self._longest = max(self._longest, per or 0)
         if resumed is not None and (before := self._steps_before(resumed, step)) is not None:
@@ -412,9 +521,6 @@ class Rounds:
         return epoch > self._epoch and epoch not in self._before
 
 
-_TRAINS = re.compile(r"train|epoch", re.IGNORECASE)
-
-
 class BlockReader(RankReader):
     """Reads the lines of one rank in a format with one block per step."""
 
@@ -427,7 +533,6 @@ class BlockReader(RankReader):
         self._at: float | None = None
         self._pairs: list[tuple[str, str]] = []
         self._n_others = 0
-        self._is_aside = False
 
     @property
     def open(self) -> bool:
@@ -436,22 +541,14 @@ class BlockReader(RankReader):
 
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The row of the block that this line ends."""
-        if self.format.aside is not None and self.format.aside.match(text):
-            self._is_aside = True
-            return self.end()
-        if self._is_aside and not _TRAINS.search(text):
-            return ()
-        self._is_aside = False
         head = self.format.head.search(text) if self.format.hint in text else None
         is_inside = head is None and self._position is not None
         if is_inside and (self._add(text) or self._n_others < self.format.gaps):
             return ()
         done = self.end()
-        step = head.groupdict().get("step") if head is not None else None
-        self._step = None if step is None else parse_step(step)
-        if head is not None and (step is None or self._step is not None):
+        self._step = None if head is None else parse_step(head["step"])
+        if self._step is not None:
             self._position, self._at, self._n_others = position, clock_in(text), 0
-            self._add(text)
         return done
 
     def _add(self, text: str) -> bool:

@@ -41,8 +41,7 @@ _NAMES = {
     "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
         globalstepmaxsteps currentsteps currentstep steps batch _step timebatch
         trainingstep optimizerstep optimstep gradientstep niter itr updates update numsteps
-        globaliter trainiter it metadatastep metadatastepnum stepnum totaltimesteps
-        timetotaltimesteps metadatasamplescount metadataepochnum""",
+        globaliter trainiter it metadatastep metadatastepnum stepnum""",
     "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
         traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
         losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
@@ -50,7 +49,6 @@ _NAMES = {
         averageloss meanloss lossmean losscurrent steploss pgloss policyloss crossentropy
         nll nllloss ctcloss ce lossestotalloss lossesloss trainlossepoch ltotal lgtotal lpix lgpix
         trainboxloss losslossmean lossglossmean""",
-    "step_k": "progresskimgmean",
     "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
         lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
         traininnerlr trainsampleslr currentlr currentlearningrate""",
@@ -82,15 +80,6 @@ _FIELD_AND_RANK = {
     name: (field, rank)
     for field, names in _NAMES.items()
     for rank, name in enumerate(names.split())
-}
-
-# What these counters count; all others count training steps.
-_OTHER_COUNTS = {
-    "metadataepochnum": "epochs",
-    "metadatasamplescount": "samples",
-    "totaltimesteps": "steps of the environment",
-    "timetotaltimesteps": "steps of the environment",
-    "progresskimgmean": "images",
 }
 
 # The last record of a Hugging Face trainer summarises the run; its loss is not of a step.
@@ -221,25 +210,17 @@ class RowMaker:
         *,
         step: int | None = None,
         at: float | None = None,
-        counts: str | None = None,
     ) -> Row | None:
-        """The row with the values of a record; None where it has no step.
-
-        `counts` is what the step counts, if no training steps.
-        """
+        """The row with the values of a record; None where it has no step."""
         best = self.best(pairs)
         if _SUMMARY_FIELD in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
         if "loss" in best and self.is_repeated(best["loss"][2]):
             del best["loss"]
-        if step is None:
-            step = _step_in({field: text for field, (_, text, _) in best.items()})
-            if step is None:
-                return None
-            name = plain_name(best["step" if "step" in best else "step_k"][2])
-            counts = counts or _OTHER_COUNTS.get(name)
         texts = {field: text for field, (_, text, _) in best.items()}
-        return self.row_of(step, position, texts, at=at, counts=counts)
+        if step is None and "step" in texts:
+            step = parse_step(texts["step"])
+        return None if step is None else self.row_of(step, position, texts, at=at)
 
     def is_repeated(self, name: str) -> bool:
         """Whether a loss of this name is the mean of others in the same log."""
@@ -260,7 +241,6 @@ class RowMaker:
         texts: Mapping[str, str],
         *,
         at: float | None = None,
-        counts: str | None = None,
     ) -> Row:
         """The row of a step with the values in these texts of its fields."""
         values: dict[str, Number] = {}
@@ -296,7 +276,6 @@ class RowMaker:
             parse_step(interval) if interval else None,
             texts.get("samples_digest"),
             texts.get("attempt"),
-            counts,
             "loss" in texts and "loss" not in values and texts["loss"].lower() in _NO_VALUE,
         )
 
@@ -306,17 +285,6 @@ def _set(values: dict[str, Number], field: str, number: Number | None) -> None:
         values.pop(field, None)
     else:
         values[field] = number
-
-
-def _step_in(texts: Mapping[str, str]) -> int | None:
-    if "step" in texts:
-        return parse_step(texts["step"])
-    # StyleGAN and EDM count thousands of images.
-    thousands = parse_number(texts["step_k"]) if "step_k" in texts else None
-    if thousands is None or not math.isfinite(thousands.value):
-        return None
-    steps = round(1000 * thousands.value)
-    return steps if abs(steps) <= MOST else None
 
 
 def _clock_among_durations(text: str) -> float | None:

@@ -33,8 +33,8 @@ class LineFormat:
     `averages`: the loss is the mean since the row before. `trimmed`: trailing zeros are
     left out. `fallback`: formats of one program are preferred. `rounds`: steps may start again in
     each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
-    and the last one counts. `counts`: what the step counts, if no training steps. `epochs_above`:
-    a line of its own may name the epoch in which the steps below it are.
+    and the last one counts. `epochs_above`: a line of its own may name the epoch in which the
+    steps below it are.
     """
 
     name: str
@@ -48,21 +48,10 @@ class LineFormat:
     fallback: bool = False
     rounds: bool = False
     redrawn: bool = False
-    counts: str | None = None
     epochs_above: bool = False
 
 
 LINE_FORMATS = (
-    LineFormat(
-        "keras",
-        "/step - ",
-        # `Model.fit`: a heading names the epoch; the loss is the mean since the epoch began.
-        r"^\s{0,99}(?P<it>\d{1,12})/(?P<per>\d{1,12}) [^/]{1,200}?"
-        r"(?P<step_time_s>\d{1,9}(?:us|ms|s))/step - ",
-        r"(?<!\w)([A-Za-z]\w{0,99}): ([^\s\x08]+)",
-        redrawn=True,
-        epochs_above=True,
-    ),
     LineFormat(
         "nemo",
         "Training epoch",
@@ -111,14 +100,6 @@ LINE_FORMATS = (
         r"(?<![\w/])([A-Za-z][\w/-]{0,99})(?:\([^)]{0,20}\))?:(?:np\.float\d\d\()?([^\s,)]{1,64})",
     ),
     LineFormat(
-        "modded-nanogpt",
-        "train_time:",
-        r"\bstep:(?P<step>\d+)/\d+\s+(?=\w+:)",
-        _COLONS,
-        tail=r"train_time:\S+",
-        keys={"step_time_s": "step_avg"},
-    ),
-    LineFormat(
         "kempnerforge",
         "[step ",
         r"\[step (?P<step>\d+)\]\s+(?=loss=)",
@@ -148,12 +129,6 @@ LINE_FORMATS = (
         _COLONS,
         tail=r"peak_memory\w{0,40}:|tokens_per_second\w{0,40}:.{0,400}\b(?:lr|loss):",
         trimmed=True,
-    ),
-    LineFormat(
-        "torchtune-bar",
-        "|Loss: ",
-        r"(?:^|(?<=\s))\d{1,9}\|(?P<step>\d{1,12})\|Loss: (?P<loss>[^\s:]{1,64}):",
-        redrawn=True,
     ),
     LineFormat(
         "litgpt",
@@ -194,13 +169,6 @@ LINE_FORMATS = (
         averages=True,
     ),
     LineFormat(
-        "pith-train",
-        "step ",
-        r"\bstep (?P<step>\d+)/\d+ \|",
-        r"(?<![a-z-])([a-z][a-z-]{0,60}) ([^\s|]+)",
-        tail=r"tokens-per-second \S+",
-    ),
-    LineFormat(
         "deepspeed-pipe",
         "steps: ",
         r"\bsteps: (?P<step>\d+) (?=loss:)",
@@ -234,13 +202,6 @@ LINE_FORMATS = (
         rounds=True,
     ),
     LineFormat(
-        "basicsr",
-        "epoch:",
-        r"[<\[]epoch: {0,20}\d{1,9}, iter: {0,20}(?P<step>\d[\d,]{0,15}), "
-        r"lr:\(?(?P<lr>[^\s,)>]{1,64})",
-        r"\b(l_\w{1,60}): (\S{1,64})",
-    ),
-    LineFormat(
         "paddlenlp",
         "global_step: ",
         # An evaluation has `eval_loss` and no step.
@@ -248,59 +209,6 @@ LINE_FORMATS = (
         r"global_step: (?P<step>\d{1,12})\b",
         averages=True,
         trimmed=True,
-    ),
-    LineFormat(
-        "tf-estimator",
-        ", step = ",
-        r"\bloss = (?P<loss>[^\s,]{1,64}), step = (?P<step>\d{1,12})\b",
-    ),
-    LineFormat(
-        "clu",
-        "logging_writer.py:",
-        # Flax examples, T5X; an evaluation has `eval_loss`.
-        r"\blogging_writer\.py:\d{1,6}\] \[(?P<step>\d{1,12})\] "
-        r"(?=(?:.{0,1000}[ ,])?(?:train\w{0,20}[_/])?loss=)",
-        _EQUALS,
-    ),
-    LineFormat(
-        "flax",
-        "Step... (",
-        r"\bStep\.\.\. \((?P<step>\d{1,12}) \| (?=Loss: )",
-        r"\b(Loss|Learning Rate): ([^\s,)]{1,64})",
-    ),
-    LineFormat(
-        "opennmt",
-        "; xent: ",
-        r"\bStep (?P<step>\d{1,12})/ {0,20}\d{1,12}; acc: ",
-        r"\b([a-z]{1,20}): {1,20}([^\s;]{1,64})",
-        keys={"loss": "xent"},
-        averages=True,
-    ),
-    LineFormat(
-        "marian",
-        " : Cost ",
-        r"\bUp\. (?P<step>\d[\d,]{0,15}) : .{0,100}?: Cost (?P<loss>\S{1,64})",
-        r"\b(gNorm|L\.r\.) (\S{1,64})",
-        averages=True,
-    ),
-    LineFormat(
-        "trlx",
-        "[loss",
-        r"\[(?=loss\w{0,20}(?:/\w{1,40})?: [^]]{0,400}\]: {0,9}\d{1,3}%\|[^|]{0,99}\| "
-        r"{0,9}(?P<step>\d{1,12})/\d{1,12} )",
-        r"(?<![\w/])(loss\w{0,20}(?:/\w{1,40})?): ([^\s\]|]{1,40})",
-        redrawn=True,
-    ),
-    LineFormat(
-        "rwkv",
-        "-",
-        r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",
-        counts="epochs",
-    ),
-    LineFormat(
-        "mlflow-metric",
-        " ",
-        r"^(?P<at>\d{13}) (?P<loss>\S+) (?P<step>\d+)$",
     ),
     LineFormat(
         "deepspeed",
@@ -318,18 +226,6 @@ LINE_FORMATS = (
         r"\| *(?P<step>\d{1,12})/(?P<per>\d{1,12}|\?) "
         r"\[[\d:]{1,20}<(?=[^\]]{0,2000}?(?:\b|_)[Ll]oss)",
         r"(?<![\w/])([A-Za-z][\w/]{0,99})=([^\s,\]]+)",
-        trimmed=True,
-        fallback=True,
-        rounds=True,
-        redrawn=True,
-    ),
-    LineFormat(
-        "rich-bar",
-        "\u2022",
-        # Lightning's RichProgressBar, on a terminal.
-        r"\bEpoch (?P<epoch>\d{1,9})/-?\d{1,9} +[\u2500-\u257f ]{1,400} "
-        r"(?P<step>\d{1,12})/(?P<per>\d{1,12}|--|\?) [-\d:]{1,20} \u2022",
-        r"(?<![\w/])([A-Za-z][\w/]{0,99}): (\S+)",
         trimmed=True,
         fallback=True,
         rounds=True,
@@ -372,23 +268,6 @@ LINE_FORMATS = (
         fallback=True,
         epochs_above=True,
     ),
-    LineFormat(
-        "epochs",
-        "oss",
-        # A custom loop with a row for each epoch: no other counter, and a loss of training first.
-        r"(?i)^(?!.{0,300}?(?:[%\u2500-\u25ff] {0,4}[|\u2022\u2500-\u25ff]|\bbatch(?:es)?\b|"
-        r"(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update)s?\b[ :=#\[('\"]{1,9}\d|"
-        r"(?<!epoch)(?<!epoch )(?<!epoch: )\[ *\d{1,12} ?/ *\d{1,12}))"
-        rf"(?:(?=.*\btrain\w{{0,20}}[ _/]loss)|(?!(?:(?!loss).){{0,300}}(?:\b|_){_NOT_TRAINING}))"
-        r".{0,100}?\bepoch\b[ :=#\[(]{0,4}(?P<step>\d{1,9})(?![\d.]|\s?%)"
-        r"(?=\D.{0,300}?(?:\b|_)loss)",
-        r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test|average|avg|mean|total)"
-        r" )?"
-        r"[a-z][\w/]{0,99}(?: norm| rate)?)['\"]?[ :=]{1,3}"
-        r"([-+]?(?:1\.#[a-z]{3,4}|[\d.][\w.+-]{0,60}|nan|inf\w{0,9}|none\b|null\b))",
-        fallback=True,
-        counts="epochs",
-    ),
 )
 
 
@@ -396,10 +275,8 @@ LINE_FORMATS = (
 class BlockFormat:
     """How one program prints a step over several lines.
 
-    `head` matches the heading, `metric` a name and a value. A heading without the group `step`
-    begins a block in which a metric is the step. With `gaps`, at most so many other lines lie
-    between the metrics. `fallback`: formats of one program are preferred. `aside` matches a line
-    after which blocks are not of the training, until one names it or an epoch.
+    `head` matches the heading with the step, `metric` a name and a value. With `gaps`, at most so
+    many other lines lie between the metrics.
     """
 
     name: str
@@ -407,11 +284,7 @@ class BlockFormat:
     head: re.Pattern[str]
     metric: re.Pattern[str]
     gaps: int = 0
-    fallback: bool = False
-    aside: re.Pattern[str] | None = None
 
-
-_CLOCK = r"(?:\d{4}-\d\d-\d\d[ T][\d:.,]{5,20}[^\w]{1,9})?"
 
 BLOCK_FORMATS = (
     BlockFormat(
@@ -433,35 +306,6 @@ BLOCK_FORMATS = (
         re.compile(r"^\s{0,9}\u2022 ((?:Policy )?Loss|Total step time): (\S{1,99})"),
         gaps=100,
     ),
-    BlockFormat(
-        "printed-dictionary",
-        "{'",
-        # EasyLM: `pprint` puts each metric on a line of its own.
-        re.compile(r"^\{(?='\w{1,99}': [^{},']{1,99},$)"),
-        re.compile(r"^[{ ]?'(\w{1,99})': ([^{},']{1,99})[,}]"),
-    ),
-    BlockFormat(
-        "block",
-        "",
-        # nnU-Net, Coqui and custom loops: a line of a counter, and a metric on each line below.
-        re.compile(
-            rf"^[^\w]{{0,99}}{_CLOCK}(?:\[?(?:INFO|DEBUG)\]?[^\w]{{1,9}})?"
-            r"(?:TIME: [\d: -]{10,30})?(?:STEP: \d{1,12}/\d{1,12}[^\w]{1,9})?"
-            r"(?:(?:global|learning|train|training)[ _])?(?:epoch|step|iteration|iter|round)"
-            r"[^\w]{1,9}(?P<step>\d{1,12})(?:\s?(?:/|of)\s?\d{1,12})?[^\w]{0,99}$",
-            re.IGNORECASE,
-        ),
-        re.compile(
-            rf"^[^\w]{{0,99}}{_CLOCK}([A-Za-z][\w /.()-]{{0,60}}?)[ :=]{{1,20}}"
-            r"([-+]?(?:1\.#[a-z]{3,4}|\d[\d.]{0,40}(?:e[-+]?\d{1,4})?|nan|inf|none|null))(?=[\s,;%)]|s\b|$)",
-            re.IGNORECASE,
-        ),
-        gaps=100,
-        fallback=True,
-        aside=re.compile(
-            r"^[^\w]{0,99}(?:eval|valid|test)[a-z]{0,12}\b[^\d]{0,40}$", re.IGNORECASE
-        ),
-    ),
 )
 
 PATTERNS = (
@@ -473,5 +317,18 @@ PATTERNS = (
         r"^ *(?P<step>\d+)/\d+ +[\d.]+G +(?P<loss>\S+)",
     ),
     (r"^\d{1,9}\s{1,9}\d{1,9}\.\d{1,9}\s", r"^(?P<step>\d+)\s+(?P<loss>\S+)"),
+    (r"\bloss = \S{1,64}, step = \d", r"\bloss = (?P<loss>\S+), step = (?P<step>\d+)"),
+    (
+        r"\blogging_writer\.py:\d{1,6}\] \[\d.{0,1000}loss=",
+        r"\[(?P<step>\d+)\] .*?loss.(?P<loss>[^\s,]+)",
+    ),
+    (r"\bStep\.\.\. \(\d", r"Step\.\.\. \((?P<step>\d+) \| Loss: (?P<loss>[^\s,)]+)"),
+    (r"; xent: \S", r"Step (?P<step>\d+)/.*?; xent: +(?P<loss>[^\s;]+)"),
+    (r"\bUp\. \d.{0,100}: Cost ", r"Up\. (?P<step>[\d,]+) :.*?: Cost (?P<loss>\S+)"),
+    (
+        r"\biter: {0,20}\d.{0,400}\bl_\w{1,60}: ",
+        r"\biter: *(?P<step>[\d,]+), .*?\bl_\w+: (?P<loss>\S+)",
+    ),
 )
-"""For XGBoost and LightGBM, CatBoost, Ultralytics' console, and fastai's tables."""
+"""For XGBoost and LightGBM, CatBoost, Ultralytics' console, fastai's tables, TensorFlow's
+Estimator, CLU, Flax, OpenNMT, Marian and BasicSR."""

@@ -7,7 +7,7 @@ the content of a log. `LogReader` reads one log whose bytes are fed to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.deadlines import Deadline
@@ -20,11 +20,11 @@ from ckptctl.logs.console import pattern_format
 from ckptctl.logs.fields import check_keys, plain_name, with_ignored
 from ckptctl.logs.records import TrainerState, is_document
 from ckptctl.logs.rows import Log, Marker, Row
-from ckptctl.logs.sources import changed_s, expanded, log_pieces, natural, rotated_base
+from ckptctl.logs.sources import changed_s, expanded, natural, rotated_base
 from ckptctl.logs.text_logs import TEXT_FORMATS, OtherRanks, TextLog
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import clamped
-from ckptctl.storage.logs import STDIN
+from ckptctl.storage.logs import STDIN, read_pieces
 
 FORMATS: tuple[str, ...] = (
     *dict.fromkeys(form.name for form in TEXT_FORMATS),
@@ -205,25 +205,10 @@ class DamageLog:
     order: str = ""
     other_ranks: OtherRanks | None = None
 
-    def record_ranks(self, other_ranks: OtherRanks) -> None:
-        """Note what the ranks logged whose rows are dropped."""
-        self.other_ranks = other_ranks
-
-    def record_order(self, order: str) -> None:
-        """Note what determined the order of the logs."""
-        self.order = order
-
     def record(self, message: str) -> None:
         """Add the damage of one log: its name, and why reading stopped."""
         self.messages.append(message)
         self.at_end = True
-
-    def watch(self, items: Iterable[Row | Marker]) -> Iterator[Row | Marker]:
-        """The same rows and markers, while it is noted whether any follows a damage."""
-        for item in items:
-            if isinstance(item, Row):
-                self.at_end = False
-            yield item
 
     def findings(self, *, end_matters: bool = True) -> tuple[Finding, ...]:
         """`loss.damaged` for each damage; `loss.unread` for one at the end, if that matters.
@@ -262,10 +247,7 @@ def read_logs(
     log_format: LogFormat | None = None,
     *,
     storage: StorageOptions = StorageOptions(),
-    on_damage: Callable[[str], None] | None = None,
-    on_unused_key: Callable[[str], None] = lambda _key: None,
-    on_order: Callable[[str], None] = lambda _order: None,
-    on_ranks: Callable[[OtherRanks], None] = lambda _ranks: None,
+    damage: DamageLog | None = None,
 ) -> Iterator[Row | Marker]:
     """Yield the rows and markers of the logs, the oldest log first.
 
@@ -273,59 +255,57 @@ def read_logs(
     gzip, bzip2, xz and zstd are decompressed. Where every log has a clock, the first time
     in each determines the order; otherwise the order is that of the caller, and names that
     differ in numbers only are sorted by these (`version_2` before `version_10`). Other files of
-    a folder are sorted by the time of their last change. `on_order` is called with the order of
-    logs without clocks.
+    a folder are sorted by the time of their last change.
 
     Memory does not grow with the logs. Where a log is damaged in the middle, the rows
-    before the damage are yielded; then `on_damage` is called, or `LogUnreadable` raised
-    where it is None. So it is where reading takes longer than the bytes explain (`Deadline`).
-    At the end `on_unused_key` is called for each `FIELD=NAME` of the keys whose name no log has.
+    before the damage are yielded; then it is noted in `damage`, or `LogUnreadable` raised
+    where that is None. So it is where reading takes longer than the bytes explain (`Deadline`).
     Raises `LogWithoutLoss` at the end where no row had a loss,
     `UsageError` where no log is named, and the errors of the storage.
     """
     if not paths:
         raise UsageError("no log was named")
     log_format = log_format or LogFormat()
+    notes = damage or DamageLog()
     readers: list[LogReader] = []
     has_loss = False
     deadline = Deadline()
     ordered, order = _in_order(paths, storage, log_format)
     if order:
-        on_order(
-            f"{order}: {', '.join(ordered[:_MOST_NAMED])}{', …' * (len(ordered) > _MOST_NAMED)}"
-        )
+        more = ", …" if len(ordered) > _MOST_NAMED else ""
+        notes.order = f"{order}: {', '.join(ordered[:_MOST_NAMED])}{more}"
     for path in ordered:
         reader = LogReader(path, log_format, readers[-1] if readers else None, deadline)
         readers.append(reader)
-        for item in _read(reader, storage, on_damage):
-            has_loss = has_loss or (isinstance(item, Row) and item.has_loss)
+        for item in _read(reader, storage, damage):
+            if isinstance(item, Row):
+                has_loss = has_loss or item.has_loss
+                notes.at_end = False
             yield item
-    if readers[-1].other_ranks is not None:
-        on_ranks(readers[-1].other_ranks)
-    for key in log_format.unused_keys(reader.used for reader in readers):
-        on_unused_key(key)
+    notes.other_ranks = readers[-1].other_ranks
+    notes.unused_keys += log_format.unused_keys(reader.used for reader in readers)
     if not has_loss:
         raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))
 
 
 def _read(
-    reader: LogReader, storage: StorageOptions, on_damage: Callable[[str], None] | None
+    reader: LogReader, storage: StorageOptions, damage: DamageLog | None
 ) -> Iterator[Row | Marker]:
-    damage: LogUnreadable | None = None
+    stopped: LogUnreadable | None = None
     try:
-        for piece in log_pieces(reader.name, storage):
+        for piece in read_pieces(reader.name, storage, LogUnreadable):
             yield from reader.feed(piece)
             if reader.damage is not None:
-                damage = LogUnreadable(f"{reader.name}: {reader.damage}; the rest was not read")
+                stopped = LogUnreadable(f"{reader.name}: {reader.damage}; the rest was not read")
                 break
     except LogUnreadable as error:
-        damage = error
+        stopped = error
     yield from reader.end()
-    if damage is None:
+    if stopped is None:
         return
-    if on_damage is None:
-        raise damage
-    on_damage(damage.message)
+    if damage is None:
+        raise stopped
+    damage.record(stopped.message)
 
 
 _MOST_NAMED = 8
@@ -372,7 +352,7 @@ def _rotated(path: str) -> tuple[bool, int, str]:
 
 
 def _first_clock(reader: LogReader, storage: StorageOptions) -> float | None:
-    for item in _read(reader, storage, lambda _: None):
+    for item in _read(reader, storage, DamageLog()):
         if isinstance(item, Row):
             return item.at
     return None

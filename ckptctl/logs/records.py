@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
-from ckptctl.logs.fields import FIELDS, RowMaker, parse_step, plain_name
+from ckptctl.logs.fields import FIELDS, RowMaker, plain_name
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row
 
 _NOT_TRAINING = frozenset(
@@ -57,14 +57,13 @@ class RecordRows:
         *,
         step: int | None = None,
         at: float | None = None,
-        counts: str | None = None,
         empty: Iterable[str] = (),
     ) -> Sequence[Row]:
         """Add a record; the row before it, if it belongs to another one.
 
         `empty` are the names that have no value in the record.
         """
-        row = self.maker.row(pairs, position, step=step, at=at, counts=counts)
+        row = self.maker.row(pairs, position, step=step, at=at)
         if row is not None and row.has_loss:
             self._with_loss = pairs
         elif row is not None and self._lacks_loss(pairs, empty):
@@ -182,9 +181,6 @@ def decode_record(text: str) -> dict[str, Any] | None:
 
 _MAX_RECORD = 16 << 20
 
-_OF_EPOCHS = frozenset({"epoch", "train_loss", "train_lr"})
-"""What a record for each epoch has: `log.txt` of DETR, DeiT, MAE and DINO."""
-
 _BEFORE = ("train_inner", ":::MLLOG")
 """What metaseq's logger and MLPerf's write before an object."""
 
@@ -220,14 +216,7 @@ class JsonLinesReader(RecordReader):
         if not is_training(record):
             return ()
         pairs = [*flat_pairs(record), *_one_metric(record)]
-        step = counts = None
-        if record.keys() >= _OF_EPOCHS and not any(
-            self._maker.field(name) == "step" for name, _ in pairs
-        ):
-            epoch = record["epoch"]
-            step, counts = parse_step(epoch) if isinstance(epoch, str) else None, "epochs"
-        empty = _null_names(record)
-        return self._rows.add(pairs, position, step=step, counts=counts, empty=empty)
+        return self._rows.add(pairs, position, empty=_null_names(record))
 
 
 class TableReader(RecordReader):
@@ -237,7 +226,6 @@ class TableReader(RecordReader):
         super().__init__(keys)
         self._names: tuple[str, ...] = ()
         self._delimiter: str | None = None
-        self._counts: str | None = None
 
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
@@ -246,8 +234,7 @@ class TableReader(RecordReader):
         cells = _cells(text, self._delimiter)
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
         empty = [name for name, cell in zip(self._names, cells, strict=False) if not cell]
-        counts = self._counts
-        return self._rows.add(pairs, position, counts=counts, empty=empty) if cells else ()
+        return self._rows.add(pairs, position, empty=empty) if cells else ()
 
     def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
         # A sentence is not a header: between blanks, every cell must be a known name.
@@ -267,26 +254,20 @@ class TableReader(RecordReader):
         for delimiter in _DELIMITERS:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
-            of_steps = any(self._maker.field(name) == "step" for name in cells)
-            if not of_steps:
-                cells = [_FOR_EPOCHS.get(name.lower(), name) for name in cells]
             fields = [self._maker.field(name) for name in cells]
             if {"step", "loss"} <= {*fields} and self._are_names(cells, delimiter):
                 self._names, self._delimiter = tuple(cells), delimiter
-                self._counts = None if of_steps else "epochs"
                 return True
         return False
 
 
 _DELIMITERS = (",", "\t", ";", "|", None)
 """None is any white space."""
-_FOR_EPOCHS = {"epoch": "step", "time": "since_start"}
-"""Columns of a table with a row for each epoch: timm, Keras, Ultralytics."""
 
 # TensorBoard's download of one tag; the name of the file holds the tag.
 _TENSORBOARD_EXPORT = "Wall time,Step,Value"
 _TAG = re.compile(r"-tag-([^/]{1,200})\.csv")
-_STEP_WORD = re.compile(r"(?i)step|iter|\bit\b|\bepoch\b")
+_STEP_WORD = re.compile(r"(?i)step|iter|\bit\b")
 
 
 def _cells(text: str, delimiter: str | None) -> list[str]:

@@ -69,8 +69,6 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     """A digest of the samples that the step consumed."""
     attempt: str | None = None
     """The process that wrote the row."""
-    counts: str | None = None
-    """What `step` counts if not training steps, such as epochs."""
     lacks_loss: bool = False
     """The log has a loss for this step, and nothing in it: null, an empty cell, `None`."""
 

@@ -1,26 +1,22 @@
 """Find the logs that a path stands for, and yield their bytes.
 
-A log is a path, `-` for standard input, the address of an object, or the metrics folder
-of an MLflow run; compressed or not. Each file is read once, in order. A folder stands for
-the files in it whose names are those of logs.
+A log is a path, `-` for standard input, or the address of an object; compressed or not. Each
+file is read once, in order. A folder stands for the files in it whose names are those of logs.
 """
 
 from __future__ import annotations
 
-import heapq
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from ckptctl.errors import BinaryData, LogUnreadable, PathNotFound
+from ckptctl.errors import BinaryData, PathNotFound
 from ckptctl.logs.collectors import unwrapped
 from ckptctl.logs.log_lines import Line, LineSplitter
 from ckptctl.options import StorageOptions
-from ckptctl.outside_numbers import MOST, clamped, whole
+from ckptctl.outside_numbers import whole
 from ckptctl.storage.logs import (
-    STDIN,
     errors_of_storage,
     files_below,
     found_below,
@@ -28,7 +24,7 @@ from ckptctl.storage.logs import (
     read_pieces,
 )
 from ckptctl.storage.opening import base_name, join_url, local_path
-from ckptctl.storage.shared_places import FoundIn, open_found, open_named
+from ckptctl.storage.shared_places import FoundIn, open_found
 
 # The names of logs in a folder. The first kind that occurs is read, since one run is often
 # logged in several formats; formats that keep whole floats come first.
@@ -47,22 +43,7 @@ _LOG_NAMES = tuple(
 _TRAINER_STATE = "trainer_state.json"
 _MAX_FOUND = 10_000
 
-# The files of an MLflow run.
-_METRIC_LINE = re.compile(r"(?P<at>\d{1,16}) (?P<value>\S+) (?P<step>-?\d+)\s*")
-_MAX_METRICS = 500
-_LINES_PER_PIECE = 4_000
 _BLOCK = 1 << 20
-
-
-def log_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
-    """Yield the bytes of a log in pieces of at most 1 MiB, decompressed.
-
-    Raises `LogUnreadable` for damaged compressed data, else as `storage.logs.read_pieces`.
-    """
-    metrics = metrics_folder(path)
-    if metrics is None:
-        return read_pieces(path, storage, LogUnreadable)
-    return _metric_pieces(path, metrics)
 
 
 def log_blocks(
@@ -102,7 +83,7 @@ def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
     """
     found: list[str] = []
     for path in paths:
-        files = None if metrics_folder(path) else files_below(path, storage)
+        files = files_below(path, storage)
         if files is None:
             found.append(path)
         else:
@@ -164,56 +145,3 @@ def changed_s(path: str) -> float | None:
         with suppress(OSError):
             return os.path.getmtime(file)
     return None
-
-
-def metrics_folder(path: str) -> str | None:
-    """The metrics folder of the MLflow run at `path`, which may be that folder itself."""
-    folder = local_path(path)
-    if folder is None or path == STDIN:
-        return None
-    inside = os.path.join(folder, "metrics")
-    if os.path.isfile(os.path.join(folder, "meta.yaml")) and os.path.isdir(inside):
-        return inside
-    whole = os.path.abspath(folder)
-    above = os.path.join(os.path.dirname(whole), "meta.yaml")
-    named = os.path.basename(whole) == "metrics" and os.path.isdir(folder)
-    return folder if named and os.path.isfile(above) else None
-
-
-def _metric_pieces(path: str, folder: str) -> Iterator[bytes]:
-    """Yield the metrics of an MLflow run as JSON lines, oldest first, in pieces.
-
-    MLflow keeps one file for each metric, `metrics/NAME`, with a line for each value: time
-    in milliseconds, value, step. They are merged by time. A resumed run appends, so a step
-    that was logged twice is there twice.
-
-    Source: MLflow 2 `store/tracking/file_store.py`.
-    """
-    names = [
-        os.path.relpath(os.path.join(at, name), folder)
-        for at, _, files in os.walk(folder)
-        for name in files
-        # System metrics of the machine are not rows of the training.
-        if not os.path.relpath(at, folder).startswith("system")
-    ]
-    lines: list[bytes] = []
-    with errors_of_storage(path):
-        for at, step, name, value in heapq.merge(
-            *(_values(folder, name) for name in sorted(names)[:_MAX_METRICS])
-        ):
-            record = {"timestamp": str(at), "step": str(step), name: value}
-            lines.append(json.dumps(record).encode() + b"\n")
-            if len(lines) >= _LINES_PER_PIECE:
-                yield b"".join(lines)
-                lines = []
-    yield b"".join(lines)
-
-
-def _values(folder: str, name: str) -> Iterator[tuple[int, int, str, str]]:
-    fd = open_named(os.path.join(folder, name))
-    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            match = _METRIC_LINE.fullmatch(line)
-            step = None if match is None else whole(match["step"], least=-MOST)
-            if match is not None and step is not None:
-                yield clamped(match["at"]), step, name, match["value"]

@@ -3,11 +3,15 @@
 The first format that finds a row is the format of the log; from then on lines without its
 hint are skipped. Rows of formats that match many kinds of text wait for a few lines, so
 that a more specific format can still be found.
+
+Lines that mark the start of a process become markers. A trainer names the step either as the
+last one that the checkpoint holds, or as the first one that will run; a marker holds the former.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +21,13 @@ from msgspec.structs import replace
 
 from ckptctl.deadlines import Deadline
 from ckptctl.errors import OptionError
-from ckptctl.logs import markers
 from ckptctl.logs.clocks import clock_in
 from ckptctl.logs.console import (
     EPOCH_HINT,
     BlockReader,
     HfConsoleReader,
     LineReader,
+    Templates,
     pattern_for,
     pattern_format,
 )
@@ -31,8 +35,156 @@ from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS, LineFormat
 from ckptctl.logs.log_lines import Line, LineSplitter, numbered, split_launcher, stamp_end
 from ckptctl.logs.records import JsonLinesReader, TableReader, has_values
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row, set_interval
-from ckptctl.logs.templates import Templates
+from ckptctl.outside_numbers import clamped, whole
 from ckptctl.storage.logs import MAX_MATCHED
+
+MAX_TEXT = 300
+"""Characters of a marker's line that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Phrase:
+    """A phrase; with `first_step`, its number is the first step to run, not the last one held."""
+
+    pattern: re.Pattern[str]
+    fresh: bool = False
+    first_step: bool = False
+
+
+def _phrase(pattern: str, *, fresh: bool = False, first_step: bool = False) -> _Phrase:
+    return _Phrase(re.compile(pattern, re.IGNORECASE), fresh, first_step)
+
+
+_STEP = r"(?:step|iter(?:ation)?|checkpoint|ckpt)[ _:=\-]{1,3}(?P<step>\d{1,12})(?![.\-_]?\d)\b"
+
+# The first phrase that matches counts.
+_PHRASES = (
+    # Megatron-LM, Megatron Bridge
+    _phrase(
+        r"successfully loaded checkpoint from .{0,500}? at iteration\s{1,20}(?P<step>\d{1,12})"
+    ),
+    # torchtitan
+    _phrase(r"Loading the checkpoint at step (?P<step>\d{1,12})"),
+    _phrase(r"Loading the checkpoint from .{0,500}?step[-_](?P<step>\d{1,12})"),
+    _phrase(r"Training starts at step:? (?P<step>\d{1,12})", first_step=True),
+    _phrase(r"this is a fresh start", fresh=True),
+    # fairseq, metaseq
+    _phrase(r"Loaded checkpoint .{0,500}?\(epoch \d{1,9} @ (?P<step>\d{1,12}) updates\)"),
+    _phrase(r"No existing checkpoint found", fresh=True),
+    # Lightning, NeMo
+    _phrase(
+        r"Restored all states from the checkpoint(?: at)?\b(?:.{0,500}?step=(?P<step>\d{1,12}))?"
+    ),
+    # mmengine, mmcv
+    _phrase(r"resumed epoch:? \d{1,9}, iter:? (?P<step>\d{1,12})"),
+    # detectron2
+    _phrase(r"Starting training from iteration (?P<step>\d{1,12})", first_step=True),
+    # Hugging Face
+    _phrase(r"Continuing training from global step (?P<step>\d{1,12})"),
+    # OLMo-core
+    _phrase(r"Loading checkpoint from .{0,500}?\bstep(?P<step>\d{1,12})\b"),
+    _phrase(r"will train from scratch", fresh=True),
+    # KempnerForge
+    _phrase(r"Starting training: step=(?P<step>\d{1,12})"),
+    # nanoGPT
+    _phrase(r"Initializing a new model from scratch", fresh=True),
+    # Custom training loops
+    _phrase(
+        r"\bresum(?:ed|ing)\b.{0,160}?\b(?:step|iteration|iter)[ _:=\-]{1,3}(?P<step>\d{1,12})"
+    ),
+    # Custom training loops that name the file or the folder. Only what is named a step is one:
+    # the number of a file can be that of an epoch.
+    _phrase(
+        r"(?<!to )\b(?:load|(?:re)?loaded|restored|loading|restoring) (?:from )?"
+        r"(?:the |a |full |training |trainer |model |optimizer |all |and ){0,6}"
+        r"(?:checkpoint|ckpt|snapshot|state (?=from))\b(?! for )"
+        rf"(?:.{{0,300}}?{_STEP})?"
+    ),
+    _phrase(
+        r"\b(?:checkpoint|ckpt|snapshot)(?: \S{1,300})? (?:was |has been )?(?:successfully )?"
+        rf"(?:(?:re)?loaded|restored)\b(?:.{{0,300}}?{_STEP})?"
+    ),
+    # "loss after the resume from step 36" tells of one.
+    _phrase(
+        r"(?<!can )(?<!to )(?<!the )(?<!a )(?<!this )(?<!each )\bresume (?:training )?(?:from|at) "
+        rf".{{0,300}}?{_STEP}"
+    ),
+    _phrase(
+        r"\b(?:continu(?:e|ing)|restart(?:ing|ed)?|start(?:ing)?)(?: the)?(?: training)? "
+        rf"(?:from|at|after) .{{0,200}}?{_STEP}"
+    ),
+    # nanoGPT, without a step
+    _phrase(r"(?:^|[^\w\s'] ?)resuming (?:training )?from \S+"),
+)
+
+HINTS: Sequence[bytes] = (
+    *(b"heckpoint", b"ckpt", b"napshot", b"tate from", b"ontinu", b"tarting ", b"Start from"),
+    *(b"raining starts", b"ing training", b"fresh start", b"from scratch", b"estored all states"),
+    *(b"esumed ", b"esuming ", b"esume ", b"accumulate_grad_batches"),
+)
+"""Every marker's line contains one of these literals; other lines are not matched."""
+
+# With few kinds of characters kept, a line has a tenth of its length, and lines that differ
+# only in numbers are equal.
+_DROPPED = bytes(byte for byte in range(256) if byte not in b"chkpemngsud\n")
+_OUTLINES = tuple((hint.translate(None, _DROPPED), hint) for hint in HINTS)
+_MAX_OUTLINES = 4_000
+_MAX_OUTLINE_BYTES = 1_000
+
+
+class HintFinder:
+    """Finds the literals of `HINTS` in the blocks of a log.
+
+    A search of a block for every literal takes longer than all else that is done with a
+    log. The search is limited to lines whose outline (what is left of a line without most
+    characters) is new: a log consists of few kinds of lines.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def find(self, block: bytes) -> list[bytes]:
+        """The literals that the lines of a block contain."""
+        new = set(block.translate(None, _DROPPED).split(b"\n")).difference(self._seen)
+        if not new:
+            return []
+        outlines = b"\n".join(new)
+        suspected = [each for each in _OUTLINES if each[0] in outlines]
+        if len(self._seen) > _MAX_OUTLINES:
+            self._seen.clear()
+        self._seen.update(
+            outline
+            for outline in new
+            if len(outline) <= _MAX_OUTLINE_BYTES
+            and not any(kept in outline for kept, _ in suspected)
+        )
+        return [hint for _, hint in suspected if hint in block]
+
+
+_ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
+
+
+def accumulated_in(text: str) -> int | None:
+    """How many batches make one step of Lightning, where a line shows its setting."""
+    match = _ACCUMULATED.search(text)
+    return max(1, clamped(match[1])) if match else None
+
+
+def read_marker(text: str, position: LogPosition) -> Marker | None:
+    """The marker in a line; None where there is none."""
+    for phrase in _PHRASES:
+        match = phrase.pattern.search(text)
+        if match is None:
+            continue
+        named = match.groupdict().get("step")
+        step = whole(named)
+        if step is not None and phrase.first_step:
+            # Trainers count steps from 0 or from 1; both mean a fresh start.
+            step = max(0, step - 1)
+        fresh = phrase.fresh or step == 0
+        return Marker(position, text.strip()[:MAX_TEXT], None if fresh else step, fresh)
+    return None
+
 
 _LINES_PER_CHECK = 64
 """How often the deadline is checked."""
@@ -93,10 +245,7 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
         HfConsoleReader,
         averages=True,
     ),
-    *(
-        TextFormat(form.name, (form.hint,), partial(BlockReader, form), fallback=form.fallback)
-        for form in BLOCK_FORMATS
-    ),
+    *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in BLOCK_FORMATS),
     *map(_of_lines, LINE_FORMATS),
 )
 
@@ -324,7 +473,7 @@ class TextLog(Log):
         self._earlier = earlier
         self._keys = keys
         self._splitter = LineSplitter()
-        self._markers = markers.HintFinder()
+        self._markers = HintFinder()
         self._ranks = RankDeduplicator(None if earlier is None else earlier._ranks)
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
@@ -334,7 +483,6 @@ class TextLog(Log):
         # Rows of fallback formats, and the markers between them, in the order they were read.
         self._undecided: list[tuple[TextFormat | None, Rank, Row | Marker]] = []
         self._resumed: int | None = None
-        self._stopped: int | None = None
         self._accumulated = 1
         self._incomplete: set[tuple[str, Rank]] = set()
         self._used: frozenset[str] = frozenset()
@@ -423,20 +571,17 @@ class TextLog(Log):
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         launched = split_launcher(text)
         rest = text[launched.begin :][:MAX_MATCHED]
-        accumulated = markers.accumulated_in(rest)
+        accumulated = accumulated_in(rest)
         if accumulated is not None:
             self._accumulated = accumulated
             for reader in self._line_readers():
                 reader.accumulated = accumulated
-        marker = markers.read_marker(rest, LogPosition(self._name, number))
+        marker = read_marker(rest, LogPosition(self._name, number))
         if marker is None:
             yield from self._rows(text, number)
-            self._stopped = markers.stopped_in(rest)
-            for reader in self._line_readers():
-                reader.stop(self._stopped)
             return
         yield from self._ended()
-        self._resumed, self._stopped = marker.step, None
+        self._resumed = marker.step
         for reader in self._line_readers():
             reader.resume(marker.step)
         rank = launched.source
@@ -530,7 +675,6 @@ class TextLog(Log):
                 reader.follow(followed)
             reader.accumulated = self._accumulated
             reader.resume(self._resumed)
-            reader.stop(self._stopped)
         return reader
 
     def _open_rank(self) -> Rank:

@@ -20,12 +20,13 @@ from ckptctl.logs.reading import DamageLog, LogFormat, read_logs
 from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.evidence import Fault, Missing, missing
 from ckptctl.loss.replay import MIN_ROWS
-from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
 from ckptctl.loss.resumes import (
     LedgerAnswer,
     LoggedResume,
+    NamedCheckpoint,
     Recomputed,
     ResumePoint,
+    ResumeReport,
     canary_of,
     recomputed_by,
     resume_alone,
@@ -34,7 +35,6 @@ from ckptctl.loss.resumes import (
     resumes,
 )
 from ckptctl.loss.segments import Segment, Split, log_interval, split
-from ckptctl.loss.speed import check_cadence, check_clock
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
 from ckptctl.model import ExitCode
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
@@ -78,7 +78,7 @@ class LossReport:
     """What determined the order of several logs whose rows have no clock, and that order."""
     suspect: SuspectSteps | None = None
     """The steps whose weights may be lost, because no loss behind them is finite; null where the
-    last loss of the logs is finite, or the steps of a checkpoint are not those of the logs."""
+    last loss of the logs is finite."""
 
     @property
     def next_command(self) -> str | None:
@@ -171,16 +171,7 @@ def check_loss(
     damage = DamageLog()
 
     def read(names: Sequence[str]) -> Iterator[Row | Marker]:
-        rows = read_logs(
-            names,
-            log_format,
-            storage=storage,
-            on_damage=damage.record,
-            on_unused_key=damage.unused_keys.append,
-            on_order=damage.record_order,
-            on_ranks=damage.record_ranks,
-        )
-        return damage.watch(rows)
+        return read_logs(names, log_format, storage=storage, damage=damage)
 
     try:
         if canary is not None:
@@ -221,9 +212,6 @@ def check_split(
     damage: DamageLog | None = None,
 ) -> LossReport:
     """Check a log that was split already; `may_divide` as in `resume_at`."""
-    point = options.resume_point
-    if point is not None and parts.counts is not None and point.step > _last_step(parts):
-        options = replace(options, resume_point=None)
     # Of several logs the last one is that of the resumed job, if it has rows.
     waits_for = None if len(logs) < 2 or _has_rows(parts, logs[-1]) else logs[-1]
     may_divide = may_divide and len(logs) < 2
@@ -250,7 +238,7 @@ def check_split(
     answer = _answer(parts, assessments, findings, logs, options)
     answer = replace(answer, order="" if damage is None else damage.order)
     recomputed = recomputed_by(assessments[-1].resume) if assessments else None
-    if not parts.segments or parts.interleaved or parts.counts is not None:
+    if not parts.segments or parts.interleaved:
         return replace(answer, recomputed=recomputed)
     first = suspect_from(parts.segments)
     suspect = None if first is None else SuspectSteps(first, _last_step(parts))
@@ -438,15 +426,6 @@ def _of_logs(
             "their time; they are copies, and are left out",
             found=copies,
         )
-    if parts.counts is not None:
-        yield Finding(
-            "loss.counter",
-            "",
-            f"the logs count {parts.counts} and no training steps: their numbers are not those of "
-            "checkpoints",
-            expected="training steps",
-            found=parts.counts,
-        )
     if parts.n_segments > 2 and len(assessments) == 1 and resume_point is None:
         n_resumes, number = parts.n_segments - 1, assessments[0].resume.number
         yield Finding(
@@ -456,10 +435,6 @@ def _of_logs(
             "another one, --resume all checks all)",
             found=f"{n_resumes} resumes",
         )
-    jumps = [segment.clock_jump for segment in parts.segments]
-    yield from check_clock([jump for jump in jumps if jump is not None])
-    if not parts.interleaved:
-        yield from check_cadence(parts)
 
 
 def _no_loss(parts: Split) -> Finding:

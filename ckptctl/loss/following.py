@@ -19,8 +19,7 @@ from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
 from ckptctl.loss.level import MIN_BEFORE, WINDOWS
 from ckptctl.loss.replay import GOOD_ROWS, Agreement, Origin
-from ckptctl.loss.resume_points import NamedCheckpoint
-from ckptctl.loss.resumes import LedgerAnswer, ResumePoint
+from ckptctl.loss.resumes import LedgerAnswer, NamedCheckpoint, ResumePoint
 from ckptctl.loss.segments import Split, Splitter
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
@@ -227,9 +226,7 @@ def follow_loss(
             if may_divide is None:
                 may_divide, n_at_start = _may_divide(parts, resume_point), parts.n_rows
             unused = _unused_keys(tails, log_format) if parts.n_rows else []
-            notes = DamageLog(unused_keys=unused)
-            if tails[-1].reader.other_ranks is not None:
-                notes.record_ranks(tails[-1].reader.other_ranks)
+            notes = DamageLog(unused_keys=unused, other_ranks=tails[-1].reader.other_ranks)
             report = check_split(parts, options, logs=logs, may_divide=may_divide, damage=notes)
         yield report
         # Rows that one log for all attempts held at the start can be those of an attempt before

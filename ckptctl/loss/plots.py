@@ -1,20 +1,17 @@
-"""Draw the loss around a resume as SVG or PNG.
+"""Draw the loss around a resume as SVG, which references no other files.
 
-`curve_of` chooses the points; the terminal draws the same ones. SVG is written
-here and references no other files. PNG needs Pillow, an extra. The colours are
-distinguishable with any kind of colour vision, and each kind of point also has its own
-shape. Source of the colours: Okabe and Ito, Color Universal Design.
+`curve_of` chooses the points; the terminal draws the same ones. The colours are distinguishable
+with any kind of colour vision, and each kind of point also has its own shape. Source of the
+colours: Okabe and Ito, Color Universal Design.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ckptctl.errors import MissingExtra, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.logs.rows import Row
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite
@@ -119,64 +116,47 @@ _KINDS = (
 _TEXT_CELL = 7.0  # width of a letter of 13 pixels
 
 
-@dataclass(frozen=True, slots=True)
-class Stroke:
-    """A straight line."""
-
-    x1: float
-    y1: float
-    x2: float
-    y2: float
-    color: str
-    dashed: bool = False
-    width: float = 1.0
+def _stroke(x1: float, y1: float, x2: float, y2: float, color: str, *, dashed: bool = False) -> str:
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    return (
+        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
+        f'stroke-width="1"{dash}/>'
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Dot:
+def _dot(x: float, y: float, radius: float, color: str, title: str, *, hollow: bool) -> str:
     """A disc, or a ring where `hollow`; `title` is its tooltip."""
-
-    x: float
-    y: float
-    radius: float
-    color: str
-    hollow: bool
-    title: str
+    paint = f'fill="none" stroke="{color}" stroke-width="2"' if hollow else f'fill="{color}"'
+    return (
+        f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" {paint}>'
+        f"<title>{as_text(title)}</title></circle>"
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+def _text(x: float, y: float, text: str, color: str = INK, *, anchor: str = "start") -> str:
     """A text at its base line; `anchor` is `start`, `middle` or `end`."""
-
-    x: float
-    y: float
-    text: str
-    color: str = INK
-    anchor: str = "start"
-    size: int = 13
-    bold: bool = False
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="13" '
+        f'text-anchor="{anchor}">{as_text(text)}</text>'
+    )
 
 
-Shape = Stroke | Dot | Text
-
-
-def draw(curve: Curve, verdict: LossVerdict, message: str) -> tuple[Shape, ...]:
-    """The shapes of a plot, in the order in which they are painted."""
-    return tuple(_shapes(curve, verdict, message))
-
-
-def _shapes(curve: Curve, verdict: LossVerdict, message: str) -> Iterator[Shape]:
+def _shapes(curve: Curve, verdict: LossVerdict, message: str) -> Iterator[str]:
+    """The elements of a plot, in the order in which they are painted."""
     scale = _Scale(curve)
-    yield Text(_LEFT, 26, verdict.value, _VERDICTS[verdict], size=18, bold=True)
-    yield Text(_LEFT, 46, _fitted(message, WIDTH - _LEFT - _RIGHT))
+    yield (
+        f'<text x="{_LEFT}" y="26" fill="{_VERDICTS[verdict]}" font-size="18" '
+        f'font-weight="bold">{verdict.value}</text>'
+    )
+    yield _text(_LEFT, 46, _fitted(message, WIDTH - _LEFT - _RIGHT))
     yield from _axes(curve, scale)
     if curve.limit is not None:
         y = scale.y(curve.limit)
-        yield Stroke(_LEFT, y, WIDTH - _RIGHT, y, _LIMIT, dashed=True)
+        yield _stroke(_LEFT, y, WIDTH - _RIGHT, y, _LIMIT, dashed=True)
     if curve.before:
         x = scale.x(curve.first_step - 0.5)
-        yield Stroke(x, _TOP, x, HEIGHT - _BOTTOM, INK, dashed=True)
-        yield Text(x + 6, _TOP + 12, "resume")
+        yield _stroke(x, _TOP, x, HEIGHT - _BOTTOM, INK, dashed=True)
+        yield _text(x + 6, _TOP + 12, "resume")
     every = (curve.before, curve.overwritten, curve.after)
     for points, (_, color, radius, hollow) in zip(every, _KINDS, strict=True):
         yield from _dots(points, scale, color, radius, hollow=hollow)
@@ -201,22 +181,22 @@ class _Scale:
         return round(HEIGHT - _BOTTOM - (loss - self._low) * self._per_loss, 2)
 
 
-def _axes(curve: Curve, scale: _Scale) -> Iterator[Shape]:
+def _axes(curve: Curve, scale: _Scale) -> Iterator[str]:
     low, high = curve.losses
     for loss in _ticks(low, high, 6):
         y = scale.y(loss)
-        yield Stroke(_LEFT, y, WIDTH - _RIGHT, y, FAINT)
-        yield Text(_LEFT - 8, y + 4, f"{loss:.6g}", anchor="end")
+        yield _stroke(_LEFT, y, WIDTH - _RIGHT, y, FAINT)
+        yield _text(_LEFT - 8, y + 4, f"{loss:.6g}", anchor="end")
     first, last = curve.steps
     base = HEIGHT - _BOTTOM
     for step in _ticks(first, last, 8):
         if step == int(step):
             x = scale.x(step)
-            yield Stroke(x, base, x, base + 5, INK)
-            yield Text(x, base + 20, f"{step:,.0f}", anchor="middle")
-    yield Stroke(_LEFT, base, WIDTH - _RIGHT, base, INK)
-    yield Text(WIDTH - _RIGHT, base + 38, "step", anchor="end")
-    yield Text(_LEFT - 8, _TOP - 6, "loss", anchor="end")
+            yield _stroke(x, base, x, base + 5, INK)
+            yield _text(x, base + 20, f"{step:,.0f}", anchor="middle")
+    yield _stroke(_LEFT, base, WIDTH - _RIGHT, base, INK)
+    yield _text(WIDTH - _RIGHT, base + 38, "step", anchor="end")
+    yield _text(_LEFT - 8, _TOP - 6, "loss", anchor="end")
 
 
 def _ticks(low: float, high: float, n: int) -> list[float]:
@@ -230,23 +210,23 @@ def _ticks(low: float, high: float, n: int) -> list[float]:
 
 def _dots(
     points: Sequence[Point], scale: _Scale, color: str, radius: float, *, hollow: bool
-) -> Iterator[Dot]:
+) -> Iterator[str]:
     for step, loss in points:
         beyond = "" if scale.holds(loss) else ", outside the plot"
         title = f"step {step:,}: {loss:.6g}{beyond}"
-        yield Dot(scale.x(step), scale.y(loss), radius, color, hollow, title)
+        yield _dot(scale.x(step), scale.y(loss), radius, color, title, hollow=hollow)
 
 
-def _legend(every: Sequence[Sequence[Point]], *, with_limit: bool) -> Iterator[Shape]:
+def _legend(every: Sequence[Sequence[Point]], *, with_limit: bool) -> Iterator[str]:
     x, y = float(_LEFT + 8), HEIGHT - 20
     for points, (name, color, radius, hollow) in zip(every, _KINDS, strict=True):
         if points:
-            yield Dot(x, y - 4, radius, color, hollow, name)
-            yield Text(x + 14, y, name)
+            yield _dot(x, y - 4, radius, color, name, hollow=hollow)
+            yield _text(x + 14, y, name)
             x += 14 + _TEXT_CELL * len(name) + 30
     if with_limit:
-        yield Stroke(x - 8, y - 4, x + 8, y - 4, _LIMIT, dashed=True)
-        yield Text(x + 14, y, "a median above is a jump")
+        yield _stroke(x - 8, y - 4, x + 8, y - 4, _LIMIT, dashed=True)
+        yield _text(x + 14, y, "a median above is a jump")
 
 
 def _fitted(text: str, width: float) -> str:
@@ -254,68 +234,23 @@ def _fitted(text: str, width: float) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-if TYPE_CHECKING:
-    from PIL.ImageDraw import ImageDraw
-
-FORMATS = (".svg", ".png")
-
 _FONT = "system-ui, 'DejaVu Sans', Arial, sans-serif"
-_SHARP = 2  # pixels of a PNG for one of the drawing
-_DASH = 6
 
 
 def check_plot(path: str) -> None:
-    """Raise `UsageError` unless the name ends as one of `FORMATS`.
-
-    Raises `MissingExtra` where the format needs a package that is not installed.
-    """
-    if os.path.splitext(path)[1].lower() not in FORMATS:
-        raise UsageError(
-            f"{path}: the name of a plot ends in {', '.join(FORMATS)}",
-            instead="--plot loss.svg",
-        )
-    if path.lower().endswith(".png"):
-        try:
-            import PIL  # noqa: F401
-        except ImportError as error:
-            raise MissingExtra(
-                f"{path}: PNG needs Pillow, which is not installed; .svg needs no package",
-                next_command="pip install 'ckptctl[plot]'",
-            ) from error
+    """Raise `UsageError` unless the name ends in `.svg`."""
+    if not path.lower().endswith(".svg"):
+        raise UsageError(f"{path}: the name of a plot ends in .svg", instead="--plot loss.svg")
 
 
 def svg_of(report: LossReport) -> str | None:
     """The plot of the worst resume; None where there is no loss to draw."""
-    drawn = _drawn(report)
-    return None if drawn is None else _svg(*drawn)
-
-
-def _drawn(report: LossReport) -> tuple[list[Shape], str] | None:
     worst = report.worst
     curve = curve_of(worst) if worst is not None else None
     if worst is None or curve is None:
         return None
-    message = redacted(worst.message)
-    return [*draw(curve, worst.verdict, message)], message
-
-
-def write_plot(report: LossReport, path: str) -> bool:
-    """Plot the worst resume into a file, atomically; False where there is no loss to draw.
-
-    Raises `UsageError` where the file cannot be written.
-    """
-    check_plot(path)
-    drawn = _drawn(report)
-    if drawn is None:
-        return False
-    is_png = os.path.splitext(path)[1].lower() == ".png"
-    data = _png(drawn[0]) if is_png else _svg(*drawn).encode("utf-8")
-    replace_file(path, data, "the plot")
-    return True
-
-
-def _svg(shapes: Iterable[Shape], title: str) -> str:
-    drawn = "\n".join(f"  {_element(shape)}" for shape in shapes)
+    title = redacted(worst.message)
+    drawn = "\n".join(f"  {element}" for element in _shapes(curve, worst.verdict, title))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="ckptctl" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -326,74 +261,13 @@ def _svg(shapes: Iterable[Shape], title: str) -> str:
     )
 
 
-def _element(shape: Shape) -> str:
-    if isinstance(shape, Stroke):
-        dash = f' stroke-dasharray="{_DASH} {_DASH - 2}"' if shape.dashed else ""
-        return (
-            f'<line x1="{shape.x1:g}" y1="{shape.y1:g}" x2="{shape.x2:g}" y2="{shape.y2:g}" '
-            f'stroke="{shape.color}" stroke-width="{shape.width:g}"{dash}/>'
-        )
-    if isinstance(shape, Dot):
-        paint = f'fill="none" stroke="{shape.color}" stroke-width="2"'
-        paint = paint if shape.hollow else f'fill="{shape.color}"'
-        return (
-            f'<circle cx="{shape.x:g}" cy="{shape.y:g}" r="{shape.radius:g}" {paint}>'
-            f"<title>{as_text(shape.title)}</title></circle>"
-        )
-    weight = ' font-weight="bold"' if shape.bold else ""
-    return (
-        f'<text x="{shape.x:g}" y="{shape.y:g}" fill="{shape.color}" font-size="{shape.size}" '
-        f'text-anchor="{shape.anchor}"{weight}>{as_text(shape.text)}</text>'
-    )
+def write_plot(report: LossReport, path: str) -> bool:
+    """Plot the worst resume into a file, atomically; False where there is no loss to draw.
 
-
-def _png(shapes: Iterable[Shape]) -> bytes:
-    import io
-
-    from PIL import Image, ImageDraw, PngImagePlugin
-
-    image = Image.new("RGB", (WIDTH * _SHARP, HEIGHT * _SHARP), BACKGROUND)
-    brush = ImageDraw.Draw(image)
-    for shape in shapes:
-        _paint(brush, shape)
-    written = io.BytesIO()
-    about = PngImagePlugin.PngInfo()
-    about.add_text("Software", "ckptctl")  # by which a later plot may replace the file
-    image.save(written, "PNG", optimize=True, pnginfo=about)
-    return written.getvalue()
-
-
-def _paint(brush: ImageDraw, shape: Shape) -> None:
-    from PIL import ImageFont
-
-    if isinstance(shape, Stroke):
-        for x1, y1, x2, y2 in _dashes(shape):
-            ends = (x1 * _SHARP, y1 * _SHARP, x2 * _SHARP, y2 * _SHARP)
-            brush.line(ends, fill=shape.color, width=round(shape.width * _SHARP))
-    elif isinstance(shape, Dot):
-        x, y, r = shape.x * _SHARP, shape.y * _SHARP, shape.radius * _SHARP
-        inside = None if shape.hollow else shape.color
-        brush.ellipse(
-            (x - r, y - r, x + r, y + r), fill=inside, outline=shape.color, width=2 * _SHARP
-        )
-    else:
-        anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
-        font = ImageFont.load_default(shape.size * _SHARP)
-        position = (shape.x * _SHARP, shape.y * _SHARP)
-        brush.text(position, shape.text, fill=shape.color, font=font, anchor=anchor)
-
-
-def _dashes(stroke: Stroke) -> Iterable[tuple[float, float, float, float]]:
-    if not stroke.dashed:
-        yield stroke.x1, stroke.y1, stroke.x2, stroke.y2
-        return
-    across, down = stroke.x2 - stroke.x1, stroke.y2 - stroke.y1
-    n = max(1, int(max(abs(across), abs(down)) / (2 * _DASH - 2)))
-    for i in range(n):
-        at, end = i / n, (i + 0.6) / n
-        yield (
-            stroke.x1 + at * across,
-            stroke.y1 + at * down,
-            stroke.x1 + end * across,
-            stroke.y1 + end * down,
-        )
+    Raises `UsageError` where the file cannot be written.
+    """
+    check_plot(path)
+    svg = svg_of(report)
+    if svg is not None:
+        replace_file(path, svg.encode("utf-8"), "the plot")
+    return svg is not None

@@ -20,7 +20,7 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from ckptctl.logs.rows import LogPosition, Marker, Number, Row
+from ckptctl.logs.rows import Marker, Number, Row
 from ckptctl.logs.sources import rotated_base
 
 KEEP_FIRST = 1_000
@@ -61,14 +61,6 @@ class Boundary(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ClockJump:
-    """A row that is older than the one before it, by `back_s` seconds."""
-
-    position: LogPosition
-    back_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """The rows that one attempt wrote.
 
@@ -83,7 +75,6 @@ class Segment:
     rows: tuple[Row, ...]
     n_rows: int
     marker: Marker | None = None
-    clock_jump: ClockJump | None = None
     finite: Row | None = None
 
     @property
@@ -103,8 +94,7 @@ class Split:
 
     `interleaved` means that the steps go forward and back every few rows, because several
     runs write to one log. `n_rows` counts rows, `n_losses` rows with a loss, `n_copies` rows
-    that were left out as copies, `n_trained` the steps of all segments, `n_repeated` those
-    that an earlier segment had trained already. `files` are the logs that have rows.
+    that were left out as copies. `files` are the logs that have rows.
     """
 
     segments: tuple[Segment, ...]
@@ -112,15 +102,8 @@ class Split:
     interleaved: bool
     n_rows: int
     n_losses: int
-    n_trained: int = 0
-    n_repeated: int = 0
     n_copies: int = 0
     files: tuple[str, ...] = ()
-
-    @property
-    def counts(self) -> str | None:
-        """What the steps of the logs count; None where that is training steps."""
-        return next((each.rows[0].counts for each in self.segments if each.rows[0].counts), None)
 
     @property
     def n_dropped(self) -> int:
@@ -156,8 +139,6 @@ class Splitter:
         self._interleaved = False
         self._n_rows = 0
         self._n_losses = 0
-        self._n_trained = 0
-        self._n_repeated = 0
         self._n_copies = 0
         self._files: dict[str, None] = {}
 
@@ -174,22 +155,18 @@ class Splitter:
         boundary = self._boundary(item)
         segment = self._open
         if boundary is not None or segment is None:
-            self._count(item, segment)
             segment = self._begin(boundary or Boundary.START, segment)
         segment.add(item)
 
     def split(self) -> Split:
         """The segments so far, including the unfinished one."""
         segments = [*self._done, *([self._open.segment(self._n_segments)] if self._open else [])]
-        steps = 0 if self._open is None else self._open.n_steps
         return Split(
             segments=tuple(segments),
             n_segments=self._n_segments,
             interleaved=self._interleaved,
             n_rows=self._n_rows,
             n_losses=self._n_losses,
-            n_trained=self._n_trained + steps,
-            n_repeated=self._n_repeated,
             n_copies=self._n_copies,
             files=tuple(self._files),
         )
@@ -235,13 +212,6 @@ class Splitter:
         rotated = rotated_base(last.position.file) == rotated_base(row.position.file)
         return rotated or segment.continues_at_once(row)
 
-    def _count(self, row: Row, segment: _OpenSegment | None) -> None:
-        if segment is not None:
-            self._n_trained += segment.n_steps
-            # A job that starts from its first step is another run; it repeats no work.
-            if segment.first_step < row.step:
-                self._n_repeated += max(0, segment.last.step - row.step + 1)
-
     def _begin(self, boundary: Boundary, before: _OpenSegment | None) -> _OpenSegment:
         if before is not None:
             self._done.append(before.segment(self._n_segments))
@@ -279,16 +249,11 @@ class _OpenSegment:
         self._pinned: list[Row] = []
         self._last: deque[Row] = deque(maxlen=KEEP_LAST)
         self._has_copies = False
-        self._clock_jump: ClockJump | None = None
         self._finite: Row | None = None
 
     @property
     def first_step(self) -> int:
         return self._first[0].step
-
-    @property
-    def n_steps(self) -> int:
-        return self.last.step - self.first_step + 1
 
     @property
     def interval(self) -> int:
@@ -332,10 +297,6 @@ class _OpenSegment:
         if self.n_rows and row.step == self.last.step:
             self._replace_last(_merged(self.last, row))
             return
-        if self.n_rows and row.at is not None and self.last.at is not None:
-            back_s = self.last.at - row.at
-            if back_s > 0 and self._clock_jump is None:
-                self._clock_jump = ClockJump(row.position, back_s)
         self.n_rows += 1
         self.last = row
         self._keep(row)
@@ -344,7 +305,7 @@ class _OpenSegment:
         rows = (*self._first, *self._pinned, *self._last)
         return Segment(
             *(number, self._boundary, rows, self.n_rows),
-            *(self._marker, self._clock_jump, self._finite),
+            *(self._marker, self._finite),
         )
 
     def _keep(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""Compare the speed before and after a resume, and find jumps of the clock and repeated steps.
+"""Compare the speed before and after a resume.
 
 A measure of speed is compared with the band that holds eight in ten rows before the resume.
 """
@@ -13,17 +13,14 @@ from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
-from ckptctl.formatting import percent
 from ckptctl.logs.rows import Number, Row
 from ckptctl.loss.resumes import LoggedResume
-from ckptctl.loss.segments import ClockJump, Split
 from ckptctl.model import NonNegative
 
 _N_BASE = 20  # rows before the resume that a band needs
 _N_FIRST = 5  # rows after it
 _WARM_UP = 10  # rows
 _BAND = 0.1  # relative
-_MAX_REPEATED = 0.05  # of all steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,30 +198,3 @@ def _values(rows: Sequence[Row], metric: _Metric) -> list[float]:
 def _is_clock(values: Sequence[float]) -> bool:
     """Whether the values only rise: then they are the time since the start, whatever their name."""
     return all(later > earlier for earlier, later in pairwise(values))
-
-
-def check_clock(jumps: Sequence[ClockJump]) -> Iterator[Finding]:
-    """Yield `loss.clock` for each row that is older than the one before it."""
-    for jump in jumps:
-        yield Finding(
-            "loss.clock",
-            str(jump.position),
-            f"the time of this row is {jump.back_s:,.0f} s before that of the previous row; steps "
-            "are compared, times are not",
-            found=f"{jump.back_s:,.0f} s back",
-        )
-
-
-def check_cadence(split: Split) -> Iterator[Finding]:
-    """Yield `loss.cadence` where failures made the job repeat many steps."""
-    if split.n_repeated <= _MAX_REPEATED * split.n_trained or split.n_segments < 3:
-        return
-    share = percent(split.n_repeated / split.n_trained, 0)
-    yield Finding(
-        "loss.cadence",
-        "",
-        f"{split.n_repeated:,} of {split.n_trained:,} steps ({share}) were repeated after "
-        f"{split.n_segments - 1:,} resumes; save more often",
-        expected=f"at most {percent(_MAX_REPEATED, 0)} repeated",
-        found=share,
-    )

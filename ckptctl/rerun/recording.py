@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.formatting import command_line
-from ckptctl.logs.reading import read_logs
+from ckptctl.logs.reading import DamageLog, read_logs
 from ckptctl.logs.rows import Number, Row
 from ckptctl.logs.sources import expanded
 from ckptctl.options import StorageOptions
@@ -89,7 +89,7 @@ def _first_pass(path: str, step: int, storage: StorageOptions) -> Rows:
     rows: dict[int, Row] = {}
     last = -1
     try:
-        for row in read_logs([path], storage=storage, on_damage=lambda _message: None):
+        for row in read_logs([path], storage=storage, damage=DamageLog()):
             if not isinstance(row, Row) or not row.has_loss or row.step == last:
                 continue  # the second of two rows of one step is another rank's
             if row.step < last:

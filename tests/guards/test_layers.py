@@ -53,7 +53,7 @@ LAYERS = {
 TOP = "__init__"
 
 TORCH_ALLOWED = ("distributed", "train")
-HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema", "PIL")
+HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema")
 """Never at the top of a module: imported inside the function that needs them."""
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))

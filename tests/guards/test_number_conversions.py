@@ -24,7 +24,7 @@ OTHER = {
     ("loss/plots.py", "int(max(abs(across), abs(down)) / (2 * _DASH - 2))"): "as above",
     ("loss/segments.py", "int(median(gaps))"): "a gap between steps that are within bounds",
     ("logs/fields.py", "float(text)"): "at most 15 characters; what is no number is caught",
-    ("logs/templates.py", "float(f'0.{fraction[0]}')"): "digits that a pattern bounds",
+    ("logs/console.py", "float(f'0.{fraction[0]}')"): "digits that a pattern bounds",
     ("logs/fields.py", "float(f'1e{min(power, sys.float_info.max_10_exp)}')"): "bounded",
 }
 """Conversions of what is no text from outside, each with what it is."""

@@ -13,9 +13,9 @@ from every_case import all_cases
 from ckptctl.errors import UsageError
 from ckptctl.logs.console import Rounds
 from ckptctl.logs.fields import FIELDS
-from ckptctl.logs.markers import HintFinder, read_marker
 from ckptctl.logs.reading import FORMATS, LogFormat, LogReader
 from ckptctl.logs.rows import LogPosition, Marker, Number, Row
+from ckptctl.logs.text_logs import HintFinder, read_marker
 from ckptctl.loss.checking import check_loss
 
 SAMPLES = json.loads((Path(__file__).parent / "data" / "samples.json").read_text())
@@ -124,9 +124,7 @@ def test_a_bar_that_is_drawn_again_is_one_row_and_the_next_bar_goes_on():
 
 BLOCKS = {
     "nemo-rl": "12",
-    "printed-dictionary": "100",
     "composer": "3140",
-    "block": "71",
 }
 
 
@@ -139,21 +137,6 @@ def test_each_of_several_blocks_is_a_row(form, between):
     found = rows(between.join(texts))
     assert [row.step for row in found] == [7001, 7002, 7003]
     assert all(row.has_loss for row in found)
-
-
-def test_the_bar_of_trlx_that_is_drawn_before_and_after_its_step_counts_is_one_row(tmp_path):
-    """trlX draws the losses of a step, then counts it: `set_description`, `update`."""
-    logs = {"before.log": range(1, 31), "after.log": range(21, 61)}
-    for name, steps in logs.items():
-        drawn = [(2 + 9 / (step + 7), n) for step in steps for n in (step - 1, step)]
-        bars = "".join(
-            f"\r[losses/total_loss: {loss:.2f} | losses/value_loss: 1.00]:   1%|  | {n}/99 [00:01<"
-            for loss, n in drawn
-        )
-        (tmp_path / name).write_text(bars)
-    report = check_loss([str(tmp_path / name) for name in logs], resume_step=20)
-    assert report.verdict.value == "no-jump", report.message
-    assert report.message.startswith("10 steps were logged twice and agree"), report.message
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -298,32 +281,6 @@ def test_the_epoch_before_a_bar_is_not_its_step(head):
     assert [row.step for row in rows("".join(bars) + "\n")] == [*range(1, 9)]
 
 
-BAR = "Epoch {}/-2 ━━━━━━ {} 0:00:01 • 0:00:00 81.94it/s loss: 0.0{}\n"
-
-
-@pytest.mark.parametrize(
-    ("resumed", "stopped", "bar", "step"),
-    [
-        ("", 53, (2, "13/13"), 53),
-        ("Restored all states from the checkpoint at a/epoch=1-step=40.ckpt", 80, (3, "20/20"), 80),
-        ("Restored all states from the checkpoint at a/epoch=2-step=36.ckpt", 48, (3, "12/11"), 48),
-    ],
-)
-def test_the_one_rich_bar_in_a_file_is_at_the_step_where_lightning_stopped(
-    resumed, stopped, bar, step
-):
-    """Lightning 2.6.6 writes these lines where its output is no terminal."""
-    text = f"{resumed}\n`Trainer.fit` stopped: `max_steps={stopped}` reached.\n"
-    assert [row.step for row in rows(text + BAR.format(*bar, 45))] == [step]
-
-
-def test_bars_of_the_next_process_do_not_begin_where_the_last_one_stopped():
-    text = "".join(BAR.format(0, f"{n}/20", n) for n in (7, 14, 20))
-    text += "`Trainer.fit` stopped: `max_steps=20` reached.\n" + BAR.format(0, "20/20", 20)
-    text += "".join(BAR.format(0, f"{n}/20", n) for n in (1, 9))
-    assert [row.step for row in rows(text)] == [7, 14, 20, 1, 9]
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -344,34 +301,6 @@ def test_a_loop_of_ones_own_is_read_however_it_is_put(line):
     assert (row.step, row.loss.value) == (7, 2.5)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Epoch 7/90, Loss: 2.5000",
-        "Epoch: 007, Loss: 2.5000, Train: 0.91, Val: 0.77, Test: 0.78",
-        "[Epoch 7] loss=2.5000 val_loss=2.6000",
-        "2026-11-20 03:12:44,201 - INFO - Epoch 7 | train_loss: 2.5000 | valid_loss: 2.6",
-        "====> Epoch: 7 Average loss: 2.5000",
-        "epoch: 7, lr: 1.00e+00 - train loss: 2.5000 - valid loss: 2.60, valid CER: 5.3",
-        "Epoch 7\tTraining Loss: 2.500000 \tValidation Loss: 2.600000",
-        "Epoch 7/90\n----------\ntrain Loss: 2.5000 Acc: 0.51\nval Loss: 2.6000 Acc: 0.50",
-        (
-            "\nepoch:  7\n2026-11-20 03:12:44.201934: train loss : 2.5000\n"
-            "2026-11-20 03:12:44.201934: validation loss: 2.6000"
-        ),
-        "=== Iteration 7 of 90 ===\n  policy entropy: 0.1\n  loss = 2.5000",
-        (
-            "   --> TIME: 2026-11-20 03:12:44 -- STEP: 7/40 -- GLOBAL_STEP: 7\n"
-            "     | > loss: 2.5  (2.51)\n     | > step_time: 0.59370  (0.59370)\n\n"
-            " > EVALUATION \n\n   --> STEP: 0\n     | > loss: 2.6  (2.6)"
-        ),
-    ],
-)
-def test_a_loop_with_a_row_for_each_epoch_or_block_is_read_however_it_is_put(text):
-    (row,) = rows(text + "\n")
-    assert (row.step, row.loss.value) == (7, 2.5)
-
-
 def test_a_batch_is_a_step_although_the_epoch_has_a_row_of_its_own():
     lines = [
         line
@@ -382,11 +311,6 @@ def test_a_batch_is_a_step_although_the_epoch_has_a_row_of_its_own():
         )
     ]
     assert [row.step for row in rows("\n".join(lines) + "\n")] == [*range(1, 9)]
-
-
-def test_a_setting_far_above_a_metric_is_no_counter_of_it():
-    settings = "epoch: 90\nlr: 0.1\n" + "a line\n" * 200
-    assert rows(settings + "final loss: 2.5000\n") == []
 
 
 def test_a_log_that_is_not_read_is_answered_with_its_first_mention_of_a_loss(tmp_path):

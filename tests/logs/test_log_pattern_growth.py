@@ -12,8 +12,8 @@ import pytest
 from pattern_growth import MOST_GROWTH, N_LOOKS, TOO_SHORT_S, seconds, too_slow
 
 from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS
-from ckptctl.logs.markers import _PHRASES
 from ckptctl.logs.reading import LogReader
+from ckptctl.logs.text_logs import _PHRASES
 from ckptctl.storage.logs import MAX_MATCHED
 
 N_CHARS = MAX_MATCHED // 8

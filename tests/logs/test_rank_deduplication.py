@@ -185,7 +185,6 @@ def test_the_last_dictionary_of_a_run_that_died_has_the_step_of_the_bar_before_i
         ("Resuming training from out-owt", None, False),
         ("Resuming training from step 1200", 1200, False),
         ("[rank 0] INFO     Starting training: step=0, max_steps=30", None, True),
-        ("NEW RUN 2025-05-27 11:00:05", None, True),
         ("No checkpoint found in save folder ('a'), will train from scratch...", None, True),
         ("Loading checkpoint from 'work/olmo/step20'...", 20, False),
     ],

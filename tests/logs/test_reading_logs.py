@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, PathNotFound, UsageError
-from ckptctl.logs.reading import LogFormat, LogReader, read_logs
+from ckptctl.logs.reading import DamageLog, LogFormat, LogReader, read_logs
 from ckptctl.logs.rows import Marker, Number, Row
 from ckptctl.options import StorageOptions
 
@@ -186,8 +186,8 @@ def test_a_folder_in_which_nothing_is_a_log_is_reported(tmp_path):
         (b"Epoch 1 done\nall good\n", "no step with a loss"),
         (b"{'loss': 0.91, 'epoch': 0.66}\n" * 3, "3 losses without a step"),
         (
-            b"step:125/1750 train_time:17543ms step_avg:140.34ms\n",
-            "the rows in modded-nanogpt format have no loss",
+            b"iteration 5/ 10 | learning rate: 1E-5 | number of skipped iterations: 1 |\n",
+            "the rows in megatron format have no loss",
         ),
         (b'{"step": 3, "eval_loss": 2.5}\n' * 9, "no step with a loss"),
     ],
@@ -254,11 +254,11 @@ def test_a_key_map_says_what_a_record_means():
 def test_a_key_that_no_log_has_is_reported(tmp_path, text):
     path = tmp_path / "train.log"
     path.write_text("".join(map(text.format, range(1, 30))))
-    unused: list[str] = []
+    damage = DamageLog()
     for name in ("train/ce", "train/cee"):
         keys = LogFormat(keys={"loss": name})
-        assert len([*read_logs([str(path)], keys, on_unused_key=unused.append)]) == 29
-    assert unused == ["loss=train/cee"]
+        assert len([*read_logs([str(path)], keys, damage=damage)]) == 29
+    assert damage.unused_keys == ["loss=train/cee"]
 
 
 def test_a_key_map_to_a_field_that_is_not_there_is_refused():

@@ -16,9 +16,9 @@ from made_logs import VERSION_EVENT, scalar_event, wandb_file, wandb_history
 from msgspec.structs import replace
 
 from ckptctl.logs.fields import Precision, parse_number
-from ckptctl.logs.markers import HINTS, HintFinder
 from ckptctl.logs.reading import LogReader
 from ckptctl.logs.rows import Marker, Row
+from ckptctl.logs.text_logs import HINTS, HintFinder
 from ckptctl.storage.logs import MAX_LINE
 
 SAMPLES = json.loads((Path(__file__).parent / "data" / "samples.json").read_text())

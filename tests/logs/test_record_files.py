@@ -1,4 +1,4 @@
-"""Files of records are read exactly: event files, W&B's, trainer states, MLflow's, tables."""
+"""Files of records are read exactly: event files, W&B's, trainer states, tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from made_logs import (
 
 from ckptctl.errors import LogUnreadable
 from ckptctl.logs.binary_logs import crc32c
-from ckptctl.logs.reading import LogFormat, LogReader, read_logs
+from ckptctl.logs.reading import DamageLog, LogFormat, LogReader, read_logs
 from ckptctl.logs.rows import Marker, Number, Row
 
 
@@ -192,23 +192,6 @@ def test_of_the_trainer_states_in_a_folder_the_newest_is_read(tmp_path):
     assert [row.step for row in read_logs([str(tmp_path)])] == list(range(1, 11))
 
 
-@pytest.mark.parametrize("named", ["", "metrics"])
-def test_the_metrics_of_an_mlflow_run_are_put_together_by_step(tmp_path, named):
-    metrics = tmp_path / "metrics"
-    (metrics / "system").mkdir(parents=True)
-    (tmp_path / "meta.yaml").write_text("run_id: a\n")
-    steps = [1, 2, 3, 4, 3, 4, 5]  # resumed after 2
-    clock = [1618000000000 + 1000 * n for n in range(len(steps))]
-    for name, value in (("train_loss", "0.5312"), ("lr", "0.001"), ("system/cpu", "nan")):
-        lines = [f"{at} {value} {step}\n" for at, step in zip(clock, steps, strict=True)]
-        (metrics / name).write_text("".join(lines))
-    found = list(read_logs([str(tmp_path / named)]))
-    assert [row.step for row in found] == steps
-    assert found[0].loss == Number(0.5312, pytest.approx(1e-4))
-    assert found[0].lr.value == 0.001
-    assert found[0].at == 1618000000.0
-
-
 def test_sparse_cells_of_one_step_are_one_row():
     text = "epoch,step,train_loss,lr,val_loss\n0,49,,0.5,\n0,49,2.25,,\n0,49,,,2.5\n0,99,2.125,,\n"
     _, found = read(text.encode())
@@ -227,27 +210,6 @@ def test_the_mean_of_an_epoch_is_no_loss_of_its_last_step():
     assert [(row.step, row.loss.value) for row in only] == [(49, 2.75), (99, 2.5)]
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        "epoch,time,train/box_loss,train/cls_loss,val/box_loss,lr/pg0",  # Ultralytics
-        "               epoch,      train/box_loss,      train/obj_loss,        val/box_loss",
-        "epoch,train_loss,eval_loss,eval_top1",  # timm
-        "epoch,accuracy,loss,val_loss",  # Keras
-    ],
-)
-def test_a_table_with_a_row_for_each_epoch_is_read_by_epoch(header):
-    names = [name.strip() for name in header.split(",")]
-    loss = next(name for name in names if name in ("train/box_loss", "train_loss", "loss"))
-    lines = [
-        ",".join({"epoch": str(epoch), loss: str(3 - epoch / 8)}.get(name, "9") for name in names)
-        for epoch in (1, 2, 3)
-    ]
-    found = rows("\n".join([header, *lines]) + "\n")
-    assert [(row.step, row.loss.value) for row in found] == [(1, 2.875), (2, 2.75), (3, 2.625)]
-    assert all(row.step_time_s is None for row in found)
-
-
 def rows(text: str) -> list[Row]:
     return [item for item in read(text.encode())[1] if isinstance(item, Row)]
 
@@ -263,11 +225,8 @@ def rows(text: str) -> list[Row]:
         '{"optimizer_step": 7, "losses/total": 2.5, "losses/ce": 2.4}',
         '{"iter": 7, "nll": 2.5}',
         ':::MLLOG {"key": "train_loss", "value": 2.5, "metadata": {"step_num": 7, "lineno": 9}}',
-        ':::MLLOG {"key": "train_loss", "value": 2.5, "metadata": {"samples_count": 7}}',
         ':::MLLOG {"key": "tracked_stats", "value": {"train_loss": 2.5}, "metadata": {"step": 7}}',
-        '{"train_lr": 1e-4, "train_loss": 2.5, "test_loss": 3.0, "epoch": 7, "n_parameters": 9}',
         '{"train_lr": 1e-4, "train_loss": 2.5, "epoch": 3, "global_step": 7}',
-        '{"Loss/loss": {"num": 4, "mean": 2.5}, "Progress/kimg": {"num": 1, "mean": 0.007}}',
     ],
 )
 def test_a_record_is_read_whatever_its_logger_put_around_the_names(record):
@@ -296,14 +255,12 @@ def test_a_record_of_something_else_than_training_has_no_loss(record):
         "# step loss lr",
         ",step,loss",
         "step|loss",
-        "Epoch,loss",
     ],
 )
 def test_a_table_is_read_by_its_header(header):
     cells = {
         "Step": "7",
         "step": "7",
-        "Epoch": "7",
         "loss": "2.5",
         "Training Loss": "2.5",
         "lr": "1e-4",
@@ -328,9 +285,9 @@ def test_damage_in_the_middle_is_raised_after_the_rows_or_reported(tmp_path):
     found: list[Row | Marker] = []
     with pytest.raises(LogUnreadable, match=r"wrong CRC-32C; the rest was not read"):
         found.extend(read_logs([str(path)]))
-    told: list[str] = []
-    assert list(read_logs([str(path)], on_damage=told.append))
-    assert len(told) == 1
+    damage = DamageLog()
+    assert list(read_logs([str(path)], damage=damage))
+    assert len(damage.messages) == 1
 
 
 def test_the_step_of_the_run_outweighs_the_step_that_wandb_counts():

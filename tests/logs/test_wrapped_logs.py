@@ -163,8 +163,6 @@ WRAPPERS = {
     "structured": lambda lines: ndjson(
         [{"ts": at(n).timestamp(), "level": "error", "msg": line} for n, line in enumerate(lines)]
     ),
-    "utf-16": lambda lines: "".join(f"{line}\r\n" for line in lines).encode("utf-16"),
-    "utf-16 without a mark": lambda lines: "".join(f"{x}\r\n" for x in lines).encode("utf-16-le"),
     "utf-8 with a mark": lambda lines: "".join(f"{x}\n" for x in lines).encode("utf-8-sig"),
 }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -211,30 +209,10 @@ def test_the_picture_is_well_formed_and_asks_for_nothing_outside_itself(tmp_path
         assert outside == []
 
 
-def test_the_picture_can_be_a_png(tmp_path, log):
-    image = pytest.importorskip("PIL.Image")
-    run_ckptctl("loss", log(), "--plot", tmp_path / "loss.png")
-    with image.open(tmp_path / "loss.png") as opened:
-        assert opened.format == "PNG"
-        colors = {color for _, color in opened.convert("RGB").getcolors(1 << 20)}
-    assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)} <= colors
-
-
-def test_without_pillow_a_png_is_refused_and_the_extra_is_named(tmp_path, log):
-    code = (
-        "import sys; sys.modules['PIL'] = None; sys.argv = ['ckptctl', *sys.argv[1:]]; "
-        "from ckptctl.cli.main import main; main()"
-    )
-    command = [sys.executable, "-c", code, "loss", str(log()), "--plot", "loss.png"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "ckptctl[plot]" in done.stderr
-
-
 def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_read(tmp_path):
-    done = run_ckptctl("loss", tmp_path / "none.log", "--plot", "loss.gif")
+    done = run_ckptctl("loss", tmp_path / "none.log", "--plot", "loss.png")
     assert done.returncode == 2
-    assert ".svg, .png" in done.stderr
+    assert "ends in .svg" in done.stderr
 
 
 def test_of_several_resumes_each_has_its_line_and_the_worst_its_table(tmp_path):
@@ -468,35 +446,6 @@ def test_the_last_loss_of_several_runs_in_one_log_is_not_known(tmp_path):
     path.write_text("".join(f"step: {step} loss: nan\n" for step in steps))
     done = run_ckptctl("loss", path, "--print-suspect")
     assert (done.stdout, done.returncode) == ("", 31)
-
-
-OTHER_COUNTERS = {
-    "a table of timm": ("epoch,train_loss,eval_top1\n", "{n},{loss},0.5\n", "epochs"),
-    "log.txt of DETR": (
-        "",
-        '{{"train_lr": 0.1, "train_loss": "{loss}", "epoch": {n}}}\n',
-        "epochs",
-    ),
-    "environment steps": ("", '{{"total_timesteps": {n}, "loss": "{loss}"}}\n', "steps of the"),
-    "RWKV": ("", "{n} {loss} 1.4 0.0001 2025-05-27 11:00:05.2 2\n", "epochs"),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_COUNTERS)
-def test_a_counter_that_counts_no_steps_is_compared_with_no_checkpoint(tmp_path, name):
-    head, row, counts = OTHER_COUNTERS[name]
-    path = tmp_path / "train.log"
-    rows = [row.format(n=n, loss="nan" if n > 20 else 3 - n / 20) for n in range(1, 25)]
-    path.write_text(head + "".join(rows))
-    done = run_ckptctl("loss", path, "--print-suspect")
-    assert (done.stdout, done.returncode) == ("", 31)
-    assert f"count {counts}" in done.stderr
-    resumed = tmp_path / "resumed.log"
-    resumed.write_text(head + "".join(row.format(n=n, loss=3 - n / 20) for n in range(15, 25)))
-    report = check_loss([str(path), str(resumed)], resume_step=8_000)
-    assert "loss.counter" in {each.code for each in report.findings}
-    assert "loss.step" not in {each.code for one in report.assessments for each in one.findings}
-    assert report.n_resumes == 1
 
 
 def test_following_reports_a_key_that_no_log_has(tmp_path):

@@ -18,7 +18,7 @@ from ckptctl.errors import UsageError
 from ckptctl.logs.rows import Marker, Number, Row
 from ckptctl.loss.checking import check_loss, check_rows
 from ckptctl.loss.following import FollowOptions, follow_loss, is_settled
-from ckptctl.loss.resume_points import NamedCheckpoint
+from ckptctl.loss.resumes import NamedCheckpoint
 from ckptctl.loss.verdict import LossVerdict
 
 

@@ -28,11 +28,11 @@ from ckptctl.cli.loss_rendering import picture_of_loss
 from ckptctl.findings import CODES
 from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.checking import CheckOptions, check_loss, check_rows
+from ckptctl.loss.evidence import measure_update
 from ckptctl.loss.plots import curve_of
 from ckptctl.loss.replay import Agreement
 from ckptctl.loss.resumes import ResumePoint, resumes
 from ckptctl.loss.segments import split
-from ckptctl.loss.sensitivity import measure_update
 from ckptctl.loss.verdict import FORCES, LossVerdict
 
 CLEAN = SAVED  # no step is logged twice
@@ -470,10 +470,6 @@ def test_every_resume_can_be_checked_and_the_worst_counts():
 
 def test_a_resume_can_be_chosen_by_its_number():
     assert check_rows(twice(), CheckOptions(which=1)).verdict is LossVerdict.DISCONTINUOUS
-
-
-def test_steps_trained_again_too_often_are_reported():
-    assert "loss.cadence" in {f.code for f in check_rows(twice()).findings}
 
 
 def test_a_slower_job_is_a_remark():

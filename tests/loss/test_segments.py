@@ -105,14 +105,6 @@ def test_two_runs_in_one_log_are_recognised():
     assert not split([*rows(1, 50), *rows(30, 80), *rows(70, 90)]).interleaved
 
 
-def test_a_clock_that_goes_back_is_reported_with_its_line():
-    whole = rows(1, 9)
-    late = [replace(each, at=each.at - 3600) for each in whole[4:]]
-    (segment,) = split([*whole[:4], *late]).segments
-    assert segment.clock_jump.back_s == 3599
-    assert segment.clock_jump.position.line == 5
-
-
 def test_the_interval_is_that_of_most_rows():
     assert log_interval(rows(1, 50)[::10]) == 10
     assert log_interval(rows(1, 1)) == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from train_ranks import ends, ranks
 
-from ckptctl.logs.markers import read_marker
 from ckptctl.logs.rows import LogPosition
+from ckptctl.logs.text_logs import read_marker
 from ckptctl.train import resolve
 
 pytestmark = pytest.mark.torch
